@@ -1,12 +1,13 @@
 """Adafactor: adaptive learning rates with sublinear memory."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _phases, _validate
+from optax_ext import _bias_correction, _phases, _validate
 from optax_ext._factored_moments import (
     Moment,
     average_squares,
@@ -24,7 +25,7 @@ from optax_ext._factoring_rules import (
     factorings,
     two_largest_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
+from optax_ext._leaves import Leaves, Tree, at_least_float32
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -45,13 +46,9 @@ class MomentumState(NamedTuple):
     mu: optax.Updates  # the parameter's shape, dtype_momentum
 
 
-class _Hyperparameters(NamedTuple):
-    decay_rate: Any
-    decay_offset: Any
-    beta2_cap: Any | None
-    b2: Any | None
-    eps: Any
-    clipping_threshold: Any | None
+_Hyperparameters = collections.namedtuple(
+    "_Hyperparameters", "decay_rate decay_offset beta2_cap b2 eps clipping_threshold"
+)
 
 
 class _Leaf(NamedTuple):
@@ -78,7 +75,6 @@ def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Lea
 
 def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
     """Returns u_t as the update, and the new second moment."""
-    del hyper, dims
     update = multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
     return _Leaf(update, leaf.v.moment, leaf.t)
 
@@ -172,9 +168,8 @@ def scale_by_adafactor(
         return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, dims, nus))
 
     def update(
-        updates: optax.Updates, state: ScaleByAdafactorState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByAdafactorState]:
-        del params
+        updates: Tree, state: ScaleByAdafactorState, params: Tree = None
+    ) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
@@ -193,9 +188,7 @@ def _scale_by_parameter_rms(
 ) -> optax.GradientTransformation:
     """Multiplies updates by max(RMS(parameter), min_scale), each batch slice by its own."""
 
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+    def scaled(updates: Tree, params: Tree) -> Tree:
         if params is None:
             raise ValueError("adafactor with multiply_by_parameter_scale needs params in update.")
         leaves = Leaves.of(updates)
@@ -209,35 +202,10 @@ def _scale_by_parameter_rms(
             factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
             return (u.astype(dtype) * factor).astype(u.dtype)
 
-        return leaves.unflatten(
-            list(map(scale, leaves.arrays, arrays, factorings(rule, leaves)))
-        ), state
+        dims = factorings(rule, leaves)
+        return leaves.unflatten(list(map(scale, leaves.arrays, arrays, dims)))
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientTransformation:
-    """``mu = decay * mu + (1 - decay) * update``, stored in ``dtype``, computed in float32."""
-
-    def init(params: optax.Params) -> MomentumState:
-        return MomentumState(wide_zeros(params, dtype))
-
-    def update(
-        updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, MomentumState]:
-        del params
-        Leaves.of(updates).averages_in("mu", state.mu, dtype)  # raises unless they match
-
-        def average(u: jax.Array, mu: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(at_least_float32(u.dtype), mu.dtype)
-            b1 = _validate.hyperparameter(decay, wide)
-            return b1 * mu.astype(wide) + (1 - b1) * u.astype(wide)
-
-        mu = jax.tree.map(average, updates, state.mu)
-        out = jax.tree.map(lambda m, u: m.astype(u.dtype), mu, updates)
-        return out, MomentumState(jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu))
-
-    return optax.GradientTransformation(init, update)
+    return optax.stateless(scaled)
 
 
 def adafactor(
@@ -263,8 +231,8 @@ def adafactor(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor with every option of ``optax.adafactor``, and averages that do not stall.
 
-    In this order: ``scale_by_adafactor``, the learning rate :math:`\eta_t`, the parameter scale,
-    momentum, weight decay:
+    In this order: ``scale_by_adafactor``, whose arguments it takes, the learning rate
+    :math:`\eta_t`, the parameter scale, momentum, weight decay:
 
     .. math::
 
@@ -277,17 +245,12 @@ def adafactor(
     state stays finite. With ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face and,
     with ``relative_step=True``, that of PyTorch.
 
-    Args:
+    Other Parameters:
       learning_rate: a number or a schedule. None means 1, so that the parameter scale alone sets
         the step, or with ``relative_step`` the paper's 0.01.
-      decay_rate: see ``scale_by_adafactor``, as all arguments not listed here.
-      decay_offset: steps taken before this phase of training.
-      beta2_cap: the largest decay of the second moment.
-      b2: a constant decay instead of the schedule.
       multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``).
       min_parameter_scale: the smallest parameter scale, above 0.
       relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
-      clipping_threshold: the largest RMS of an update before the learning rate.
       momentum: decay of an average of the updates, in [0, 1); None means no momentum.
       dtype_momentum: dtype in which momentum is stored; None means float32, or wider if the
         parameter is.
@@ -296,9 +259,8 @@ def adafactor(
       weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as AdamW does. (PyTorch's
         Adafactor multiplies by its ``lr``, without the cap of the relative step.)
       weight_decay_mask: a tree of booleans as the parameters, or a function that makes one.
-      eps: added to the squared gradient.
-      factoring: which dims of each parameter are factored; slices along ``batch`` dims also have
-        their own parameter scales.
+      factoring: as ``scale_by_adafactor``; slices along ``batch`` dims also have their own
+        parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
 
@@ -311,8 +273,7 @@ def adafactor(
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.adafactor(0.1, momentum=0.9, dtype_momentum=jnp.bfloat16)
       >>> params = {"w": jnp.ones((4, 8))}
-      >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
       >>> for _ in range(100):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
@@ -341,10 +302,10 @@ def adafactor(
         stages.append(_scale_by_parameter_rms(min_parameter_scale, rule))
     if momentum is not None:
         _validate.unit_interval(momentum=momentum)
-        stages.append(_momentum(momentum, _validate.as_dtype("dtype_momentum", dtype_momentum)))
+        dtype = _validate.as_dtype("dtype_momentum", dtype_momentum)
+        stages.append(_bias_correction.momentum(MomentumState, momentum, dtype, dampened=True))
     if weight_decay_rate is not None:
-        if not callable(weight_decay_rate):
-            _validate.non_negative(weight_decay_rate=weight_decay_rate)
+        _validate.rate(weight_decay_rate=weight_decay_rate)
         decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
         stages.append(_validate.decayed_weights(decay, decayed))
@@ -368,8 +329,7 @@ def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> Factoring
 
 def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedule:
     def schedule(count: jax.Array) -> jax.Array:
-        cap = 1e-2 if learning_rate is None else learning_rate
-        cap = cap(count) if callable(cap) else cap
+        cap = 1e-2 if learning_rate is None else _validate.value_at(learning_rate, count)
         return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(count + 1, float)))
 
     return schedule
@@ -379,8 +339,4 @@ def _times(rate: Any, step_size: Any) -> Any:
     """Returns the product of two numbers or schedules."""
     if not callable(rate) and not callable(step_size):
         return rate * step_size
-
-    def at(value: Any, count: jax.Array) -> Any:
-        return value(count) if callable(value) else value
-
-    return lambda count: at(rate, count) * at(step_size, count)
+    return lambda count: _validate.value_at(rate, count) * _validate.value_at(step_size, count)

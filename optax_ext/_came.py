@@ -1,5 +1,6 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from optax_ext._factoring_rules import (
     factorings,
     last_two_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, Tree, at_least_float32
 
 
 class ScaleByCameState(NamedTuple):
@@ -46,14 +47,9 @@ class ScaleByCameState(NamedTuple):
     instability_col: optax.Updates  # instability: the parameter's shape without its rows
 
 
-class _Hyperparameters(NamedTuple):
-    b1: Any
-    b2: Any
-    b3: Any
-    eps: Any
-    eps_instability: Any
-    clipping_threshold: Any | None
-    debias_instability: bool
+_Hyperparameters = collections.namedtuple(
+    "_Hyperparameters", "b1 b2 b3 eps eps_instability clipping_threshold debias_instability"
+)
 
 
 class _Leaf(NamedTuple):
@@ -164,11 +160,9 @@ def scale_by_came(
     and :math:`C` at zero means for learning rate and warm-up.
 
     A sharded step equals the step of one device to rounding, except for parameters whose true
-    gradient is zero, such as the biases of attention keys. Their gradients are rounding noise,
-    which an ``eps`` of 1e-30 normalizes to updates as large as all others; these change no output,
-    but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key biases of
-    a small attention layer in float32 had updates of RMS 0.3 up to 1e-16 and 0.005 at 1e-12, while
-    those of other parameters did not change.
+    gradient is zero, such as the biases of attention keys: an ``eps`` of 1e-30 normalizes their
+    rounding noise to updates as large as all others, which change no output. With 1e-12 they are
+    small.
 
     State for a matrix of n x m parameters: n m momentum elements and 2 (n + m) float32.
 
@@ -229,10 +223,7 @@ def scale_by_came(
 
         return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
-    def update(
-        updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByCameState]:
-        del params
+    def update(updates: Tree, state: ScaleByCameState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
         count = optax.safe_increment(state.count)
@@ -280,7 +271,8 @@ def came(
     ``factoring=flax_transformer()`` for Flax models; ``last_two_dims()``, the default, where these
     are rows and columns. ``describe_factoring`` lists what is factored.
 
-    ``scale_by_came``, then decoupled weight decay, then the learning rate :math:`\eta`:
+    ``scale_by_came``, whose arguments it takes, then decoupled weight decay, then the learning rate
+    :math:`\eta`:
 
     .. math::
 
@@ -301,17 +293,8 @@ def came(
     - **b3.** The authors use 0.9999. In short runs without debiasing the search chose 0.995 on all
       three tasks. Debiased, 0.9999 was as good on two of three.
 
-    Args:
+    Other Parameters:
       learning_rate: a number or a schedule of the step count.
-      b1: see ``scale_by_came``, as all arguments not listed here.
-      b2: decay of the second moment.
-      b3: decay of the instability.
-      eps: added to the squared gradient.
-      eps_instability: added to the squared instability.
-      clipping_threshold: the largest RMS of an update before momentum.
-      factoring: which dims of each parameter are factored.
-      mu_dtype: dtype in which the momentum is stored.
-      debias_instability: correct the instability for starting at zero; advised in short runs.
       weight_decay: :math:`\lambda`, multiplied by the learning rate; a number or a schedule.
       weight_decay_mask: a tree of bools like the parameters, or a function that makes one from
         them; True where weights decay.
@@ -326,31 +309,26 @@ def came(
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.came(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100))
       >>> params = {"w": jnp.ones((4, 8))}
-      >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
       >>> for _ in range(100):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
     """
-    if not callable(weight_decay):
-        _validate.non_negative(weight_decay=weight_decay)
+    _validate.rate(weight_decay=weight_decay)
     decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
-    return _validate.keep_dtype(
-        optax.chain(
-            scale_by_came(
-                b1,
-                b2,
-                b3,
-                eps=eps,
-                eps_instability=eps_instability,
-                clipping_threshold=clipping_threshold,
-                factoring=factoring,
-                mu_dtype=mu_dtype,
-                debias_instability=debias_instability,
-            ),
-            _validate.decayed_weights(weight_decay, decayed),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+    scaled = scale_by_came(
+        b1,
+        b2,
+        b3,
+        eps=eps,
+        eps_instability=eps_instability,
+        clipping_threshold=clipping_threshold,
+        factoring=factoring,
+        mu_dtype=mu_dtype,
+        debias_instability=debias_instability,
     )
+    decay = _validate.decayed_weights(weight_decay, decayed)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    return _validate.keep_dtype(optax.chain(scaled, decay, rate))

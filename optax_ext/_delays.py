@@ -123,11 +123,9 @@ def check_number(name: str, value: Any) -> None:
     """Raises unless a delay is a number or an array of numbers, finite and not negative."""
     if isinstance(value, jax.core.Tracer):
         return
-    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
-    real = is_array and any(
-        jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
-    )
-    if not real and (not isinstance(value, int | float) or isinstance(value, bool)):
+    numeric = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    kinds = (jnp.integer, jnp.floating)
+    if not numeric or not any(jnp.issubdtype(np.asarray(value).dtype, k) for k in kinds):
         raise ValueError(f"{name} must be a number or an array, got {value!r}.")
     array = np.asarray(value, np.float64)
     if not (array >= 0).all():
@@ -185,23 +183,16 @@ def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
 
 
 def map_slots(
-    names: tuple[str, str],
+    names: tuple[str, str],  # of the function that is called, and of that which makes the states
     fn: Callable[[Any, Any], Any],
     params: Any,
     state: Any,
     state_type: type,
-    field: Callable[[Any], Any],
+    field: Callable[[Any], Any],  # the tree of slots in a state of this type
 ) -> Any:
     """Returns ``fn(p, slot)`` for each parameter and its slot in the states of a type.
 
-    Args:
-      names: the function that is called, and the one that makes the states.
-      fn: a function of two arrays. Parameters without a slot are returned as they are, such as
-        those that ``optax.masked`` excludes.
-      params: the parameters.
-      state: an optimizer state, which contains states of ``state_type``.
-      state_type: the type.
-      field: the tree of slots in a state of this type.
+    Parameters without a slot, such as those that ``optax.masked`` excludes, are returned unchanged.
     """
     caller, maker = names
     states = states_of(state_type, state)

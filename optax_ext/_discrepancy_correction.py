@@ -11,7 +11,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._delays import check_delays, delays_of, map_slots
-from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._leaves import Leaves, Tree, wide_zeros
 
 _DECAY = math.exp(-2)  # D of the paper
 
@@ -104,12 +104,8 @@ def discrepancy_correction(
         return DiscrepancyCorrectionState(wide_zeros(params))
 
     def update(
-        updates: optax.Updates,
-        state: DiscrepancyCorrectionState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, DiscrepancyCorrectionState]:
-        del params, extra_args
+        updates: Tree, state: DiscrepancyCorrectionState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, DiscrepancyCorrectionState]:
         leaves = Leaves.of(updates)
         old = leaves.averages_in("correction", state.correction)
         with jax.named_scope("discrepancy_correction"):

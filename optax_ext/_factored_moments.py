@@ -137,36 +137,22 @@ def split_moments(
     leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]
 ) -> tuple[Any, Any, Any]:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
-
-    def without(side: str) -> list[Dims]:
-        return [
-            tuple(i for i in range(x.ndim) if i not in getattr(d, side))
-            for x, d in zip(leaves.arrays, dims, strict=True)
-        ]
-
-    fulls, rows, cols = ([getattr(m, field) for m in moments] for field in Moment._fields)
-    return (
-        leaves.unflatten(fulls),
-        leaves.unflatten(rows, without("cols")),
-        leaves.unflatten(cols, without("rows")),
-    )
+    kept = [moment_dims(x.ndim, d) for x, d in zip(leaves.arrays, dims, strict=True)]
+    full, row, col = ([m[i] for m in moments] for i in range(3))
+    rows, cols = ([k[i] or () for k in kept] for i in (1, 2))
+    return leaves.unflatten(full), leaves.unflatten(row, rows), leaves.unflatten(col, cols)
 
 
 def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
-    """Returns the moment of each leaf.
+    """Returns the moment of each leaf from the state's fields of full, row and col moments.
 
-    Args:
-      leaves: the gradients.
-      dims: the factoring of each.
-      **fields: the state's fields of full, row and col moments, in this order.
-
-    Raises:
-      ValueError: if the state was made for parameters of another structure, shape or factoring.
+    Raises if the state was made for parameters of another structure, shape or factoring.
     """
     columns = [leaves.slots(field, tree) for field, tree in fields.items()]
     moments = [Moment(*slots) for slots in zip(*columns, strict=True)]
     for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):
-        want = _moment_shapes(tuple(g.shape), factoring)
+        kept = moment_dims(g.ndim, factoring)
+        want = [None if own is None else tuple(g.shape[d] for d in own) for own in kept]
         have = [None if x is None else tuple(x.shape) for x in moment]
         if want != have:
             raise ValueError(
@@ -186,9 +172,8 @@ def check_moments(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None
                 check_dtype(path, field, array)
 
 
-def _moment_shapes(shape: Dims, dims: Factoring) -> list[Dims | None]:
+def moment_dims(ndim: int, dims: Factoring) -> list[Dims | None]:
+    """Returns the dims of the full, the row and the col moment; None for an unused one."""
     if not dims.factored:
-        return [shape, None, None]
-    return [None] + [
-        tuple(n for d, n in enumerate(shape) if d not in left) for left in (dims.cols, dims.rows)
-    ]
+        return [tuple(range(ndim)), None, None]
+    return [None, *(tuple(d for d in range(ndim) if d not in s) for s in (dims.cols, dims.rows))]

@@ -84,12 +84,6 @@ class FactoringRule(Protocol):
         ...
 
 
-def _free_dims(path: str, shape: Dims, batch: Dims) -> tuple[list[int], Dims]:
-    """Returns the dims that are not ``batch`` dims, and the latter counted from the front."""
-    batch = Factoring(batch=batch).resolve(path, shape).batch
-    return [d for d in range(len(shape)) if d not in batch], batch
-
-
 @dataclasses.dataclass(frozen=True)
 class last_two_dims:
     """Rows are the second-to-last dim, columns the last; vectors are not factored.
@@ -111,14 +105,19 @@ class last_two_dims:
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
         """Returns the factoring of one parameter."""
-        free, batch = _free_dims(path, shape, self.batch)
-        if len(free) < 2 or min(shape[free[-2]], shape[free[-1]]) < self.min_dim_size:
+        batch = Factoring(batch=self.batch).resolve(path, shape).batch
+        dims = self._in_order([d for d in range(len(shape)) if d not in batch], shape)[-2:]
+        if len(dims) < 2 or min(shape[d] for d in dims) < self.min_dim_size:
             return Factoring(batch=batch)
-        return Factoring((free[-2],), (free[-1],), batch)
+        return Factoring((dims[0],), (dims[1],), batch)
+
+    def _in_order(self, dims: list[int], shape: Dims) -> list[int]:
+        """Returns the dims, of which the last two are factored."""
+        return dims
 
 
 @dataclasses.dataclass(frozen=True)
-class two_largest_dims:
+class two_largest_dims(last_two_dims):
     """Columns are the largest dim, rows the second largest; the rule of ``optax.adafactor``.
 
     Attributes:
@@ -132,15 +131,9 @@ class two_largest_dims:
     """
 
     min_dim_size: int = 128
-    batch: Dims = ()
 
-    def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """Returns the factoring of one parameter."""
-        free, batch = _free_dims(path, shape, self.batch)
-        by_size = sorted(free, key=lambda d: shape[d])
-        if len(free) < 2 or shape[by_size[-2]] < self.min_dim_size:
-            return Factoring(batch=batch)
-        return Factoring((by_size[-2],), (by_size[-1],), batch)
+    def _in_order(self, dims: list[int], shape: Dims) -> list[int]:
+        return sorted(dims, key=lambda d: shape[d])
 
 
 @dataclasses.dataclass(frozen=True, init=False)

@@ -1,5 +1,6 @@
 """LAMB: Adam with a trust ratio for each layer, for large batches."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
@@ -9,11 +10,11 @@ import optax
 from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._leaves import Leaves, Tree, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
+    Leaf,
     check_options,
-    decay_rate,
     decayed,
     layers,
     norm,
@@ -30,32 +31,10 @@ class ScaleByLambState(NamedTuple):
     nu: optax.Updates  # second moment: the parameter's shape
 
 
-class _Hyperparameters(NamedTuple):
-    b1: Any
-    b2: Any
-    eps: Any
-    weight_decay: Any
-    least: Any | None  # the bounds of phi(|w|)
-    most: Any | None
+_Hyperparameters = collections.namedtuple("_Hyperparameters", "b1 b2 eps weight_decay")
 
 
-class _Leaf(NamedTuple):
-    """One parameter in a step."""
-
-    u: jax.Array  # the gradient, then Adam's direction with weight decay, then the update
-    w: jax.Array
-    mu: jax.Array
-    nu: jax.Array
-    t: jax.Array  # (), int32, number of this step
-    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
-        return self.mu.dtype
-
-
-def moments(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+def moments(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
     """Returns ``r + lambda w`` and the new averages; r is Adam's direction."""
     b1, b2, g = hyper.b1, hyper.b2, leaf.u.astype(leaf.dtype)
     mu = b1 * leaf.mu + (1 - b1) * g
@@ -66,14 +45,12 @@ def moments(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
     return leaf._replace(u=u, mu=mu, nu=nu)
 
 
-def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
-    """Adds ``phi(|w|) / |u|``."""
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
+    """Adds ``|w| / |u|``."""
     if not layer.has_ratio:
         return leaf
     w_norm, u_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
     zero = (w_norm == 0) | (u_norm == 0)
-    if hyper.least is not None:
-        w_norm = jnp.clip(w_norm, hyper.least, hyper.most)
     return leaf._replace(ratio=ratio(w_norm, u_norm, zero))
 
 
@@ -88,7 +65,6 @@ def scale_by_lamb(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = "matrices",
     trust_ratio_mask: Any | None = "matrices",
-    norm_bounds: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     stacked: FactoringRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales Adam's direction, with weight decay, to the norm of each layer's weights.
@@ -100,7 +76,7 @@ def scale_by_lamb(
       m &\leftarrow \beta_1 m + (1 - \beta_1) g, \quad
       v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
       r &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}, \quad
-      \text{update} = \frac{\phi(\|w\|)}{\|r + \lambda w\|} \, (r + \lambda w)
+      \text{update} = \frac{\|w\|}{\|r + \lambda w\|} \, (r + \lambda w)
 
     Where a norm is 0, and for arrays without a trust ratio, the update is :math:`r + \lambda w`.
 
@@ -113,8 +89,6 @@ def scale_by_lamb(
         neither biases nor norm scales; None, all; or a tree of bools like the parameters, a prefix
         of one, or a function that makes one from them.
       trust_ratio_mask: which arrays have a trust ratio, in the same forms.
-      norm_bounds: the bounds of :math:`\phi(\|w\|)`; None means that :math:`\phi` is the
-        identity.
       stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
         or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
         norms, and batch dims do not count as dims of a matrix.
@@ -143,39 +117,25 @@ def scale_by_lamb(
     _validate.positive(eps=eps)
     masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
     check_options(weight_decay, stacked, **masks)
-    _check_bounds(norm_bounds)
 
     def init(params: optax.Params) -> ScaleByLambState:
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLambState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
-    def update(
-        updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByLambState]:
+    def update(updates: Tree, state: ScaleByLambState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         mus, nus = leaves.averages_in("mu", state.mu), leaves.averages_in("nu", state.nu)
         kinds, grads, weights = layers("lamb", leaves, params, stacked, **masks)
-        decay, count = decay_rate(weight_decay, state.count), optax.safe_increment(state.count)
-        hyper = _Hyperparameters(b1, b2, eps, decay, *(norm_bounds or (None, None)))
+        decay = _validate.value_at(weight_decay, state.count)
+        count = optax.safe_increment(state.count)
+        hyper = _Hyperparameters(b1, b2, eps, decay)
         columns = zip(grads, weights, mus, nus, strict=True)
-        step = _phases.run(PHASES, hyper, kinds, [_Leaf(*arrays, count) for arrays in columns])
+        step = _phases.run(PHASES, hyper, kinds, [Leaf(*arrays, count) for arrays in columns])
         new = ([leaf.u for leaf in step], [leaf.mu for leaf in step], [leaf.nu for leaf in step])
         out, mu, nu = map(leaves.unflatten, new)
         return out, ScaleByLambState(count, mu, nu)
 
     return _validate.keep_dtype(optax.GradientTransformation(init, update))
-
-
-def _check_bounds(norm_bounds: Any) -> None:
-    if norm_bounds is None:
-        return
-    if not isinstance(norm_bounds, tuple | list) or len(norm_bounds) != 2:
-        raise ValueError(f"norm_bounds must be a pair (least, most) or None, got {norm_bounds!r}.")
-    least, most = norm_bounds
-    _validate.non_negative(**{"norm_bounds[0]": least})
-    _validate.positive(**{"norm_bounds[1]": most})
-    if not any(isinstance(x, jax.core.Tracer) for x in norm_bounds) and least > most:
-        raise ValueError(f"norm_bounds must be (least, most), got {norm_bounds!r}.")
 
 
 def lamb(
@@ -187,61 +147,40 @@ def lamb(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = "matrices",
     trust_ratio_mask: Any | None = "matrices",
-    norm_bounds: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     stacked: FactoringRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""LAMB: every layer moves by the learning rate times the norm of its weights.
 
-    ``scale_by_lamb``, then the learning rate :math:`\gamma`:
+    ``scale_by_lamb``, whose arguments it takes, then the learning rate :math:`\gamma`:
 
     .. math::
 
-      w \leftarrow w - \gamma \frac{\phi(\|w\|)}{\|r + \lambda w\|} \, (r + \lambda w)
+      w \leftarrow w - \gamma \frac{\|w\|}{\|r + \lambda w\|} \, (r + \lambda w)
 
     Biases and norm scales are trained by plain Adam and do not decay, unless the masks select them.
     With both masks None it equals ``optax.lamb`` to rounding, but for its state in float32.
 
-    Args:
+    Other Parameters:
       learning_rate: a number or a schedule of the step count.
-      b1: see ``scale_by_lamb``, as all arguments not listed here.
-      b2: decay of the second moment.
-      eps: added to the root of the second moment.
-      weight_decay: :math:`\lambda`; inside the trust ratio.
-      weight_decay_mask: which weights decay.
-      trust_ratio_mask: which arrays have a trust ratio.
-      norm_bounds: the bounds of :math:`\phi(\|w\|)`.
-      stacked: which dims are stacks of layers.
-
-    Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``.
-
-    Raises:
-      ValueError: as ``scale_by_lamb``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.lamb(optax.linear_schedule(0.1, 0.0, 100), weight_decay=1e-3)
       >>> params = {"w": jnp.ones((4, 8))}
-      >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
       >>> for _ in range(100):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
     """
-    return _validate.keep_dtype(
-        optax.chain(
-            scale_by_lamb(
-                b1,
-                b2,
-                eps,
-                weight_decay=weight_decay,
-                weight_decay_mask=weight_decay_mask,
-                trust_ratio_mask=trust_ratio_mask,
-                norm_bounds=norm_bounds,
-                stacked=stacked,
-            ),
-            optax.scale_by_learning_rate(learning_rate),
-        )
+    scaled = scale_by_lamb(
+        b1,
+        b2,
+        eps,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        trust_ratio_mask=trust_ratio_mask,
+        stacked=stacked,
     )
+    return _validate.keep_dtype(optax.chain(scaled, optax.scale_by_learning_rate(learning_rate)))

@@ -1,5 +1,6 @@
 """Learning rates for large batches: scaling rules and warm-up."""
 
+import functools
 import math
 from typing import Any
 
@@ -52,13 +53,7 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
 
     The variance of a step's noise stays the same; for adaptive methods such as Adam and LAMB.
 
-    Args:
-      base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
-      base_batch: :math:`B_0`, in any unit: examples, tokens.
-      batch: :math:`B`, in the same unit.
-
-    Raises:
-      ValueError: if an argument is not a positive number.
+    Arguments and errors are those of ``linear_scaling``.
 
     Example:
       >>> from optax_ext import square_root_scaling
@@ -107,15 +102,12 @@ def gradual_warmup(
       [0.1, 0.16, 0.34, 0.4, 0.4, 0.04, 0.004]
 
     References:
-      Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv
-      1706.02677.
+      That of ``linear_scaling``.
     """
     _validate.non_negative(warmup_steps=warmup_steps, start=start)
-    if not callable(learning_rate):
-        _validate.non_negative(learning_rate=learning_rate)
+    _validate.rate(learning_rate=learning_rate)
 
-    def rate(count: jax.typing.ArrayLike) -> Any:
-        return learning_rate(count) if callable(learning_rate) else learning_rate
+    rate = functools.partial(_validate.value_at, learning_rate)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         done = jnp.asarray(count, float) / max(warmup_steps, 1)

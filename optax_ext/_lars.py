@@ -1,18 +1,19 @@
 """LARS: layer-wise adaptive rate scaling, for large batches."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _phases, _validate
+from optax_ext import _bias_correction, _phases, _validate
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._leaves import Leaves, Tree
 from optax_ext._trust_ratio import (
     Layer,
+    Leaf,
     check_options,
-    decay_rate,
     decayed,
     layers,
     norm,
@@ -36,26 +37,12 @@ class LarsMomentumState(NamedTuple):
     trace: optax.Updates  # the parameter's shape
 
 
-class _Hyperparameters(NamedTuple):
-    trust_coefficient: Any
-    weight_decay: Any
-    denominator: str
+_Hyperparameters = collections.namedtuple(
+    "_Hyperparameters", "trust_coefficient weight_decay denominator"
+)
 
 
-class _Leaf(NamedTuple):
-    """One parameter in a step."""
-
-    u: jax.Array  # the gradient, then with weight decay, then the update
-    w: jax.Array
-    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
-        return self.w.dtype
-
-
-def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds weight decay and the local learning rate."""
     decay, u = hyper.weight_decay, decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
@@ -74,16 +61,10 @@ PHASES = ((trust_ratio, "ratio"), (scale, None))
 
 
 def _scale_by_local_rate(
-    trust_coefficient: Any,
-    weight_decay: optax.ScalarOrSchedule,
-    weight_decay_mask: Any,
-    trust_ratio_mask: Any,
-    denominator: str,
-    stacked: FactoringRule | None,
+    trust_coefficient: Any, weight_decay: Any, denominator: str, stacked: Any, **masks: Any
 ) -> optax.GradientTransformation:
     """``scale_by_lars`` whose updates stay float32."""
     _validate.positive(trust_coefficient=trust_coefficient)
-    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
     check_options(weight_decay, stacked, **masks)
     if denominator not in _DENOMINATORS:
         raise ValueError(f"denominator must be 'paper' or 'optax', got {denominator!r}.")
@@ -92,14 +73,12 @@ def _scale_by_local_rate(
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLarsState(jnp.zeros([], jnp.int32) if callable(weight_decay) else None)
 
-    def update(
-        updates: optax.Updates, state: ScaleByLarsState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByLarsState]:
+    def update(updates: Tree, state: ScaleByLarsState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
-        decay = decay_rate(weight_decay, state.count)
+        decay = _validate.value_at(weight_decay, state.count)
         hyper = _Hyperparameters(trust_coefficient, decay, denominator)
-        step = _phases.run(PHASES, hyper, kinds, list(map(_Leaf, grads, weights)))
+        step = _phases.run(PHASES, hyper, kinds, list(map(Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
         return leaves.unflatten([leaf.u for leaf in step]), ScaleByLarsState(count)
 
@@ -154,37 +133,9 @@ def scale_by_lars(
     References:
       You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
     """
-    return _validate.keep_dtype(
-        _scale_by_local_rate(
-            trust_coefficient,
-            weight_decay,
-            weight_decay_mask,
-            trust_ratio_mask,
-            denominator,
-            stacked,
-        )
-    )
-
-
-def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTransformation:
-    """``trace = update + decay * trace``, in float32 or wider."""
-
-    def init(params: optax.Params) -> LarsMomentumState:
-        return LarsMomentumState(wide_zeros(params))
-
-    def update(
-        updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, LarsMomentumState]:
-        del params
-        Leaves.of(updates).averages_in("trace", state.trace)  # raises unless they match
-
-        def add(u: jax.Array, trace: jax.Array) -> jax.Array:
-            return u.astype(trace.dtype) + _validate.hyperparameter(decay, trace.dtype) * trace
-
-        trace = jax.tree.map(add, updates, state.trace)
-        return jax.tree.map(add, updates, trace) if nesterov else trace, LarsMomentumState(trace)
-
-    return optax.GradientTransformation(init, update)
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    return _validate.keep_dtype(scaled)
 
 
 def lars(
@@ -201,7 +152,8 @@ def lars(
 ) -> optax.GradientTransformationExtraArgs:
     r"""LARS: SGD with momentum and a learning rate for each layer.
 
-    ``scale_by_lars``, then the learning rate :math:`\gamma`, then momentum:
+    ``scale_by_lars``, whose arguments it takes, then the learning rate :math:`\gamma`, then
+    momentum:
 
     .. math::
 
@@ -212,19 +164,10 @@ def lars(
     select them. With ``denominator="optax"`` and both masks None it equals ``optax.lars`` to
     rounding, but for its state in float32.
 
-    Args:
+    Other Parameters:
       learning_rate: a number or a schedule of the step count.
       momentum: :math:`m`, in [0, 1).
-      weight_decay: see ``scale_by_lars``, as all arguments not listed here.
-      trust_coefficient: :math:`\eta`.
-      denominator: ``"paper"`` or ``"optax"``.
       nesterov: update by :math:`m v` plus the newest term once more.
-      weight_decay_mask: which weights decay.
-      trust_ratio_mask: which arrays have a local learning rate.
-      stacked: which dims are stacks of layers.
-
-    Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``.
 
     Raises:
       ValueError: as ``scale_by_lars``; also on a ``momentum`` outside [0, 1).
@@ -233,8 +176,7 @@ def lars(
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.lars(optax.linear_schedule(30.0, 0.0, 100), weight_decay=1e-4)
       >>> params = {"w": jnp.ones((4, 8))}
-      >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
       >>> for _ in range(100):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
@@ -242,17 +184,10 @@ def lars(
       True
     """
     _validate.unit_interval(momentum=momentum)
-    return _validate.keep_dtype(
-        optax.chain(
-            _scale_by_local_rate(
-                trust_coefficient,
-                weight_decay,
-                weight_decay_mask,
-                trust_ratio_mask,
-                denominator,
-                stacked,
-            ),
-            optax.scale_by_learning_rate(learning_rate),
-            _momentum(momentum, nesterov),
-        )
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    velocity = _bias_correction.momentum(
+        LarsMomentumState, momentum, dampened=False, nesterov=nesterov
     )
+    return _validate.keep_dtype(optax.chain(scaled, rate, velocity))

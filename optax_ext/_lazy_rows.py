@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import path_name
+from optax_ext._leaves import Tree, path_name
 
 Key = tuple[Any, ...]
 
@@ -85,11 +85,8 @@ def lazy_rows(
         return state
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        updates: Tree, state: optax.OptState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, optax.OptState]:
         out, new = inner.update(updates, state, params, **extra_args)
         with jax.named_scope("lazy_rows"):
             used = {

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
+from optax_ext._validate import Tree as Tree
 
 Dims = tuple[int, ...]
 

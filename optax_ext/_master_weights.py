@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, check_dtype, check_shape
+from optax_ext._leaves import Leaves, Tree, check_dtype, check_shape
 
 
 class MasterWeightsState(NamedTuple):
@@ -104,7 +104,9 @@ def master_weights(
       Micikevicius et al.: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
     """
     inner = optax.with_extra_args_support(inner)
-    wide = _master_dtype(dtype)
+    wide: Any = _validate.as_dtype("dtype", dtype)
+    if wide is None or wide.itemsize < 4:
+        raise ValueError(f"dtype must be float32 or float64, got {dtype!r}.")
 
     def init(params: optax.Params) -> MasterWeightsState:
         leaves = Leaves.of_any_dtype(params)
@@ -123,11 +125,8 @@ def master_weights(
         return MasterWeightsState(masters([None] * len(arrays)), inner_state)
 
     def update(
-        updates: optax.Updates,
-        state: MasterWeightsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, MasterWeightsState]:
+        updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params in update.")
         leaves = Leaves.of_any_dtype(updates)
@@ -154,13 +153,6 @@ def master_weights(
         return leaves.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _master_dtype(value: Any) -> Any:
-    dtype = _validate.as_dtype("dtype", value)
-    if dtype is None or dtype.itemsize < 4:
-        raise ValueError(f"dtype must be float32 or float64, got {value!r}.")
-    return dtype
 
 
 def _has_master(path: str, p: Any, dtype: Any) -> bool:

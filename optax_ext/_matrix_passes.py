@@ -35,17 +35,10 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
 
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
-    """For ``(x, new) = fn(array, args)``: several means of ``x``, and ``new``.
+    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``.
 
-    Args:
-      fn: an elementwise function. ``x`` and ``new`` have the shape of ``array``; ``new`` also has
-        its dtype, or is None.
-      array: the matrix.
-      args: a tree of arrays that broadcast against it without a change of rank.
-      *dims: the dims of each mean.
-
-    Returns:
-      The mean of ``x`` over each of ``dims``, and ``new``.
+    ``fn`` is elementwise; ``x`` and ``new`` have the shape of ``array``, and ``new`` its dtype, or
+    is None. ``args`` is a tree of arrays that broadcast against it without a change of rank.
     """
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:

@@ -9,7 +9,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._bias_correction import one_minus_power
-from optax_ext._leaves import at_least_float32, states_of
+from optax_ext._leaves import Tree, at_least_float32, states_of
 
 _HOW = (
     "gradient_noise_scale compares the gradient with those of sub-batches: update needs "
@@ -100,59 +100,49 @@ def gradient_noise_scale(
     _validate.unit_interval(decay=decay)
 
     def init(params: optax.Params) -> GradientNoiseScaleState:
-        del params
         # Buffers of their own: a train state that is donated must not hold one array twice.
         zero = functools.partial(jnp.zeros, [])
         return GradientNoiseScaleState(zero(jnp.int32), zero(jnp.float32), zero(jnp.float32))
 
     def update(
-        updates: optax.Updates,
+        updates: Tree,
         state: GradientNoiseScaleState,
-        params: optax.Params | None = None,
+        params: Tree = None,
         *,
         local_squared_norm: jax.typing.ArrayLike | None = None,
-        num_pieces: jax.typing.ArrayLike | None = None,
+        num_pieces: Any = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, GradientNoiseScaleState]:
-        del params, extra_args
+    ) -> tuple[Tree, GradientNoiseScaleState]:
         given = {"local_squared_norm": local_squared_norm, "num_pieces": num_pieces}
         missing = [name for name, value in given.items() if value is None]
         if missing:
             raise ValueError(f"{_HOW}; missing: {', '.join(missing)}.")
         concrete = not isinstance(num_pieces, jax.core.Tracer)
-        if concrete and not num_pieces >= 2:  # type: ignore[operator]
+        if concrete and not num_pieces >= 2:
             raise ValueError(f"{_HOW}; got num_pieces={num_pieces}, but at least 2 are required.")
         with jax.named_scope("noise_scale"):
-            new = average(updates, state, jnp.asarray(local_squared_norm), num_pieces)
-        return updates, new
-
-    def average(
-        updates: optax.Updates, state: GradientNoiseScaleState, local: jax.Array, num_pieces: Any
-    ) -> GradientNoiseScaleState:
-        squared_norm = sum_of_squares(jax.tree.leaves(updates))
-        dtype = squared_norm.dtype
-        enough = jnp.asarray(num_pieces) >= 2
-        num_pieces = jnp.where(enough, num_pieces, 2)
-        size = _validate.hyperparameter(batch_size, dtype)
-        estimate = estimates(squared_norm, local.astype(dtype), num_pieces, size)
-        usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
-        count = optax.safe_increment(state.count)
-        b = _validate.hyperparameter(decay, jnp.float32)
-        weight = (1 - b) / one_minus_power(b, count, jnp.float32)  # bias correction
-        averages = (
-            old + weight * (x.astype(old.dtype) - old)
-            for old, x in zip(state[1:], estimate, strict=True)
-        )
-        new = GradientNoiseScaleState(count, *averages)
-        return jax.tree.map(functools.partial(jnp.where, usable), new, state)
+            squared_norm, local = sum_of_squares(updates), jnp.asarray(local_squared_norm)
+            enough = jnp.asarray(num_pieces) >= 2
+            num_pieces = jnp.where(enough, num_pieces, 2)
+            size = _validate.hyperparameter(batch_size, squared_norm.dtype)
+            local_norm = local.astype(squared_norm.dtype)
+            estimate = estimates(squared_norm, local_norm, num_pieces, size)
+            usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
+            count = optax.safe_increment(state.count)
+            b = _validate.hyperparameter(decay, jnp.float32)
+            weight = (1 - b) / one_minus_power(b, count, jnp.float32)  # bias correction
+            pairs = zip(state[1:], estimate, strict=True)
+            averages = (old + weight * (x.astype(old.dtype) - old) for old, x in pairs)
+            new = GradientNoiseScaleState(count, *averages)
+            return updates, jax.tree.map(functools.partial(jnp.where, usable), new, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
+def sum_of_squares(tree: Tree) -> jax.Array:
     """Returns the squared norm of all arrays, in float32 or wider."""
-    squares = (jnp.sum(jnp.square(x.astype(at_least_float32(x.dtype)))) for x in arrays)
-    return sum(squares, start=jnp.zeros([], jnp.float32))
+    arrays = (x.astype(at_least_float32(x.dtype)) for x in jax.tree.leaves(tree))
+    return sum((jnp.sum(jnp.square(x)) for x in arrays), start=jnp.zeros([], jnp.float32))
 
 
 def noise_scale(state: optax.OptState) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_ext._delays import check_delays, delays_of, map_slots, numbers_in, whole_number
-from optax_ext._leaves import Leaves, check_shape
+from optax_ext._leaves import Leaves, Tree, check_shape
 
 
 class ParamsHistoryState(NamedTuple):
@@ -100,10 +100,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       0.0 -2.0
 
     References:
-      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML
-      2021, arXiv 2006.09503. Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Those of ``pipeline_delays``.
     """
     check_delays("delays", delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.
@@ -127,12 +124,8 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
         )
 
     def update(
-        updates: optax.Updates,
-        state: ParamsHistoryState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ParamsHistoryState]:
-        del extra_args
+        updates: Tree, state: ParamsHistoryState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, ParamsHistoryState]:
         if params is None:
             raise ValueError("params_history needs params in update.")
         leaves = Leaves.of(updates)
@@ -173,17 +166,8 @@ def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
 def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     r"""Returns each parameter as it was :math:`\tau` updates ago, from ``params_history``.
 
-    Args:
-      params: the current parameters, which are those of delay 0.
-      state: a state that contains those of ``params_history``, in a chain, under ``optax.masked``,
-        ``optax.partition`` or other wrappers.
-
-    Returns:
-      A tree like ``params``. Parameters that are masked out are returned as they are.
-
-    Raises:
-      ValueError: if the state contains none of ``params_history``, several for a parameter, or one
-        of other parameters.
+    Takes the current parameters, and a state as ``backward_params`` does, which contains those of
+    ``params_history``. Returns and raises likewise.
     """
     names = "delayed_params", "params_history"
 

@@ -25,13 +25,7 @@ def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf
     Where arrays are on several devices, the statistics of all parameters pass a barrier after each
     phase, which makes their sums one all-reduce; other arrays do not wait. Parameters of one shape
     and kind share a trace, of all phases or, between barriers, of each. They share none if a
-    hyperparameter is traced.
-
-    Args:
-      phases: the phases, in their order.
-      hyper: a NamedTuple of hyperparameters, which phases receive in the leaf's dtype.
-      kinds: the kind of each parameter.
-      leaves: the leaf of each parameter.
+    hyperparameter is traced. Phases receive hyperparameters in the leaf's dtype.
     """
     hypers = [_validate.cast(hyper, leaf.dtype) for leaf in leaves]
     shared = all(h is None or isinstance(h, int | float | str) for own in hypers for h in own)
@@ -41,14 +35,10 @@ def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf
         with jax.named_scope(phase.__name__):
             leaves = list(map(_jitted(phase) if shared else phase, hypers, kinds, leaves))
             if field is not None:
-                leaves = _behind_barrier(leaves, field)
+                # Available in no leaf before it is computed in all.
+                held = _matrix_passes.barrier([getattr(leaf, field) for leaf in leaves])
+                leaves = [leaf._replace(**{field: x}) for leaf, x in zip(leaves, held, strict=True)]
     return leaves
-
-
-def _behind_barrier(leaves: list[Leaf], field: str) -> list[Leaf]:
-    """Returns the leaves, whose ``field`` is available in none before it is computed in all."""
-    statistics = _matrix_passes.barrier([getattr(leaf, field) for leaf in leaves])
-    return [leaf._replace(**{field: x}) for leaf, x in zip(leaves, statistics, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

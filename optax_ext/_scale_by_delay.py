@@ -8,7 +8,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._delays import check_delays, delays_of
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, Tree, at_least_float32
 
 
 class ScaleByDelayState(NamedTuple):
@@ -68,8 +68,7 @@ def scale_by_delay(
       {'a': -1.0, 'b': -1.0}
 
     References:
-      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
-      1910.05124.
+      That of ``discrepancy_correction``.
     """
     check_delays("delays", delays)
     _validate.positive(anneal_steps=anneal_steps)
@@ -79,12 +78,8 @@ def scale_by_delay(
         return ScaleByDelayState(jnp.zeros([], jnp.int32))
 
     def update(
-        updates: optax.Updates,
-        state: ScaleByDelayState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ScaleByDelayState]:
-        del params, extra_args
+        updates: Tree, state: ScaleByDelayState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, ScaleByDelayState]:
         leaves = Leaves.of(updates)
         with jax.named_scope("scale_by_delay"):
             out = [

@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from optax_ext import _validate
+from optax_ext._factored_moments import moment_dims
 from optax_ext._factoring_rules import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._text_table import aligned
@@ -278,8 +279,8 @@ def _in_sizes(row: FactoringRow) -> str:
 
 
 def _num_statistics(shape: Dims, factoring: Factoring) -> int:
-    sides = (factoring.cols, factoring.rows) if factoring.factored else ((),)
-    return sum(math.prod(n for d, n in enumerate(shape) if d not in left) for left in sides)
+    dims = moment_dims(len(shape), factoring)
+    return sum(math.prod(shape[d] for d in own) for own in dims if own is not None)
 
 
 def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> FactoringTable:

@@ -26,6 +26,22 @@ class Layer(NamedTuple):
     has_ratio: bool  # whether its update is scaled by a trust ratio
 
 
+class Leaf(NamedTuple):
+    """One parameter in a step of LAMB, or of LARS, which has no averages."""
+
+    u: jax.Array  # the gradient, then the direction with weight decay, then the update
+    w: jax.Array
+    mu: jax.Array | None = None
+    nu: jax.Array | None = None
+    t: Any = None  # (), int32, number of this step
+    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return (self.w if self.mu is None else self.mu).dtype
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``.
@@ -73,8 +89,7 @@ def check_options(
     weight_decay: optax.ScalarOrSchedule, stacked: FactoringRule | None, **masks: Any
 ) -> None:
     """Raises on a negative decay, on a rule that is none, and on masks of another form."""
-    if not callable(weight_decay):
-        _validate.non_negative(weight_decay=weight_decay)
+    _validate.rate(weight_decay=weight_decay)
     check_rule("stacked", stacked)
     for name, mask in masks.items():
         if name != "trust_ratio_mask" or not isinstance(mask, bool):  # False: no ratios
@@ -115,17 +130,11 @@ def layers(
     )
 
 
-def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:
-    """Returns the rate of this step: a number, or a schedule's value at the count."""
-    return weight_decay(count) if callable(weight_decay) else weight_decay
-
-
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
     """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
     return u + rate * w if layer.decays else u
 
 
-def scale(hyper: Any, layer: Layer, leaf: Any) -> Any:
+def scale(hyper: Any, layer: Layer, leaf: Leaf) -> Leaf:
     """Multiplies the update by its trust ratio: the last phase of a step."""
-    del hyper, layer
     return leaf if leaf.ratio is None else leaf._replace(u=leaf.u * leaf.ratio)

@@ -6,12 +6,14 @@ are checked, and nothing here branches on a traced one.
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+Tree = Any  # of parameters, updates or a state
 
 
 def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
@@ -39,17 +41,19 @@ def non_negative(**values: Any) -> None:
     _check(values, lambda value: value >= 0, "not be negative")
 
 
+def rate(**values: Any) -> None:
+    """Raises if a value is negative, unless it is a schedule."""
+    non_negative(**{name: value for name, value in values.items() if not callable(value)})
+
+
 def positive(**values: Any) -> None:
     """Raises unless every value that is not None is above zero."""
     _check(values, lambda value: value > 0, "be positive")
 
 
-def implementation(value: Any, names: tuple[str, ...]) -> None:
-    """Raises unless the value names an implementation."""
-    if value not in names:
-        *others, last = map(repr, names)
-        expected = f"{', '.join(others)} or {last}"
-        raise ValueError(f"implementation must be {expected}, got {value!r}.")
+def value_at(value: Any, count: Any) -> Any:
+    """Returns a number, or the value of a schedule at a count."""
+    return value(count) if callable(value) else value
 
 
 def as_dtype(name: str, value: Any) -> np.dtype | None:
@@ -76,16 +80,11 @@ def hyperparameter(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-_Hyper = TypeVar("_Hyper", bound=tuple[Any, ...])
-
-
-def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
+def cast(hyper: Any, dtype: Any) -> Any:
     """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
-    values = [
-        h if h is None or isinstance(h, bool | str) else hyperparameter(h, dtype) for h in hyper
-    ]
-    make: Any = type(hyper)
-    return make(*values)
+    stays = [h is None or isinstance(h, bool | str) for h in hyper]
+    values = zip(hyper, stays, strict=True)
+    return type(hyper)(*(h if stay else hyperparameter(h, dtype) for h, stay in values))
 
 
 def array(path: str, leaf: Any) -> None:
@@ -206,11 +205,8 @@ def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformat
     inner = optax.with_extra_args_support(inner)
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        updates: Tree, state: optax.OptState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, optax.OptState]:
         out, state = inner.update(updates, state, params, **extra_args)
         return jax.tree.map(lambda o, u: o.astype(u.dtype), out, updates), state
 

@@ -33,14 +33,7 @@ class Equation:
 
 
 class Graph:
-    """A traced function with its inner jits inlined. Values are numbered, inputs first.
-
-    Args:
-      fn: maps a list of arrays to a list of arrays.
-      inputs: the arrays.
-      deferred: for each input, whether it counts in ``reads``.
-      portable: whether ``jax.lax.platform_dependent`` takes its default on all platforms.
-    """
+    """A traced function with its inner jits inlined. Values are numbered, inputs first."""
 
     types: list[Any]  # shape and dtype of every value
     reads: list[int]  # the deferred inputs that a value depends on, as the bits of an int
@@ -53,8 +46,8 @@ class Graph:
         self,
         fn: Callable[[list[Any]], list[Any]],
         inputs: Sequence[Any],
-        deferred: Sequence[bool],
-        portable: bool = False,
+        deferred: Sequence[bool],  # for each input, whether it counts in ``reads``
+        portable: bool = False,  # jax.lax.platform_dependent takes its default on all platforms
     ):
         closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
         self._portable = portable
@@ -145,13 +138,8 @@ ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
 
 # Primitives that only call a function: the parameter that holds its jaxpr.
-_INLINED = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+_INLINED = dict.fromkeys(("jit", "pjit"), "jaxpr")
+_INLINED |= dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 
 
 def _branch(eqn: Any, portable: bool) -> Any | None:
@@ -254,7 +242,6 @@ class ScheduledRun:
 
     def store(self, output: int, x: Any) -> Any:
         """Converts a computed output to what the caller receives."""
-        del output
         return x
 
 
@@ -262,22 +249,14 @@ def run_by_leaf(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     tree: Any,
     state: Any,
-    is_deferred: Callable[[Any], bool],
+    is_deferred: Callable[[Any], bool],  # whether an array of the state waits for such a leaf
     make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
     portable: bool = False,
 ) -> tuple[Any, Any]:
     """Evaluates ``fn(tree, state) -> (tree, state)`` for one leaf of ``tree`` after the other.
 
-    Args:
-      fn: the function.
-      tree: parameters or updates; its leaves are the roots of the execution order.
-      state: the state; ``fn`` must preserve its structure.
-      is_deferred: whether an array of the state is read only when a leaf of the tree needs it.
-      make_run: makes the object that evaluates the graph.
-      portable: see ``Graph``.
-
-    Raises:
-      ValueError: if ``fn`` changes the structure of the tree or the state.
+    The leaves of the tree, parameters or updates, are the roots of the execution order. Raises if
+    ``fn`` changes the structure of the tree or the state.
     """
     inputs, treedef = jax.tree.flatten((tree, state))
     num_roots = len(jax.tree.leaves(tree))

@@ -7,7 +7,7 @@ it. A kernel sees the arrays of one device: ``sharding`` says how they are shard
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import optax
@@ -16,17 +16,18 @@ Dims = tuple[int, ...]
 Path = tuple[Any, ...]  # of a parameter in its tree
 
 
-class Shards(Protocol):
-    """How the arrays of each parameter, with their global shapes, are on several devices.
+class Shards:
+    """How the arrays of each parameter are on devices; here all are on one, unsharded.
 
     Attributes:
       interpret: whether kernels run on any platform, uncompiled, for tests.
     """
 
-    interpret: bool
+    interpret = False
 
     def shape_of(self, path: Path, shape: Dims) -> Dims | None:
         """Returns the shape of a shard; None if there is no such parameter of this shape."""
+        return shape
 
     def run(
         self,
@@ -40,28 +41,6 @@ class Shards(Protocol):
 
         ``dims`` has, for each dim of each operand, the dim of the parameter that it is sharded as.
         """
-
-
-class OneDevice:
-    """The arrays of one device, unsharded."""
-
-    interpret = False
-
-    def shape_of(self, path: Path, shape: Dims) -> Dims:
-        """Returns the shape of the array."""
-        del path
-        return shape
-
-    def run(
-        self,
-        path: Path,
-        fn: Callable[..., list[jax.Array]],
-        operands: Sequence[jax.Array],
-        dims: Sequence[Dims],
-        result_dims: Sequence[Dims],
-    ) -> list[jax.Array]:
-        """Calls ``fn``."""
-        del path, dims, result_dims
         return fn(*operands)
 
 
@@ -93,11 +72,9 @@ def kernels_on(shards: Shards) -> Iterator[None]:
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-class UpdateParams(Protocol):
-    """``update`` and ``optax.apply_updates`` in one: from gradients to new parameters and state."""
-
-    def __call__(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
-        """Returns new parameters and the new state."""
+# ``update`` and ``optax.apply_updates`` in one: from gradients, state, parameters and extra
+# arguments to new parameters and the new state.
+UpdateParams = Callable[..., tuple[Any, Any]]
 
 
 class _WithUpdateParams(optax.GradientTransformationExtraArgs):

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._leaves import check_arrays
+from optax_ext._leaves import Tree, check_arrays
 from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
     next_key,
+    salt_of,
     stochastic_bfloat16,
-    uniform_for,
+    uniform,
 )
 
 
@@ -112,11 +113,8 @@ def stochastic_rounding(
         )
 
     def update(
-        updates: optax.Updates,
-        state: StochasticRoundingState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, StochasticRoundingState]:
+        updates: Tree, state: StochasticRoundingState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params in update.")
         grads = jax.tree.map(_widen, updates, params)
@@ -145,6 +143,6 @@ def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
     """Returns ``p + u``; for bfloat16 ``p``, rounded to bfloat16 and stored in float32."""
     if p.dtype != jnp.bfloat16:
         return p + u
-    noise = uniform_for(path, key, p.shape)
+    noise = uniform(key, salt_of(path), p.shape)
     new = p.astype(jnp.float32) + jnp.asarray(u, jnp.float32)
     return stochastic_bfloat16(new, noise).astype(jnp.float32)

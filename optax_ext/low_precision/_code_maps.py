@@ -1,18 +1,28 @@
 """Number maps: the magnitudes between 0 and 1 that the codes of a format represent.
 
-A map numbers its magnitudes in levels: level 0 is the smallest, level ``top`` is 1. ``value`` maps
-a level to its magnitude; ``position`` maps a magnitude to a level with a fraction. Both are
-arithmetic: table look-ups per element neither vectorize on TPUs nor fuse.
+A map numbers its magnitudes in levels: level 0 is the smallest, and 0 if ``zero``; level ``top`` is
+1, and ``lowest`` is the highest level that also has a negative code. ``value`` maps a level to its
+magnitude; ``position`` maps a magnitude to a level with a fraction. Both are arithmetic: table
+look-ups per element neither vectorize on TPUs nor fuse.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
+class _Map:
+    zero = True
+
+    @property
+    def lowest(self: Any) -> int:
+        return self.top
+
+
 @dataclasses.dataclass(frozen=True)
-class DynamicMap:
+class DynamicMap(_Map):
     """Powers of ten, each divided into twice as many equal intervals as the one below it.
 
     The midpoints of the intervals of power i are
@@ -21,26 +31,33 @@ class DynamicMap:
     Attributes:
       exponents: the number of powers of ten: bits - 1.
       signed: half of the codes are negative; else there are twice as many intervals.
+      symmetric: of a signed map: the level that has no negative is left out, and that below it
+        represents 1.
     """
 
     exponents: int
     signed: bool
-    zero = True  # level 0 is 0
+    symmetric: bool = False
 
     @property
     def top(self) -> int:
         """The level of 1."""
-        return 2**self.exponents if self.signed else 2 ** (self.exponents + 1) - 1
+        return 2 ** (self.exponents + (not self.signed)) - (self.symmetric or not self.signed)
 
     @property
     def lowest(self) -> int:
         """The highest level that also has a negative code."""
-        return self.top - 1
+        return self.top - (not self.symmetric)
 
     @property
     def _shift(self) -> int:
         """The offset that makes each power's first level its number of intervals."""
         return 0 if self.signed else 1
+
+    @property
+    def _largest(self) -> float:
+        """The magnitude of the level of 1 where all levels have negatives."""
+        return 1 - 0.45 / 2 ** (self.exponents - 1)
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Returns the magnitude of each level."""
@@ -53,11 +70,13 @@ class DynamicMap:
             first = 2 ** (i + self._shift) - self._shift
             unit = jnp.where(level >= first, jnp.full([], 10.0 ** (i + 1 - self.exponents)), unit)
         out = unit * (0.1 + 0.9 * ((share - 1) + half).astype(dtype))
+        out = out * (1 / self._largest) if self.symmetric else out
         out = jnp.where(level >= self.top, 1, out)
         return jnp.where(level <= 0, 0, out).astype(dtype)
 
     def position(self, y: jax.Array) -> jax.Array:
         """Returns the level of each magnitude, with a fraction."""
+        y = y * self._largest if self.symmetric else y
         # y is multiplied by a power of ten that takes it to 0.1 ... 1, in steps of 4, 2 and 1
         # decades: fewer operations than a comparison with each power.
         share, parts = y, jnp.full([], 2.0 ** (self.exponents - 1 + self._shift), y.dtype)
@@ -79,43 +98,7 @@ class DynamicMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class SymmetricMap:
-    """A signed dynamic map without the level that has no negative; the level below represents 1.
-
-    Attributes:
-      map: the map.
-    """
-
-    map: DynamicMap
-    zero = True
-
-    @property
-    def top(self) -> int:
-        """The level of 1."""
-        return self.map.lowest
-
-    @property
-    def lowest(self) -> int:
-        """The highest level that also has a negative code."""
-        return self.top
-
-    @property
-    def _largest(self) -> float:
-        """The magnitude of the other map at the level of 1."""
-        return 1 - 0.45 / 2 ** (self.map.exponents - 1)
-
-    def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Returns the magnitude of each level."""
-        out = self.map.value(level, dtype) * (1 / self._largest)
-        return jnp.where(level >= self.top, jnp.ones([], dtype), out)
-
-    def position(self, y: jax.Array) -> jax.Array:
-        """Returns the level of each magnitude, with a fraction."""
-        return self.map.position(y * self._largest)
-
-
-@dataclasses.dataclass(frozen=True)
-class LinearMap:
+class LinearMap(_Map):
     """Equal steps up to 1.
 
     Attributes:
@@ -126,41 +109,30 @@ class LinearMap:
     top: int
     zero: bool
 
-    @property
-    def lowest(self) -> int:
-        """The highest level that also has a negative code."""
-        return self.top
-
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Returns the magnitude of each level."""
         if self.zero:
             return level.astype(dtype) / self.top
         return (level + 1).astype(dtype) / (self.top + 1)
 
     def position(self, y: jax.Array) -> jax.Array:
-        """Returns the level of each magnitude, with a fraction; 0 below the first."""
         return y * self.top if self.zero else jnp.maximum(y * (self.top + 1) - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8Map:
+class Float8Map(_Map):
     """The magnitudes of E4M3 (4 bits of exponent, 3 of fraction, no infinity) over 448."""
 
     top = 0x7E
-    lowest = top
-    zero = True
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Returns the magnitude of each level."""
         normal = jax.lax.bitcast_convert_type((level + (120 << 3)) << 20, jnp.float32)
         small = level.astype(jnp.float32) * 2.0**-9
         return jnp.where(level < 8, small, normal).astype(dtype) / 448
 
     def position(self, y: jax.Array) -> jax.Array:
-        """Returns the level of each magnitude, with a fraction."""
         x = (y * 448).astype(jnp.float32)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) - (120 << 23)
         return jnp.where(x < 2.0**-6, x * 512, bits.astype(jnp.float32) * 2.0**-20).astype(y.dtype)
 
 
-Map = DynamicMap | SymmetricMap | LinearMap | Float8Map
+Map = DynamicMap | LinearMap | Float8Map

@@ -13,24 +13,37 @@ import jax.numpy as jnp
 
 from optax_ext._leaves import at_least_float32
 from optax_ext._matrix_passes import sharded_as, splittable
-from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map, SymmetricMap
+from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 BLOCK_ROWS = 8  # rows of a block, as of a TPU register: scales are found and applied in registers
 
 
+class _Coded:
+    """A format of 8 or 4 bits."""
+
+    bits: int
+    block_size: int | None
+
+    def __post_init__(self) -> None:
+        """Raises unless the fields are valid."""
+        size = self.block_size
+        if self.bits not in (4, 8):
+            raise ValueError(f"bits must be 4 or 8, got {self.bits!r}.")
+        if size is None:
+            object.__setattr__(self, "block_size", 256 if self.bits == 8 else 128)
+        elif isinstance(size, bool) or not isinstance(size, int) or size < 16 or size & (size - 1):
+            raise ValueError(f"block_size must be a power of two, at least 16, got {size!r}.")
+
+
 @dataclasses.dataclass(frozen=True)
-class _Steps:
+class _Steps(_Coded):
     """Codes of equal or growing steps, relative to scales of blocks or of rows and columns."""
 
     bits: int = 8
     block_size: int | None = None
     rank1: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises unless the fields are valid."""
-        _check(self)
 
 
 class Dynamic(_Steps):
@@ -55,7 +68,7 @@ class Linear(_Steps):
 
     Attributes:
       bits: 8 or 4.
-      block_size: elements that share a float32 scale; None means 256 for 8 bits, 128 for 4 bits.
+      block_size: as for ``Dynamic``.
       rank1: instead of blocks, an element's scale is the minimum of the maxima of its row, its
         column, and every other dim; arrays of one dim have blocks.
 
@@ -65,7 +78,7 @@ class Linear(_Steps):
 
 
 @dataclasses.dataclass(frozen=True)
-class Float8:
+class Float8(_Coded):
     """E4M3 floats of magnitudes raised to a power per block that fills the range of E4M3.
 
     Attributes:
@@ -82,10 +95,6 @@ class Float8:
 
     bits = 8
 
-    def __post_init__(self) -> None:
-        """Raises unless the fields are valid."""
-        _check(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16:
@@ -95,16 +104,6 @@ class BFloat16:
 
 
 Format = Dynamic | Linear | Float8 | BFloat16
-
-
-def _check(fmt: Any) -> None:
-    if fmt.bits not in (4, 8):
-        raise ValueError(f"bits must be 4 or 8, got {fmt.bits!r}.")
-    size = fmt.block_size
-    if size is None:
-        object.__setattr__(fmt, "block_size", 256 if fmt.bits == 8 else 128)
-    elif isinstance(size, bool) or not isinstance(size, int) or size < 16 or size & (size - 1):
-        raise ValueError(f"block_size must be a power of two, at least 16, got {size!r}.")
 
 
 @jax.tree_util.register_dataclass
@@ -256,9 +255,10 @@ def _unpack(packed: jax.Array, dim: int, extent: int) -> jax.Array:
 # --- Codes ----------------------------------------------------------------------------------------
 
 
-def _map(fmt: Any, signed: bool) -> Map:
+def _map(fmt: Any, signed: bool, rank1: bool = False) -> Map:
     if isinstance(fmt, Dynamic):
-        return DynamicMap(fmt.bits - 1, signed)
+        # A row cannot be negated for its largest element.
+        return DynamicMap(fmt.bits - 1, signed, symmetric=rank1 and signed)
     if isinstance(fmt, Float8):
         return Float8Map()
     if signed:
@@ -272,11 +272,9 @@ class _Scaled:
     def __init__(
         self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any = None
     ):
-        self.map = _map(fmt, signed)
         self.signed, self.dtype = signed, dtype
         self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1
-        if self.rank1 and isinstance(self.map, DynamicMap) and signed:
-            self.map = SymmetricMap(self.map)  # a row cannot be negated for its largest element
+        self.map = _map(fmt, signed, self.rank1)
         self.expand = isinstance(fmt, Float8) and fmt.expand
         self.blocks = Blocks(shape, fmt.block_size) if blocks is None else blocks
 

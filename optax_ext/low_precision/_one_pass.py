@@ -72,27 +72,17 @@ class OnePassUpdates:
     The step is traced twice. The graph that is evaluated has codes and scales as inputs and
     outputs. That of the inner update, here, has the decoded moments in their place: a pass decodes
     and encodes by itself.
-
-    Args:
-      inner_update: maps updates and the inner state, decoded, to new ones.
-      updates: the gradients.
-      moments: the paths and arrays of the inner state.
-      treedef: its structure.
-      key: of the step, for stochastic rounding.
-      rounding: how new moments are rounded.
-      params: the parameters, if the passes update them, too.
-      shards: how arrays are sharded.
     """
 
     def __init__(
         self,
-        inner_update: Callable[[Any, Any], tuple[Any, Any]],
+        inner_update: Callable[[Any, Any], tuple[Any, Any]],  # of updates and decoded inner state
         updates: Any,
-        moments: Sequence[tuple[Path, Any]],
-        treedef: Any,
-        key: jax.Array | None,
+        moments: Sequence[tuple[Path, Any]],  # the inner state
+        treedef: Any,  # its structure
+        key: jax.Array | None,  # of the step, for stochastic rounding
         rounding: str,
-        params: Any | None,
+        params: Any | None,  # if the passes update them, too
         shards: Shards,
     ):
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)

@@ -86,7 +86,7 @@ def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
         for extra_args in ({}, {"value": 1.0, "value_fn": value, "obj_fn": value}):
             try:
                 with jax.enable_x64(x64):
-                    return _Trial(inner, params, fields, extra_args).signs()
+                    return _signs(inner, params, fields, extra_args)
             except Exception as error:
                 errors.append(error)
         return errors[0]
@@ -109,76 +109,50 @@ def _small(x: Any) -> tuple[int, ...]:
     return tuple(min(_SIDE, n) for n in x.shape)
 
 
-class _Trial:
-    """Small parameters, and a transformation that takes steps on them."""
+def _signs(
+    inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]
+) -> dict[Any, bool]:
+    """Tries fields on small parameters: returns those that suit low precision, and if signed."""
+    shapes = {path: _small(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    rng, num = np.random.default_rng(0), len(fields)
 
-    def __init__(self, inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]):
-        self._inner, self._fields, self._extra_args = inner, fields, extra_args
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        shapes = {path: _small(x) for path, x in leaves}
-        rng = np.random.default_rng(0)
+    def random(x: Any) -> jax.Array:
+        """Random signs, and magnitudes that differ by decades."""
+        one, two = rng.normal(size=(2, *_small(x)))
+        return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
-        def random(x: Any) -> jax.Array:
-            """Random signs, and magnitudes that differ by decades."""
-            one, two = rng.normal(size=(2, *_small(x)))
-            return jnp.asarray(one * np.exp(2 * two), x.dtype)
+    params, mean, *noises = (jax.tree.map(random, params) for _ in range(2 + _RANDOM))
+    state = jax.jit(inner.init)(params)
+    # The arrays to look at: their fields, and where they are in the state; their parameters.
+    numbers = {path: i for i, path in enumerate(shapes)}
+    arrays = [
+        (field, i, numbers[path[len(field) :]])
+        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state))
+        for field in fields
+        if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
+    ]
 
-        self._params, self._mean, *self._noises = (
-            jax.tree.map(random, params) for _ in range(2 + _RANDOM)
-        )
-        self._state = jax.jit(inner.init)(self._params)
-        # The arrays to look at: their fields, and where they are in the state; their parameters.
-        numbers = {path: i for i, path in enumerate(shapes)}
-        self._arrays = [
-            (field, i, numbers[path[len(field) :]])
-            for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self._state))
-            for field in fields
-            if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
-        ]
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        more = {"grad": grads, **extra_args} if extra_args else {}
+        return inner.update(grads, state, params, **more)
 
-    def _update(self, grads: Any, state: Any, params: Any) -> Any:
-        extra_args = {"grad": grads, **self._extra_args} if self._extra_args else {}
-        return self._inner.update(grads, state, params, **extra_args)
-
-    def signs(self) -> dict[Any, bool]:
-        """Returns the fields that suit low precision, and whether they are signed."""
-        advance, errors = jax.jit(self._advance), jax.jit(self._errors)
-        params, state, zeros = self._params, self._state, jax.tree.map(jnp.zeros_like, self._mean)
-        now = jax.tree.leaves(state)
-        copies = jax.tree.leaves(params)
-        copied = np.array([bool(jnp.all(now[i] == copies[j])) for _, i, j in self._arrays])
-        params, state, seen = advance(params, state, _RANDOM, 1.0, zeros)
-        used = [bool(jnp.any(jax.tree.leaves(state)[i] != 0)) for _, i, _ in self._arrays]
-        worst = errors(params, state)
-        params, state, equal = advance(params, state, _EQUAL, 0.0, self._mean)
-        worst = np.maximum(worst, errors(params, state))
-        _, _, still = advance(zeros, state, _ZERO, 0.0, zeros)
-        negative = np.asarray(seen[0] | equal[0])
-        copied |= np.asarray(seen[1] | equal[1])
-        fits = np.array(used) & ~copied & ~np.asarray(still[2])
-        out = {}
-        for field, error in zip(self._fields, worst, strict=True):
-            of = [n for n, (f, _, _) in enumerate(self._arrays) if f == field]
-            if of and all(fits[of]) and error <= _MOST * _ERROR:
-                out[field] = bool(any(negative[of]))
-        return out
-
-    def _advance(self, params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
+    @jax.jit
+    def advance(params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
         """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay.
 
         Returns them, the state, and which arrays were negative, copies of parameters, and not
         changed by the last step.
         """
-        noises = jax.tree.map(lambda *x: noise * jnp.stack(x), *self._noises)
-        none = jnp.zeros(len(self._arrays), bool)
+        random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
+        none = jnp.zeros(len(arrays), bool)
 
         def step(i: Any, carry: Any) -> Any:
             params, state, (negative, copied, _) = carry
-            grads = jax.tree.map(lambda r, m: (r[i] + m).astype(m.dtype), noises, mean)
-            updates, new = self._update(grads, state, params)
+            grads = jax.tree.map(lambda r, m: (r[i] + m).astype(m.dtype), random, mean)
+            updates, new = update(grads, state, params)
             moved = optax.apply_updates(params, updates)
             was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
-            each = [(now[i], was[i], before[j], after[j]) for _, i, j in self._arrays]
+            each = [(now[i], was[i], before[j], after[j]) for _, i, j in arrays]
             seen = (
                 negative | jnp.array([jnp.any(x < 0) for x, _, _, _ in each]),
                 copied | jnp.array([jnp.all(x == b) | jnp.all(x == a) for x, _, b, a in each]),
@@ -188,20 +162,38 @@ class _Trial:
 
         return jax.lax.fori_loop(0, steps, step, (params, state, (none, none, none)))
 
-    def _errors(self, params: Any, state: Any) -> jax.Array:
+    @jax.jit
+    def errors(params: Any, state: Any) -> jax.Array:
         """Returns the relative error of updates if each field in turn has one."""
 
         def updates(scales: jax.Array) -> list[jax.Array]:
             flat = jax.tree.leaves(state)
-            for field, i, _ in self._arrays:
-                flat[i] = (flat[i] * scales[self._fields.index(field)]).astype(flat[i].dtype)
+            for field, i, _ in arrays:
+                flat[i] = (flat[i] * scales[fields.index(field)]).astype(flat[i].dtype)
             new = jax.tree.unflatten(jax.tree.structure(state), flat)
-            return jax.tree.leaves(self._update(self._mean, new, params)[0])
+            return jax.tree.leaves(update(mean, new, params)[0])
 
-        num = len(self._fields)
         worst = jnp.zeros(num)
         for x in jax.lax.map(updates, 1 - _ERROR * jnp.eye(num + 1, num, -1)):
             size, moved = jnp.max(jnp.abs(x[0])), jnp.abs(x[1:] - x[:1]).reshape(num, -1).max(1)
             told = (moved != 0) & jnp.isfinite(size)  # not where the gradients alone are too much
             worst = jnp.maximum(worst, jnp.where(told, moved / size, 0))
         return jnp.where(jnp.isnan(worst), jnp.inf, worst)
+
+    zeros, now, copies = jax.tree.map(jnp.zeros_like, mean), *map(jax.tree.leaves, (state, params))
+    copied = np.array([bool(jnp.all(now[i] == copies[j])) for _, i, j in arrays])
+    params, state, seen = advance(params, state, _RANDOM, 1.0, zeros)
+    used = [bool(jnp.any(jax.tree.leaves(state)[i] != 0)) for _, i, _ in arrays]
+    worst = errors(params, state)
+    params, state, equal = advance(params, state, _EQUAL, 0.0, mean)
+    worst = np.maximum(worst, errors(params, state))
+    _, _, still = advance(zeros, state, _ZERO, 0.0, zeros)
+    negative = np.asarray(seen[0] | equal[0])
+    copied |= np.asarray(seen[1] | equal[1])
+    fits = np.array(used) & ~copied & ~np.asarray(still[2])
+    out = {}
+    for field, error in zip(fields, worst, strict=True):
+        of = [n for n, (f, _, _) in enumerate(arrays) if f == field]
+        if of and all(fits[of]) and error <= _MOST * _ERROR:
+            out[field] = bool(any(negative[of]))
+    return out

@@ -101,11 +101,6 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
     return index
 
 
-def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``uniform``, salted with an array's path in its tree."""
-    return uniform(key, salt_of(path), shape)
-
-
 def salt_of(path: Any) -> int:
     """Returns the salt of the noise of an array by its path in its tree."""
     return zlib.crc32(path_name(path).encode())

@@ -17,21 +17,15 @@ class ScalesFirst(ScheduledRun):
 
     Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
     between. On CPUs it identifies the two computations.
-
-    Args:
-      graph: the step; its outputs replace its inputs.
-      inputs: gradients and state.
-      scales: the ids of those inputs that are scales.
-      passes: parameters that are updated in one pass instead.
     """
 
     def __init__(
         self,
-        graph: Graph,
-        inputs: Sequence[Any],
+        graph: Graph,  # the step
+        inputs: Sequence[Any],  # gradients and state
         *,
-        scales: Container[int],
-        passes: OnePassUpdates | None = None,
+        scales: Container[int],  # the ids of those inputs that are scales
+        passes: OnePassUpdates | None = None,  # parameters that are updated in one pass instead
     ):
         super().__init__(graph, inputs)
         self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}

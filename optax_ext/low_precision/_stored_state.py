@@ -12,7 +12,7 @@ import optax
 from optax_ext._leaves import boxed, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
 from optax_ext.low_precision._formats import Quantized, decode, encode
-from optax_ext.low_precision._rounding import uniform_for
+from optax_ext.low_precision._rounding import salt_of, uniform
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
 
@@ -120,11 +120,10 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 
 def encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
     """Encodes a new value in the format of the old one."""
-    if old.rest is not None:
-        return encode(new, old.format, old.signed, "compensated")
-    if key is None:
-        return encode(new, old.format, old.signed, "nearest")
-    noise = uniform_for(path, key, old.shape)
+    if old.rest is not None or key is None:
+        rounding = "nearest" if old.rest is None else "compensated"
+        return encode(new, old.format, old.signed, rounding)
+    noise = uniform(key, salt_of(path), old.shape)
     return encode(new, old.format, old.signed, "stochastic", noise)
 
 

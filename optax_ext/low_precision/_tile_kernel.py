@@ -91,27 +91,15 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
 
 def _update_tile(
     update: OnePass,
-    operands: Operands,
+    operands: Operands,  # of this device, of which types count
     tiling: "_Tiling",
-    of_kinds: tuple[list[int], list[int]],
-    scalars: list[Any],
-    full: list[Any],
-    stored: list[Quantized],
-    *outputs: Any,
+    of_kinds: tuple[list[int], list[int]],  # which of operands.small are floats, which integers
+    scalars: list[Any],  # floats; integers, with this device's first row and column; noise
+    full: list[Any],  # tiles
+    stored: list[Quantized],  # of tiles
+    *outputs: Any,  # tiles of the results; memory for scales in every lane, and for a slice
 ) -> None:
-    """Reads, updates and writes one tile.
-
-    Args:
-      update: what is computed.
-      operands: the arrays of this device, of which types count.
-      tiling: the tiles.
-      of_kinds: which of ``operands.small`` are floats, and which integers.
-      scalars: the floats; the integers, with this device's first row and column; the noise.
-      full: tiles of arrays.
-      stored: tiles of stored arrays.
-      *outputs: tiles of the results; then memory for the scales of a tile, in every lane, and for
-        a slice, for each stored array.
-    """
+    """Reads, updates and writes one tile."""
     *made, spread, memory = outputs
     floats, integers, noise = scalars
     columns_per_block = tiling.block_columns
@@ -194,27 +182,19 @@ def _update_tile(
 
 
 class _Tiling:
-    """The tiles of a shard, taken as matrices of its last two dims.
-
-    Attributes:
-      shape: the shape of the shard.
-      block_columns: columns of a block.
-      matrices: the number of matrices, their rows and their columns.
-      tile: rows and columns of a tile, multiples of those of a slice.
-      scale_tile: rows and columns of a tile's scales.
-      grid: tiles along each dim of ``matrices``.
-    """
+    """The tiles of a shard, taken as matrices of its last two dims."""
 
     def __init__(self, shape: tuple[int, ...], block_columns: int):
         self.shape, self.block_columns = shape, block_columns
         *lead, rows, columns = shape
-        self.matrices = math.prod(lead), rows, columns
+        self.matrices = math.prod(lead), rows, columns  # their number and dims
         # Where there are several tiles side by side, those of the scales have 128 columns.
         width = min(_LANES * block_columns, _multiple(columns, _LANES))
         height = min(_TILE_SIZE // width // _ROWS * _ROWS, _multiple(rows, _ROWS))
-        self.tile = height, width
+        self.tile = height, width  # multiples of those of a slice
         num_blocks = min(width, _multiple(columns, block_columns)) // block_columns
         self.scale_tile = height // BLOCK_ROWS, num_blocks
+        # Tiles along each dim of ``matrices``.
         self.grid = self.matrices[0], pl.cdiv(rows, height), pl.cdiv(columns, width)
 
     def spec(self, x: Any) -> pl.BlockSpec:
@@ -238,7 +218,6 @@ class _SliceBlocks:
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
         """Returns the maximum of each block; (rows of blocks, lanes)."""
         assert op is jnp.max, op
-        del neutral
         return self._over_lanes(functools.reduce(jnp.maximum, self._rows(x)))
 
     def largest(self, x: jax.Array) -> jax.Array:

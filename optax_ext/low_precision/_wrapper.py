@@ -82,12 +82,10 @@ def low_precision_state(
     Bytes per element: 1.016 in 8 bits, 0.50 in 4 bits (two vectors per matrix), 1.039 in
     ``Float8``, 2 in 16 bits.
 
-    A first moment far below its scale is occasionally rounded up to the smallest code. Divided by
-    the root of a second moment stored with finer scales, this becomes a huge step: 65 to thousands
-    of times float32's with 4-bit first moments in blocks and second moments scaled by rows and
-    columns, where columns of the gradient differ by three to six decades. Both moments have scales
-    of the same kind by default: no element of an update then exceeds 5 times the largest of float32
-    in 4 and 8 bits, or 3 times in ``Float8``. Do not scale second moments more finely than first.
+    Do not scale second moments more finely than first ones: a first moment that is rounded up to
+    its smallest code is then divided by a far smaller root, 65 to thousands of times float32's step
+    where columns of the gradient differ by decades. By default no element of an update exceeds 5
+    times the largest of float32 in 4 and 8 bits, or 3 times in ``Float8``.
 
     Args:
       inner: any transformation.
@@ -103,15 +101,11 @@ def low_precision_state(
       min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
         changed.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
-      implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices in one pass that
-        reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and with
-        the parameters inside if this transformation is its ``tx`` (wrap others in this one, not in
-        a chain). It takes element-wise transformations of float32 moments of matrices whose formats
-        have 8 bits and a scale per block, and whose rows are the next to last dim: by a Pallas
-        kernel, or, where large shards have fewer than 128 columns, by a loop over rows. All else,
-        x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs for
-        TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
-        ``in_shardings`` of ``jit`` alone, need ``"xla"``.
+      implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices of 8-bit moments
+        in one pass, by a kernel or a loop over rows, without temporaries; the guide to low-bit
+        state says which. All else, x64 mode, arrays in a ``shard_map``, and all other platforms use
+        XLA's form. Programs for TPUs that map (``vmap``) or differentiate the update, and arrays
+        that are sharded by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -133,9 +127,7 @@ def low_precision_state(
       others              float32, int32, uint32                                       8,204 bytes
 
     References:
-      Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
-      ICLR 2022, arXiv 2110.02861. Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States,
-      NeurIPS 2023, arXiv 2309.01507.
+      Those of the formats, ``Dynamic``, ``Linear`` and ``Float8``.
     """
     _validate.known(bits=bits, block_size=block_size, min_size=min_size)
     rules = _check_formats(formats or {})
@@ -146,7 +138,8 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    _validate.implementation(implementation, ("xla", "pallas"))
+    if implementation not in ("xla", "pallas"):
+        raise ValueError(f"implementation must be 'xla' or 'pallas', got {implementation!r}.")
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -263,7 +256,7 @@ def low_precision_state(
             )
             return scheduled(updates, state, passes)
 
-        shards = kernels.shards() or kernels.OneDevice()
+        shards = kernels.shards() or kernels.Shards()
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64

@@ -11,16 +11,14 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 
 
-class KernelShards:
-    """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``.
+class KernelShards(kernels.Shards):
+    """How parameters are sharded on a mesh.
 
     Args:
       layout: the mesh.
       params: the parameters, or their types.
       specs: how they are sharded; a tree, which as an attribute is a dict by path.
     """
-
-    interpret = False
 
     def __init__(self, layout: Layout, params: Any, specs: Any):
         self.layout = layout

@@ -147,7 +147,6 @@ TRANSFORMATIONS = {
             "weight_decay": lambda count: 0.1 / (1 + count),
             "weight_decay_mask": {"w": True, "b": False},
             "trust_ratio_mask": None,
-            "norm_bounds": (0.1, 3.0),
             "stacked": Factoring(),
         },
         scale_invariant=False,

@@ -35,7 +35,7 @@ def pair(inner, **options):
     )
 
 
-class Interpreted(kernels.OneDevice):
+class Interpreted(kernels.Shards):
     interpret = True
 
 
