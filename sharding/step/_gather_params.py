@@ -269,20 +269,19 @@ def gather(tree: Any) -> Any:
 
 
 def _mark(x: Any, name: str) -> Any:
-    if not (_MARKS.get() and isinstance(x, jax.Array | np.ndarray)):
-        return x
-    return _marked(x) if name == MARK else checkpoint_name(x, name)
+    marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
+    return _marked(name, x) if marks else x
 
 
-@jax.custom_jvp
-def _marked(x: jax.Array) -> jax.Array:
-    return checkpoint_name(x, MARK)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _marked(name: str, x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, name)
 
 
 @_marked.defjvp
-def _marked_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
-    """Marks the derivative, too: only the loss itself can ask for it, in a trace that is read."""
-    return checkpoint_name(_marked(*primals), DERIVATIVE_MARK), tangents[0]
+def _marked_jvp(name: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    """Marks the derivative, too: only the loss itself asks for one in a trace that is read."""
+    return checkpoint_name(_marked(name, *primals), DERIVATIVE_MARK), tangents[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._jaxprs import all_equations
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _local_norm, _model_state
 from sharding.step._gather_params import call_with_shards
@@ -18,6 +17,8 @@ from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microb
 from sharding.step._step_plan import StepPlan
 
 _AD: Any = jax.ad
+# Backward passes of jax 0.10 mix up the gradients of a loop if some are refs and others are not.
+_IN_PLACE = jax.__version_info__ >= (0, 11)
 _RETURNED = _AD.GradValue()  # a gradient that a backward pass returns, in place of a ref for it
 
 
@@ -95,9 +96,10 @@ class _Device:
             refs = sums or [None] * len(trained)
             # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
             in_place = [
-                ref is not None
+                _IN_PLACE
+                and ref is not None
                 and ref.dtype == x.dtype
-                and not (after or self.adds_after or _is_sliced(x, backward.jaxpr))
+                and not (after or self.adds_after)
                 for ref, x, after in zip(refs, trained, reduced_by_microbatch(plan), strict=True)
             ]
             sinks = [ref if here else _RETURNED for ref, here in zip(refs, in_place, strict=True)]
@@ -141,7 +143,7 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
       inputs: of the loss.
     """
     steps = loss.microbatches
-    taps = differentiated(plan, params, accumulates=steps > 1)
+    taps = differentiated(plan, params, accumulates=_IN_PLACE and steps > 1)
     device = _Device(plan, loss, params, taps, inputs.key)
     split = split_microbatches(inputs.batch, steps)
     if steps == 1:
@@ -162,19 +164,6 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
     model_state, (each, aux) = lax.scan(step, inputs.model_state, (split, jnp.arange(steps)))
     sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=list(map(jax.freeze, refs)))
     return Accumulated(sums, model_state, device.unchanged, jax.tree.map(join_microbatches, aux))
-
-
-def _is_sliced(x: jax.Array, jaxpr: Any) -> bool:
-    """Whether some array of the shape of ``x``, or of an element of that stack, is sliced.
-
-    The transpose of a slice without strides fails on a ref in jax 0.10.
-    """
-    shapes = {eqn.invars[0].aval.shape for eqn in all_equations(jaxpr) if _is_slice(eqn)}
-    return any(x.shape[dim:] in shapes for dim in range(x.ndim))
-
-
-def _is_slice(eqn: Any) -> bool:
-    return eqn.primitive.name == "slice" and eqn.params["strides"] is None
 
 
 def inverse_weight(weight: jax.Array) -> jax.Array:

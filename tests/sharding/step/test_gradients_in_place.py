@@ -15,6 +15,11 @@ OPERATIONS = {
     "dynamic": lambda p: jax.lax.dynamic_slice_in_dim(p, jnp.argmax(p[0, 0]), 3, 1),
     "rows": lambda p: jnp.take(p, jnp.array([3, 0, 3]), axis=1),
     "stack": lambda p: jax.lax.scan(lambda x, q: (x + q[:4] @ q.T, None), jnp.ones((4, 8)), p)[0],
+    "mixed": lambda p: jax.lax.scan(
+        lambda x, q: (x @ jnp.sin(q[0]) @ q[1].T + jnp.cos(q[2]) @ q[1].T, None),
+        jnp.ones((8, 8)),
+        (jnp.sin(p), p, p * p),
+    )[0],
     "unrolled": lambda p: sum(q[1:3].sum() ** 2 for q in p),
     "again": lambda p: p @ p.swapaxes(1, 2) + p[:, :, :1],
     "branch": lambda p: jax.lax.cond(p.sum() > 0, lambda p: p[2:] ** 2, lambda p: p[:2] ** 3, p),
