@@ -1,4 +1,7 @@
-"""The options of both commands: what they mean, and one sentence for each wrong one."""
+"""Reads the options of the commands, with one sentence for each wrong one.
+
+``_main`` and the file of each command declare them, with their help.
+"""
 
 import argparse
 import contextlib

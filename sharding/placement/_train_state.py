@@ -55,11 +55,13 @@ def params_of(state: Any) -> Any:
     return state.params
 
 
-def model_state_of(state: Any, names: str | tuple[str, ...]) -> Tree:
+def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
     """The fields of a ``TrainState`` that a loss takes as its model state.
 
-    One name gives the field's value, several a dict.
+    One name gives the field's value, several a dict, a bool None: the state holds none.
     """
+    if isinstance(names, bool) or not names:
+        return None
     if not isinstance(names, str):
         return {name: model_state_of(state, name) for name in names}
     if isinstance(state, tuple) or not hasattr(state, names):

@@ -20,8 +20,9 @@ from sharding.step._checks import (
 class CompiledStep:
     """A jitted function of (state, batch), whose placement is known when it is first called.
 
-    Another structure or other shapes compile again, as in ``jax.jit``. A kind of step defines
-    ``compile``, and may define ``select`` and ``signature``.
+    Another structure or other shapes compile again, as in ``jax.jit``. ``TrainStep``, ``EvalStep``
+    and ``ValueAndGrad`` define ``compile``, where a step is jitted, and may define ``select`` and
+    ``signature``.
 
     Attributes:
       zero: the mesh and the stage.

@@ -35,8 +35,7 @@ class EvalStep(CompiledStep):
 
     def select(self, state: Any) -> Any:
         """The parameters, and the fields of the model state."""
-        names = self.model_state if isinstance(self.model_state, str | tuple) else None
-        return params_of(state), model_state_of(state, names) if names else None
+        return params_of(state), model_state_of(state, self.model_state)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         """The function for parameters and a batch that are placed like these."""

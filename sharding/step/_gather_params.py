@@ -1,6 +1,7 @@
 """Gathers parameters: after the update at stages 1 and 2, where the loss uses them at stage 3.
 
-At stage 2 the same call in the loss reduce-scatters their gradients in the backward pass.
+After the update, a constraint in ``_update`` gathers over the last axes, often the only ones. At
+stage 2 the same call in the loss reduce-scatters their gradients in the backward pass.
 """
 
 import contextlib
@@ -254,15 +255,11 @@ def gather(tree: Any) -> Any:
                 f"a parameter of shape {shard.held.shape} is sharded along a dim that a loop over "
                 "layers slices off. Name the data axis on another dim of it in param_specs."
             )
-    specs, held, taps = (
-        tuple(x.spec for x in shards),
-        *([getattr(x, name) for x in shards] for name in ("held", "tap")),
-    )
-    if _MARKS.get() and shards and specs[0].layout.stage < 3:
-        found = held
-    else:
-        found = _fetch(specs, tuple(x.dtype for x in taps), held, taps) if shards else []
-    full = iter(found)
+    specs = tuple(x.spec for x in shards)
+    held, taps = [x.held for x in shards], [x.tap for x in shards]
+    if shards and not (_MARKS.get() and specs[0].layout.stage < 3):
+        held = _fetch(specs, tuple(x.dtype for x in taps), held, taps)
+    full = iter(held)
     return treedef.unflatten(
         [_mark(next(full), HANDLE_MARK) if is_shard(x) else _mark(x, MARK) for x in leaves]
     )

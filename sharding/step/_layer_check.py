@@ -63,9 +63,7 @@ def _traced(plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ...]) -> 
     """The trace of a loss of parameters as a device holds them, and of the differentiated ones."""
 
     def held(param: ParamPlan) -> jax.ShapeDtypeStruct:
-        shape = list(param.shape)
-        if plan.layout.stage == 3 and param.shard.dim:
-            shape[param.shard.dim] //= plan.layout.num_shards
+        shape = plan.shard_shape(param) if plan.layout.stage == 3 else param.shape
         return jax.ShapeDtypeStruct(shape, param.loss_dtype)
 
     params = list(map(held, plan.params))

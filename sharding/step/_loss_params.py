@@ -53,10 +53,7 @@ def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
 
 def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
     """Of this device's gradient of a micro-batch, reduced if the step reduces those."""
-    shape, dim = list(param.shape), param.shard.dim
-    if dim and plan.reduces_microbatches:
-        shape[dim] //= plan.layout.num_shards
-    return tuple(shape)
+    return plan.shard_shape(param) if plan.reduces_microbatches else param.shape
 
 
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
@@ -129,11 +126,8 @@ def _reshard(x: Any, spec: PartitionSpec) -> Any:
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
     specs = []
     for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
-        moved = None
-        if param.gather_dim != param.shard.dim:
-            shape = list(param.shape)
-            shape[param.shard.dim] //= plan.layout.num_shards
-            moved = param.shape, tuple(shape)
+        is_moved = param.gather_dim != param.shard.dim
+        moved = (param.shape, plan.shard_shape(param)) if is_moved else None
         specs.append(
             GatherSpec(
                 plan.layout,

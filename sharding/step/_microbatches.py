@@ -93,16 +93,15 @@ class _Device:
             total, backward, (weight, model_state, aux) = jax.vjp(
                 lambda x: self.total_loss(x, microbatch, index, model_state), trained, has_aux=True
             )
-            refs = sums or [None] * len(trained)
             # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
-            in_place = [
-                _IN_PLACE
-                and ref is not None
-                and ref.dtype == x.dtype
-                and not (after or self.adds_after)
-                for ref, x, after in zip(refs, trained, reduced_by_microbatch(plan), strict=True)
-            ]
-            sinks = [ref if here else _RETURNED for ref, here in zip(refs, in_place, strict=True)]
+            sinks = [_RETURNED] * len(trained)
+            if sums and _IN_PLACE and not (plan.divides_first or loss.local_norm):
+                sinks = [
+                    _RETURNED if reduced or ref.dtype != x.dtype else ref
+                    for ref, x, reduced in zip(
+                        sums, trained, reduced_by_microbatch(plan), strict=True
+                    )
+                ]
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = to_sum_dtype(total), to_sum_dtype(jnp.asarray(weight))
         weight = weight.astype(jnp.promote_types(weight.dtype, total.dtype))  # counts, too
@@ -116,7 +115,7 @@ class _Device:
             with jax.named_scope("local_norm"):
                 local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
         if sums is not None:
-            after = [i for i, here in enumerate(in_place) if not here]
+            after = [i for i, sink in enumerate(sinks) if sink is _RETURNED]
             # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates
             # unsharded gradients after all.
             total, weight, local, values = lax.optimization_barrier(
@@ -126,11 +125,6 @@ class _Device:
                 sums[i][...] += value.astype(sums[i].dtype)
             reduced = []
         return Sums(total, weight, local, reduced), model_state, aux
-
-    @property
-    def adds_after(self) -> bool:
-        """Whether gradients are scaled, or their norm is taken, before they are added up."""
-        return self.plan.divides_first or self.loss.local_norm
 
 
 def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs) -> Accumulated:

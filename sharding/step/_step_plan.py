@@ -130,6 +130,13 @@ class StepPlan:
         """Whether ``sync`` makes the mean over the axes of shards."""
         return self.sync is not None and not self.layout.replica_axes
 
+    def shard_shape(self, param: ParamPlan) -> tuple[int, ...]:
+        """The shape of a device's shard of a parameter and of its gradient."""
+        shape, dim = list(param.shape), param.shard.dim
+        if dim:
+            shape[dim] //= self.layout.num_shards
+        return tuple(shape)
+
     def empty_sync_state(self) -> Any:
         """The state of a ``sync`` that has no arrays in it."""
         if self.sync is None:

@@ -153,8 +153,8 @@ class TrainStep(CompiledStep):
     def _inputs(self, state: Any, batch: Any, key: Any, passed: Any) -> Inputs:
         """What the loss takes beside parameters."""
         key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
-        fields = self.model_state if isinstance(self.model_state, str | tuple) else None
-        return Inputs(batch, key, model_state_of(state, fields) if fields else passed)
+        own = model_state_of(state, self.model_state)
+        return Inputs(batch, key, passed if own is None else own)
 
 
 def apply_gradients(
