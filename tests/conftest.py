@@ -53,6 +53,7 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 # Traces are millions of small objects, few of them garbage: searching for it took 5 % of the time.
 gc.set_threshold(50_000, 50, 100)
 
+FLAGS = os.environ["XLA_FLAGS"]
 CACHE_BYTES = 2 * 1024**3  # several versions of every program
 
 
@@ -119,6 +120,8 @@ def pytest_collection_modifyitems(config, items):
 
     Doctests that import ``flax.nnx`` run where it imports, as the tests of it do.
     """
+    # Processes that tests start read them; those of a test decide its last bits.
+    assert os.environ["XLA_FLAGS"] == FLAGS, "a module that was collected changed XLA_FLAGS"
     items.sort(key=lambda item: item.get_closest_marker("script") is None)
     for item in items:
         doctest = getattr(item, "dtest", None)

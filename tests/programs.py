@@ -26,9 +26,11 @@ import subprocess
 import sys
 import time
 
-# As in conftest.py: XLA's own passes run, LLVM's costly ones do not.
-os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "64"}
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
+# As in conftest.py: XLA's own passes run, LLVM's costly ones do not. Not where pytest collects this
+# module: programs of the processes that tests start would be others than theirs.
+if __name__ == "__main__":
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=1"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "NPROC": "64", "XLA_FLAGS": flags}
 sys.path += filter(None, os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep))
 
 import jax
