@@ -86,6 +86,8 @@ def caught(fault, tree, marks):
         return "no end after 15 minutes"
     finally:
         path.write_text(source)
+    if done.returncode < 0:
+        return f"signal {-done.returncode} ended the tests"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest could not run {fault.tests}:\n{done.stdout}{done.stderr}")
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)

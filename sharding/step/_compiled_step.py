@@ -1,6 +1,6 @@
 """A jitted function of a train state and a batch, compiled for the first ones that it gets."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,6 +15,16 @@ from sharding.step._checks import (
     check_compiled,
     check_replicated,
 )
+
+
+class KnownState(NamedTuple):
+    """What a call compares with the state of the call before it, array by array."""
+
+    treedef: Any
+    kinds: set[type]
+    types: list[Any]
+    shardings: list[Any]
+    signature: Any
 
 
 class CompiledStep:
@@ -37,6 +47,7 @@ class CompiledStep:
     def __init__(self, zero: Any, microbatches: int = 1):
         self.zero, self.microbatches = zero, microbatches
         self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
+        self._known: KnownState | None = None
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         """A jitted function of ``(selected, batch, key, model_state)`` for these placements."""
@@ -46,27 +57,34 @@ class CompiledStep:
         """What the function takes of a state."""
         return state
 
-    def signature(self, selected: Any, batch: Any) -> Any:
-        """What distinguishes compiled functions: structure, shapes and dtypes."""
-        leaves, treedef = jax.tree.flatten((selected, batch))
-        return treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    def signature(self, selected: Any) -> Any:
+        """What distinguishes compiled functions: structure, shapes and dtypes of a state."""
+        return _types_of(selected)
 
     def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
         """Runs the function."""
         check_compiled()
         selected, layout = self.select(state), self.zero._layout
-        check_alive(selected, batch=batch, key=key, model_state=model_state)
+        others = {"batch": batch, "key": key, "model_state": model_state}
+        # The state that a step returned has passed every check of a state; jit itself walks it too.
+        signature = self._signature_if_known(selected, others)
+        check_alive(None if signature else selected, **others)
         with no_mesh(), with_remedies(layout):
             batch = self._placed(batch)
             key, model_state = layout.replicate_foreign((key, model_state))
-            selected = layout.place_scalars(selected)
+            if not signature:
+                selected = layout.place_scalars(selected)
             copies = self.snapshot.copies(selected) if self.snapshot else None
-            signature = self.signature(selected, batch), copies and copies.key
-            if self.donates:
+            known = bool(signature)
+            signature = signature or self.signature(selected)
+            program = signature, _types_of(batch), copies and copies.key
+            if self.donates and not (known and program in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
-                check_apart(selected, others, buffers=signature not in self._programs)
+                check_apart(selected, others, buffers=program not in self._programs)
             args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
-            run = self._program(signature, selected, batch, copies)
+            run = self._program(program, selected, batch, copies)
+            if not known:
+                self._remember(selected, signature)
             try:
                 result = run(*args)
             except ValueError:
@@ -74,11 +92,36 @@ class CompiledStep:
                 # The same shapes in another placement: this raises, or compiles for that one.
                 run = self.compile(selected, batch, copies)
                 result = run(*args)
-                self._programs[signature] = run
+                self._programs[program] = run
             if copies is not None:
                 result, replicas = result
                 copies.started(replicas)
             return result
+
+    def _signature_if_known(self, selected: Any, others: Any) -> Any:
+        """The signature of a state like that of the call before, of arrays that are all usable."""
+        known, (leaves, treedef) = self._known, jax.tree.flatten(selected)
+        if (
+            known is None
+            or known.treedef != treedef
+            or not known.kinds.issuperset(map(type, leaves))
+        ):
+            return None
+        # Lists compare equal at once where their items are the same objects, as jit returns them.
+        if [x.aval for x in leaves] != known.types or [
+            x.sharding for x in leaves
+        ] != known.shardings:
+            return None
+        arrays = [*leaves, *jax.tree.leaves(others)] if self.donates else leaves
+        apart = len(set(map(id, arrays))) == len(arrays)
+        return known.signature if apart and not any(x.is_deleted() for x in leaves) else None
+
+    def _remember(self, selected: Any, signature: Any) -> None:
+        leaves, treedef = jax.tree.flatten(selected)
+        self._known = None
+        if all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
+            types, shardings = [x.aval for x in leaves], [x.sharding for x in leaves]
+            self._known = KnownState(treedef, set(map(type, leaves)), types, shardings, signature)
 
     def lower(
         self, state: Any, batch: Any, key: Any = None, model_state: Any = None
@@ -92,8 +135,8 @@ class CompiledStep:
             batch = self._placed(batch)
             selected = layout.place_scalars(selected)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
-            signature = self.signature(selected, batch), copies and copies.key
-            run = self._program(signature, selected, batch, copies)
+            program = self.signature(selected), _types_of(batch), copies and copies.key
+            run = self._program(program, selected, batch, copies)
             extra = [copies.arguments] if copies else []
             return run.lower(selected, batch, key, model_state, *extra)
 
@@ -101,10 +144,15 @@ class CompiledStep:
         check_batch(batch, self.zero.num_devices, self.microbatches)
         return self.zero._layout.place_batch(batch)
 
-    def _program(self, signature: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        if signature not in self._programs:
-            self._programs[signature] = self.compile(selected, batch, copies)
-        return self._programs[signature]
+    def _program(self, program: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+        if program not in self._programs:
+            self._programs[program] = self.compile(selected, batch, copies)
+        return self._programs[program]
+
+
+def _types_of(tree: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
 def check_passed(passed: Any, model_state: Any) -> None:

@@ -39,17 +39,17 @@ class ValueAndGrad(CompiledStep):
             aux = (new, aux) if self.loss.has_aux else new
         return ((value, aux) if self.loss.has_aux or self.loss.model_state else value), grads
 
-    def signature(self, selected: Any, batch: Any) -> Any:
+    def signature(self, selected: Any) -> Any:
         """With the placement, which inside ``jit`` no error would show."""
         placed = self.zero._layout.place(selected, self.param_specs)
         specs = jax.tree.leaves(placed.shards, is_leaf=is_spec)
-        return (super().signature(selected, batch), *specs)
+        return (super().signature(selected), *specs)
 
-    def _program(self, signature: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+    def _program(self, program: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
             return self.compile(selected, batch, copies)
-        return super()._program(signature, selected, batch, copies)
+        return super()._program(program, selected, batch, copies)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         """The function of parameters and a batch that are placed like these."""

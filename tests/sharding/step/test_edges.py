@@ -59,6 +59,28 @@ def test_a_donated_state_is_not_used_again(n, kind):
     step(new, data)
 
 
+def test_a_state_that_a_step_returned_is_not_walked_again(monkeypatch):
+    """Of 600 arrays that takes longer than the rest of a call; what jax would crash on is found."""
+    zero = zero_of()
+    tx = optax.sgd(1e-2)
+    params = {"a": np.ones((8, 16), np.float32), "b": np.ones((8, 16), np.float32)}
+    loss = lambda p, batch: (jnp.square(batch["x"] @ (p["a"] - 2 * p["b"]))).mean()  # noqa: E731
+    state, data = zero.init(lambda: (params, tx.init(params)), tx=tx), zero.put(batch())
+    step = zero.train_step(loss, tx=tx)
+    for _ in range(2):
+        state, _ = step(state, data)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(zero._layout), "place_scalars", lambda *_: pytest.fail("walked"))
+        old, (state, _) = state, step(state, data)
+    with pytest.raises(ValueError, match=r"the state was donated .*'0/a'"):
+        step(old, data)
+    with pytest.raises(ValueError, match="'0/a' of the state and '0/b' of the call are one array"):
+        step(({**state[0], "b": state[0]["a"]}, state[1]), data)
+    with pytest.raises(ValueError, match=r"batch array 'x' of shape \(6, 8\)"):
+        step(state, {"x": np.ones((6, 8), np.float32)})
+    step(state, data)
+
+
 def test_what_is_not_donated_is_used_again_and_what_was_deleted_is_not():
     zero = zero_of()
     state, data = zero.init(make_pair, tx=TX), zero.put(batch())
