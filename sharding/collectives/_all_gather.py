@@ -23,10 +23,7 @@ def all_gather_arrays(
     array_layouts: Sequence[ArrayLayout],
     bits: int | None = None,
 ) -> list[jax.Array]:
-    """Gathers full arrays from their shards on ``layout.axes``; unsharded arrays pass through.
-
-    With ``bits``, 8 or 4, codes of matrices are sent.
-    """
+    """Gathers full arrays from shards on ``layout.axes``, matrices in codes of ``bits``."""
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
         if not dim:

@@ -9,16 +9,10 @@ from jax import lax
 def quantize(
     x: jax.Array, bits: int, block_size: int, key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of each row, in blocks; the last block is padded with zeros.
+    """Codes (rows, padded elements * bits / 8), float32 scales (rows, blocks) of (rows, elements).
 
-    Args:
-      x: (rows, elements).
-      bits: 8 for int8 codes, 4 for uint8 that hold two codes each.
-      block_size: elements per scale.
-      key: the random key of stochastic rounding; None rounds to nearest.
-
-    Returns:
-      Codes (rows, padded elements * bits / 8) and float32 scales (rows, blocks).
+    8 bits are int8 codes, 4 bits uint8 that hold two. ``key`` rounds stochastically, None to
+    nearest.
     """
     num_levels = 2 ** (bits - 1) - 1
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))

@@ -13,11 +13,11 @@ _FACTORS = (0x9E3779B1, 0xBB67AE85)
 
 
 class Permutation:
-    """A pseudorandom permutation of 0, 1, ..., size - 1 that separates neighbours.
+    """A pseudorandom permutation of 0, 1, ..., size - 1, at most 2**31, that separates neighbours.
 
     Numbers of as many bits as size - 1 are multiplied by odd factors and xored with their own upper
     halves; both steps are invertible. A result of size or more is permuted again until it is less
-    (cycle walking). The size is at most 2**31.
+    (cycle walking).
     """
 
     def __init__(self, size: int, seed: int = 0):
@@ -53,7 +53,6 @@ class Permutation:
         return x
 
     def _multiply(self, x: jax.Array, factor: int) -> jax.Array:
-        """The product modulo 2**bits."""
         return (x * jnp.uint32(factor)) & jnp.uint32(2**self._bits - 1)
 
     def _fold(self, x: jax.Array) -> jax.Array:

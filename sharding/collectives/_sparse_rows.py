@@ -43,28 +43,20 @@ class RowOwners:
 
 
 class SendList(NamedTuple):
-    """The rows that a device may have to send, its candidates; arrays are (candidates,), int32.
+    """The rows that a device may have to send, its candidates; arrays are (candidates,), int32."""
 
-    Attributes:
-      owner: the device that owns the row.
-      rank: the position of the row among those for the same owner; -1 if it is not sent.
-      slot: the slot of the row in the owner's memory.
-      values: ``values(indices)``, the rows (indices, ...) of these candidates; zeros where an index
-        is out of range.
-    """
-
-    owner: jax.Array
-    rank: jax.Array
-    slot: jax.Array
+    owner: jax.Array  # the device that owns the row
+    rank: jax.Array  # the position of the row among those for its owner; -1 if it is not sent
+    slot: jax.Array  # of the row in the owner's memory
+    # The rows (indices, ...) of candidates by their indices; zeros where one is out of range.
     values: Callable[[jax.Array], jax.Array]
 
 
 def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
-    """How many rows the fullest of several lists has, if each slot is filled with a probability.
+    """How many rows the fullest of several lists has, with ``density`` of the slots filled.
 
     Exceeded one time in 100: a sum of independent choices exceeds its mean by z standard deviations
-    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``. ``density`` is the
-    probability that a slot is filled.
+    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``.
     """
     expected = density * num_slots
     margin = math.sqrt(2 * math.log(100 * num_lists) * expected * (1 - density))
@@ -72,19 +64,13 @@ def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
 
 
 class SparseRows(NamedTuple):
-    """A gradient that is sparse along its first dim.
-
-    Attributes:
-      max_rows: at most so many rows are nonzero.
-      send_list: the ``SendList`` for given ``RowOwners``.
-      dense: the gradient as one array, of ``shape`` and ``dtype``.
-    """
+    """A gradient of this shape and dtype that is sparse along its first dim."""
 
     shape: tuple[int, ...]
     dtype: Any
-    max_rows: int
+    max_rows: int  # at most so many rows are nonzero
     send_list: Callable[[RowOwners], SendList]
-    dense: Callable[[], jax.Array]
+    dense: Callable[[], jax.Array]  # the gradient as one array
 
 
 def rows_of_array(x: jax.Array) -> SparseRows:
@@ -111,7 +97,7 @@ def rows_of_array(x: jax.Array) -> SparseRows:
 def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
     """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat.
 
-    The ids are (lookups,), the row of each; ids outside the table have no gradient.
+    ``ids`` (lookups,) outside the table have no gradient.
     """
     dtype = sum_dtype(rows.dtype)
 
@@ -134,11 +120,9 @@ def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRow
 
 
 def unique_lookups(ids: jax.Array, owners: RowOwners) -> tuple[SendList, jax.Array]:
-    """Looked-up rows (lookups,), each sent once.
+    """A candidate per lookup (lookups,), without ``values``; the first one of a row is sent.
 
-    Returns:
-      A candidate per lookup, of which the first one of every row is sent; the ``values`` are a
-      placeholder. And (lookups,), the index of the first lookup of the same row.
+    And, for each lookup, the index of the first one of the same row.
     """
     # Sort the lookups by slot, so that those of one row are neighbours, and those of one owner.
     valid = (ids >= 0) & (ids < owners.num_rows)
@@ -190,10 +174,7 @@ def candidates_of_round(
 
 
 def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
-    """How many rows, each with its indices, are as many bytes as ``num_rows`` without them.
-
-    A row has ``row_size`` elements; an index is as long as an element.
-    """
+    """How many rows with indices, as long as an element, are as many bytes as all without."""
     return num_rows * row_size / (row_size + num_indices)
 
 
@@ -208,16 +189,9 @@ def in_rounds(
 ) -> jax.Array:
     """``send(send_list, num_rounds)`` in the fewest rounds that suffice for all devices.
 
-    Or ``send_dense()``, of the full array, where more rounds are needed than pay off.
-
-    Args:
-      make_send_list: makes the rows to be sent.
-      max_per_owner: how many rows one device can have for one owner.
-      capacity: how many rows a device sends to one owner in a round.
-      axes: the mesh axes of the devices, all of which take the same branch.
-      send: from rounds.
-      send_dense: from the full array.
-      break_even: the rows per owner that cost as much as ``send_dense``.
+    Or ``send_dense()``, of the full array, where more rounds are needed than pay off:
+    ``break_even`` rows per owner cost as much. One device has up to ``max_per_owner`` rows for an
+    owner and sends it ``capacity`` in a round. All devices of ``axes`` take the same branch.
     """
     # Which numbers of rounds are cheaper than the full array.
     worst_rounds = -(-max_per_owner // capacity)

@@ -13,7 +13,6 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array is in host memory."""
     return jax.typeof(x).memory_space == HOST
 
 

@@ -1,7 +1,6 @@
 """Which operations work on each layer of a stack by itself, and how they run on one layer.
 
-A stacked array has one layer per index of some dim, the first in a parameter. For an operation that
-is computed layer by layer, the rules give the dim along which each operand is sliced.
+A stacked array has one layer per index of some dim, the first in a parameter.
 """
 
 import math
@@ -37,11 +36,9 @@ def slice_layer(x: Any, layer: Any, dim: int) -> Any:
 
 
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
-    """Along which dim each operand is sliced if the result is sliced along ``dim``.
+    """Along which dim each operand is sliced, or ``UNSLICED``, if the result is along ``dim``.
 
-    Returns:
-      A dim, or ``UNSLICED``, for each operand; None if the operation needs several layers at once,
-      or is unknown.
+    None if the operation needs several layers at once, or is unknown.
     """
     name, params = eqn.primitive.name, eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]

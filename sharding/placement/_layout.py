@@ -26,34 +26,17 @@ _MIN_OTHER_DIM = 64
 
 
 class Placement(NamedTuple):
-    """The placement of parameters; trees as the parameters.
+    """The placement of parameters; trees as the parameters."""
 
-    Attributes:
-      params: specs between steps.
-      shards: specs of the reduced gradients, and of the parameters while they are updated.
-      dims: the sharded dim, counted from the end; 0 for an unsharded parameter.
-      reasons: why a parameter is unsharded; empty for a sharded one.
-    """
-
-    params: Tree
-    shards: Tree
-    dims: Tree
-    reasons: Tree
+    params: Tree  # specs between steps
+    shards: Tree  # specs of the reduced gradients, and of the parameters while they are updated
+    dims: Tree  # the sharded dim, counted from the end; 0 for an unsharded parameter
+    reasons: Tree  # why a parameter is unsharded; empty for a sharded one
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, a ZeRO stage, and how both shard parameters and batches.
-
-    Attributes:
-      mesh: the device mesh.
-      stage: 0 to 3.
-      axis: the mesh axis, or axes, to shard over.
-      replica_axis: the mesh axis, or axes, of replicas; None for none.
-      shard_state_over_replicas: shard gradients and optimizer state over the replicas, too.
-      min_shard_size: parameters with fewer elements are not sharded.
-      unsharded: patterns of the paths of parameters that ZeRO does not shard.
-    """
+    """A mesh, a ZeRO stage, and how both shard parameters and batches; fields as of ``Zero``."""
 
     mesh: AnyMesh
     stage: int
@@ -72,7 +55,6 @@ class Layout:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of replicas."""
         return _specs.axes_of(self.replica_axis)
 
     @property
@@ -99,7 +81,6 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of each shard."""
         return self._size(self.replica_axes)
 
     @property
@@ -119,15 +100,10 @@ class Layout:
     # --- Parameters ---------------------------------------------------------------------------
 
     def place(self, params: Tree, param_specs: Tree = None) -> Placement:
-        """The placement of parameters.
+        """The placement of real or abstract parameters.
 
-        Args:
-          params: real or abstract arrays.
-          param_specs: specs on the user's axes: a tree, or a prefix of one; None takes them from
-            arrays that are sharded already, else from Flax metadata.
-
-        Raises:
-          ValueError: if the specs do not fit the parameters or the mesh.
+        Specs on the user's axes are the argument, a tree or a prefix of one, else those of arrays
+        that are sharded already, else of Flax metadata.
         """
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -220,14 +196,12 @@ class Layout:
         return _specs.only_axes(spec, self.other_axes | set(axes))
 
     def shardings(self, specs: Tree) -> Tree:
-        """A ``NamedSharding`` for every spec of a tree."""
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_specs.is_spec
         )
 
     @property
     def replicated(self) -> NamedSharding:
-        """On every device in full."""
         return NamedSharding(self.mesh, P())
 
     def constrain(self, tree: Tree, specs: Tree) -> Tree:
@@ -244,17 +218,10 @@ class Layout:
         return jax.tree.map(lambda x: P(entry) if np.ndim(x) else P(), tree)
 
     def batch_shardings(self, tree: Tree) -> Tree:
-        """``batch_specs`` on the mesh."""
         return self.shardings(self.batch_specs(tree))
 
     def place_batch(self, batch: Tree) -> Tree:
-        """Moves the arrays of a batch that are committed to another placement.
-
-        ``jit`` moves all others: NumPy arrays, and arrays on a device by default.
-
-        Raises:
-          ValueError: for arrays of one process, if the mesh has devices of several.
-        """
+        """Moves the arrays of a batch that are committed to another placement."""
 
         def place(x: Any, want: NamedSharding) -> Any:
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
@@ -281,10 +248,7 @@ class Layout:
         return jax.tree.map(place, args)
 
     def place_scalars(self, state: Tree) -> Tree:
-        """Replicates the scalars of a state that are set between steps, such as a learning rate.
-
-        They may be of Python, NumPy or another device.
-        """
+        """Replicates the scalars of a state that are set between steps, such as a learning rate."""
         if not isinstance(self.mesh, Mesh):
             return state
         devices = set(self.mesh.devices.flat)
@@ -306,8 +270,8 @@ class Layout:
     def copy(self, tree: Tree, shardings: Tree) -> Tree:
         """Moves arrays to the mesh, into memory of their own.
 
-        ``device_put`` returns an array that is there already as it is, in shared memory. A step
-        that gets both and donates one would end the process.
+        ``device_put`` may share memory with what it got. A step that gets both and donates one
+        would end the process.
         """
         moved = jax.device_put(tree, shardings)
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)

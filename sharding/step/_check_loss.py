@@ -24,17 +24,7 @@ def check_loss(
     model_state: Any,
     options: Any,
 ) -> None:
-    """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
-
-    Args:
-      zero: the mesh and the stage.
-      loss_fn: of the parameters, or the model, a batch, and what ``options`` say.
-      state: a train state, or an nnx model.
-      batch: of all devices.
-      key: of the loss.
-      model_state: the names of fields, or the model state itself; False for none.
-      options: of ``value_and_grad``.
-    """
+    """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
         loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
     names = (model_state,) if isinstance(model_state, str) else model_state
@@ -110,10 +100,9 @@ def _one_shard(zero: Any) -> Mesh:
 
 
 def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
-    """The leaves that differ by more than rounding, and by how much.
+    """The leaves that differ by more than ``sqrt(eps)`` of their norm, and by how much.
 
-    A leaf may differ by ``sqrt(eps)`` of its norm. Where its true gradient is zero rounding alone
-    is left, which the norm of its tree bounds.
+    Where the true gradient is zero rounding alone is left, which the norm of its tree bounds.
     """
     flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
     leaves = [
@@ -132,6 +121,5 @@ def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
 
 
 def _in_double(x: Any) -> np.ndarray:
-    """The full array, in double precision."""
     full = full_tree(x)
     return full.astype(np.result_type(full, np.float64))

@@ -27,10 +27,7 @@ def collective_in(jaxpr: Jaxpr, apart: set[int], inside: bool = False) -> str | 
 def diverging(jaxpr: Jaxpr, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
     """The ids of the equations, in a jaxpr and all within it, whose predicate or place differs.
 
-    Args:
-      jaxpr: of a function that runs on each device.
-      varies: for each input, whether it differs between the devices.
-      axes: the mesh axes of these devices.
+    ``varies`` says which inputs differ between the devices of the mesh axes ``axes``.
     """
     apart: set[int] = set()
     _outputs_vary(jaxpr, list(varies), set(axes), apart)

@@ -22,12 +22,7 @@ from sharding.step._step_plan import StepSpec, plan_step
 
 
 class EvalStep(CompiledStep):
-    """A compiled function of parameters and a batch; see ``Zero.eval_step``.
-
-    Attributes:
-      fn: of the parameters, a batch, and the model state if there is one.
-      model_state: the fields of the train state that hold it; True where each call passes it.
-    """
+    """A compiled function of parameters and a batch; see ``Zero.eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
         super().__init__(zero)
@@ -38,7 +33,6 @@ class EvalStep(CompiledStep):
         return params_of(state), model_state_of(state, self.model_state)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        """The function for parameters and a batch that are placed like these."""
         params, fields = selected
         layout = self.zero._layout
         placed = layout.place(params)

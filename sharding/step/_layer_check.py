@@ -1,8 +1,8 @@
 """Whether a loss computes the same from handles of its layers' parameters as from arrays.
 
-Handles are no arrays: Python code in the loss can count them, ask for their type, or read the size
-of what is in them. Stage 2 does not need them, so that it gives such a loss arrays. Stage 3 does
-where views of parameters are gathered, or results dropped, and a handle does not allow it.
+Python code in the loss can count handles, ask for their type, or read the size of what is in them.
+Stage 2 gives such a loss arrays, and so does stage 3 where views of parameters are gathered, or
+results dropped, and a handle does not allow it.
 """
 
 import dataclasses
@@ -20,13 +20,7 @@ from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
 
 
 def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> StepPlan:
-    """The plan, in which the loss gets only handles that it takes as arrays.
-
-    Args:
-      plan: of the step.
-      loss: a function of the list of parameters and ``args``.
-      *args: abstract arrays.
-    """
+    """The plan, in which the loss of the list of parameters gets the handles it takes as arrays."""
     if plan.layout.stage == 3:
         plan = _confirm_views(plan, loss, args)
         warn_of_unsharded(plan)

@@ -1,4 +1,4 @@
-"""TableHandles that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
+"""Tables that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
 
 import dataclasses
 import functools
@@ -38,34 +38,27 @@ class TableHandle(ParamHandle):
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
-    r"""Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
+    """Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
 
     Equals ``jnp.take(table, ids, axis=0)``, whose derivative is a gradient of the table's size,
     nearly all zeros. If ``Zero(sync=...)`` syncs the table by rows (``sync.zen``,
     ``sync.agsparse``) and the loss uses it in no other way, only the rows that were looked up are
-    synchronized, each once. At stage 3 the rows are fetched in the same way, in ``eval_step`` too.
-    With T lookups of :math:`T_1 \le T` distinct rows on a device, and D numbers a row, a device
-    sends and receives about :math:`T_1 D` numbers for the gradient, and as many again at stage 3
-    for the rows. Buffers are sized when the step is compiled, from T and the density the sync was
-    made with. If there are more rows, they are sent in several rounds, or the full table is: no
-    gradient is lost.
+    synchronized, each once, and at stage 3 fetched. With :math:`T_1` distinct rows on a device, and
+    D numbers a row, a device sends and receives about :math:`T_1 D` numbers for the gradient, and
+    as many again at stage 3. Buffers are sized when the step is compiled, from the number of ids
+    and the sync's density; more rows are sent in several rounds, or the full table is.
 
     The full gradient of a table is synchronized, with a warning, if the loss uses the table in
     another way as well (tied to the output, gathered, cast), or looks it up in a branch that other
     devices may not take. Otherwise the loss gets a handle in place of the table, which has a
-    ``shape`` and a ``dtype`` and is for ``lookup`` alone. A Linen module that declares its table by
-    ``self.param`` compares its shape with that of a shard, at stage 3; ``sparse_embedding`` avoids
-    that. Batch the ids: ``jax.vmap`` computes all branches of the sync.
-
-    ZeRO shards rows in their order, and in most vocabularies the frequent ones are neighbors, on
-    one device. ``shuffled`` spreads them: the table is stored in the order of a permutation that
-    all devices can compute. The transformation updates all rows: momentum or weight decay also
-    changes rows that were not looked up, unless ``optax_ext.lazy_rows`` wraps it.
+    ``shape`` and a ``dtype`` and is for ``lookup`` alone; a Linen module that declares its table by
+    ``self.param`` needs ``sparse_embedding``. Batch the ids: ``jax.vmap`` computes all branches.
 
     Args:
       table: (rows, ...), as the loss got it.
       ids: integers of any shape; negative ones count from the end. Rows outside the table are NaN.
-      shuffled: the table is in the order of ``shuffle_rows``.
+      shuffled: the table is in the order of ``shuffle_rows``, which spreads frequent rows, in most
+        vocabularies neighbors, over the devices.
 
     Returns:
       An array of the shape of ``ids`` and that of a row.
@@ -76,8 +69,6 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     Example:
       >>> import jax.numpy as jnp, sharding as shd
       >>> table = jnp.arange(10.0).reshape(5, 2)
-      >>> shd.lookup(table, jnp.array([3, 0])).tolist()
-      [[6.0, 7.0], [0.0, 1.0]]
       >>> shd.lookup(shd.shuffle_rows(table), jnp.array([3, 0]), shuffled=True).tolist()
       [[6.0, 7.0], [0.0, 1.0]]
     """
@@ -110,14 +101,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
 
 
 def shuffle_rows(table: jax.Array) -> jax.Array:
-    """A table in the order in which ``lookup(..., shuffled=True)`` expects it.
-
-    Args:
-      table: (rows, ...).
-
-    Returns:
-      The table, its rows permuted. Undone by ``unshuffle_rows``, as for export.
-    """
+    """Permutes a table (rows, ...) into the order that ``lookup(..., shuffled=True)`` expects."""
     size = table.shape[0]
     return jnp.take(table, Permutation(size).invert(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
@@ -129,17 +113,11 @@ def unshuffle_rows(table: jax.Array) -> jax.Array:
 
 
 class _Lookup(NamedTuple):
-    """The static arguments of a lookup.
-
-    Attributes:
-      spec: how rows are gathered and the gradient is synchronized.
-      dtype: of the gradient.
-      num_rows: of the unsharded table.
-    """
+    """The static arguments of a lookup."""
 
     spec: GatherSpec
-    dtype: Any
-    num_rows: int
+    dtype: Any  # of the gradient
+    num_rows: int  # of the unsharded table
 
     def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
         """This device's shard of the table's gradient."""

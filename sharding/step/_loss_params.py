@@ -23,10 +23,7 @@ def differentiated(
 ) -> list[jax.Array]:
     """The differentiated inputs; a gradient has the shape and the dtype of its input.
 
-    Args:
-      plan: of the step.
-      params: as this device holds them; at stage 3 shards.
-      accumulates: whether gradients of taps are to have the dtype of their sums.
+    With ``accumulates`` the gradients of taps have the dtype of their sums.
     """
     stage, precision = plan.layout.stage, plan.precision
 
@@ -59,10 +56,7 @@ def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
     """What the loss gets: unsharded parameters, and handles of those it gathers by itself.
 
-    Args:
-      plan: of the step.
-      inputs: the differentiated inputs, and in their places the parameters that have no gradient.
-      params: as this device holds them.
+    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
     """
 
     def handle(param: ParamPlan, x: jax.Array, held: jax.Array, spec: GatherSpec) -> Any:
@@ -80,15 +74,10 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
 
 
 def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """``fn(params, *args)`` as a function of the leaves, or handles of them, and ``args``.
+    """``fn(params, *args)`` as a function of the leaves, or handles, inside a ``shard_map``.
 
     The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
     they become Explicit: arrays then have the types that they have under ``jit``.
-
-    Args:
-      layout: the mesh.
-      fn: such as a loss; called within a ``shard_map`` over the data axes.
-      specs: the tree of the specs of the parameters.
     """
     treedef: Any
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
@@ -115,7 +104,6 @@ def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..
 
 
 def _reshard(x: Any, spec: PartitionSpec) -> Any:
-    """The array, or the arrays of a handle."""
     if not isinstance(x, ParamHandle):
         return jax.sharding.reshard(x, spec)
     arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}

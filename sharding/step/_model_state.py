@@ -1,7 +1,7 @@
 """Model state: what a loss reads and returns beside parameters (statistics, counters, a teacher).
 
-The model state is replicated. Each device computes its own new value from its shard of the batch,
-micro-batch after micro-batch; then the values of all devices are reduced to one.
+It is replicated. Each device computes its own new value from its shard of the batch, micro-batch
+after micro-batch; then the values of all devices are reduced to one.
 """
 
 from typing import Any
@@ -29,11 +29,7 @@ def check_reduction(reduction: Tree) -> None:
 
 
 def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
-    """The new state in the dtypes of the old one, and which leaves the loss returned unchanged.
-
-    Raises:
-      ValueError: if the structure or a shape differs.
-    """
+    """The new state in the dtypes of the old one, and which leaves the loss returned unchanged."""
     expected: Any
     expected, structure = jax.tree.structure(old), jax.tree.structure(new)
     if structure != expected:
@@ -79,9 +75,8 @@ def reduce_over_devices(
 ) -> Tree:
     """Reduces the model states of all devices over mesh axes to one; inside a ``shard_map``.
 
-    Leaves that the loss returned unchanged are not reduced. The reduction is a prefix tree:
-    ``"mean"``, for leaves that are not floating the first device's value; ``"sum"``, the old value
-    plus what each device added; ``"same"``, all devices have computed equal values.
+    Leaves that the loss returned unchanged stay. Of ``Zero.train_step``'s reductions it is a prefix
+    tree, or a function of the state that gives one.
     """
     reduction = reduction(old) if callable(reduction) else reduction
     try:

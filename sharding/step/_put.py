@@ -88,10 +88,6 @@ def _row_shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
     """The processes that give each shard of the rows, in the order of the rows.
 
     Processes that have devices at the same places of the data axes give the same rows.
-
-    Raises:
-      ValueError: if the mesh is abstract, or the rows of two processes overlap or are not equally
-        many.
     """
     if not isinstance(mesh, Mesh):
         raise ValueError(f"{mesh} is abstract: rows of a batch go to the processes of devices.")

@@ -1,7 +1,6 @@
 """Sums gradients over devices: of each micro-batch, and of what the micro-batches accumulated.
 
-All functions take and return the gradients of the trained parameters, and run inside a
-``shard_map`` over the data axes.
+The gradients are those of the trained parameters, inside a ``shard_map`` over the data axes.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,8 @@ from sharding.step._sync_state import other_sync_spec
 
 
 def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
-    """Reduce-scatters the sharded gradients of one micro-batch over the axes of shards.
+    """Reduce-scatters the sharded gradients of one micro-batch, where its backward pass did not.
 
-    At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it.
     Below stage 2, and with a sync that has a state, micro-batches accumulate unreduced gradients.
     """
     chosen = reduced_by_microbatch(plan)
@@ -96,8 +94,8 @@ def _sync(
 ) -> tuple[list[jax.Array], Any]:
     """The sums of the chosen gradients by the plan's sync, and its new state.
 
-    Of a parameter that other axes shard, every device synchronizes its own block. Of one that is
-    replicated over them, all synchronize the same array and random keys, and get the same mean.
+    Of a parameter that other axes shard, every device synchronizes its own block; of a replicated
+    one all synchronize the same array and random keys, and get the same mean.
     """
     layout, sync = plan.layout, plan.sync
     assert sync is not None

@@ -21,8 +21,8 @@ def local_gradients(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the gradients that a device passes to the sync, by the names of parameters.
 
-    They are unsharded over the data axes; with replicas, between which shards are synchronized,
-    they are shards. Of a parameter that other axes shard they are the device's block.
+    They are unsharded over the data axes, with replicas sharded over those of shards; of a
+    parameter that other axes shard they are the device's block.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
@@ -37,10 +37,7 @@ def local_gradients(
 
 
 def init_sync_state(sync: GradientSync, layout: Layout, gradients: Tree) -> Tree:
-    """The states of all devices: (synchronizing devices, devices of a replica, ...).
-
-    On a mesh with other axes their devices are one more dim, the third.
-    """
+    """All devices' states: (synchronizing devices, devices of a replica, [other axes,] ...)."""
     state = sync.init(gradients)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*_sizes(layout), *x.shape)), state)
 
@@ -153,7 +150,6 @@ def _type(x: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _described(state: Tree) -> str:
-    """The first arrays of a state by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(state)
     return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 

@@ -37,15 +37,7 @@ from sharding.step._update_traits import update_traits
 
 
 class TrainStep(CompiledStep):
-    """A training step; see ``Zero.train_step``.
-
-    Attributes:
-      loss: of the parameters, a batch and what its options say.
-      tx: the transformation, for a state that is a pair.
-      model_state: the fields of the train state that hold it; True where each call passes it.
-      trainable: which parameters are trained.
-      grad_norm: whether metrics have the norm of the gradient.
-    """
+    """A training step; see ``Zero.train_step``."""
 
     def __init__(
         self,
@@ -72,7 +64,6 @@ class TrainStep(CompiledStep):
             snapshot.copy_in_steps()
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        """The step for a state and a batch that are placed like these."""
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
@@ -108,18 +99,7 @@ class TrainStep(CompiledStep):
         spec: StepSpec,
         opt_specs: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """The new state and the metrics, on the mesh.
-
-        Args:
-          layout: the mesh, for which all axes are Auto.
-          state: the train state.
-          batch: of all devices.
-          key: of the call.
-          passed: the model state of the call.
-          copied: known once a snapshot has copied the state.
-          spec: how parameters are placed, trained and synchronized.
-          opt_specs: of the optimizer state.
-        """
+        """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
         check_passed(passed, self.model_state)
         inputs = self._inputs(state, batch, key, passed)
         state, sync_state = split_sync_state(state)

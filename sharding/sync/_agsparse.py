@@ -26,7 +26,7 @@ from sharding.sync._row_method import of_large_arrays, row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
-    r"""Gathers the nonzero rows of all devices; each device adds them.
+    """Gathers the nonzero rows of all devices; each device adds them.
 
     Wire bytes per device: (n - 1) d V (4 D + 4) for V rows of D float32 numbers of which a fraction
     d is nonzero. That is less than ``zen`` sends if there are few devices, and grows with their
@@ -35,9 +35,6 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     Args:
       density: the fraction of rows that are nonzero on one device.
       min_size: smaller arrays, and arrays of one dim, are sent in full.
-
-    Returns:
-      A stateless ``GradientSync``.
 
     Raises:
       ValueError: if the density is not above 0 and at most 1.

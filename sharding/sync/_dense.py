@@ -13,21 +13,13 @@ from sharding.sync._interface import GradientSync, Method, StepContext, leafwise
 
 
 def dense(dtype: Any = None) -> GradientSync:
-    r"""Sends every gradient in full: the baseline.
-
-    .. math::
-
-      \bar g = \frac 1n \sum_i g_i
+    r"""Sends every gradient in full, :math:`\bar g = \frac 1n \sum_i g_i`: the baseline.
 
     Wire bytes per device: 2 (n - 1) / n times the gradient's for a full mean, (n - 1) / n for a
     shard of it.
 
     Args:
-      dtype: the dtype in which gradients are sent and summed; None for their own. The mean of a
-        narrow float has its precision, whatever dtype it is returned in.
-
-    Returns:
-      A stateless ``GradientSync``.
+      dtype: the dtype in which gradients are sent and summed; None for their own.
 
     Raises:
       ValueError: if ``dtype`` is not a floating dtype.

@@ -18,8 +18,7 @@ class GradientSync(NamedTuple):
     Attributes:
       init: ``init(params) -> state``, the state of one device, from real or abstract parameters.
       all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree like
-        ``params``, with None for gradients that are not synchronized; ``axis`` is a mesh axis, or a
-        tuple of them.
+        ``params``, with None for gradients that are not synchronized; ``axis`` may be a tuple.
       reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (shards, state)``: this device's
         shard of each mean along a dim, counted from the end; 0 for the full mean.
       rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is synchronized by
@@ -36,9 +35,8 @@ class RowMethod(NamedTuple):
     """How the gradient of a table is synchronized by looked-up rows; stateless.
 
     Attributes:
-      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: from the gradients (lookups, ...) of
-        looked-up rows the mean gradient of the table, or this device's shard of it along a dim,
-        counted from the end; 0 for the full mean.
+      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: from the gradients (lookups, ...) of rows
+        the mean gradient of the table, or this device's shard of it, as in ``GradientSync``.
       density: the expected fraction of all rows that one device looks up.
     """
 
@@ -65,7 +63,6 @@ class StepContext(NamedTuple):
     path_hash: int  # distinguishes arrays by their paths
 
     def key(self, seed: int) -> jax.Array:
-        """A random key for this step and array."""
         key = jax.random.fold_in(jax.random.key(seed), self.path_hash)
         return key if self.step is None else jax.random.fold_in(key, self.step)
 
@@ -159,11 +156,7 @@ def _any_nonfinite(grads: list[jax.Array], axes: Axes) -> jax.Array:
 
 
 def check_axes(axis: Axis) -> Axes:
-    """The axes as a tuple.
-
-    Raises:
-      ValueError: if there are none, or an enclosing ``shard_map`` is not manual over one of them.
-    """
+    """The axes as a tuple, over all of which an enclosing ``shard_map`` must be manual."""
     axes, manual = axes_of(axis), jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         raise ValueError(f"gradient sync needs at least one mesh axis, got {axis!r}.")
@@ -201,7 +194,6 @@ def sliced(
 
 
 def check_density(density: float, name: str = "density") -> None:
-    """Raises unless the density is in (0, 1]."""
     if not 0 < density <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
 

@@ -32,7 +32,8 @@ def powersgd(
 ) -> GradientSync:
     r"""Sends a low-rank approximation of each matrix, found by one step of power iteration.
 
-    With :math:`e_i` the error-feedback residual of device i and Q of the step before,
+    With :math:`e_i` the error-feedback residual of device i and Q, orthogonalized, of the step
+    before,
 
     .. math::
 
@@ -40,8 +41,8 @@ def powersgd(
       Q_i = M_i^\top P, \quad Q \leftarrow \frac 1n \sum_i Q_i, \quad
       \bar g = P Q^\top, \quad e_i \leftarrow M_i - P Q_i^\top
 
-    where Q is orthogonalized before it is used. The usual residual, :math:`M_i - P Q^\top`, gives
-    the same means, but grows with the root of the number of steps; this one stays bounded.
+    The usual residual, :math:`M_i - P Q^\top`, gives the same means, but grows with the root of the
+    number of steps; this one stays bounded.
 
     Wire bytes per device and matrix: 2 (n - 1) / n times those of rank x (rows + columns) numbers,
     in two all-reduces. State per device: the residual, as large as the gradients, and Q.
@@ -50,12 +51,8 @@ def powersgd(
       rank: columns of P and Q.
       min_compression: matrices are compressed if rank x (rows + columns) times this is less than
         rows x columns; all others, and vectors, are sent in full.
-      factoring: which dims are rows and columns, as for optimizers
-        (``optax_ext.flax_transformer()``); other dims stack matrices, each compressed by itself.
+      factoring: which dims are rows and columns, as for optimizers; other dims stack matrices.
       seed: of the first Q.
-
-    Returns:
-      A ``GradientSync``.
 
     Raises:
       ValueError: if ``rank`` is below 1, or so large that nothing is compressed.
@@ -164,8 +161,5 @@ class _MatrixView:
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """An orthonormal basis (count, size, rank) whose span contains the columns of each matrix.
-
-    A zero or dependent column becomes an arbitrary one that is orthogonal to the others, never NaN.
-    """
+    """Orthonormal bases of (count, size, rank); for a zero or dependent column any, never NaN."""
     return jnp.linalg.qr(x)[0]

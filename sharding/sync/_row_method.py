@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from sharding.collectives._sparse_rows import (
-    SparseRows,
-    along_dim,
-    rows_of_array,
-    rows_of_lookups,
-)
+from sharding.collectives._sparse_rows import SparseRows, along_dim, rows_of_array, rows_of_lookups
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
@@ -24,10 +19,7 @@ from sharding.sync._interface import (
 
 
 def row_method(
-    mean: Callable[[SparseRows, Axes, int | None], jax.Array],
-    density: float,
-    *,
-    flat: bool = False,
+    mean: Callable[[SparseRows, Axes, int | None], jax.Array], density: float, *, flat: bool = False
 ) -> Method:
     """A stateless method of ``mean(rows, axes, dim)``.
 

@@ -46,12 +46,11 @@ def top_k(
     ``momentum`` m turns it into deep gradient compression, for an optimizer without momentum:
     :math:`u_i \leftarrow m u_i + g_i`, :math:`a_i = e_i + u_i`, and :math:`u_i` becomes zero, too,
     at the elements that are sent. ``feedback="ef21"`` sends corrections of an estimate of the mean:
-    :math:`c_i = T(g_i - h_i)`, :math:`h_i \leftarrow h_i + c_i`,
-    :math:`\bar g = \frac 1n \sum_i h_i`.
+    :math:`c_i = T(g_i - h_i)`, :math:`h_i \leftarrow h_i + c_i`, :math:`\bar g = \frac 1n \sum_i
+    h_i`.
 
     Wire bytes per device: an all-gather of k values and indices, (n - 1) k times 8. State per
     device: a residual as large as the gradients, with ``momentum`` or ``"ef21"`` two such arrays.
-
     Each equal section of an array of more than 2^31 - 1 elements sends its own largest ones.
 
     Args:
@@ -63,9 +62,6 @@ def top_k(
         root of the number of devices.
       min_size: smaller arrays are sent in full, with the same momentum and clip.
 
-    Returns:
-      A ``GradientSync``.
-
     Raises:
       ValueError: if a density is not above 0 and at most 1, or options exclude each other.
 
@@ -74,10 +70,10 @@ def top_k(
       >>> grad_sync = sync.top_k({0: 0.25, 100: 0.06, 200: 0.01}, momentum=0.9, clip_norm=1.0)
 
     References:
-      Aji, Heafield: Sparse Communication for Distributed Gradient Descent, EMNLP 2017,
-      arXiv 1704.05021. Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018,
-      arXiv 1712.01887. Richtarik, Sokolov, Fatkhullin: EF21: A New, Simpler, Theoretically Better,
-      and Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
+      Aji, Heafield: Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv
+      1704.05021. Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, arXiv
+      1712.01887. Richtarik, Sokolov, Fatkhullin: EF21: A New, Simpler, Theoretically Better, and
+      Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
     """
     schedule = dict(sorted(density.items())) if isinstance(density, Mapping) else {0: density}
     for fraction in schedule.values():

@@ -37,12 +37,12 @@ def zen(
 ) -> GradientSync:
     r"""Sends each nonzero row to the device that owns it, and the nonzero sums back to all.
 
-    A hash that all devices share distributes rows evenly over owners (*push*). Owners add them up
-    and send all devices the nonzero sums, with one bit per row that flags these (*pull*). The hash
-    is a permutation: owner and slot of a row are arithmetic, and no two rows share a slot. How much
-    is sent is fixed when a program is compiled, from the expected density. Devices with more rows
-    for one owner send them in 2 or 4 rounds. If these do not suffice, or would not send less, all
-    devices send the full gradient.
+    A hash that all devices share, a permutation, distributes rows evenly over owners (*push*).
+    Owners add them up and send all devices the nonzero sums, with one bit per row that flags these
+    (*pull*). How much is sent is fixed when a program is compiled, from the expected density.
+    Devices with more rows for one owner send them in 2 or 4 rounds; if these do not suffice, or
+    would not send less, all devices send the full gradient. The mean equals that of ``dense`` up to
+    the order of sums.
 
     A reduce-scatter (ZeRO) needs no pull. If rows are sharded, each device owns those of its shard,
     unpermuted; if another dim is sharded, each device receives its shard of every row.
@@ -66,10 +66,6 @@ def zen(
       min_size: smaller arrays, and arrays of one dim, are sent in full.
       seed: of the hash.
 
-    Returns:
-      A stateless ``GradientSync``. The mean equals that of ``dense`` up to the order of sums;
-      values that are not finite stay in their rows.
-
     Raises:
       ValueError: if a density is not above 0 and at most 1.
 
@@ -78,8 +74,8 @@ def zen(
       >>> grad_sync = sync.by_path({"embedding": sync.zen(density=0.01)})
 
     References:
-      Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
-      Sparsity-driven Data Synchronization, OSDI 2025, arXiv 2309.13254.
+      Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with Sparsity-driven
+      Data Synchronization, OSDI 2025, arXiv 2309.13254.
     """
     check_density(density)
     if union_density is not None:

@@ -32,13 +32,8 @@ def in_step(
 ) -> Callable[..., Any]:
     """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded.
 
-    Args:
-      loss_fn: of the parameters, and more.
-      axes: the mesh axes that the batch is sharded over.
-      sync_batch_norm: whether statistics are those of the batch of all devices.
-      blocks: class names or patterns of paths of the modules that gather their own parameters.
-      reshard: whether a block is computed again for the backward pass.
-      all_blocks: whether each of ``blocks`` must be found.
+    ``axes`` shard the batch; ``reshard`` says whether a block is computed again for the backward
+    pass, ``all_blocks`` whether each of ``blocks`` must be found.
     """
     unchecked = all_blocks
 

@@ -1,7 +1,4 @@
-"""Flax modules that gather their own parameters, or look up rows of them.
-
-Only their users need Flax.
-"""
+"""Flax modules that gather their own parameters, or look up rows of them; only users need Flax."""
 
 import sys
 from collections.abc import Callable
@@ -15,11 +12,7 @@ from sharding.step._lookup import lookup
 
 
 def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool) -> type:
-    """A subclass of a Flax module, linen or nnx, whose ``__call__`` gathers its parameters.
-
-    Raises:
-      ValueError: if the class is neither.
-    """
+    """A subclass of a Flax module, linen or nnx, whose ``__call__`` gathers its parameters."""
     for name, wrap in (("flax.linen", gathered_call), ("flax.nnx", _nnx_call)):
         flax = sys.modules.get(name)
         if flax is not None and issubclass(cls, flax.Module):
@@ -94,12 +87,11 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
     Args:
       cls: ``flax.linen.Embed`` or ``flax.nnx.Embed``, or a subclass that calls and sets up alike.
-      shuffled: its rows are in the order of ``shuffle_rows``, which spreads frequent tokens over
-        the devices; shuffle a table that is loaded from elsewhere.
+      shuffled: its rows are in the order of ``shuffle_rows``; shuffle a table from elsewhere.
 
     Returns:
       A subclass with the same name, fields and parameters whose ``__call__`` is ``lookup``. Its
-      ``attend`` uses the full table: the full gradient of a table with both uses is synchronized.
+      ``attend`` uses the full table, whose full gradient is then synchronized.
 
     Raises:
       ValueError: if the class is neither, or has a ``__call__`` or ``setup`` of its own.

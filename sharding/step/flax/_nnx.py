@@ -24,16 +24,12 @@ class NnxMethods:
     """What ``Zero`` does with nnx models."""
 
     def nnx_init(self: Any, make: Callable[..., Any], *args: Any, param_specs: Any = None) -> Any:
-        """Makes an nnx model and its optimizer, each device its own shard of them.
+        """Makes an nnx model and its optimizer, each device its own shard; values are those of one.
 
         Args:
           make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
-          *args: its arguments, such as a random key; traced, so bind others with
-            ``functools.partial``.
+          *args: its arguments, such as a random key, which are traced.
           param_specs: specs of the parameters on the other mesh axes; None takes their metadata.
-
-        Returns:
-          ``(model, optimizer)``; their values do not depend on the mesh.
         """
         with no_mesh(keep=self.mesh):
             return _init(self, make, self._layout.replicate_foreign(args), param_specs)
@@ -53,11 +49,10 @@ class NnxMethods:
     ) -> "NnxStep":
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
 
-        Batch statistics, counters and all other variables come back into the model. ``nnx.Rngs``
-        that the model holds draw anew for each micro-batch of each device and for each step.
-        ``nnx.BatchNorm`` takes its statistics over the micro-batch of all devices, without an
-        ``axis_name``. Variables that the loss creates, as ``sow`` does, are dropped: return them in
-        ``aux``.
+        Batch statistics, counters and all other variables come back into the model; those that the
+        loss creates, as ``sow`` does, are dropped. ``nnx.Rngs`` of the model draw anew for each
+        micro-batch of each device and for each step. ``nnx.BatchNorm`` takes its statistics over
+        the micro-batch of all devices, without an ``axis_name``.
 
         Args:
           loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model.
@@ -69,13 +64,12 @@ class NnxMethods:
             ``{Counter: "sum"}``; ``"mean"`` for all others.
           trainable: which of the parameters that the optimizer has are trained.
           grad_norm: add ``metrics["grad_norm"]``.
-          donate: reuse the memory of parameters and optimizer state for the new ones. An
-            ``nnx.clone`` of the model shares that memory, and is deleted by the step.
+          donate: reuse the memory of parameters and optimizer state, which an ``nnx.clone`` shares.
 
         Returns:
           ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
-          arguments. Parameters are what the optimizer's ``wrt`` selects. A model that is on one
-          device is placed on the mesh by the first call; ``nnx_init`` makes it there.
+          arguments. Parameters are what the optimizer's ``wrt`` selects. The first call places a
+          model that is on one device.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -106,14 +100,11 @@ class NnxMethods:
     def nnx_eval_step(
         self: Any, fn: Callable[[Any, Any], Any], *, wrt: Any = None
     ) -> "NnxEvalStep":
-        """A compiled function of an nnx model and a batch; the model is only read.
+        """A compiled function of an nnx model and a batch, ``evaluate(model, batch) -> tree``.
 
         Args:
-          fn: ``fn(model, batch)``, as in ``eval_step``.
+          fn: ``fn(model, batch)``, as in ``eval_step``; the model is only read.
           wrt: what selects the parameters, as in ``nnx.Optimizer``; None for ``nnx.Param``.
-
-        Returns:
-          ``evaluate(model, batch) -> tree``.
         """
         return NnxEvalStep(self, fn, wrt)
 
@@ -143,20 +134,11 @@ class _NnxState:
     tx: Any = dataclasses.field(metadata={"static": True})
 
     def replace(self, **fields: Any) -> "_NnxState":
-        """The state with other values of these fields."""
         return dataclasses.replace(self, **fields)
 
 
 class NnxStep:
-    """A training step of ``(model, optimizer, batch)`` that updates both in place.
-
-    Attributes:
-      zero: the placement of the state.
-      loss_fn: of the model, a batch, and a key if ``rngs`` says so.
-      rngs: whether it takes a key.
-      reductions: how the variables of all devices are reduced, by their type.
-      has_aux: whether the loss returns aux.
-    """
+    """A training step of ``(model, optimizer, batch)``; see ``Zero.nnx_train_step``."""
 
     def __init__(
         self,
@@ -195,7 +177,6 @@ class NnxStep:
         return metrics
 
     def lower(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
-        """Lowers the step, as ``jax.jit(f).lower``."""
         with no_mesh():
             return self._step.lower(*self._arguments(model, optimizer, batch, key))
 
@@ -249,13 +230,7 @@ class NnxStep:
 
 
 class NnxEvalStep:
-    """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``.
-
-    Attributes:
-      zero: the placement of the model.
-      fn: of the model and a batch.
-      wrt: what selects the parameters.
-    """
+    """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
         from flax import nnx
@@ -264,7 +239,6 @@ class NnxEvalStep:
         self._step = zero.eval_step(self._run, model_state=True)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Evaluates the function; the model is only read."""
         from flax import nnx
 
         if not _is_placed(nnx.state(model, self.wrt), self.zero.mesh):
