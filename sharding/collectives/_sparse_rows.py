@@ -10,36 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._permutation import Permutation
+from sharding.collectives._row_owners import RowOwners
 from sharding.placement._specs import Axes
 
 # Numbers of rounds that a program may have a branch for, beside the one for the worst case.
 _ROUND_COUNTS = (1, 2, 4)
-
-
-class RowOwners:
-    """Which device owns each row of an array, and in which slot of its memory.
-
-    The permutation maps rows to slots, counted over all owners; without one each owner has
-    contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
-    """
-
-    def __init__(self, num_rows: int, num_owners: int, permutation: Permutation | None = None):
-        self.num_rows, self.num_owners = num_rows, num_owners
-        self.num_slots = -(-num_rows // num_owners)
-        self._permutation = permutation
-
-    def row_of_slots(self) -> jax.Array:
-        """The row in every slot, owner after owner; ``num_rows`` in empty slots."""
-        slot = jnp.arange(self.num_owners * self.num_slots, dtype=jnp.int32)
-        if self._permutation is None:
-            return jnp.minimum(slot, self.num_rows)
-        row = self._permutation.invert(jnp.minimum(slot, self.num_rows - 1))
-        return jnp.where(slot < self.num_rows, row, self.num_rows)
-
-    def slot_of(self, rows: jax.Array) -> jax.Array:
-        """The slot of each row, counted over all owners."""
-        return rows if self._permutation is None else self._permutation.apply(rows)
+# ``loop(body, init)``: a loop over rounds.
+Loop = Callable[[Callable[[jax.Array, Any], Any], Any], Any]
 
 
 class SendList(NamedTuple):
@@ -162,39 +139,29 @@ def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array])
 # rows for each owner. A device with more rows for one owner sends them in further rounds.
 
 
-def candidates_of_round(
-    send_list: SendList, num_owners: int, capacity: int, round_index: Any
-) -> jax.Array:
-    """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
-    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
-    chosen = (rank >= 0) & (rank // capacity == round_index)
-    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
-    unused = jnp.full(size, rank.size, jnp.int32)
-    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")
-
-
-def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
-    """How many rows with indices, as long as an element, are as many bytes as all without."""
-    return num_rows * row_size / (row_size + num_indices)
-
-
 def in_rounds(
-    make_send_list: Callable[[], SendList],
-    max_per_owner: int,
-    capacity: int,
+    rows: SparseRows,
+    owners: RowOwners,
+    density: float,
     axes: Axes,
-    send: Callable[[SendList, int], jax.Array],
+    send: Callable[[SendList, Loop], jax.Array],
     send_dense: Callable[[], jax.Array],
-    break_even: float,
+    num_indices: int = 1,
+    dense_cost: float = 1.0,
 ) -> jax.Array:
-    """``send(send_list, num_rounds)`` in the fewest rounds that suffice for all devices.
+    """``send(send_list, loop)`` in the fewest rounds that suffice for all devices of ``axes``.
 
-    Or ``send_dense()``, of the full array, where more rounds are needed than pay off:
-    ``break_even`` rows per owner cost as much. One device has up to ``max_per_owner`` rows for an
-    owner and sends it ``capacity`` in a round. All devices of ``axes`` take the same branch.
+    ``loop(body, init)`` is ``body(candidates, carry)`` for each round. Where more rounds are needed
+    than pay off, ``send_dense()``: it costs ``dense_cost`` times all rows, which in rounds have
+    ``num_indices`` each, as long as an element. ``density`` is that of a device's rows.
     """
+    num_slots, row_size = owners.num_slots, math.prod(rows.shape[1:])
+    num_lists = lax.axis_size(axes) * owners.num_owners
+    capacity = list_capacity(min(density, rows.max_rows / rows.shape[0]), num_slots, num_lists)
+    break_even = dense_cost * num_slots * row_size / (row_size + num_indices)  # rows per owner
+
     # Which numbers of rounds are cheaper than the full array.
-    worst_rounds = -(-max_per_owner // capacity)
+    worst_rounds = -(-min(rows.max_rows, num_slots) // capacity)
     if worst_rounds * capacity < break_even:
         # Rounds always suffice: the program needs no branch, nor memory, for the full array.
         round_counts = [*(r for r in _ROUND_COUNTS if r < worst_rounds), worst_rounds]
@@ -204,8 +171,16 @@ def in_rounds(
         return send_dense()
 
     # One branch for each of them, in ascending order, then the full array.
-    send_list = make_send_list()
-    branches = [functools.partial(send, send_list, r) for r in round_counts]
+    send_list = rows.send_list(owners)
+
+    def loop(num_rounds: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+        def run(i: Any, carry: Any) -> Any:
+            return body(_candidates_of_round(send_list, owners.num_owners, capacity, i), carry)
+
+        return lax.fori_loop(0, num_rounds, run, init) if num_rounds > 1 else run(0, init)
+
+    loops = [functools.partial(loop, num_rounds) for num_rounds in round_counts]
+    branches = [functools.partial(send, send_list, each) for each in loops]
     if round_counts[-1] != worst_rounds:
         branches.append(functools.partial(send_dense))
     if len(branches) == 1:
@@ -216,6 +191,12 @@ def in_rounds(
     return lax.switch(jnp.searchsorted(jnp.array(round_counts, jnp.int32), needed), branches)
 
 
-def for_rounds(num_rounds: int, body: Callable[[Any, Any], Any], init: Any) -> Any:
-    """``body(round_index, carry)`` for each round; without a loop if there is only one."""
-    return lax.fori_loop(0, num_rounds, body, init) if num_rounds > 1 else body(0, init)
+def _candidates_of_round(
+    send_list: SendList, num_owners: int, capacity: int, round_index: Any
+) -> jax.Array:
+    """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
+    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
+    chosen = (rank >= 0) & (rank // capacity == round_index)
+    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
+    unused = jnp.full(size, rank.size, jnp.int32)
+    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")

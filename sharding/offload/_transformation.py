@@ -8,7 +8,6 @@ if every operation on it works on the layers one by one.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax
 import optax
 
 from optax_ext.execution_order import Graph, ScheduledRun, run_by_leaf
+from sharding._user_line import warn
 from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
 from sharding.offload._layer_loop import LayerLoop
 from sharding.placement._specs import Tree, is_spec
@@ -174,9 +174,8 @@ def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
     masks = [graph.reads[graph.outputs[j]] for j in roots]
     needed = [sum(sizes[i] for i in sizes if mask >> i & 1) for mask in masks if mask]
     if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
-        warnings.warn(
+        warn(
             "offload: the update of each parameter needs the state of most others, so all state is "
             "on the device at once. A clip by global norm after the moments has this effect, one "
-            "before them does not.",
-            stacklevel=2,
+            "before them does not."
         )

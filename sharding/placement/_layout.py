@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +11,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement import _specs
+from sharding.placement._shard_dim import shard_dim
 from sharding.placement._specs import AnyMesh, Axis, Tree
 
 P = PartitionSpec
-
-# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
-# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
-# over narrower shards).
-_LAST_DIM_MULTIPLE = 256
-# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
-# the dim of a stack of layers, which loops take off.
-_MIN_OTHER_DIM = 64
 
 
 class Placement(NamedTuple):
@@ -140,8 +132,10 @@ class Layout:
             )
         if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
             spec = self.other_spec(spec)
-        dim: int | None
-        dim, reason = (on_data[0], "") if on_data else self._choose_dim(path, leaf, spec)
+        dim, reason = next(iter(on_data), None), ""
+        if self.stage and not on_data:
+            counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
+            dim, reason = shard_dim(path, leaf, spec, counts, self.min_shard_size, self.unsharded)
         if dim is None:
             return spec, spec, 0, reason
         sharded = shards = _specs.with_axis(spec, ndim, dim, self.axis)
@@ -152,26 +146,6 @@ class Layout:
     def _sharding_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Without those of one device, which shard nothing."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-
-    def _choose_dim(self, path: str, leaf: Any, spec: P) -> tuple[int | None, str]:
-        """The dim to shard; else None, and the reason that ``describe`` shows."""
-        if self.stage == 0:
-            return None, ""
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return None, f"unsharded: {leaf.dtype} is not a number"
-        pattern = next((p for p in self.unsharded if re.search(p, path)), None)
-        if pattern is not None:
-            return None, f"unsharded: requested by unsharded={pattern!r}"
-        shape, size = tuple(leaf.shape), math.prod(leaf.shape)
-        if size < max(self.min_shard_size, 1):
-            return None, f"unsharded: {size} elements, min_shard_size is {self.min_shard_size}"
-        counts = [self.num_shards]
-        if self.shard_state_over_replicas:
-            counts.insert(0, self.num_devices)
-        free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
-        dim = choose_sharded_dim(shape, free, counts)
-        none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
-        return dim, none if dim is None else ""
 
     def shard_spec(self, leaf: Any) -> P:
         """The spec of the shards of an array that is no parameter, by its shape."""
@@ -286,31 +260,3 @@ def _is_local(x: Any) -> bool:
 def _is_committed(x: Any) -> bool:
     """Whether a real array was put on its devices explicitly."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-
-
-def choose_sharded_dim(
-    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
-) -> int | None:
-    """The longest free dim that divides by the number of shards; the first of equally long ones.
-
-    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
-    other dim of at least 64 elements that divides is chosen instead, if there is one.
-
-    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
-    if no free dim divides by any of them.
-    """
-
-    def length(dim: int) -> tuple[int, int]:
-        return shape[dim], -dim
-
-    last = len(shape) - 1
-    for count in shard_counts:
-        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
-        if not divisible:
-            continue
-        best = max(divisible, key=length)
-        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
-            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
-            best = max(others, key=length, default=last)
-        return best
-    return None

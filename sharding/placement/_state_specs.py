@@ -1,6 +1,5 @@
 """A partition spec for every leaf of any transformation's state, without rules per optimizer."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from sharding._user_line import warn
 from sharding.placement._specs import AnyMesh, Tree, is_spec, path_str, resolve_param_specs, trim
 
 
@@ -153,11 +153,10 @@ def _specs_by_path(
         for i in range(len(leaves))
         if i not in works
     }
-    warnings.warn(
+    warn(
         f"the transformation's init does not work on sharded types ({type(error).__name__}: "
         f"{error}); state of {', '.join(repr(path_str(path)) for path, _ in left)} is matched to "
-        "parameters by path and shape, and replicated where that finds none.",
-        stacklevel=3,
+        "parameters by path and shape, and replicated where that finds none."
     )
 
     def match(path: Any, leaf: Any, like: Any) -> PartitionSpec:

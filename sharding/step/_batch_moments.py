@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.placement._specs import Axis
-from sharding.step.flax._linen import is_bound
+from sharding.step.flax._batch_norm import is_bound
 
 
 def batch_moments(

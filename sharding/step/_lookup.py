@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,15 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._permutation import Permutation
+from sharding.collectives._row_owners import Permutation, RowOwners
 from sharding.collectives._sparse_rows import (
-    RowOwners,
+    Loop,
     SendList,
-    break_even_rows,
-    candidates_of_round,
-    for_rounds,
+    SparseRows,
     in_rounds,
-    list_capacity,
     unique_lookups,
 )
 from sharding.placement._on_mesh import over_other_axes
@@ -178,14 +174,11 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     firsts, first = unique_lookups(ids, owners)
-    density = min(spec.rows.density, ids.size / call.num_rows)
-    capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
     row_shape = Shard(shard, shard, spec).shape[1:]
 
-    def fetch_unique(send_list: SendList, num_rounds: int) -> jax.Array:
-        def one_round(i: Any, rows: jax.Array) -> jax.Array:
+    def fetch_unique(send_list: SendList, loop: Loop) -> jax.Array:
+        def one_round(picked: jax.Array, rows: jax.Array) -> jax.Array:
             # Send slots to the owners of the rows ...
-            picked = candidates_of_round(send_list, owners.num_owners, capacity, i)
             slots = jnp.take(send_list.slot, picked, fill_value=owners.num_slots)
             if dim:
                 slots = all_gather_concat(slots, axes)
@@ -196,17 +189,15 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
             fetched = lax.all_to_all(sent, axes, split_axis=0, concat_axis=dim, tiled=True)
             return rows.at[picked].set(fetched, mode="drop")
 
-        rows = jnp.zeros((ids.size, *row_shape), shard.dtype)  # at the first lookup of each
-        rows = for_rounds(num_rounds, one_round, rows)
+        rows = loop(one_round, jnp.zeros((ids.size, *row_shape), shard.dtype))  # at the firsts
         inside = ids < call.num_rows  # (lookups,)
         return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
         return jnp.take(gather(Shard(shard, shard, spec._replace(bits=None))), ids, axis=0)
 
-    limit = min(ids.size, owners.num_slots)
-    break_even = break_even_rows(owners.num_slots, math.prod(row_shape), num if dim else 1)
+    shape, max_rows = (call.num_rows, *row_shape), min(ids.size, call.num_rows)
+    rows = SparseRows(shape, shard.dtype, max_rows, lambda owners: firsts, gather_table)
+    args, indices = (rows, owners, spec.rows.density, axes), num if dim else 1
     with jax.named_scope("gather"):
-        return in_rounds(
-            lambda: firsts, limit, capacity, axes, fetch_unique, gather_table, break_even
-        )
+        return in_rounds(*args, fetch_unique, gather_table, indices)

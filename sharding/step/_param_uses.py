@@ -9,11 +9,10 @@ import jax
 from jax.interpreters import partial_eval
 
 from sharding._jaxprs import inner_jaxprs
+from sharding._user_line import is_users
 from sharding.step._diverging import collective_in, diverging
 
-# Whose lines are not the user's.
 _JAX = os.path.dirname(jax.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class ParamUses(NamedTuple):
@@ -235,7 +234,7 @@ def place_of(eqn: Any) -> str:
     name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else eqn.primitive.name
     trace = eqn.source_info.traceback
     frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
-    own = [f for f in frames if not f.filename.startswith((_JAX, _HERE))]
+    own = [f for f in frames if is_users(f.filename)]
     return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
 
 

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from sharding._user_line import warn
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
@@ -235,12 +235,11 @@ def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     own = marked - uses.diverging
     if marked - own:
         names = ", ".join(repr(plans[i].path) for i in sorted(marked - own)[:4])
-        warnings.warn(
+        warn(
             f"the loss gathers {len(marked - own)} parameters, such as {names}, in a branch or a "
             "loop that devices take by their own data. They are gathered before the loss instead, "
             "and each device holds them unsharded. Gather them before the branch, or make its "
-            "predicate the same on all devices.",
-            stacklevel=2,
+            "predicate the same on all devices."
         )
     return own
 
@@ -272,11 +271,10 @@ def warn_of_unsharded(plan: StepPlan) -> None:
         if own
         else f"stage 3 with a loss that gathers no layer where it is used: all parameters, {total},"
     )
-    warnings.warn(
+    warn(
         f"{found} are gathered at once, and each device holds them unsharded from the forward to "
         f"the backward pass. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
-        "call zero.gather in each layer; of a stack, pass single layers.",
-        stacklevel=2,
+        "call zero.gather in each layer; of a stack, pass single layers."
     )
 
 
@@ -313,6 +311,4 @@ def _warn_of_full_tables(plans: Sequence[ParamPlan], with_rows: set[int], uses: 
 
 
 def _warn_full_sync(found: str) -> None:
-    warnings.warn(
-        f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.", stacklevel=3
-    )
+    warn(f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.")

@@ -39,17 +39,12 @@ def dense_method(dtype: Any = None) -> Method:
 
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         del context
-        x = x.astype(dtype or x.dtype)
-        return dense_mean_shard(x, axes, dim) if dim else dense_mean(x, axes)
+        return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)
 
     return stateless(mean, is_linear=True)
 
 
-def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:
-    """The mean over devices, summed in the array's dtype; in float32 or wider."""
-    return to_sum_dtype(lax.psum(x, axes)) / lax.axis_size(axes)
-
-
-def dense_mean_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's shard of ``dense_mean``."""
-    return to_sum_dtype(psum_scatter_auto(x, axes, dim)) / lax.axis_size(axes)
+def dense_mean(x: jax.Array, axes: Axes, dim: int | None = None) -> jax.Array:
+    """The mean over devices in float32 or wider, or this device's shard of it along a dim."""
+    total = lax.psum(x, axes) if dim is None else psum_scatter_auto(x, axes, dim)
+    return to_sum_dtype(total) / lax.axis_size(axes)

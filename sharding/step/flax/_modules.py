@@ -1,7 +1,8 @@
 """Flax modules that gather their own parameters, or look up rows of them; only users need Flax."""
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +78,28 @@ def _nnx_call(nnx: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., A
         return out
 
     return __call__
+
+
+# --- Blocks that are gathered by name -------------------------------------------------------------
+
+
+def matches(pattern: str, name: str, path: str) -> bool:
+    """Whether a pattern is the name of a module's class, or is found in the module's path."""
+    return pattern == name or bool(path and re.search(pattern, path))
+
+
+def check_found(
+    blocks: Sequence[str], found: set[str], where: str, modules: Iterable[tuple[str, str]]
+) -> None:
+    """Raises unless all ``gathered_blocks`` were found; ``modules`` are class names and paths."""
+    missing = [pattern for pattern in blocks if pattern not in found]
+    if missing:
+        others = ", ".join(f"{name} ({path or 'the model'})" for name, path in modules)
+        others = others or "none, or is jitted and was traced before: then leave out that jit"
+        raise ValueError(
+            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of {where} "
+            f"{others}. Name some of these; wrap layers that are functions in zero.gathered."
+        )
 
 
 # --- Embeddings -----------------------------------------------------------------------------------

@@ -16,8 +16,20 @@ from sharding.placement._on_mesh import no_mesh
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
-from sharding.step.flax._linen import is_bound, matches
-from sharding.step.flax._modules import gathered_module
+from sharding.step.flax._batch_norm import is_bound
+from sharding.step.flax._modules import check_found, gathered_module, matches
+
+
+class _Nnx:
+    """``flax.nnx``, imported where it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        from flax import nnx
+
+        return getattr(nnx, name)
+
+
+nnx: Any = _Nnx()
 
 
 class NnxMethods:
@@ -84,22 +96,11 @@ class NnxMethods:
           >>> int(optimizer.step[...])
           1
         """
-        return NnxStep(
-            self,
-            loss_fn,
-            rngs,
-            reductions,
-            has_aux=has_aux,
-            weighted=weighted,
-            microbatches=microbatches,
-            trainable=trainable,
-            grad_norm=grad_norm,
-            donate=donate,
-        )
+        options = {"weighted": weighted, "microbatches": microbatches, "trainable": trainable}
+        options |= {"grad_norm": grad_norm, "donate": donate}
+        return NnxStep(self, loss_fn, rngs, reductions, has_aux, options)
 
-    def nnx_eval_step(
-        self: Any, fn: Callable[[Any, Any], Any], *, wrt: Any = None
-    ) -> "NnxEvalStep":
+    def nnx_eval_step(self: Any, fn: Callable[..., Any], *, wrt: Any = None) -> "NnxEvalStep":
         """A compiled function of an nnx model and a batch, ``evaluate(model, batch) -> tree``.
 
         Args:
@@ -145,10 +146,9 @@ class NnxStep:
         zero: Any,
         loss_fn: Callable[..., Any],
         rngs: bool,
-        reductions: Mapping[type, str],
-        *,
+        reductions: Mapping[type, str],  # by the types of variables
         has_aux: bool,
-        **options: Any,
+        options: Mapping[str, Any],
     ):
         check_arguments(loss_fn, "model", "batch", key=rngs)
         self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
@@ -166,8 +166,6 @@ class NnxStep:
 
     def __call__(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
-        from flax import nnx
-
         with no_mesh():
             state, metrics = self._step(*self._arguments(model, optimizer, batch, key))
             new = metrics.pop("model_state")
@@ -182,12 +180,10 @@ class NnxStep:
 
     def _arguments(self, model: Any, optimizer: Any, batch: Any, key: Any) -> tuple[Any, ...]:
         """``(state, batch, key, model state)`` of the step."""
-        from flax import nnx
-
         zero = self.zero
         if not _is_placed((model, optimizer.opt_state), zero.mesh):
             _place_model(zero, model, optimizer)
-        graph, params, rng, sown, rest = _split(model, *_filters(optimizer.wrt))
+        graph, params, rng, sown, rest = _split(model, optimizer.wrt)
         # An average of the parameters may begin as the very arrays that the step donates.
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
         rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
@@ -195,8 +191,9 @@ class NnxStep:
         if self.rngs:
             key = zero._layout.replicate_foreign(key)
             key = jax.random.fold_in(jax.random.key(0) if key is None else key, step)
+        is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
         reduction = {
-            "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
+            "rest": jax.tree.map(self._reduction, rest, is_leaf=is_variable),
             **dict.fromkeys(("rng", "next_rng", "sown", "static"), "same"),
         }
         # The random state goes in twice: as it is for all micro-batches, and as it will be.
@@ -212,8 +209,6 @@ class NnxStep:
 
     def _loss(self, params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
         """The loss of the model's parameters; ``parts`` are all else of the model."""
-        from flax import nnx
-
         number, key = numbered
         graph, wrt, _ = parts["static"].value
         rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
@@ -221,7 +216,7 @@ class NnxStep:
         prepare(self.zero, model)
         out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
         value, aux = as_pair(out, "(loss, aux), as has_aux says") if self.has_aux else (out, None)
-        _, _, rng, _, rest = _split(model, *_filters(wrt))
+        _, _, rng, _, rest = _split(model, wrt)
         new = parts | {
             "rest": _like(parts["rest"], rest),
             "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
@@ -233,26 +228,20 @@ class NnxEvalStep:
     """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
-        from flax import nnx
-
         self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
         self._step = zero.eval_step(self._run, model_state=True)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        from flax import nnx
-
         if not _is_placed(nnx.state(model, self.wrt), self.zero.mesh):
             raise ValueError(
                 "the model is not on the mesh. Make it with zero.nnx_init, or train a step: the "
                 "first one places it."
             )
-        graph, params, rest = _split(model, self.wrt, ...)
+        graph, params, rest = nnx.split(model, self.wrt, ...)
         params, rest = nnx.as_pure((params, rest))
         return self._step((params, ()), batch, model_state=(_Static(graph), rest))
 
     def _run(self, params: Any, batch: Any, parts: Any) -> Any:
-        from flax import nnx
-
         graph, rest = parts
         model = nnx.merge(graph.value, params, rest, copy=True)
         prepare(self.zero, model)
@@ -269,16 +258,14 @@ def pure_loss(
     zero: Any, loss_fn: Callable[..., Any], model: Any, options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Any, Any]:
     """The loss of a model as one of ``(params, batch, rest)``, with a state, and the rest."""
-    from flax import nnx
-
-    graph, params, rest = _split(model, nnx.Param, ...)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, batch: Any, rest: Any, *key: Any) -> Any:
         model = nnx.merge(graph, params, rest, copy=True)
         prepare(zero, model)
         out = loss_fn(model, batch, *key)
         value, aux = out if options.get("has_aux") else (out, None)
-        new = _like(rest, _split(model, nnx.Param, ...)[2])
+        new = _like(rest, nnx.split(model, nnx.Param, ...)[2])
         return value, ((new, aux) if options.get("has_aux") else new)
 
     params, rest = nnx.as_pure((params, rest))
@@ -290,11 +277,10 @@ def pure_loss(
 
 def _init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Any) -> Any:
     """Model and optimizer as ``make(*args)`` makes them, each device its own shard."""
-    from flax import nnx
 
     def arrays(*args: Any) -> Any:
         model, optimizer = make(*args)
-        _, params, rest = _split(model, optimizer.wrt, ...)
+        _, params, rest = nnx.split(model, optimizer.wrt, ...)
         return nnx.as_pure(((params, optimizer.opt_state), rest, optimizer.step))
 
     with nnx.use_eager_sharding(False):  # placed below
@@ -311,9 +297,7 @@ def _init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_spec
 
 def _place_model(zero: Any, model: Any, optimizer: Any) -> None:
     """Moves a model and its optimizer onto the mesh, in place."""
-    from flax import nnx
-
-    _, params, rest = _split(model, optimizer.wrt, ...)
+    _, params, rest = nnx.split(model, optimizer.wrt, ...)
     shardings = _shardings(zero, model, optimizer, None)
     state = zero._layout.copy(nnx.as_pure((params, optimizer.opt_state)), shardings)
     nnx.update(model, state[0], zero._layout.copy(nnx.as_pure(rest), zero._layout.replicated))
@@ -322,8 +306,6 @@ def _place_model(zero: Any, model: Any, optimizer: Any) -> None:
 
 def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     """Of the parameters and the optimizer's state."""
-    from flax import nnx
-
     params = nnx.state(model, optimizer.wrt)
     if param_specs is None:
         param_specs = nnx.as_pure(nnx.get_partition_spec(params))
@@ -340,14 +322,12 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
 
 
 def _is_placed(tree: Any, mesh: Any) -> bool:
-    """Whether every array is on all devices of the mesh; scalars are placed in each step."""
+    """Whether every array but scalars is on all devices of the mesh."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.ndim]
     return all(x.sharding.device_set == set(mesh.devices.flat) for x in leaves)
 
 
 def _set_opt_state(optimizer: Any, opt_state: Any) -> None:
-    from flax import nnx
-
     treedef: Any = jax.tree.structure(optimizer.opt_state)
     optimizer.opt_state = nnx.data(treedef.unflatten(jax.tree.leaves(opt_state)))
 
@@ -357,34 +337,25 @@ def _set_opt_state(optimizer: Any, opt_state: Any) -> None:
 
 def prepare(zero: Any, model: Any) -> None:
     """Makes modules act on a sharded batch, and call ``gather`` on their parameters."""
-    from flax import nnx
-
     blocks = zero.gathered_blocks if zero.stage >= 2 else ()
     gathered: list[tuple[Any, ...]] = []
     found: set[str] = set()
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
-    for path, module in modules:
+    named = [(path, type(m).__name__, "/".join(map(str, path)), m) for path, m in modules]
+    for path, cls, name, module in named:
         if isinstance(module, nnx.BatchNorm) and not is_bound(module.axis_name):
             module.axis_name = zero._layout.data_axes
-        name = "/".join(map(str, path))
-        own = {p for p in blocks if matches(p, type(module).__name__, name)}
+        own = {pattern for pattern in blocks if matches(pattern, cls, name)}
         found |= own
         if own and not any(path[: len(outer)] == outer for outer in gathered):
             gathered.append(path)
             module.__class__ = gathered_module(type(module), None, zero._recomputes)
-    missing = [p for p in blocks if p not in found]
-    if missing:
-        named = (f"{type(m).__name__} ({'/'.join(map(str, path))})" for path, m in modules[1:])
-        raise ValueError(
-            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a module of "
-            f"the model. It has {', '.join(named)}."
-        )
+    seen = [(cls, name) for _, cls, name, _ in named[1:]]
+    check_found(blocks, found, "a module of the model. It has", seen)
 
 
 def _like(old: Any, new: Any) -> Any:
     """The pure values of ``new`` at the paths of ``old``; what a loss sows is dropped."""
-    from flax import nnx
-
     values = dict(nnx.to_flat_state(new))
     paths = [path for path, _ in nnx.to_flat_state(old)]
     for path in paths:
@@ -394,28 +365,12 @@ def _like(old: Any, new: Any) -> Any:
                 f"the loss removed the variable {name!r} of the model, which a step requires. "
                 "Reset its value instead."
             )
-    same_paths = [(path, values[path]) for path in paths]
-    return nnx.as_pure(nnx.from_flat_state(same_paths))
+    return nnx.as_pure(nnx.from_flat_state([(path, values[path]) for path in paths]))
 
 
-def _filters(wrt: Any) -> tuple[Any, ...]:
-    """What a step splits a model by: parameters, random state, what was sown, all else."""
-    from flax import nnx
-
-    return wrt, nnx.RngState, nnx.Intermediate, ...
-
-
-def _split(model: Any, *filters: Any) -> tuple[Any, ...]:
-    """The graph, and a state for each filter."""
-    from flax import nnx
-
-    return tuple(nnx.split(model, *filters))
-
-
-def _is_variable(x: Any) -> bool:
-    from flax import nnx
-
-    return isinstance(x, nnx.Variable)
+def _split(model: Any, wrt: Any) -> Any:
+    """What a step splits a model into: graph, parameters, random state, what was sown, all else."""
+    return nnx.split(model, wrt, nnx.RngState, nnx.Intermediate, ...)
 
 
 def _is_key(x: Any) -> bool:

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule, kernels, last_two_dims
-from sharding.placement._layout import choose_sharded_dim
+from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
 from sharding.step._kernel_shards import KernelShards
 from sharding.step.owners._distribute import distribute
