@@ -18,7 +18,6 @@ def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a function and of those within it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):

@@ -140,15 +140,8 @@ class Zero(NnxMethods):
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        return Layout(
-            mesh=self.mesh,
-            stage=self.stage,
-            axis=self.axis,
-            replica_axis=self.replica_axis,
-            shard_state_over_replicas=self.shard_state_over_replicas,
-            min_shard_size=self.min_shard_size,
-            unsharded=tuple(self.unsharded),
-        )
+        fields = (field.name for field in dataclasses.fields(Layout))
+        return Layout(**{name: getattr(self, name) for name in fields})
 
     def specs(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
         """The partition spec of every array of a train state.
@@ -474,7 +467,6 @@ class Zero(NnxMethods):
         rngs: Any = False,
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
-        """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         return _linen.in_step(

@@ -18,9 +18,8 @@ def quantize(
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
     blocks = x.reshape(x.shape[0], -1, block_size)  # (rows, blocks, block_size)
     # One scale per block: its largest magnitude is num_levels steps.
-    scales = jnp.abs(blocks).max(-1).astype(jnp.float32) * np.float32(
-        1 / num_levels
-    )  # as XLA divides by a constant
+    scales = jnp.abs(blocks).max(-1).astype(jnp.float32)
+    scales *= np.float32(1 / num_levels)  # as XLA divides by a constant
     steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
     if key is None:
         steps = jnp.round(steps)

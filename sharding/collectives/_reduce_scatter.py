@@ -34,8 +34,6 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
             f"psum_scatter: dim {dim} of shape {x.shape} cannot be sharded over {num} devices of "
             f"axis {axis!r}. Pad it to a multiple of {num}."
         )
-    if form not in FORMS:
-        raise ValueError(f"psum_scatter: form must be one of {', '.join(FORMS)}, got {form!r}.")
     return FORMS[form](x, names, dim)
 
 

@@ -72,10 +72,7 @@ def rows_of_array(x: jax.Array) -> SparseRows:
 
 
 def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
-    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat.
-
-    ``ids`` (lookups,) outside the table have no gradient.
-    """
+    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat."""
     dtype = sum_dtype(rows.dtype)
 
     def scatter_add(index: jax.Array, size: int) -> jax.Array:

@@ -121,7 +121,6 @@ class LayerLoop:
     # --- Execution --------------------------------------------------------------------------------
 
     def run(self) -> Arrays:
-        """Evaluates all layers; returns the outputs by number."""
         run = self._run
         inputs = run.after_barrier([run.inputs[i] for i in self._sliced])
         stacked = dict(zip(self._sliced, inputs, strict=True))

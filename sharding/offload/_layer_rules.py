@@ -1,7 +1,4 @@
-"""Which operations work on each layer of a stack by itself, and how they run on one layer.
-
-A stacked array has one layer per index of some dim, the first in a parameter.
-"""
+"""Which operations work on each layer of a stack by itself, and how they run on one layer."""
 
 import math
 from collections.abc import Sequence
@@ -36,10 +33,7 @@ def slice_layer(x: Any, layer: Any, dim: int) -> Any:
 
 
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
-    """Along which dim each operand is sliced, or ``UNSLICED``, if the result is along ``dim``.
-
-    None if the operation needs several layers at once, or is unknown.
-    """
+    """Along which dim each operand is sliced, or ``UNSLICED``; None if that is not known."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]
     out = graph.shape(eqn.results[0])

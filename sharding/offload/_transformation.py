@@ -3,8 +3,7 @@
 XLA sees a step as one graph and would load all inputs to the device first. Here the function is
 traced and evaluated output by output: the inputs of the first one are loaded, every other output
 that needs no more is computed too, new values of host inputs are stored, and the loads for the next
-output wait for these stores. A stack of layers is loaded layer by layer, in a loop over the stack,
-if every operation on it works on the layers one by one.
+output wait for these stores. Stacks of layers are loaded in a loop where operations allow it.
 """
 
 import math
@@ -116,10 +115,7 @@ def streamed(
 
 
 class StreamedRun(ScheduledRun):
-    """A scheduled run whose deferred inputs, and their replacements, are in host memory.
-
-    ``first_dim_free`` says whether no mesh axis shards the first dim of an input.
-    """
+    """A scheduled run whose deferred inputs, and their replacements, are in host memory."""
 
     def __init__(
         self,

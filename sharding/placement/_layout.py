@@ -68,7 +68,6 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of parameters or state."""
         return self._size(self.axes)
 
     @property
@@ -92,11 +91,7 @@ class Layout:
     # --- Parameters ---------------------------------------------------------------------------
 
     def place(self, params: Tree, param_specs: Tree = None) -> Placement:
-        """The placement of real or abstract parameters.
-
-        Specs on the user's axes are the argument, a tree or a prefix of one, else those of arrays
-        that are sharded already, else of Flax metadata.
-        """
+        """The placement of parameters; specs are the argument, else theirs, else Flax metadata."""
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
         if param_specs is None:

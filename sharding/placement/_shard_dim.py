@@ -44,13 +44,10 @@ def shard_dim(
 def choose_sharded_dim(
     shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
 ) -> int | None:
-    """The longest free dim that divides by the number of shards; the first of equally long ones.
+    """The longest of the free dims that divides by the first count that any does; else None.
 
     If that is the last dim, and its shards would not be multiples of 256 elements, the longest
     other dim of at least 64 elements that divides is chosen instead, if there is one.
-
-    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
-    if no free dim divides by any of them.
     """
 
     def length(dim: int) -> tuple[int, int]:

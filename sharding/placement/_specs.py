@@ -126,12 +126,10 @@ def check_patterns(name: str, patterns: Iterable[Any]) -> None:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def entry_of(axes: tuple[str, ...]) -> Any:
-    """The entry of a spec that names these axes."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 

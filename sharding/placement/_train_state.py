@@ -70,7 +70,6 @@ def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
 
 
 def with_model_state(state: Any, names: str | tuple[str, ...], model_state: Tree) -> Any:
-    """A ``TrainState`` with other values of these fields."""
     return state.replace(**({names: model_state} if isinstance(names, str) else model_state))
 
 

@@ -1,7 +1,6 @@
 """Whether a loss, as sharded, is the loss of the batch on one device."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,13 +15,7 @@ from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(
-    zero: Any,
-    loss_fn: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    key: Any,
-    model_state: Any,
-    options: Any,
+    zero: Any, loss_fn: Any, state: Any, batch: Any, key: Any, model_state: Any, options: Any
 ) -> None:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
@@ -100,10 +93,7 @@ def _one_shard(zero: Any) -> Mesh:
 
 
 def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
-    """The leaves that differ by more than ``sqrt(eps)`` of their norm, and by how much.
-
-    Where the true gradient is zero rounding alone is left, which the norm of its tree bounds.
-    """
+    """The leaves that differ by more than rounding, by their norm or that of the tree."""
     flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
     leaves = [
         (path_str(path), _in_double(x), _in_double(y))

@@ -32,7 +32,6 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
 
 
 def check_replicated(model_state: Tree) -> None:
-    """Raises if an array of a model state is sharded."""
     for path, x in jax.tree_util.tree_leaves_with_path(model_state):
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
             raise ValueError(
@@ -134,10 +133,7 @@ def check_alive(state: Tree, **others: Tree) -> None:
 
 
 def check_apart(donated: Tree, others: Tree, buffers: bool) -> None:
-    """Raises if a donated array is passed twice: jax itself may end the process.
-
-    With ``buffers`` also if different arrays share the memory of a CPU, which takes longer to find.
-    """
+    """Raises if a donated array is passed twice, or with ``buffers`` its memory: jax may abort."""
     first: dict[int, int] = {}
     count = len(jax.tree.leaves(donated))
     for i, x in enumerate(jax.tree.leaves((donated, others))):
@@ -163,7 +159,6 @@ def _memory_of(x: jax.Array) -> int:
 
 
 def check_options(zero: Any) -> None:
-    """Raises on options of ``Zero`` that are unknown, or do not go together."""
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
     if not zero._layout.axes:

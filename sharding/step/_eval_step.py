@@ -29,7 +29,6 @@ class EvalStep(CompiledStep):
         self.fn, self.model_state = fn, model_state
 
     def select(self, state: Any) -> Any:
-        """The parameters, and the fields of the model state."""
         return params_of(state), model_state_of(state, self.model_state)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:

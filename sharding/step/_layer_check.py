@@ -1,8 +1,7 @@
 """Whether a loss computes the same from handles of its layers' parameters as from arrays.
 
-Python code in the loss can count handles, ask for their type, or read the size of what is in them.
-Stage 2 gives such a loss arrays, and so does stage 3 where views of parameters are gathered, or
-results dropped, and a handle does not allow it.
+Python code can count handles, ask for their type, or read the size of what is in them. Stage 2
+gives such a loss arrays, so does stage 3 for views, or dropped results, that handles do not allow.
 """
 
 import dataclasses

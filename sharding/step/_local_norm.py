@@ -33,7 +33,6 @@ def num_local_gradients(layout: Layout, microbatches: int) -> int:
 
 
 def devices_per_gradient(plan: StepPlan) -> int:
-    """The number of devices that share a local gradient."""
     return plan.layout.num_shards if plan.layout.stage == 3 else 1
 
 

@@ -122,10 +122,7 @@ class _Lookup(NamedTuple):
         return (mean * lax.axis_size(axes)).astype(self.dtype)
 
     def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
-        """``fn(call, x, ids)``, each device for the columns that it has on the user's axes.
-
-        A table whose rows these axes shard is left to the partitioner.
-        """
+        """``fn(call, x, ids)`` of each device's columns; not if other axes shard the rows."""
         spec = self.spec
         entries = spec.entries[len(spec.entries) - x.ndim :]
         if entries[0] is not None:

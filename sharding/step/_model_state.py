@@ -17,7 +17,6 @@ REDUCTIONS = ("mean", "sum", "same")
 
 
 def check_reduction(reduction: Tree) -> None:
-    """Raises if a leaf of a tree is no reduction."""
     if callable(reduction):
         return
     for kind in jax.tree.leaves(reduction):
@@ -73,11 +72,7 @@ def _rank(dtype: Any) -> int:
 def reduce_over_devices(
     old: Tree, new: Tree, unchanged: list[bool], reduction: Tree, axes: tuple[str, ...]
 ) -> Tree:
-    """Reduces the model states of all devices over mesh axes to one; inside a ``shard_map``.
-
-    Leaves that the loss returned unchanged stay. Of ``Zero.train_step``'s reductions it is a prefix
-    tree, or a function of the state that gives one.
-    """
+    """Reduces the model states of all devices to one; leaves that the loss left unchanged stay."""
     reduction = reduction(old) if callable(reduction) else reduction
     try:
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))

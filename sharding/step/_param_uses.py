@@ -59,9 +59,8 @@ def find_uses(
 ) -> ParamUses:
     """Traces ``fn(params, *args)`` and reports how it uses its parameters, a list.
 
-    ``marks`` are names that ``checkpoint_name`` gives to parameters, ``axes`` the mesh axes of the
-    devices between which ``args`` differ, ``dims`` the sharded dims, counted from the end; 0 for
-    none.
+    ``marks`` are names by ``checkpoint_name``, ``axes`` those of the devices between which ``args``
+    differ, ``dims`` the sharded dims of parameters, counted from the end; 0 for none.
     """
     return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks, axes, dims)
 
@@ -95,20 +94,9 @@ def without_dead(jaxpr: Any) -> Any:
 def _uses_of(
     jaxpr: Any, params: dict[Any, _Param], marks: Sequence[str], apart: set[int]
 ) -> ParamUses:
-    uses = ParamUses(
-        marked={mark: {} for mark in marks},
-        otherwise={},
-        viewed={},
-        dims={},
-        dead={},
-        branched=set(),
-        diverging=set(),
-        repeated=set(),
-        custom=set(),
-        unknown={mark: [] for mark in marks},
-        moved=set(),
-        apart=None,
-    )
+    marked: dict[str, dict[int, int]] = {mark: {} for mark in marks}
+    unknown: dict[str, list[tuple[int, ...]]] = {mark: [] for mark in marks}
+    uses = ParamUses(marked, {}, {}, {}, {}, set(), set(), set(), set(), unknown, set(), None)
     for out in filter(None, _visit(jaxpr, params, uses, apart)):
         uses.otherwise.setdefault(out.number, None)
     return uses
@@ -167,7 +155,9 @@ def _visit(
             if name == "scan":  # a loop over layers takes the first dim off
                 ndims = {param.number: eqn.invars[i].aval.ndim for i, param in operands}
                 in_full = {p.number for v, p in passed.items() if v.aval.ndim == ndims[p.number]}
-            outer = call or (eqn if _is_of_jax(sub) else None)
+            # A function of jax, such as ``jnp.take``, has one trace for all its callers.
+            is_of_jax = _JAX in str(getattr(sub.debug_info, "func_src_info", ""))
+            outer = call or (eqn if is_of_jax else None)
             outs = _visit(sub, passed, uses, apart, in_branch, apart_here, looped | in_full, outer)
             if name in ("jit", "pjit"):
                 both = zip(eqn.outvars, outs, strict=True)
@@ -186,10 +176,8 @@ def _record(uses: ParamUses, used: set[int], eqn: Any) -> None:
 
 
 def _view(eqn: Any, param: _Param, call: Any) -> _Param | None:
-    """The parameter that results hold in another order or in part; None for any other operation.
-
-    Shards of a view are the views of shards: the sharded dim stays as it is.
-    """
+    """The parameter that results hold in another order or in part; None for another operation."""
+    # Shards of a view are the views of shards: the sharded dim stays as it is.
     name, options = eqn.primitive.name, eqn.params
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     dims = range(len(before))
@@ -220,11 +208,6 @@ def _view(eqn: Any, param: _Param, call: Any) -> _Param | None:
         return view
     place = len(before) + param.dim
     return view._replace(dim=same.index(place) - len(same)) if place in same else None
-
-
-def _is_of_jax(jaxpr: Any) -> bool:
-    """Whether the function is one of jax, such as ``jnp.take``, which callers share a trace of."""
-    return _JAX in str(getattr(jaxpr.debug_info, "func_src_info", ""))
 
 
 def place_of(eqn: Any) -> str:

@@ -58,11 +58,9 @@ class Precision:
             object.__setattr__(self, field.name, dtype)
 
     def of_loss(self, dtype: Any) -> Any:
-        """In which dtype the loss sees a parameter."""
         return _unless_none(self.compute, dtype)
 
     def of_sum(self, dtype: Any) -> Any:
-        """In which dtype a gradient is summed over devices."""
         return _unless_none(self.reduce, dtype)
 
     @property
@@ -71,7 +69,6 @@ class Precision:
         return None if self.gather is None else jnp.iinfo(self.gather).bits
 
     def of_accumulator(self, dtype: Any) -> Any:
-        """In which dtype micro-batches are added up."""
         return _unless_none(self.accumulate, sum_dtype(dtype))
 
     def of_result(self, dtype: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Sums gradients over devices: of each micro-batch, and of what the micro-batches accumulated.
-
-The gradients are those of the trained parameters, inside a ``shard_map`` over the data axes.
-"""
+"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +9,15 @@ from jax import lax
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import Axes
 from sharding.step._step_plan import StepPlan
 from sharding.step._sync_state import other_sync_spec
 
+Arrays = list[jax.Array]
 
-def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
-    """Reduce-scatters the sharded gradients of one micro-batch, where its backward pass did not.
 
-    Below stage 2, and with a sync that has a state, micro-batches accumulate unreduced gradients.
-    """
+def reduce_microbatch(plan: StepPlan, grads: Arrays) -> Arrays:
+    """Reduce-scatters the sharded gradients of one micro-batch, where its backward pass did not."""
     chosen = reduced_by_microbatch(plan)
     if not any(chosen):
         return grads
@@ -30,7 +27,6 @@ def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]
 
 
 def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
-    """Which gradients ``reduce_microbatch`` reduces."""
     reduces = plan.layout.stage == 2 and plan.reduces_microbatches
     return [
         reduces and bool(param.shard.dim) and not param.reduced_in_backward
@@ -38,7 +34,7 @@ def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
     ]
 
 
-def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
+def reduce_accumulated(plan: StepPlan, grads: Arrays) -> Arrays:
     """Sums the accumulated gradients over all axes that they were not summed over yet."""
     layout, sharded = plan.layout, [bool(param.shard.dim) for param in plan.trained]
     if not plan.reduces_microbatches:
@@ -50,13 +46,8 @@ def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array
     return _sum(plan, grads, layout.data_axes, unsharded, _shards(plan))
 
 
-def sync_accumulated(
-    plan: StepPlan, grads: list[jax.Array], state: Any, scale: Any
-) -> tuple[list[jax.Array], Any]:
-    """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync.
-
-    Gradients are scaled before they are sent: residuals are those of the gradient, not of a sum.
-    """
+def sync_accumulated(plan: StepPlan, grads: Arrays, state: Any, scale: Any) -> tuple[Arrays, Any]:
+    """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync."""
     chosen = [
         not (param.synced_by_rows or (param.shard.dim and plan.reduces_microbatches))
         for param in plan.trained
@@ -64,6 +55,7 @@ def sync_accumulated(
     if plan.layout.replica_axes:
         grads = _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))
         chosen = [True] * len(grads)
+    # Scaled before they are sent: residuals are those of the gradient, not of a sum.
     return _sync(plan, [g * scale for g in grads], chosen, state)
 
 
@@ -73,11 +65,11 @@ def _shards(plan: StepPlan) -> list[ArrayLayout]:
 
 def _sum(
     plan: StepPlan,
-    grads: list[jax.Array],
-    axes: tuple[str, ...],
-    chosen: Sequence[bool],
+    grads: Arrays,
+    axes: Axes,
+    chosen: list[bool],
     arrays: Sequence[ArrayLayout],
-) -> list[jax.Array]:
+) -> Arrays:
     """Sums the chosen gradients over axes; reduce-scatters those whose array has a sharded dim."""
     picked = [i for i, choice in enumerate(chosen) if choice]
     if not picked:
@@ -89,9 +81,7 @@ def _sum(
     return [new.get(i, g) for i, g in enumerate(grads)]
 
 
-def _sync(
-    plan: StepPlan, grads: list[jax.Array], chosen: Sequence[bool], state: Any
-) -> tuple[list[jax.Array], Any]:
+def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Any) -> tuple[Arrays, Any]:
     """The sums of the chosen gradients by the plan's sync, and its new state.
 
     Of a parameter that other axes shard, every device synchronizes its own block; of a replicated

@@ -66,15 +66,11 @@ class StepPlan:
 
     @property
     def trained(self) -> tuple[ParamPlan, ...]:
-        """The parameters that have a gradient, in their order."""
         return tuple(param for param in self.params if param.trained)
 
     @property
     def reduces_microbatches(self) -> bool:
-        """Whether the gradients of each micro-batch are reduced, so that only shards accumulate.
-
-        A sync with a state runs once a step: its residuals are those of the full gradient.
-        """
+        """Whether each micro-batch is reduced; not by a sync with a state, which runs once."""
         once = self.sync_has_state and not self.layout.replica_axes
         return self.layout.stage >= 2 and not once
 
@@ -112,13 +108,9 @@ class StepPlan:
         """The state of a ``sync`` that has no arrays in it."""
         if self.sync is None:
             return None
-        blocks = [self.layout.block_shape(p.shape, p.shard.spec) for p in self.params]
-        return self.sync.init(
-            {
-                p.path: jax.ShapeDtypeStruct(block, p.dtype)
-                for p, block in zip(self.params, blocks, strict=True)
-            }
-        )
+        block = self.layout.block_shape
+        types = [jax.ShapeDtypeStruct(block(p.shape, p.shard.spec), p.dtype) for p in self.params]
+        return self.sync.init({p.path: x for p, x in zip(self.params, types, strict=True)})
 
 
 def plan_step(
@@ -283,13 +275,10 @@ def _printed_size(size: int) -> str:
 
 
 def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
-    """Below stage 3, the tables whose gradient is synced by the rows that were looked up.
-
-    Not if that is in a branch: devices that take the other one would leave those that sync waiting.
-    """
+    """Below stage 3, the tables whose gradient is synced by the rows that were looked up."""
     looked_up = uses.marked[_lookup.MARK]
     tables = (with_rows & looked_up.keys()) - uses.otherwise.keys()
-    for i in tables & uses.branched:
+    for i in tables & uses.branched:  # devices that take the other one would leave others waiting
         _warn_full_sync(f"the loss looks up rows of {plans[i].path!r} in a branch or a while loop")
     tables -= uses.branched
     # A stack that is sharded along a dim that loops slice off has no shard of a single slice.

@@ -193,7 +193,6 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
 
 
 def has_sync_state(state: Any) -> bool:
-    """Whether a train state holds the state of a gradient sync."""
     opt_states = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
     return any(isinstance(x, SyncedState) for x in opt_states)
 
@@ -207,7 +206,6 @@ def split_sync_state(state: Any) -> tuple[Any, Any]:
 
 
 def join_sync_state(state: Any, sync_state: Any) -> Any:
-    """Undoes ``split_sync_state``."""
     if sync_state is None:
         return state
     return with_opt_state(state, SyncedState(opt_state_of(state), sync_state))

@@ -1,8 +1,7 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
 ``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_gather_params``), and
-reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` advances the shards and
-gathers the new parameters.
+reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
 import functools
@@ -101,7 +100,9 @@ class TrainStep(CompiledStep):
     ) -> tuple[Any, dict[str, Any]]:
         """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
         check_passed(passed, self.model_state)
-        inputs = self._inputs(state, batch, key, passed)
+        key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
+        own = model_state_of(state, self.model_state)
+        inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         params, opt_state, tx = parts(state, self.tx)
         traits = update_traits(tx, params, opt_state, spec.precision, spec.trained)
@@ -130,12 +131,6 @@ class TrainStep(CompiledStep):
             new = with_model_state(new, self.model_state, reduced.model_state)
         return join_sync_state(new, reduced.sync_state), metrics
 
-    def _inputs(self, state: Any, batch: Any, key: Any, passed: Any) -> Inputs:
-        """What the loss takes beside parameters."""
-        key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
-        own = model_state_of(state, self.model_state)
-        return Inputs(batch, key, passed if own is None else own)
-
 
 def apply_gradients(
     zero: Any,
@@ -146,7 +141,6 @@ def apply_gradients(
     param_specs: Any,
     extra_args: dict[str, Any] | None,
 ) -> Any:
-    """A train state after the update with these gradients; see ``Zero.apply_gradients``."""
     check_alive(state, grads=grads, extra_args=extra_args)
     state = zero._layout.place_scalars(state)
     shardings, placed, opt_specs = places(zero, state, tx, param_specs)

@@ -21,11 +21,7 @@ class UpdateTraits(NamedTuple):
 
 
 def update_traits(
-    tx: optax.GradientTransformation,
-    params: Any,
-    opt_state: Any,
-    precision: Precision,
-    trained: Any,
+    tx: Any, params: Any, opt_state: Any, precision: Precision, trained: Any
 ) -> UpdateTraits:
     """Traces the update of a transformation for parameters of these types."""
 

@@ -35,8 +35,6 @@ def dense(dtype: Any = None) -> GradientSync:
 
 
 def dense_method(dtype: Any = None) -> Method:
-    """``dense`` for one array."""
-
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         del context
         return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)

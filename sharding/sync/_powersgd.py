@@ -14,11 +14,11 @@ from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
+    Reduced,
     StepContext,
     SyncState,
     leafwise,
     named_leaves,
-    path_hash,
     sliced,
 )
 
@@ -110,13 +110,11 @@ def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
     """The method of the array with this path and these matrices."""
 
     def init(x: Any) -> dict[str, jax.Array]:
-        dtype, key = sum_dtype(x.dtype), StepContext(None, path_hash(path)).key(seed)
+        dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
         q = jax.random.normal(key, (view.count, view.cols, rank), dtype)
         return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
+    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         del context
         m = view.matrices(to_sum_dtype(x) + state["error"])
         mean, own, q = _power_iteration(m, state["q"], axes)
@@ -128,10 +126,7 @@ def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
 def _power_iteration(
     m: jax.Array, q: jax.Array, axes: Axes
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step: the mean approximation, this device's contribution to it, and the new Q.
-
-    ``m`` (count, rows, cols) is this device's stack of matrices, ``q`` (count, cols, rank).
-    """
+    """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
     p = orthonormal(lax.psum(m @ orthonormal(q), axes))  # (count, rows, rank)
     # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
     own = jnp.swapaxes(p, -1, -2) @ m

@@ -89,19 +89,14 @@ class Sparsity:
             counts = [np.unique(np.concatenate(group)).size for group in groups]
             densities[size] = float(np.mean(counts)) / rows
 
-        skewness_of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
-
         # The same fractions of OmniReduce's blocks, which hold several rows.
         rows_per_block = max(1, _BLOCK_SIZE // width)
         block_counts = [np.unique(x // rows_per_block).size for x in (*sets, union)]
         num_blocks = -(-rows // rows_per_block)
-        return cls(
-            rows,
-            width,
-            densities,
-            (skewness_of_one, _skewness(union, rows, num)),
-            (float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks),
-        )
+        blocks = float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks
+        of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
+        skewness = of_one, _skewness(union, rows, num)
+        return cls(rows, width, densities, skewness, blocks)
 
     def bytes_sent(self, itemsize: int = 4) -> dict[str, float]:
         r"""The bytes that one device sends for the full mean, by scheme (sources: see ``zen``).

@@ -1,5 +1,6 @@
 """Sparse gradient sync: the largest elements of each gradient, with error feedback."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
+    Reduced,
     StepContext,
     check_density,
     leafwise,
@@ -90,7 +92,6 @@ def top_k(
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
     def init(x: Any) -> dict[str, jax.Array]:
-        """The state of one device, zeros."""
         if feedback == "ef21":
             return {"own": _zeros(x), "mean": _zeros(x)}
         state = {} if momentum is None else {"momentum": _zeros(x)}
@@ -104,10 +105,7 @@ def top_k(
         max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
         return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        """The mean of the largest elements."""
+    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         full, new = clip(x, axes), {}  # all that could be sent, (*x.shape)
         if momentum is not None:
             full = new["momentum"] = momentum * state["momentum"] + full
@@ -122,7 +120,8 @@ def top_k(
 
         def unsent(y: jax.Array) -> jax.Array:
             """The array with zeros at the elements that were sent."""
-            return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
+            zero_at = lambda flat, indices: flat.at[indices].set(0, mode="drop")  # noqa: E731
+            return _array(_per_section(zero_at, _sections(y), indices), x.shape)
 
         # The new state.
         if feedback == "ef21":
@@ -135,9 +134,7 @@ def top_k(
             new["momentum"] = unsent(new["momentum"])
         return mean, new
 
-    def all_reduce_small(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
+    def all_reduce_small(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         """The full mean of a small array, with momentum."""
         del context
         new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
@@ -170,17 +167,9 @@ def _array(sections: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return sections.ravel()[: math.prod(shape)].reshape(shape)
 
 
-def _per_section(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _per_section(fn: Callable[..., Any], sections: jax.Array, *more: Any) -> Any:
     """A function of vectors, applied to every section."""
-
-    def run(sections: jax.Array, *more: Any) -> Any:
-        return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
-
-    return run
-
-
-def _zero_at(flat: jax.Array, indices: jax.Array) -> jax.Array:
-    return flat.at[indices].set(0, mode="drop")
+    return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
 
 
 def _mean_of_largest(
@@ -199,7 +188,7 @@ def _mean_of_largest(
             # Equally long for all densities; padding is out of range and dropped.
             return mean, jnp.pad(own, (0, max(counts) - count), constant_values=size)
 
-        return _per_section(run)
+        return functools.partial(_per_section, run)
 
     if len(schedule) == 1:
         return send(counts[0])(sections)

@@ -180,5 +180,4 @@ def _pull(
 
 
 def _pull_all_slots(axes: Axes, total: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-    """Gathers all slots of all owners."""
     return jnp.take(all_gather_concat(total, axes), slot_of_row, axis=0)

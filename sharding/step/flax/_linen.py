@@ -1,8 +1,4 @@
-"""Changes the behavior of an unmodified Flax linen model in the loss of a step.
-
-``BatchNorm`` takes its statistics over the batch of all devices, and ``gathered_blocks`` gather
-their own parameters. Flax is imported only if the user has.
-"""
+"""Unmodified Flax linen models in a step: ``BatchNorm`` over all devices, ``gathered_blocks``."""
 
 import contextlib
 import functools
@@ -27,11 +23,7 @@ def in_step(
     reshard: bool,
     all_blocks: bool,
 ) -> Callable[..., Any]:
-    """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded.
-
-    ``axes`` shard the batch; ``reshard`` says whether a block is computed again for the backward
-    pass, ``all_blocks`` whether each of ``blocks`` must be found.
-    """
+    """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
     unchecked = all_blocks
 
     @functools.wraps(loss_fn)

@@ -212,15 +212,14 @@ class NnxStep:
         number, key = numbered
         graph, wrt, _ = parts["static"].value
         rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
-        model = nnx.merge(graph, params, rng, parts["sown"], parts["rest"], copy=True)
-        prepare(self.zero, model)
+        model = _model_in_step(self.zero, graph, params, rng, parts["sown"], parts["rest"])
         out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
         value, aux = as_pair(out, "(loss, aux), as has_aux says") if self.has_aux else (out, None)
         _, _, rng, _, rest = _split(model, wrt)
-        new = parts | {
-            "rest": _like(parts["rest"], rest),
-            "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
-        }
+        # Counts move on, keys are those of the run.
+        counted = lambda old, new: old if _is_key(old) else new  # noqa: E731
+        next_rng = jax.tree.map(counted, parts["rng"], _like(parts["rng"], rng))
+        new = parts | {"rest": _like(parts["rest"], rest), "next_rng": next_rng}
         return value, ((new, aux) if self.has_aux else new)
 
 
@@ -243,9 +242,7 @@ class NnxEvalStep:
 
     def _run(self, params: Any, batch: Any, parts: Any) -> Any:
         graph, rest = parts
-        model = nnx.merge(graph.value, params, rest, copy=True)
-        prepare(self.zero, model)
-        return self.fn(model, batch)
+        return self.fn(_model_in_step(self.zero, graph.value, params, rest), batch)
 
 
 def is_module(x: Any) -> bool:
@@ -261,8 +258,7 @@ def pure_loss(
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params: Any, batch: Any, rest: Any, *key: Any) -> Any:
-        model = nnx.merge(graph, params, rest, copy=True)
-        prepare(zero, model)
+        model = _model_in_step(zero, graph, params, rest)
         out = loss_fn(model, batch, *key)
         value, aux = out if options.get("has_aux") else (out, None)
         new = _like(rest, nnx.split(model, nnx.Param, ...)[2])
@@ -305,7 +301,6 @@ def _place_model(zero: Any, model: Any, optimizer: Any) -> None:
 
 
 def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
-    """Of the parameters and the optimizer's state."""
     params = nnx.state(model, optimizer.wrt)
     if param_specs is None:
         param_specs = nnx.as_pure(nnx.get_partition_spec(params))
@@ -354,6 +349,12 @@ def prepare(zero: Any, model: Any) -> None:
     check_found(blocks, found, "a module of the model. It has", seen)
 
 
+def _model_in_step(zero: Any, graph: Any, *states: Any) -> Any:
+    model = nnx.merge(graph, *states, copy=True)
+    prepare(zero, model)
+    return model
+
+
 def _like(old: Any, new: Any) -> Any:
     """The pure values of ``new`` at the paths of ``old``; what a loss sows is dropped."""
     values = dict(nnx.to_flat_state(new))
@@ -375,11 +376,6 @@ def _split(model: Any, wrt: Any) -> Any:
 
 def _is_key(x: Any) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _counted(old: Any, new: Any) -> Any:
-    """Random state after a step: counts have moved on, keys are those of the run."""
-    return old if _is_key(old) else new
 
 
 def _fold(x: jax.Array, number: jax.Array) -> jax.Array:

@@ -1,8 +1,4 @@
-"""``by_owner``: an optimizer of matrices whose matrices are each updated by one device.
-
-The partitioner would all-gather every sharded matrix to every device, each of which would do the
-work of all.
-"""
+"""``by_owner``: an optimizer of matrices whose matrices are each updated by one device."""
 
 import math
 from typing import Any
@@ -142,7 +138,6 @@ def _check(tx: Any, factoring: Any) -> None:
 
 
 def _wire_dtype(dtype: Any) -> Any:
-    """The dtype of an argument; None for None."""
     if dtype is None:
         return None
     try:

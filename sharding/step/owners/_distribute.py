@@ -24,10 +24,7 @@ P = PartitionSpec
 def distribute(
     updates: Sequence[MatrixUpdate], layout: Layout, wire: Any
 ) -> list[tuple[Tree, Tree]]:
-    """The update and new state of every parameter, by owners where there are enough matrices.
-
-    All but ``SplitUpdate.exact`` is rounded to ``wire`` where it is sent, if that is narrower.
-    """
+    """The update and new state of every parameter, by owners where there are enough matrices."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, update in enumerate(updates):
         groups[update.kind, _place(layout, update, update.shape)].append(i)
@@ -75,7 +72,7 @@ class _Group:
     layout: Layout
     axes: tuple[str, ...]  # that the owners are along
     stay: bool  # the stack itself is sharded, so that each device has the matrices it owns
-    wire: Any  # see ``distribute``
+    wire: Any  # see ``by_owner``; None for none
 
     @functools.cached_property
     def num_owners(self) -> int:
@@ -86,7 +83,6 @@ class _Group:
         return sum(math.prod(update.stack) for update in self.updates)
 
     def run(self) -> list[tuple[Tree, Tree]]:
-        """The update and new state of each parameter."""
         first = self.updates[0]
         enough = self.stay or 2 * self.num_matrices >= self.num_owners
         split = first.split() if enough else None

@@ -1,11 +1,9 @@
-"""The update of a stack of matrices, and its split around the matrix products.
-
-The update of one matrix is traced and split in three:
+"""The update of a stack of matrices, of which one is traced and split around its matrix products.
 
 - *before*: operations on elements, up to the first one that the matrix products depend on and that
   is no operation on elements (momentum); on shards;
-- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
-- *after*: the rest (scale, weight decay, learning rate); on shards.
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls; - *after*:
+the rest (scale, weight decay, learning rate); on shards.
 """
 
 import math
@@ -165,7 +163,6 @@ class SplitUpdate:
 
     @property
     def types(self) -> tuple[list[str], list[str]]:
-        """Shapes and dtypes of ``ins`` and ``outs``."""
         types = [f"{t.dtype}{list(t.shape)}" for t in self.graph.types]
         return [types[v] for v in self.ins], [types[v] for v in self.outs]
 
