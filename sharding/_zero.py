@@ -190,10 +190,10 @@ class Zero(NnxMethods):
         param_specs: Any = None,
         sync_devices: int | None = None,
     ) -> Any:
-        """The train state that ``init`` would make, as types with shardings, to restore into.
+        """The train state that ``init`` would make of these arguments, as types, to restore into.
 
         Args:
-          make_state: as all arguments not listed here, see ``init``.
+          make_state: see ``init``, as for arguments not listed.
           *args: of ``make_state``.
           tx: the transformation, for a pair.
           param_specs: specs of the parameters on the other mesh axes.

@@ -22,6 +22,12 @@ def over_devices(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
         object.__setattr__(module, "axis_name", own)
 
 
+def set_axes(module: Any, axes: tuple[str, ...]) -> None:
+    """Does so with a ``BatchNorm`` of nnx, whose model a step has merged for itself."""
+    if not is_bound(module.axis_name):
+        module.axis_name = axes
+
+
 def is_bound(axis_name: Any) -> bool:
     """Whether there is such a mesh axis, or axis of ``vmap``, where this is called."""
     if axis_name is None:

@@ -29,10 +29,10 @@ def in_step(
     @functools.wraps(loss_fn)
     def call(params: Any, *args: Any) -> Any:
         nonlocal unchecked
-        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check_found:
+        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check:
             out = loss_fn(without_names(params, axes), *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
-                check_found()
+                check()
                 unchecked = False
         return out
 

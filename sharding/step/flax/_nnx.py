@@ -16,7 +16,7 @@ from sharding.placement._on_mesh import no_mesh
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
-from sharding.step.flax._batch_norm import is_bound
+from sharding.step.flax._batch_norm import set_axes
 from sharding.step.flax._modules import check_found, gathered_module, matches
 
 
@@ -68,7 +68,7 @@ class NnxMethods:
 
         Args:
           loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model.
-          has_aux: as all arguments not listed here: see ``train_step``.
+          has_aux: the loss is a pair ``(loss, aux)``; this, and others, as in ``train_step``.
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
           microbatches: the number of micro-batches of each device.
@@ -338,8 +338,8 @@ def prepare(zero: Any, model: Any) -> None:
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
     named = [(path, type(m).__name__, "/".join(map(str, path)), m) for path, m in modules]
     for path, cls, name, module in named:
-        if isinstance(module, nnx.BatchNorm) and not is_bound(module.axis_name):
-            module.axis_name = zero._layout.data_axes
+        if isinstance(module, nnx.BatchNorm):
+            set_axes(module, zero._layout.data_axes)
         own = {pattern for pattern in blocks if matches(pattern, cls, name)}
         found |= own
         if own and not any(path[: len(outer)] == outer for outer in gathered):

@@ -33,10 +33,9 @@ def by_owner(
     all-to-all and back by another one. Where there are fewer than half as many matrices as devices,
     and outside of a step, nothing is moved.
 
-    Extra arguments, such as ``value``, are the same for every matrix; so are random keys that
-    ``tx.init`` makes. State has the form of the matrices, (stack..., rows, cols), and does not
-    depend on the mesh. What ``tx`` does to elements before and after its matrix products stays on
-    shards.
+    Extra arguments, and random keys that ``tx.init`` makes, are the same for every matrix. State
+    has the form of the matrices, (stack..., rows, cols), and does not depend on the mesh. What
+    ``tx`` does to elements before and after its matrix products stays on shards.
 
     Args:
       tx: a transformation of one matrix, such as ``optax.contrib.muon``. A norm over all parameters
@@ -50,15 +49,13 @@ def by_owner(
         by 1e-5 (4 layers of width 64 on text).
 
     Returns:
-      A ``GradientTransformationExtraArgs`` for parameters that ``factoring`` factors; use
-      ``optax.partition`` to give embeddings, biases and norms another transformation.
+      A transformation of parameters that ``factoring`` factors; ``optax.partition`` gives others,
+      such as embeddings, biases and norms, another one.
 
     Raises:
       ValueError: if an argument is not of its kind, or ``factoring`` does not factor a parameter.
 
     Example:
-      Muon for the matrices of hidden layers, AdamW for all others:
-
       >>> import jax.numpy as jnp, optax, optax_ext, sharding as shd
       >>> query = {"kernel": jnp.ones((12, 64, 4, 16)), "bias": jnp.zeros((12, 4, 16))}
       >>> params = {"embed": jnp.ones((256, 64)), "layers": {"query": query}}
