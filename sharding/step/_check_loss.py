@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from sharding.placement._specs import Tree, path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
 from sharding.step._layer_check import operations
-from sharding.step.flax._nnx import is_module, pure_loss
+from sharding.step.flax._nnx_model import is_module, pure_loss
 
 
 def check_loss(
