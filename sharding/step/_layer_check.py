@@ -25,7 +25,9 @@ def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> Step
         warn_of_unsharded(plan)
     if not plan.reduces_in_layers:
         return plan
-    at_once = plan.reducing_at_once()
+    # A stage 2 that reduces all gradients after the backward pass.
+    arrays = tuple(param._replace(gathered_by_loss=False) for param in plan.params)
+    at_once = dataclasses.replace(plan, params=arrays)
     expected, _ = _trace(at_once, loss, args)
     try:
         found, only_gathered = _trace(plan, loss, args)

@@ -115,12 +115,6 @@ class _Lookup(NamedTuple):
     dtype: Any  # of the gradient
     num_rows: int  # of the unsharded table
 
-    def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
-        """This device's shard of the table's gradient."""
-        axes = self.spec.layout.axes
-        mean = self.on_columns(_reduce_columns, grad.astype(self.spec.reduce_dtype), ids)
-        return (mean * lax.axis_size(axes)).astype(self.dtype)
-
     def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
         """``fn(call, x, ids)`` of each device's columns; not if other axes shard the rows."""
         spec = self.spec
@@ -153,8 +147,10 @@ def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax
 
 
 def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
-    with jax.named_scope("reduce_scatter"):
-        return None, call.gradient(ids, grad), None
+    spec = call.spec
+    with jax.named_scope("reduce_scatter"):  # this device's shard of the table's gradient
+        mean = call.on_columns(_reduce_columns, grad.astype(spec.reduce_dtype), ids)
+        return None, (mean * lax.axis_size(spec.layout.axes)).astype(call.dtype), None
 
 
 _table_rows.defvjp(_table_rows_forward, _table_rows_backward)

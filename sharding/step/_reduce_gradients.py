@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import Axes
 from sharding.step._step_plan import StepPlan
-from sharding.step._sync_state import other_sync_spec
+from sharding.step._sync_state import sync_spec
 
 Arrays = list[jax.Array]
 
@@ -104,7 +105,7 @@ def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Any) -> tupl
         return means, jax.tree.map(lambda x: x[None], new) if layout.other_axes else new
 
     param_specs = {param.path: param.shard.spec for param in plan.params}
-    specs = (param_specs, other_sync_spec(layout))
+    specs = (param_specs, PartitionSpec(*sync_spec(layout)[2:]))  # on the other axes
     with jax.named_scope("reduce_gradients"):
         means, state = over_other_axes(layout, sync_blocks, specs, specs)(tree, state)
     num = lax.axis_size(axes)

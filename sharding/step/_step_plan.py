@@ -79,11 +79,6 @@ class StepPlan:
         """Whether the backward pass of stage 2 reduces gradients, layer by layer."""
         return self.layout.stage == 2 and any(param.gathered_by_loss for param in self.params)
 
-    def reducing_at_once(self) -> "StepPlan":
-        """The plan of a stage 2 that reduces all gradients after the backward pass."""
-        params = tuple(param._replace(gathered_by_loss=False) for param in self.params)
-        return dataclasses.replace(self, params=params)
-
     @property
     def divides_first(self) -> bool:
         """Whether the loss is divided before it is differentiated: float16 overflows in sums."""

@@ -47,11 +47,6 @@ def sync_spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*map(entry_of, _sync_axes(layout)))
 
 
-def other_sync_spec(layout: Layout) -> PartitionSpec:
-    """The spec on the other axes of every array of the state of one data-parallel device."""
-    return PartitionSpec(*sync_spec(layout)[2:])
-
-
 def _sync_axes(layout: Layout) -> tuple[tuple[str, ...], ...]:
     """The axes between which gradients are synchronized, those within a replica, and others."""
     data = (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
