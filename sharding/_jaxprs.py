@@ -9,10 +9,7 @@ from optax_ext.execution_order import Equation
 
 
 def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
-    """The functions that an equation calls: bodies of loops, branches, what is jitted, kernels.
-
-    In the order of its parameters, which have them closed where they have constants.
-    """
+    """The functions that an equation calls, in the order of its parameters: bodies, branches."""
     for value in eqn.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
             jaxpr: Any = getattr(item, "jaxpr", item)  # of a ClosedJaxpr
@@ -21,7 +18,6 @@ def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The equations of a function and of those within it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):

@@ -48,12 +48,8 @@ class Zero(NnxMethods):
     3     Ψ / n      Ψ / n                    S / n            3kΨ (n - 1) / n
     ===== ========== ======================== ================ ==========================
 
-    A step computes gradients on each device's shard of the batch, reduce-scatters them (stage 0:
-    all-reduces), updates the shards and, at stages 1 and 2, gathers the parameters once. At stage 3
-    the loss gathers each layer's parameters where it uses them, at stage 2 its backward pass
-    reduce-scatters each layer's gradients as soon as they are known: ``gathered`` makes a model do
-    so. The update sees arrays with their global shapes: every transformation computes what it
-    computes on one device, up to rounding, and sums over shards become small reductions.
+    The update sees arrays with their global shapes: every transformation computes what it computes
+    on one device, up to rounding. At stages 2 and 3 the layers of a model should be ``gathered``.
 
     Each parameter is sharded along its longest dim that no other mesh axis shards and that n
     divides. If that is the last dim, and its shards would not be multiples of 256 elements, another
@@ -61,37 +57,30 @@ class Zero(NnxMethods):
     unsharded (see ``describe``). Specs on other mesh axes, the user's, are preserved.
 
     Attributes:
-      mesh: the device mesh; Auto and Explicit axes both work.
+      mesh: the device mesh, with Auto or Explicit axes.
       stage: 0 to 3.
-      axis: the mesh axis, or axes, to shard over; on TPUs those of the torus, ``("x", "y")``:
-        XLA:TPU turns reduce-scatters over most flat axes into all-reduces, and replacing these
-        costs steps or memory.
-      replica_axis: the mesh axis, or axes, of replicas (hybrid sharding): each holds all shards,
-        and the shards of gradients are all-reduced over it once a step. The batch is sharded over
-        ``axis`` and these.
-      shard_state_over_replicas: reduce-scatter gradients over the replicas instead, update a shard
-        in each, and gather the new parameters: state S / (n r) for the same bytes sent.
+      axis: the mesh axis, or axes, to shard over; on TPUs those of the torus, ``("x", "y")``: over
+        a flat axis XLA:TPU turns most reduce-scatters into all-reduces.
+      replica_axis: the mesh axis, or axes, of replicas (hybrid sharding), each of which holds all
+        shards; the shards of gradients are all-reduced over it once a step.
+      shard_state_over_replicas: reduce-scatter gradients over the replicas instead, and gather the
+        new parameters: state S / (n r) for the same bytes sent.
       min_shard_size: parameters with fewer elements are not sharded.
-      reshard_after_forward: at stage 3, free a layer's gathered parameters after its forward pass,
-        and gather and compute the layer again in the backward pass. False stores them until then:
-        one gather less, and all gathered layers in memory.
+      reshard_after_forward: at stage 3, gather and compute a layer again in the backward pass;
+        False holds all gathered layers until then, and saves that gather.
       precision: dtypes of computing, reducing, accumulating and gathering.
       offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
         (``pinned_host``), and streams it through the device in each step.
       offload_min_size: with ``offload``, state arrays with fewer elements stay on the device.
-      sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``; None sums
-        gradients as they are. Replicas synchronize by it if there are any, and gradients are summed
-        within one. Its state, such as error-feedback residuals, is part of the train state, in
-        ``opt_state`` (``sharding.sync.SyncedState``). It receives gradients in the dtype of
-        ``precision.reduce``: a stateful sync once per step, a stateless one at stages 2 and 3 once
-        per micro-batch. Stage 3 without replicas requires a stateless sync. Of a parameter that
-        other mesh axes shard, each device synchronizes its own block.
-      unsharded: regular expressions; a parameter is left unsharded, and so is its state, if one is
-        found in its path.
-      gathered_blocks: the modules of a Flax linen model (or of an nnx model in ``nnx_train_step``)
-        to which ``gathered`` applies without a change to the model: class names, or regular
-        expressions of paths. Within a module that gathers, nested ones do not. Each must be found
-        in the loss.
+      sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``, over the replicas
+        if there are any; None sums gradients. It receives them in ``precision.reduce``; its state
+        is in ``opt_state`` (``sharding.sync.SyncedState``). A stateful sync runs once per step, a
+        stateless one at stages 2 and 3 once per micro-batch; stage 3 without replicas requires a
+        stateless one. Of a parameter that other axes shard, each device synchronizes its block.
+      unsharded: regular expressions; parameters in whose paths one is found are not sharded.
+      gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
+        are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
+        found in the loss.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -110,10 +99,9 @@ class Zero(NnxMethods):
       ()
 
     References:
-      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
-      Parameter Models, SC 2020, arXiv 1910.02054. Xu, Lee, Chen, Hechtman, Huang, Joshi, Krikun,
-      Lepikhin, Ly, Maggioni, Pang, Shazeer, Wang, Wang, Wu, Chen: Automatic Cross-Replica Sharding
-      of Weight Update in Data-Parallel Training, 2020, arXiv 2004.13336.
+      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion Parameter
+      Models, SC 2020, arXiv 1910.02054. Xu, Lee, Chen et al.: Automatic Cross-Replica Sharding of
+      Weight Update in Data-Parallel Training, 2020, arXiv 2004.13336.
     """
 
     mesh: AnyMesh
@@ -152,26 +140,17 @@ class Zero(NnxMethods):
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        return Layout(
-            mesh=self.mesh,
-            stage=self.stage,
-            axis=self.axis,
-            replica_axis=self.replica_axis,
-            shard_state_over_replicas=self.shard_state_over_replicas,
-            min_shard_size=self.min_shard_size,
-            unsharded=tuple(self.unsharded),
-        )
+        fields = (field.name for field in dataclasses.fields(Layout))
+        return Layout(**{name: getattr(self, name) for name in fields})
 
     def specs(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
         """The partition spec of every array of a train state.
 
         Args:
-          state: a Flax ``TrainState`` or a pair ``(params, opt_state)``; real or abstract
-            (``jax.eval_shape(make_state, ...)``).
+          state: a Flax ``TrainState`` or a pair ``(params, opt_state)``, real or abstract.
           tx: the transformation, for a pair.
           param_specs: specs of the parameters on the other mesh axes: a tree, or a prefix of one.
-            None takes them from arrays that are sharded already, else from Flax metadata, else
-            replicates.
+            None takes them from sharded arrays, else from Flax metadata, else replicates.
 
         Raises:
           ValueError: if the state is of neither kind, or a spec does not fit.
@@ -184,26 +163,19 @@ class Zero(NnxMethods):
         return _placed_state.shardings_of(self, state, specs)
 
     def describe(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Description:
-        """The placement of a state, with bytes per device; arguments are those of ``specs``.
-
-        Printed, it shows groups of like parameters; ``table()`` has a line for each array.
-        """
+        """The placement of a state, with bytes per device; arguments are those of ``specs``."""
         return _placed_state.describe(self, state, tx, param_specs)
 
     # --- Train states -------------------------------------------------------------------------
 
     def init(
-        self,
-        make_state: Callable[..., Any],
-        *args: Any,
-        tx: Tx = None,
-        param_specs: Any = None,
+        self, make_state: Callable[..., Any], *args: Any, tx: Tx = None, param_specs: Any = None
     ) -> Any:
         """Makes a train state, each device its shard; its values do not depend on the mesh.
 
         Args:
-          make_state: a function of ``args``, such as a random key, that returns a Flax
-            ``TrainState``, or a pair ``(params, opt_state)``.
+          make_state: a function of ``args``, such as a random key, that returns a state of
+            ``specs``.
           *args: its arguments.
           tx: the transformation, for a pair.
           param_specs: see ``specs``, for errors too.
@@ -218,42 +190,35 @@ class Zero(NnxMethods):
         param_specs: Any = None,
         sync_devices: int | None = None,
     ) -> Any:
-        """The train state that ``init`` would make, in types: what a checkpoint is restored into.
+        """The train state that ``init`` would make of these arguments, as types, to restore into.
 
         Args:
-          make_state: as all arguments not listed here, see ``init``.
+          make_state: see ``init``, as for arguments not listed.
           *args: of ``make_state``.
           tx: the transformation, for a pair.
           param_specs: specs of the parameters on the other mesh axes.
-          sync_devices: the number of devices that synchronized gradients when the checkpoint was
-            written, if it differs; ``resize_sync`` converts the restored state. Other mesh axes
-            must have the sizes that they had.
-
-        Returns:
-          A ``ShapeDtypeStruct`` in place of each array, with the sharding on this mesh at this
-          stage, whatever it was when a checkpoint was written.
+          sync_devices: how many devices synchronized gradients when the checkpoint was written, if
+            that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
+            sizes.
         """
         return _placed_state.abstract(self, make_state, args, tx, param_specs, sync_devices)
 
     def resize_sync(self, state: Any) -> Any:
         """Converts the gradient sync's state of another number of devices.
 
-        The sum of all residuals, which is what the updates still lack, stays the same; each device
-        starts with an equal part of it. ``state`` is restored into
-        ``abstract_state(..., sync_devices=...)``, the result placed as by ``init``.
+        The sum of all residuals stays; each device starts with an equal part of it. ``state`` is
+        restored into ``abstract_state(..., sync_devices=...)``, the result placed as by ``init``.
 
         Raises:
-          ValueError: if the sync has no state, or more differs than the number of devices that
-            synchronize: the shards of a replica, the other axes of the mesh, or the sync.
+          ValueError: if the sync has no state, or more differs than that number.
         """
         return _placed_state.resize_sync(self, state)
 
     def change_sync(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
         """Makes a train state of another gradient sync, or of none, one of this sync.
 
-        The residuals that the other sync has not sent are applied as the gradient of one more
-        update; what else it stores, such as momentum, is left behind. The state is placed as by
-        ``init``, apart from that of the sync; other arguments are those of ``specs``.
+        Its residuals are applied as the gradient of one more update; other state of that sync is
+        dropped. ``state`` is placed as by ``init``; other arguments are those of ``specs``.
 
         Raises:
           ValueError: where residuals are those of blocks that other mesh axes shard.
@@ -261,10 +226,7 @@ class Zero(NnxMethods):
         return _placed_state.change_sync(self, state, tx, param_specs)
 
     def full_params(self, state: Any) -> Any:
-        """The unsharded parameters, as NumPy arrays in each process, for export.
-
-        The devices gather one parameter at a time.
-        """
+        """The unsharded parameters, gathered one at a time, as NumPy arrays in each process."""
         params = params_of(state)
         check_alive(params)
         with no_mesh():
@@ -278,26 +240,23 @@ class Zero(NnxMethods):
         """Places a tree as parameters are at this stage: a second model, or an average of one.
 
         Args:
-          tree: of real arrays, wherever they are, the same on all processes; or of types.
+          tree: of real arrays, the same on all processes; or of types, which get their shardings.
           param_specs: specs on the other mesh axes; None as in ``specs``.
 
         Returns:
           The tree, in memory of its own. ``eval_step`` takes it as ``(tree, None)``, beside the
-          parameters ``((params, tree), None)``; ``value_and_grad`` as ``(params, tree)``, where
-          ``trainable=(True, False)`` leaves it without a gradient. At stage 3 it is gathered in
-          the loss as the parameters are. Types get their shardings.
+          parameters as ``((params, tree), None)``, ``value_and_grad`` as ``(params, tree)``, with
+          ``trainable=(True, False)`` for no gradient.
         """
         return _placed_state.place(self, tree, param_specs)
 
     # --- Batches ------------------------------------------------------------------------------
 
     def data_shard(self) -> tuple[int, int]:
-        """Which rows of a batch this process gives to ``put``.
+        """``(index, count)``: ``put`` takes shard ``index`` of ``count`` from this process.
 
-        Returns:
-          ``(index, count)``: shard ``index`` of ``count``, for a loader; for a batch in memory
-          ``np.split(x, count)[index]``. Processes have the same shard where the other mesh axes,
-          such as the stages of a pipeline, span them.
+        Processes have the same shard where other mesh axes, such as the stages of a pipeline, span
+        them.
 
         Raises:
           ValueError: if this process has no device of the mesh, or rows of processes overlap.
@@ -308,19 +267,17 @@ class Zero(NnxMethods):
         """Places this process's rows of a batch on the mesh, sharded along the first dim.
 
         With several processes it is a collective: all call it, in the same order and from one
-        thread, each with the shard of the rows that ``data_shard`` names.
+        thread.
 
         Args:
-          batch: a tree of arrays; the first dim of each is the batch. Scalars are replicated.
-            Other arrays that every device needs in full, such as class weights, belong in the
-            model state, or in the closure of the loss.
-          check: whether several processes compare what they give. Without it nothing waits, but
-            rows that do not make one batch hang, or give wrong numbers.
+          batch: a tree of arrays whose first dim is the batch; scalars are replicated. What every
+            device needs in full, such as class weights, belongs in the model state or the closure.
+          check: whether processes compare what they give. Without it nothing waits, but rows that
+            do not make one batch hang, or give wrong numbers.
 
         Raises:
           ValueError: if the batch is empty, first dims differ, or one does not divide by this
-            process's devices; in all processes, if that is so in one, or if the rows that they
-            give do not make one batch.
+            process's devices; in all processes, if one raises or their rows do not make one batch.
         """
         return _put.put(self._layout, batch, check)
 
@@ -349,40 +306,35 @@ class Zero(NnxMethods):
           loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the
             batch.
           tx: the transformation, where the state is a pair.
-          has_aux: ``loss_fn`` returns ``(loss, aux)``. Scalars of ``aux`` are averaged over
-            devices and micro-batches; arrays, whose first dim is the batch, are concatenated.
+          has_aux: ``loss_fn`` returns ``(loss, aux)``. Scalars of ``aux`` are averaged over devices
+            and micro-batches; arrays, whose first dim is the batch, are concatenated.
           weighted: the loss is a pair ``(sum, weight)``; both are added over devices and
-            micro-batches and divided once, as masked tokens need. A total weight of zero gives a
-            zero loss and zero gradients.
-          rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call, or
-            ``jax.random.key(0)``, folded by the step and by the number of the micro-batch in the
-            batch of all devices. ``"per_example"``: an array of keys, one for each example, which
-            depend on the step and the place in the batch alone, on any number of devices. A pair
-            has no step count and requires a new ``key`` in each call.
+            micro-batches and divided once, as masked tokens need. A total weight of zero gives
+            zeros.
+          rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call (a pair
+            needs a new one in each, a ``TrainState`` may have ``jax.random.key(0)``), folded by the
+            step and by the number of the micro-batch in the batch of all devices.
+            ``"per_example"``: an array of keys, one per example, the same on any number of devices.
           model_state: ``loss_fn`` takes a third argument, replicated and not differentiated
-            (statistics, counters, tables, a teacher), and returns its new value: ``(loss, new)``,
-            or with ``has_aux`` ``(loss, (new, aux))``; what it only reads, it returns unchanged. A
-            string names the field of the ``TrainState`` that holds it; several names make a dict.
-            With True each call passes it, ``step(state, batch, model_state=...)``, and its new
-            value is ``metrics["model_state"]``. Micro-batches change it one after the other.
-          model_state_reduction: how the new values of all devices are reduced: ``"mean"`` (for
-            leaves that are not floating, the first device's value), ``"sum"`` (the old value plus
-            what each device added), ``"same"`` (all are equal); or a prefix tree of these.
-          microbatches: into how many micro-batches each device splits its shard of the batch.
-            Stages 2 and 3 reduce-scatter the gradients of each and accumulate shards; stages 0 and
-            1 accumulate unsharded gradients and reduce once.
+            (statistics, counters, a teacher), and returns its new value: ``(loss, new)``, or with
+            ``has_aux`` ``(loss, (new, aux))``. A string names its field of the ``TrainState``;
+            several make a dict. With True each call passes it, ``step(state, batch,
+            model_state=...)``, and gets ``metrics["model_state"]``. Micro-batches change it one
+            after the other.
+          model_state_reduction: how the new values of all devices are reduced: ``"mean"`` (the
+            first device's value where not floating), ``"sum"`` (the old value plus what each device
+            added), ``"same"`` (all are equal); or a prefix tree of these.
+          microbatches: how many micro-batches each device splits its shard of the batch into.
+            Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once.
           trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
-            of the parameters that returns it. The others have no gradient, which the transformation
-            sees as zeros, and never change; so that they have no state either, wrap it in
-            ``optax.masked``. Parameters that are not floating are never trained.
+            of the parameters that returns it. The others get zero gradients and never change, as
+            all that are not floating; ``optax.masked`` saves their state.
           grad_norm: add ``metrics["grad_norm"]``, the norm of the mean gradient of all trained
             parameters, before the transformation: a float in one more all-reduce.
           sync_batch_norm: ``flax.linen.BatchNorm`` takes its statistics over the micro-batch of all
-            devices, without an ``axis_name``; a sum of two vectors for each, forward and backward.
-            False leaves the statistics to each device.
-          snapshot: where ``store.save(...)`` leaves copying the saved state to the step that takes
-            it, so that copies to host memory and to peers run beside the step's own work. A
-            snapshot is that of the state before the step, under the number given to ``save``.
+            devices, without an ``axis_name``; False leaves them to each device.
+          snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,
+            so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
 
         Returns:
@@ -390,12 +342,12 @@ class Zero(NnxMethods):
           of the same arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"``
           (the total), with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments
           gets ``value=loss``; one that reads ``local_squared_norm``, as
-          ``optax_ext.gradient_noise_scale`` does, the mean of the squared norms of the gradients
-          of each device (at stage 3 of each replica) and micro-batch, and their number.
+          ``optax_ext.gradient_noise_scale``, the mean squared norm of the gradients of single
+          devices (at stage 3 replicas) and micro-batches, and their number.
 
         Raises:
-          ValueError: on an unknown option. When called: if the state was donated to an earlier
-            call, or is not placed as by ``init``; on a batch that does not divide by devices times
+          ValueError: on an unknown option. When called: if the state was donated to an earlier call
+            or is not placed as by ``init``; if the batch does not divide by devices times
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
@@ -416,8 +368,8 @@ class Zero(NnxMethods):
           model_state: ``fn`` takes a third argument, as in ``train_step``; it is only read.
 
         Returns:
-          ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower`` of the
-          same arguments; ``key`` is not used. The state is as in ``train_step``, not donated.
+          ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
+          is not used, the state not donated.
         """
         return EvalStep(self, self._in_step(fn, True, model_state, all_blocks=False), model_state)
 
@@ -438,13 +390,13 @@ class Zero(NnxMethods):
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage requires.
 
         Arguments are those of ``train_step``, but keys are not folded by a step, and each call
-        passes the model state. Inside ``jit``, where arrays do not show them, ``param_specs`` on
-        other mesh axes must be given; see ``specs``.
+        passes the model state. Inside ``jit``, ``param_specs`` on other mesh axes must be given
+        (``specs``).
 
         Returns:
           A function ``(params, batch, key=None, model_state=None)`` that returns ``(loss, grads)``;
-          in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state``
-          ``(loss, new)``, with both ``(loss, (new, aux))``. Good inside ``jit``.
+          in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
+          new)``, with both ``(loss, (new, aux))``.
         """
         fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = model_state
@@ -472,7 +424,6 @@ class Zero(NnxMethods):
           trainable: which parameters may change.
           extra_args: passed on to ``tx.update`` if it takes them, such as ``value``.
           **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.
-
         """
         state = apply_gradients(self, state, grads, tx, trainable, param_specs, extra_args)
         return state.replace(**fields) if fields else state
@@ -489,9 +440,8 @@ class Zero(NnxMethods):
     ) -> None:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
 
-        A loss sees the rows of one device. The mean over devices is the loss of the batch if each
-        example has a loss of its own; not for masked means, contrastive losses, or statistics of
-        the batch. This runs value and gradient of one batch on the mesh, and on a single device,
+        A loss sees the rows of one device; the mean over devices is that of the batch only if each
+        example has a loss of its own. This runs one batch on the mesh, and on a single device,
         which has to hold the parameters twice: check a small model, and a few rows that differ.
 
         Args:
@@ -503,9 +453,9 @@ class Zero(NnxMethods):
           **options: of ``value_and_grad``. The coupling of micro-batches is checked too.
 
         Raises:
-          ValueError: that names what differs, by how much, and what to do. Loss, gradients and
-            new model state may differ by ``sqrt(eps)`` of their norms: 1.5e-8 where all arithmetic
-            is float64, 3.5e-4 with float32, 9 % with bfloat16, where it finds large errors alone.
+          ValueError: that names what differs, by how much, and what to do. Loss, gradients and new
+            model state may differ by ``sqrt(eps)`` of their norms: 1.5e-8 where all arithmetic is
+            float64, 3.5e-4 with float32, 9 % with bfloat16.
         """
         check_loss(self, loss_fn, state, batch, key, model_state, options)
 
@@ -517,7 +467,6 @@ class Zero(NnxMethods):
         rngs: Any = False,
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
-        """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         return _linen.in_step(
@@ -535,8 +484,8 @@ class Zero(NnxMethods):
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in a
-        ``lax.scan``. It does not free them between the forward and the backward pass, as
-        ``gathered`` does. At stage 2 only gradients are reduce-scattered; below it is the identity.
+        ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. At stage
+        2 only gradients are reduce-scattered; below it is the identity.
 
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.
@@ -559,13 +508,12 @@ class Zero(NnxMethods):
     ) -> Any:
         """Makes a layer gather its own parameters in each call, and free them after it.
 
-        The layer runs under ``jax.checkpoint``: the backward pass gathers and computes it again. A
-        barrier keeps XLA from gathering a layer before its input exists. With
-        ``reshard_after_forward=False`` there is no ``jax.checkpoint``.
+        The layer runs under ``jax.checkpoint``, unless ``reshard_after_forward`` is False: the
+        backward pass gathers and computes it again. A barrier keeps XLA from gathering a layer
+        before its input exists.
 
         At stage 2 the backward pass reduce-scatters the gradients of the layer before it goes on to
-        the layer below, so that unreduced gradients of all layers are never in memory together.
-        They are reduced after the backward pass where a parameter is used outside of the layer, in
+        the layer below; after the backward pass, where a parameter is used outside of the layer, in
         several calls, or in a branch; where ``sync`` sums over the axes of shards; where norms of
         local gradients are needed; and where the loss does more with its parameters than to pass
         them to layers. Below stage 2, and outside of a step, the target computes what it always
@@ -575,8 +523,7 @@ class Zero(NnxMethods):
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant, or
             a function whose first argument is a tree of parameters, such as the ``__call__`` of a
             module that is a pytree.
-          policy: what ``jax.checkpoint`` may store; None for nothing. With
-            ``jax.checkpoint_policies.dots_saveable`` matrix products are not computed again.
+          policy: what ``jax.checkpoint`` may store; None for nothing.
 
         Returns:
           A function, or a class of the same name, fields and parameters, to use in its place.
@@ -588,13 +535,9 @@ class Zero(NnxMethods):
           >>> def loss_fn(params, x):
           ...     x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params)
           ...     return jnp.mean(x**2)
-          >>> tx = optax.sgd(0.1)
-          >>> def make_state():
-          ...     params = {"in": jnp.ones((4, 64, 128)), "out": jnp.ones((4, 128, 64))}
-          ...     return params, tx.init(params)
-          >>> state = zero.init(make_state, tx=tx)
-          >>> step = zero.train_step(loss_fn, tx=tx)
-          >>> state, metrics = step(state, zero.put(jnp.ones((8 * jax.device_count(), 64))))
+          >>> params = zero.place({"in": jnp.ones((4, 64, 128)), "out": jnp.ones((4, 128, 64))})
+          >>> x = zero.put(jnp.ones((8 * jax.device_count(), 64)))
+          >>> loss, grads = zero.value_and_grad(loss_fn)(params, x)
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
         return wrap(target, policy, self._recomputes) if self.stage >= 2 else target

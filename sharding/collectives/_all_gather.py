@@ -18,15 +18,9 @@ BLOCK_SIZE = 512  # elements per scale when shards are gathered in codes
 
 
 def all_gather_arrays(
-    layout: Layout,
-    shards: Sequence[jax.Array],
-    array_layouts: Sequence[ArrayLayout],
-    bits: int | None = None,
+    layout: Layout, xs: Sequence[jax.Array], layouts: Sequence[ArrayLayout], bits: int | None = None
 ) -> list[jax.Array]:
-    """Gathers full arrays from their shards on ``layout.axes``; unsharded arrays pass through.
-
-    With ``bits``, 8 or 4, codes of matrices are sent.
-    """
+    """Gathers full arrays from shards on ``layout.axes``, matrices in codes of ``bits``."""
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
         if not dim:
@@ -38,7 +32,7 @@ def all_gather_arrays(
             x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         return x
 
-    return map_arrays(layout, gather, shards, array_layouts)
+    return map_arrays(layout, gather, xs, layouts)
 
 
 def _all_gather_codes(layout: Layout, x: jax.Array, dim: int, bits: int) -> jax.Array:

@@ -9,24 +9,17 @@ from jax import lax
 def quantize(
     x: jax.Array, bits: int, block_size: int, key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of each row, in blocks; the last block is padded with zeros.
+    """Codes (rows, padded elements * bits / 8), float32 scales (rows, blocks) of (rows, elements).
 
-    Args:
-      x: (rows, elements).
-      bits: 8 for int8 codes, 4 for uint8 that hold two codes each.
-      block_size: elements per scale.
-      key: the random key of stochastic rounding; None rounds to nearest.
-
-    Returns:
-      Codes (rows, padded elements * bits / 8) and float32 scales (rows, blocks).
+    8 bits are int8 codes, 4 bits uint8 that hold two. ``key`` rounds stochastically, None to
+    nearest.
     """
     num_levels = 2 ** (bits - 1) - 1
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
     blocks = x.reshape(x.shape[0], -1, block_size)  # (rows, blocks, block_size)
     # One scale per block: its largest magnitude is num_levels steps.
-    scales = jnp.abs(blocks).max(-1).astype(jnp.float32) * np.float32(
-        1 / num_levels
-    )  # as XLA divides by a constant
+    scales = jnp.abs(blocks).max(-1).astype(jnp.float32)
+    scales *= np.float32(1 / num_levels)  # as XLA divides by a constant
     steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
     if key is None:
         steps = jnp.round(steps)

@@ -7,10 +7,8 @@ import jax.numpy as jnp
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which arrays of ``dtype`` are summed."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def to_sum_dtype(x: jax.Array) -> jax.Array:
-    """The array in the dtype of its sums."""
     return x.astype(sum_dtype(x.dtype))

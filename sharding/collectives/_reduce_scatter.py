@@ -20,24 +20,12 @@ LANES = 128
 
 
 def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> jax.Array:
-    """Sums over the manual mesh axes of a ``shard_map`` and leaves each device its shard.
+    """Sums over manual mesh axes and leaves each device its shard along a dim, which has to divide.
 
     Equals ``lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)`` up to the order of the
-    sum; along a tuple of axes devices count in row-major order.
-
-    Args:
-      x: one array on every device, with ``ndim >= 1``.
-      axis: the mesh axis, or axes.
-      dim: the dim that is scattered; its size is a multiple of the number of devices.
-      form: ``"native"``, whatever XLA makes of ``lax.psum_scatter``; ``"axes"``, over one mesh axis
-        after the other; ``"ring"``, from neighbour to neighbour, half of every shard in each
-        direction; ``"all_to_all"``, an all-to-all and a local sum (in float32 for narrower floats).
-
-    Returns:
-      This device's shard of the sum, in the dtype of ``x``.
-
-    Raises:
-      ValueError: if the form is unknown, or the dim does not divide.
+    sum. Forms: ``"native"``, whatever XLA makes of that; ``"axes"``, over one mesh axis after the
+    other; ``"ring"``, from neighbour to neighbour, half of every shard in each direction;
+    ``"all_to_all"``, an all-to-all and a local sum (in float32 for narrower floats).
     """
     names, dim = axes_of(axis), dim % x.ndim
     num = lax.axis_size(names)
@@ -46,8 +34,6 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
             f"psum_scatter: dim {dim} of shape {x.shape} cannot be sharded over {num} devices of "
             f"axis {axis!r}. Pad it to a multiple of {num}."
         )
-    if form not in FORMS:
-        raise ValueError(f"psum_scatter: form must be one of {', '.join(FORMS)}, got {form!r}.")
     return FORMS[form](x, names, dim)
 
 
@@ -70,11 +56,11 @@ def choose_form(
 ) -> str:
     """The form that sends no more than a reduce-scatter must, in the fewest steps.
 
-    Derived from the programs of ``benchmarks/results/scatter_forms.md``. On TPUs
-    ``lax.psum_scatter`` mostly compiles to a full all-reduce. Over one axis of the torus after the
-    other it does not, unless shards of the last dim are narrower than a register. Over a single
-    flat axis a ring sends the least and needs no extra memory, but waits n - 1 times; if its steps
-    are small, an all-to-all sends as much at once. The shape is that on one device.
+    From the programs of ``benchmarks/results/scatter_forms.md``: on TPUs ``lax.psum_scatter``
+    mostly compiles to a full all-reduce. Over one axis of the torus after the other it does not,
+    unless shards of the last dim are narrower than a register. Over a single flat axis a ring sends
+    the least and needs no extra memory, but waits n - 1 times; if its steps are small, an
+    all-to-all sends as much at once. The shape is that on one device.
     """
     sizes = [size for size in axis_sizes if size > 1]
     if platform != "tpu" or not sizes:

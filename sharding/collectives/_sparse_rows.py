@@ -10,61 +10,30 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._permutation import Permutation
+from sharding.collectives._row_owners import RowOwners
 from sharding.placement._specs import Axes
 
 # Numbers of rounds that a program may have a branch for, beside the one for the worst case.
 _ROUND_COUNTS = (1, 2, 4)
-
-
-class RowOwners:
-    """Which device owns each row of an array, and in which slot of its memory.
-
-    The permutation maps rows to slots, counted over all owners; without one each owner has
-    contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
-    """
-
-    def __init__(self, num_rows: int, num_owners: int, permutation: Permutation | None = None):
-        self.num_rows, self.num_owners = num_rows, num_owners
-        self.num_slots = -(-num_rows // num_owners)
-        self._permutation = permutation
-
-    def row_of_slots(self) -> jax.Array:
-        """The row in every slot, owner after owner; ``num_rows`` in empty slots."""
-        slot = jnp.arange(self.num_owners * self.num_slots, dtype=jnp.int32)
-        if self._permutation is None:
-            return jnp.minimum(slot, self.num_rows)
-        row = self._permutation.invert(jnp.minimum(slot, self.num_rows - 1))
-        return jnp.where(slot < self.num_rows, row, self.num_rows)
-
-    def slot_of(self, rows: jax.Array) -> jax.Array:
-        """The slot of each row, counted over all owners."""
-        return rows if self._permutation is None else self._permutation.apply(rows)
+# ``loop(body, init)``: a loop over rounds.
+Loop = Callable[[Callable[[jax.Array, Any], Any], Any], Any]
 
 
 class SendList(NamedTuple):
-    """The rows that a device may have to send, its candidates; arrays are (candidates,), int32.
+    """The rows that a device may have to send, its candidates; arrays are (candidates,), int32."""
 
-    Attributes:
-      owner: the device that owns the row.
-      rank: the position of the row among those for the same owner; -1 if it is not sent.
-      slot: the slot of the row in the owner's memory.
-      values: ``values(indices)``, the rows (indices, ...) of these candidates; zeros where an index
-        is out of range.
-    """
-
-    owner: jax.Array
-    rank: jax.Array
-    slot: jax.Array
+    owner: jax.Array  # the device that owns the row
+    rank: jax.Array  # the position of the row among those for its owner; -1 if it is not sent
+    slot: jax.Array  # of the row in the owner's memory
+    # The rows (indices, ...) of candidates by their indices; zeros where one is out of range.
     values: Callable[[jax.Array], jax.Array]
 
 
 def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
-    """How many rows the fullest of several lists has, if each slot is filled with a probability.
+    """How many rows the fullest of several lists has, with ``density`` of the slots filled.
 
     Exceeded one time in 100: a sum of independent choices exceeds its mean by z standard deviations
-    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``. ``density`` is the
-    probability that a slot is filled.
+    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``.
     """
     expected = density * num_slots
     margin = math.sqrt(2 * math.log(100 * num_lists) * expected * (1 - density))
@@ -72,19 +41,13 @@ def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
 
 
 class SparseRows(NamedTuple):
-    """A gradient that is sparse along its first dim.
-
-    Attributes:
-      max_rows: at most so many rows are nonzero.
-      send_list: the ``SendList`` for given ``RowOwners``.
-      dense: the gradient as one array, of ``shape`` and ``dtype``.
-    """
+    """A gradient of this shape and dtype that is sparse along its first dim."""
 
     shape: tuple[int, ...]
     dtype: Any
-    max_rows: int
+    max_rows: int  # at most so many rows are nonzero
     send_list: Callable[[RowOwners], SendList]
-    dense: Callable[[], jax.Array]
+    dense: Callable[[], jax.Array]  # the gradient as one array
 
 
 def rows_of_array(x: jax.Array) -> SparseRows:
@@ -109,10 +72,7 @@ def rows_of_array(x: jax.Array) -> SparseRows:
 
 
 def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
-    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat.
-
-    The ids are (lookups,), the row of each; ids outside the table have no gradient.
-    """
+    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat."""
     dtype = sum_dtype(rows.dtype)
 
     def scatter_add(index: jax.Array, size: int) -> jax.Array:
@@ -134,11 +94,9 @@ def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRow
 
 
 def unique_lookups(ids: jax.Array, owners: RowOwners) -> tuple[SendList, jax.Array]:
-    """Looked-up rows (lookups,), each sent once.
+    """A candidate per lookup (lookups,), without ``values``; the first one of a row is sent.
 
-    Returns:
-      A candidate per lookup, of which the first one of every row is sent; the ``values`` are a
-      placeholder. And (lookups,), the index of the first lookup of the same row.
+    And, for each lookup, the index of the first one of the same row.
     """
     # Sort the lookups by slot, so that those of one row are neighbours, and those of one owner.
     valid = (ids >= 0) & (ids < owners.num_rows)
@@ -178,49 +136,29 @@ def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array])
 # rows for each owner. A device with more rows for one owner sends them in further rounds.
 
 
-def candidates_of_round(
-    send_list: SendList, num_owners: int, capacity: int, round_index: Any
-) -> jax.Array:
-    """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
-    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
-    chosen = (rank >= 0) & (rank // capacity == round_index)
-    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
-    unused = jnp.full(size, rank.size, jnp.int32)
-    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")
-
-
-def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
-    """How many rows, each with its indices, are as many bytes as ``num_rows`` without them.
-
-    A row has ``row_size`` elements; an index is as long as an element.
-    """
-    return num_rows * row_size / (row_size + num_indices)
-
-
 def in_rounds(
-    make_send_list: Callable[[], SendList],
-    max_per_owner: int,
-    capacity: int,
+    rows: SparseRows,
+    owners: RowOwners,
+    density: float,
     axes: Axes,
-    send: Callable[[SendList, int], jax.Array],
+    send: Callable[[SendList, Loop], jax.Array],
     send_dense: Callable[[], jax.Array],
-    break_even: float,
+    num_indices: int = 1,
+    dense_cost: float = 1.0,
 ) -> jax.Array:
-    """``send(send_list, num_rounds)`` in the fewest rounds that suffice for all devices.
+    """``send(send_list, loop)`` in the fewest rounds that suffice for all devices of ``axes``.
 
-    Or ``send_dense()``, of the full array, where more rounds are needed than pay off.
-
-    Args:
-      make_send_list: makes the rows to be sent.
-      max_per_owner: how many rows one device can have for one owner.
-      capacity: how many rows a device sends to one owner in a round.
-      axes: the mesh axes of the devices, all of which take the same branch.
-      send: from rounds.
-      send_dense: from the full array.
-      break_even: the rows per owner that cost as much as ``send_dense``.
+    ``loop(body, init)`` is ``body(candidates, carry)`` for each round. Where more rounds are needed
+    than pay off, ``send_dense()``: it costs ``dense_cost`` times all rows, which in rounds have
+    ``num_indices`` each, as long as an element. ``density`` is that of a device's rows.
     """
+    num_slots, row_size = owners.num_slots, math.prod(rows.shape[1:])
+    num_lists = lax.axis_size(axes) * owners.num_owners
+    capacity = list_capacity(min(density, rows.max_rows / rows.shape[0]), num_slots, num_lists)
+    break_even = dense_cost * num_slots * row_size / (row_size + num_indices)  # rows per owner
+
     # Which numbers of rounds are cheaper than the full array.
-    worst_rounds = -(-max_per_owner // capacity)
+    worst_rounds = -(-min(rows.max_rows, num_slots) // capacity)
     if worst_rounds * capacity < break_even:
         # Rounds always suffice: the program needs no branch, nor memory, for the full array.
         round_counts = [*(r for r in _ROUND_COUNTS if r < worst_rounds), worst_rounds]
@@ -230,8 +168,16 @@ def in_rounds(
         return send_dense()
 
     # One branch for each of them, in ascending order, then the full array.
-    send_list = make_send_list()
-    branches = [functools.partial(send, send_list, r) for r in round_counts]
+    send_list = rows.send_list(owners)
+
+    def loop(num_rounds: int, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+        def run(i: Any, carry: Any) -> Any:
+            return body(_candidates_of_round(send_list, owners.num_owners, capacity, i), carry)
+
+        return lax.fori_loop(0, num_rounds, run, init) if num_rounds > 1 else run(0, init)
+
+    loops = [functools.partial(loop, num_rounds) for num_rounds in round_counts]
+    branches = [functools.partial(send, send_list, each) for each in loops]
     if round_counts[-1] != worst_rounds:
         branches.append(functools.partial(send_dense))
     if len(branches) == 1:
@@ -242,6 +188,12 @@ def in_rounds(
     return lax.switch(jnp.searchsorted(jnp.array(round_counts, jnp.int32), needed), branches)
 
 
-def for_rounds(num_rounds: int, body: Callable[[Any, Any], Any], init: Any) -> Any:
-    """``body(round_index, carry)`` for each round; without a loop if there is only one."""
-    return lax.fori_loop(0, num_rounds, body, init) if num_rounds > 1 else body(0, init)
+def _candidates_of_round(
+    send_list: SendList, num_owners: int, capacity: int, round_index: Any
+) -> jax.Array:
+    """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
+    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
+    chosen = (rank >= 0) & (rank // capacity == round_index)
+    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
+    unused = jnp.full(size, rank.size, jnp.int32)
+    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")

@@ -13,19 +13,15 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array is in host memory."""
     return jax.typeof(x).memory_space == HOST
 
 
 def is_large(x: Any, min_size: int) -> bool:
-    """Whether an array is to be offloaded."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return not is_key and math.prod(x.shape) >= min_size
 
 
 def host_shardings(shardings: Tree, tree: Tree, min_size: int) -> Tree:
-    """The shardings of a tree, those of its large arrays in host memory."""
-
     def moved(sharding: Any, x: Any) -> Any:
         return host_sharding(sharding) if is_large(x, min_size) else sharding
 

@@ -33,19 +33,10 @@ class _SlicedEquation(NamedTuple):
 
 
 class LayerLoop:
-    """The part of a scheduled run that computes some outputs layer by layer.
+    """The part of a scheduled run that computes some outputs, layer by layer along dim 0.
 
-    Args:
-      run: the run that the loop is a part of.
-      outputs: the outputs to compute, each with the layers along dim 0.
-      stacks: the stacked inputs that they depend on.
-      first_dim_free: whether no mesh axis shards the first dim of an input.
-
-    Attributes:
-      prerequisites: values that have to be computed before the loop, for all layers.
-
-    Raises:
-      _NotLayerwiseError: if a value that depends on the stacks needs several layers at once.
+    ``stacks`` are the stacked inputs that they depend on; ``first_dim_free`` says whether no mesh
+    axis shards the first dim of an input. ``prerequisites`` have to be computed before the loop.
     """
 
     def __init__(
@@ -130,7 +121,6 @@ class LayerLoop:
     # --- Execution --------------------------------------------------------------------------------
 
     def run(self) -> Arrays:
-        """Evaluates all layers; returns the outputs by number."""
         run = self._run
         inputs = run.after_barrier([run.inputs[i] for i in self._sliced])
         stacked = dict(zip(self._sliced, inputs, strict=True))

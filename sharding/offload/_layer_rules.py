@@ -1,8 +1,4 @@
-"""Which operations work on each layer of a stack by itself, and how they run on one layer.
-
-A stacked array has one layer per index of some dim, the first in a parameter. For an operation that
-is computed layer by layer, the rules give the dim along which each operand is sliced.
-"""
+"""Which operations work on each layer of a stack by itself, and how they run on one layer."""
 
 import math
 from collections.abc import Sequence
@@ -37,12 +33,7 @@ def slice_layer(x: Any, layer: Any, dim: int) -> Any:
 
 
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
-    """Along which dim each operand is sliced if the result is sliced along ``dim``.
-
-    Returns:
-      A dim, or ``UNSLICED``, for each operand; None if the operation needs several layers at once,
-      or is unknown.
-    """
+    """Along which dim each operand is sliced, or ``UNSLICED``; None if that is not known."""
     name, params = eqn.primitive.name, eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]
     out = graph.shape(eqn.results[0])

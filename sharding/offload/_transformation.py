@@ -3,12 +3,10 @@
 XLA sees a step as one graph and would load all inputs to the device first. Here the function is
 traced and evaluated output by output: the inputs of the first one are loaded, every other output
 that needs no more is computed too, new values of host inputs are stored, and the loads for the next
-output wait for these stores. A stack of layers is loaded layer by layer, in a loop over the stack,
-if every operation on it works on the layers one by one.
+output wait for these stores. Stacks of layers are loaded in a loop where operations allow it.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +14,7 @@ import jax
 import optax
 
 from optax_ext.execution_order import Graph, ScheduledRun, run_by_leaf
+from sharding._user_line import warn
 from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
 from sharding.offload._layer_loop import LayerLoop
 from sharding.placement._specs import Tree, is_spec
@@ -33,18 +32,13 @@ def offload(
     by itself; a sum over the whole stack prevents that.
 
     For use inside ``jit`` on one device, or on arrays that are sharded along other dims than the
-    first one of a stack. With ``Zero`` use ``Zero(offload="optimizer")``, which knows how arrays
-    are sharded. Arrays return to the memory they come from. A jitted step that donates the state
-    needs all ``in_shardings`` and ``out_shardings``: without, JAX (0.10 to 0.12) may write a device
-    result over a host array of the same shape, and abort.
+    first one of a stack; with ``Zero`` use ``Zero(offload="optimizer")``. A jitted step that
+    donates the state needs all ``in_shardings`` and ``out_shardings``: without, JAX (0.10 to 0.12)
+    may write a device result over a host array of the same shape, and abort.
 
     Args:
-      inner: any transformation, such as a ``low_precision_state`` (8 bits: a quarter of the
-        transfers).
+      inner: any transformation, such as a ``low_precision_state``.
       min_size: arrays of fewer elements stay on the device.
-
-    Returns:
-      A ``GradientTransformation`` with the extra arguments of ``inner``.
 
     Raises:
       ValueError: if the devices have no ``pinned_host`` memory.
@@ -62,14 +56,11 @@ def offload(
       ('pinned_host', 'device')
       >>> at, home = jax.tree.map(lambda x: x.sharding, (params, state))
       >>> placement = {"in_shardings": (at, home, at), "out_shardings": (at, home)}
-      >>> step = jax.jit(tx.update, donate_argnums=1, **placement)
-      >>> updates, state = step(params, state, params)
-      >>> state[0].mu["w"].sharding.memory_kind
-      'pinned_host'
+      >>> updates, state = jax.jit(tx.update, donate_argnums=1, **placement)(params, state, params)
 
     References:
-      Ren, Rajbhandari, Aminabadi, Ruwase, Yang, Zhang, Li, He: ZeRO-Offload: Democratizing
-      Billion-Scale Model Training, USENIX ATC 2021, arXiv 2101.06840.
+      Ren, Rajbhandari, Aminabadi et al.: ZeRO-Offload: Democratizing Billion-Scale Model Training,
+      USENIX ATC 2021, arXiv 2101.06840.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -106,12 +97,8 @@ def streamed(
 ) -> tuple[Tree, Tree]:
     """``fn(tree, state)``, a new tree and a new state, where host arrays of the state are streamed.
 
-    Args:
-      fn: the function; it sees all arrays on the device.
-      tree: parameters or updates, one leaf of which is computed after the other.
-      state: the state.
-      after: gradients; nothing is loaded before they are computed.
-      specs: the placement of both on the mesh; None if unknown.
+    Leaves of ``tree``, parameters or updates, are computed one after the other; nothing is loaded
+    before ``after``, the gradients. ``specs`` place both on the mesh; None if that is unknown.
     """
     if not any(map(on_host, jax.tree.leaves(state))):
         return fn(tree, state)
@@ -128,17 +115,7 @@ def streamed(
 
 
 class StreamedRun(ScheduledRun):
-    """A scheduled run whose deferred inputs, and their replacements, are in host memory.
-
-    Args:
-      graph: the function; all its equations run on the device.
-      inputs: the arrays; an output returns to the memory of the input that it replaces.
-      after: arrays that are computed before the first load.
-      first_dim_free: whether no mesh axis shards the first dim of an input.
-
-    Warns:
-      UserWarning: if each of several roots needs most of what is in host memory.
-    """
+    """A scheduled run whose deferred inputs, and their replacements, are in host memory."""
 
     def __init__(
         self,
@@ -151,7 +128,6 @@ class StreamedRun(ScheduledRun):
         self._first_dim_free = first_dim_free
 
     def run(self, roots: Sequence[int]) -> list[jax.Array]:
-        """Evaluates the graph, one group after the other; returns the outputs."""
         _warn_if_loaded_at_once(self.graph, roots)
         return super().run(roots)
 
@@ -177,7 +153,6 @@ class StreamedRun(ScheduledRun):
         self.barrier = (*stored, *(() if self.barrier is before else self.barrier)) or before
 
     def load(self, arrays: list[Any]) -> list[Any]:
-        """Moves arrays to the device."""
         return jax.device_put(arrays, DEVICE)
 
     def store(self, output: int, x: Any) -> Any:
@@ -195,9 +170,8 @@ def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
     masks = [graph.reads[graph.outputs[j]] for j in roots]
     needed = [sum(sizes[i] for i in sizes if mask >> i & 1) for mask in masks if mask]
     if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
-        warnings.warn(
+        warn(
             "offload: the update of each parameter needs the state of most others, so all state is "
             "on the device at once. A clip by global norm after the moments has this effect, one "
-            "before them does not.",
-            stacklevel=2,
+            "before them does not."
         )

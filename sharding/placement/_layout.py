@@ -2,8 +2,7 @@
 
 import dataclasses
 import math
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -12,48 +11,24 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement import _specs
+from sharding.placement._shard_dim import shard_dim
 from sharding.placement._specs import AnyMesh, Axis, Tree
 
 P = PartitionSpec
 
-# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
-# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
-# over narrower shards).
-_LAST_DIM_MULTIPLE = 256
-# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
-# the dim of a stack of layers, which loops take off.
-_MIN_OTHER_DIM = 64
-
 
 class Placement(NamedTuple):
-    """The placement of parameters; trees as the parameters.
+    """The placement of parameters; trees as the parameters."""
 
-    Attributes:
-      params: specs between steps.
-      shards: specs of the reduced gradients, and of the parameters while they are updated.
-      dims: the sharded dim, counted from the end; 0 for an unsharded parameter.
-      reasons: why a parameter is unsharded; empty for a sharded one.
-    """
-
-    params: Tree
-    shards: Tree
-    dims: Tree
-    reasons: Tree
+    params: Tree  # specs between steps
+    shards: Tree  # specs of the reduced gradients, and of the parameters while they are updated
+    dims: Tree  # the sharded dim, counted from the end; 0 for an unsharded parameter
+    reasons: Tree  # why a parameter is unsharded; empty for a sharded one
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, a ZeRO stage, and how both shard parameters and batches.
-
-    Attributes:
-      mesh: the device mesh.
-      stage: 0 to 3.
-      axis: the mesh axis, or axes, to shard over.
-      replica_axis: the mesh axis, or axes, of replicas; None for none.
-      shard_state_over_replicas: shard gradients and optimizer state over the replicas, too.
-      min_shard_size: parameters with fewer elements are not sharded.
-      unsharded: patterns of the paths of parameters that ZeRO does not shard.
-    """
+    """A mesh, a ZeRO stage, and how both shard parameters and batches; fields as of ``Zero``."""
 
     mesh: AnyMesh
     stage: int
@@ -72,7 +47,6 @@ class Layout:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of replicas."""
         return _specs.axes_of(self.replica_axis)
 
     @property
@@ -94,12 +68,10 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """The number of shards of parameters or state."""
         return self._size(self.axes)
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas of each shard."""
         return self._size(self.replica_axes)
 
     @property
@@ -119,16 +91,7 @@ class Layout:
     # --- Parameters ---------------------------------------------------------------------------
 
     def place(self, params: Tree, param_specs: Tree = None) -> Placement:
-        """The placement of parameters.
-
-        Args:
-          params: real or abstract arrays.
-          param_specs: specs on the user's axes: a tree, or a prefix of one; None takes them from
-            arrays that are sharded already, else from Flax metadata.
-
-        Raises:
-          ValueError: if the specs do not fit the parameters or the mesh.
-        """
+        """The placement of parameters; specs are the argument, else theirs, else Flax metadata."""
         treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
         if param_specs is None:
@@ -164,8 +127,10 @@ class Layout:
             )
         if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
             spec = self.other_spec(spec)
-        dim: int | None
-        dim, reason = (on_data[0], "") if on_data else self._choose_dim(path, leaf, spec)
+        dim, reason = next(iter(on_data), None), ""
+        if self.stage and not on_data:
+            counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
+            dim, reason = shard_dim(path, leaf, spec, counts, self.min_shard_size, self.unsharded)
         if dim is None:
             return spec, spec, 0, reason
         sharded = shards = _specs.with_axis(spec, ndim, dim, self.axis)
@@ -176,26 +141,6 @@ class Layout:
     def _sharding_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Without those of one device, which shard nothing."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-
-    def _choose_dim(self, path: str, leaf: Any, spec: P) -> tuple[int | None, str]:
-        """The dim to shard; else None, and the reason that ``describe`` shows."""
-        if self.stage == 0:
-            return None, ""
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            return None, f"unsharded: {leaf.dtype} is not a number"
-        pattern = next((p for p in self.unsharded if re.search(p, path)), None)
-        if pattern is not None:
-            return None, f"unsharded: requested by unsharded={pattern!r}"
-        shape, size = tuple(leaf.shape), math.prod(leaf.shape)
-        if size < max(self.min_shard_size, 1):
-            return None, f"unsharded: {size} elements, min_shard_size is {self.min_shard_size}"
-        counts = [self.num_shards]
-        if self.shard_state_over_replicas:
-            counts.insert(0, self.num_devices)
-        free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
-        dim = choose_sharded_dim(shape, free, counts)
-        none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
-        return dim, none if dim is None else ""
 
     def shard_spec(self, leaf: Any) -> P:
         """The spec of the shards of an array that is no parameter, by its shape."""
@@ -220,14 +165,12 @@ class Layout:
         return _specs.only_axes(spec, self.other_axes | set(axes))
 
     def shardings(self, specs: Tree) -> Tree:
-        """A ``NamedSharding`` for every spec of a tree."""
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_specs.is_spec
         )
 
     @property
     def replicated(self) -> NamedSharding:
-        """On every device in full."""
         return NamedSharding(self.mesh, P())
 
     def constrain(self, tree: Tree, specs: Tree) -> Tree:
@@ -244,17 +187,10 @@ class Layout:
         return jax.tree.map(lambda x: P(entry) if np.ndim(x) else P(), tree)
 
     def batch_shardings(self, tree: Tree) -> Tree:
-        """``batch_specs`` on the mesh."""
         return self.shardings(self.batch_specs(tree))
 
     def place_batch(self, batch: Tree) -> Tree:
-        """Moves the arrays of a batch that are committed to another placement.
-
-        ``jit`` moves all others: NumPy arrays, and arrays on a device by default.
-
-        Raises:
-          ValueError: for arrays of one process, if the mesh has devices of several.
-        """
+        """Moves the arrays of a batch that are committed to another placement."""
 
         def place(x: Any, want: NamedSharding) -> Any:
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
@@ -281,10 +217,7 @@ class Layout:
         return jax.tree.map(place, args)
 
     def place_scalars(self, state: Tree) -> Tree:
-        """Replicates the scalars of a state that are set between steps, such as a learning rate.
-
-        They may be of Python, NumPy or another device.
-        """
+        """Replicates the scalars of a state that are set between steps, such as a learning rate."""
         if not isinstance(self.mesh, Mesh):
             return state
         devices = set(self.mesh.devices.flat)
@@ -306,8 +239,8 @@ class Layout:
     def copy(self, tree: Tree, shardings: Tree) -> Tree:
         """Moves arrays to the mesh, into memory of their own.
 
-        ``device_put`` returns an array that is there already as it is, in shared memory. A step
-        that gets both and donates one would end the process.
+        ``device_put`` may share memory with what it got. A step that gets both and donates one
+        would end the process.
         """
         moved = jax.device_put(tree, shardings)
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
@@ -322,31 +255,3 @@ def _is_local(x: Any) -> bool:
 def _is_committed(x: Any) -> bool:
     """Whether a real array was put on its devices explicitly."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-
-
-def choose_sharded_dim(
-    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
-) -> int | None:
-    """The longest free dim that divides by the number of shards; the first of equally long ones.
-
-    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
-    other dim of at least 64 elements that divides is chosen instead, if there is one.
-
-    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
-    if no free dim divides by any of them.
-    """
-
-    def length(dim: int) -> tuple[int, int]:
-        return shape[dim], -dim
-
-    last = len(shape) - 1
-    for count in shard_counts:
-        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
-        if not divisible:
-            continue
-        best = max(divisible, key=length)
-        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
-            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
-            best = max(others, key=length, default=last)
-        return best
-    return None

@@ -112,10 +112,8 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
     """A context without a mesh, whatever ``jax.set_mesh`` set; inside ``jit``, no change.
 
     ZeRO names its own mesh everywhere. A function then compiles once for calls from all contexts.
-
-    Args:
-      keep: a mesh that stays in the context if it is there and its axes are Auto. So does an empty
-        context: for the caches of jax it differs from one that is set to be empty.
+    ``keep`` stays if it is in the context with Auto axes; so does an empty context, which for the
+    caches of jax differs from one that is set to be empty.
     """
     if keep is not None:
         current = jax.sharding.get_abstract_mesh()

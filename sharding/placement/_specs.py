@@ -21,7 +21,6 @@ KeyPath = tuple[Any, ...]
 
 
 def is_spec(x: Any) -> bool:
-    """Whether a tree's node is a spec."""
     return isinstance(x, PartitionSpec)
 
 
@@ -94,8 +93,8 @@ def leaf_names(
     r"""A name of its own for every leaf of a tree: its path as text.
 
     Where two paths are equal as text, such as those of ``{"x/y": a, "x": {"y": b}}``, every ``/``
-    within a key is written ``\/``. ``plain_path`` undoes it. For state, whose names contain those
-    of parameters, the paths of the parameters (``like``) decide that.
+    within a key is written ``\/``. For state, whose names contain those of parameters, the paths of
+    the parameters (``like``) decide that.
     """
     paths, others = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_leaf)]
@@ -127,12 +126,10 @@ def check_patterns(name: str, patterns: Iterable[Any]) -> None:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def entry_of(axes: tuple[str, ...]) -> Any:
-    """The entry of a spec that names these axes."""
     return axes if len(axes) > 1 else axes[0] if axes else None
 
 
@@ -152,11 +149,7 @@ def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
 
 
 def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
-    """A spec for every parameter: the argument, else Flax metadata, else replicated.
-
-    Raises:
-      ValueError: if the trees do not match, or a spec does not fit its parameter or the mesh.
-    """
+    """A spec for every parameter: the argument, else Flax metadata, else replicated; checked."""
     if param_specs is None:
 
         def given(path: KeyPath, x: Any) -> Tree:

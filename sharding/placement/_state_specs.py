@@ -1,6 +1,5 @@
 """A partition spec for every leaf of any transformation's state, without rules per optimizer."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from sharding._user_line import warn
 from sharding.placement._specs import AnyMesh, Tree, is_spec, path_str, resolve_param_specs, trim
 
 
@@ -30,8 +30,7 @@ def state_shardings(
       mesh: None for that of ``params``.
 
     Returns:
-      The state with a ``NamedSharding`` for every array: the ``in_shardings`` and
-      ``out_shardings`` of ``jit``, or what ``device_put`` takes.
+      The state with a ``NamedSharding`` for every array.
 
     Raises:
       ValueError: without a mesh; if a spec does not fit its parameter or the mesh.
@@ -40,12 +39,10 @@ def state_shardings(
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
       >>> zero = shd.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=3)
       >>> tx = optax.adamw(1e-3)
-      >>> def make_state(params):
-      ...     return {"params": params, "opt_state": tx.init(params), "step": jnp.zeros((), int)}
       >>> params = zero.place({"w": jnp.ones((64, 128))})
-      >>> shardings = shd.state_shardings(make_state, params)
-      >>> state = jax.jit(make_state, out_shardings=shardings)(params)
-      >>> state["opt_state"][0].mu["w"].sharding == params["w"].sharding
+      >>> shardings = shd.state_shardings(tx, params)
+      >>> opt_state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> opt_state[0].mu["w"].sharding == params["w"].sharding
       True
     """
     own = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
@@ -78,13 +75,11 @@ def state_specs(
     Args:
       tx: any optax transformation, or a function of the parameters.
       params: the parameters, or ``ShapeDtypeStruct`` in their place.
-      param_specs: a tree of specs as ``params`` (a prefix will do), or None for Flax metadata, or
-        replicated.
+      param_specs: a tree of specs, or a prefix of one; None for Flax metadata, else replicated.
       mesh: the mesh whose axes the specs name; of any axis types, or abstract.
 
     Returns:
-      A tree as ``tx.init(params)`` with a ``PartitionSpec`` for every array; good as the
-      ``out_shardings`` of ``tx.init`` and of the update on any mesh of these axes.
+      A tree as ``tx.init(params)`` with a ``PartitionSpec`` for every array.
 
     Raises:
       ValueError: if a spec does not fit its parameter or the mesh.
@@ -134,10 +129,7 @@ def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 def _specs_by_path(
     make: Callable[[Tree], Tree], params: Tree, specs: Tree, mesh: AnyMesh, error: Exception
 ) -> Tree:
-    """Specs where ``tx.init`` fails on the shardings of some parameters, or of all.
-
-    Their state gets the spec of the parameter of the same path and shape, else it is replicated.
-    """
+    """Specs where ``tx.init`` fails on the shardings of some parameters, by path and shape."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(make, plain)  # raises the transformation's own error, if it has one
     treedef: Any
@@ -161,11 +153,10 @@ def _specs_by_path(
         for i in range(len(leaves))
         if i not in works
     }
-    warnings.warn(
+    warn(
         f"the transformation's init does not work on sharded types ({type(error).__name__}: "
         f"{error}); state of {', '.join(repr(path_str(path)) for path, _ in left)} is matched to "
-        "parameters by path and shape, and replicated where that finds none.",
-        stacklevel=3,
+        "parameters by path and shape, and replicated where that finds none."
     )
 
     def match(path: Any, leaf: Any, like: Any) -> PartitionSpec:

@@ -47,7 +47,6 @@ def _not_a_train_state(state: Any) -> ValueError:
 
 
 def params_of(state: Any) -> Any:
-    """The parameters of a ``TrainState`` or a pair."""
     if _is_pair(state):
         return state[0]
     if not hasattr(state, "params"):
@@ -56,10 +55,7 @@ def params_of(state: Any) -> Any:
 
 
 def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
-    """The fields of a ``TrainState`` that a loss takes as its model state.
-
-    One name gives the field's value, several a dict, a bool None: the state holds none.
-    """
+    """The fields of a ``TrainState`` that a loss takes as its model state; None for a bool."""
     if isinstance(names, bool) or not names:
         return None
     if not isinstance(names, str):
@@ -74,17 +70,14 @@ def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
 
 
 def with_model_state(state: Any, names: str | tuple[str, ...], model_state: Tree) -> Any:
-    """A ``TrainState`` with other values of these fields."""
     return state.replace(**({names: model_state} if isinstance(names, str) else model_state))
 
 
 def opt_state_of(state: Any) -> Any:
-    """The ``opt_state`` of a ``TrainState`` or a pair."""
     return state[1] if isinstance(state, tuple) else state.opt_state
 
 
 def with_opt_state(state: Any, opt_state: Any) -> Any:
-    """A train state with another ``opt_state``."""
     return (state[0], opt_state) if isinstance(state, tuple) else state.replace(opt_state=opt_state)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.placement._specs import Axis
-from sharding.step.flax._linen import is_bound
+from sharding.step.flax._batch_norm import is_bound
 
 
 def batch_moments(
@@ -16,8 +16,7 @@ def batch_moments(
     """Mean and variance over the batch of all devices, as a batch norm computes them.
 
     In the loss of a step, or any function that is mapped over ``axis``, they are those of the rows
-    of all devices, and so are their gradients; elsewhere those of ``x`` alone. The same model then
-    runs on one device. Modules of Flax need no call: see ``Zero.train_step``.
+    of all devices, and so are their gradients; elsewhere those of ``x`` alone.
 
     Args:
       x: (rows, ..., features); each device has as many rows.

@@ -1,7 +1,6 @@
 """Whether a loss, as sharded, is the loss of the batch on one device."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,29 +11,13 @@ from jax.sharding import Mesh, PartitionSpec
 from sharding.placement._specs import Tree, path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
 from sharding.step._layer_check import operations
-from sharding.step.flax._nnx import is_module, pure_loss
+from sharding.step.flax._nnx_model import is_module, pure_loss
 
 
 def check_loss(
-    zero: Any,
-    loss_fn: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    key: Any,
-    model_state: Any,
-    options: Any,
+    zero: Any, loss_fn: Any, state: Any, batch: Any, key: Any, model_state: Any, options: Any
 ) -> None:
-    """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
-
-    Args:
-      zero: the mesh and the stage.
-      loss_fn: of the parameters, or the model, a batch, and what ``options`` say.
-      state: a train state, or an nnx model.
-      batch: of all devices.
-      key: of the loss.
-      model_state: the names of fields, or the model state itself; False for none.
-      options: of ``value_and_grad``.
-    """
+    """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
         loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
     names = (model_state,) if isinstance(model_state, str) else model_state
@@ -110,11 +93,7 @@ def _one_shard(zero: Any) -> Mesh:
 
 
 def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
-    """The leaves that differ by more than rounding, and by how much.
-
-    A leaf may differ by ``sqrt(eps)`` of its norm. Where its true gradient is zero rounding alone
-    is left, which the norm of its tree bounds.
-    """
+    """The leaves that differ by more than rounding, by their norm or that of the tree."""
     flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
     leaves = [
         (path_str(path), _in_double(x), _in_double(y))
@@ -132,6 +111,5 @@ def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
 
 
 def _in_double(x: Any) -> np.ndarray:
-    """The full array, in double precision."""
     full = full_tree(x)
     return full.astype(np.result_type(full, np.float64))

@@ -32,7 +32,6 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
 
 
 def check_replicated(model_state: Tree) -> None:
-    """Raises if an array of a model state is sharded."""
     for path, x in jax.tree_util.tree_leaves_with_path(model_state):
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
             raise ValueError(
@@ -52,13 +51,7 @@ def _explicit(sharding: Any) -> set[str]:
 
 
 def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
-    """Raises unless the batch has rows, as many in each array, that divide over the devices.
-
-    Args:
-      batch: a tree of arrays; scalars are replicated.
-      devices: that shard the batch.
-      microbatches: of each device.
-    """
+    """Raises unless the batch has rows, as many in each array, that divide over the devices."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError(f"the batch is empty: it holds no arrays, only {batch!r}.")
@@ -117,10 +110,7 @@ def check_compiled() -> None:
 
 
 def check_alive(state: Tree, **others: Tree) -> None:
-    """Raises if an array of a state, or of named arguments, was donated or deleted.
-
-    Passed to jax, it may end the process.
-    """
+    """Raises if an array of a state, or of named arguments, is deleted: jax may end the process."""
     for name, tree in {"state": state, **others}.items():
         for i, x in enumerate(jax.tree.leaves(tree)):
             real = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
@@ -143,13 +133,7 @@ def check_alive(state: Tree, **others: Tree) -> None:
 
 
 def check_apart(donated: Tree, others: Tree, buffers: bool) -> None:
-    """Raises if a donated array is passed twice: jax itself may end the process.
-
-    Args:
-      donated: a tree whose memory is donated.
-      others: further arguments.
-      buffers: also find different arrays that share the memory of a CPU, which takes longer.
-    """
+    """Raises if a donated array is passed twice, or with ``buffers`` its memory: jax may abort."""
     first: dict[int, int] = {}
     count = len(jax.tree.leaves(donated))
     for i, x in enumerate(jax.tree.leaves((donated, others))):
@@ -175,7 +159,6 @@ def _memory_of(x: jax.Array) -> int:
 
 
 def check_options(zero: Any) -> None:
-    """Raises on options of ``Zero`` that are unknown, or do not go together."""
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
     if not zero._layout.axes:

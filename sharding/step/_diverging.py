@@ -25,13 +25,7 @@ def collective_in(jaxpr: Jaxpr, apart: set[int], inside: bool = False) -> str | 
 
 
 def diverging(jaxpr: Jaxpr, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
-    """The ids of the equations, in a jaxpr and all within it, whose predicate or place differs.
-
-    Args:
-      jaxpr: of a function that runs on each device.
-      varies: for each input, whether it differs between the devices.
-      axes: the mesh axes of these devices.
-    """
+    """The ids of all equations whose predicate or place differs over ``axes``, as inputs do."""
     apart: set[int] = set()
     _outputs_vary(jaxpr, list(varies), set(axes), apart)
     return apart
@@ -47,7 +41,6 @@ def _outputs_vary(jaxpr: Jaxpr, varies: list[bool], axes: set[str], apart: set[i
 
 
 def _results_vary(eqn: Any, varies: list[bool], axes: set[str], apart: set[int]) -> list[bool]:
-    """Whether each result of an equation differs."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name == "dynamic_slice" and any(varies[1:]):
         apart.add(id(eqn))

@@ -22,23 +22,16 @@ from sharding.step._step_plan import StepSpec, plan_step
 
 
 class EvalStep(CompiledStep):
-    """A compiled function of parameters and a batch; see ``Zero.eval_step``.
-
-    Attributes:
-      fn: of the parameters, a batch, and the model state if there is one.
-      model_state: the fields of the train state that hold it; True where each call passes it.
-    """
+    """A compiled function of parameters and a batch; see ``Zero.eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
         super().__init__(zero)
         self.fn, self.model_state = fn, model_state
 
     def select(self, state: Any) -> Any:
-        """The parameters, and the fields of the model state."""
         return params_of(state), model_state_of(state, self.model_state)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        """The function for parameters and a batch that are placed like these."""
         params, fields = selected
         layout = self.zero._layout
         placed = layout.place(params)

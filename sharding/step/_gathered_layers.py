@@ -15,10 +15,7 @@ from sharding.step._gather_params import Shard, as_node, gather, has_shards, is_
 def gathered(
     fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
 ) -> Callable[..., Any]:
-    """``fn(params, ...)`` that gathers its parameters, and if ``reshard`` again in backward.
-
-    If ``params`` holds no shards, ``fn`` is called as it is.
-    """
+    """``fn(params, ...)`` that gathers its shards, with ``reshard`` again in backward."""
 
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,9 +51,8 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 def after_input(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
     """Parameters and the input of their layer behind one barrier.
 
-    It keeps XLA from prefetching: gathering the layers' parameters long before their input exists,
-    all of them in memory at once. Since the layer uses both outputs of the barrier, its transpose
-    orders the backward pass in the same way.
+    It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
+    uses both outputs, so that the transpose orders the backward pass in the same way.
     """
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
     inputs = [x for f, x in zip(floating, arrays, strict=True) if f]

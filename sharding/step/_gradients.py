@@ -67,18 +67,10 @@ def gradients(
 ) -> Gradients:
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
-    Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros.
-
-    Args:
-      layout: the mesh and the stage.
-      spec: how parameters are placed, trained and synchronized.
-      loss: of the parameters.
-      params: unsharded below stage 3.
-      inputs: of the loss.
-      sync_state: of ``spec.sync``.
-      early_shards: whether to return the shards of the parameters too. An update that waits for all
-        gradients would hold all unsharded parameters until then, only to take its shards of them.
-        (An update that does not wait holds one at a time, and shards beside them are additional.)
+    Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros. With
+    ``early_shards`` it returns the shards of the parameters too: an update that waits for all
+    gradients would hold all unsharded parameters until then, only to take its shards of them. (An
+    update that does not wait holds one at a time, and shards beside them are additional.)
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
@@ -168,16 +160,8 @@ def device_gradients(
 ) -> Gradients:
     """Gradients of the mean loss over all devices and micro-batches; inside a ``shard_map``.
 
-    Args:
-      plan: how parameters are gathered and gradients reduced.
-      loss: of the list of parameters.
-      params: as this device holds them.
-      inputs: this device's shard of the batch, and the arguments that are replicated.
-      sync_state: this device's.
-
-    Returns:
-      The reduced gradients of the trained parameters; the metrics, scalars of aux marked; the new
-      state of the sync, and the new model state, which is the same on all devices.
+    The loss is one of the list of parameters. Returns the reduced gradients of the trained ones;
+    the metrics, scalars of aux marked; the new states of the sync and of the model.
     """
     axes = plan.layout.data_axes
     sums, model_state, unchanged, aux = accumulate(plan, loss, params, inputs)

@@ -12,13 +12,7 @@ from sharding.placement._specs import is_spec
 
 
 class KernelShards(kernels.Shards):
-    """How parameters are sharded on a mesh.
-
-    Args:
-      layout: the mesh.
-      params: the parameters, or their types.
-      specs: how they are sharded; a tree, which as an attribute is a dict by path.
-    """
+    """How parameters are sharded on a mesh."""
 
     def __init__(self, layout: Layout, params: Any, specs: Any):
         self.layout = layout

@@ -1,8 +1,7 @@
 """Whether a loss computes the same from handles of its layers' parameters as from arrays.
 
-Handles are no arrays: Python code in the loss can count them, ask for their type, or read the size
-of what is in them. Stage 2 does not need them, so that it gives such a loss arrays. Stage 3 does
-where views of parameters are gathered, or results dropped, and a handle does not allow it.
+Python code can count handles, ask for their type, or read the size of what is in them. Stage 2
+gives such a loss arrays, so does stage 3 for views, or dropped results, that handles do not allow.
 """
 
 import dataclasses
@@ -20,19 +19,15 @@ from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
 
 
 def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> StepPlan:
-    """The plan, in which the loss gets only handles that it takes as arrays.
-
-    Args:
-      plan: of the step.
-      loss: a function of the list of parameters and ``args``.
-      *args: abstract arrays.
-    """
+    """The plan, in which the loss of the list of parameters gets the handles it takes as arrays."""
     if plan.layout.stage == 3:
         plan = _confirm_views(plan, loss, args)
         warn_of_unsharded(plan)
     if not plan.reduces_in_layers:
         return plan
-    at_once = plan.reducing_at_once()
+    # A stage 2 that reduces all gradients after the backward pass.
+    arrays = tuple(param._replace(gathered_by_loss=False) for param in plan.params)
+    at_once = dataclasses.replace(plan, params=arrays)
     expected, _ = _trace(at_once, loss, args)
     try:
         found, only_gathered = _trace(plan, loss, args)

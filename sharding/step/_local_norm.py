@@ -1,8 +1,7 @@
 """Squared norms of local gradients, for transformations that require them.
 
-A local gradient is one that exists before gradients are reduced: below stage 3, that of a
-micro-batch of one device; at stage 3, where the backward pass already sums over the axes of shards,
-that of a micro-batch of one replica.
+A local gradient is that of a micro-batch of one device, before it is reduced; at stage 3, whose
+backward pass already sums over the axes of shards, of one replica.
 """
 
 import jax
@@ -15,11 +14,7 @@ from sharding.step._step_plan import StepPlan
 
 
 def num_local_gradients(layout: Layout, microbatches: int) -> int:
-    """The number of local gradients in a step, which transformations get as ``num_pieces``.
-
-    Raises:
-      ValueError: if there is only one.
-    """
+    """The number of local gradients in a step, which transformations get as ``num_pieces``."""
     at_once = layout.num_replicas if layout.stage == 3 else layout.num_devices
     if at_once * microbatches < 2:
         why = "this is one device with one micro-batch. Use microbatches=2 or more"
@@ -38,7 +33,6 @@ def num_local_gradients(layout: Layout, microbatches: int) -> int:
 
 
 def devices_per_gradient(plan: StepPlan) -> int:
-    """The number of devices that share a local gradient."""
     return plan.layout.num_shards if plan.layout.stage == 3 else 1
 
 
@@ -46,11 +40,9 @@ def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) ->
     """This device's terms of sums over all local gradients; inside a ``shard_map``.
 
     ``grads`` are of the sum of losses over a micro-batch, before ``reduce_microbatch``; ``weight``
-    is by what that sum is to be divided, None for the number of devices.
-
-    Returns:
-      The term of the sum of ``|gradient|**2 / weight``. With a ``weight`` also the term of the
-      number of local gradients whose weight is above zero, times ``devices_per_gradient``.
+    is by what that sum is to be divided, None for the number of devices. The sums are that of
+    ``|gradient|**2 / weight``, and with a ``weight`` the number of local gradients whose weight is
+    above zero, times ``devices_per_gradient``.
     """
     table = next((param.path for param in plan.trained if param.synced_by_rows), None)
     if table is not None:
@@ -78,7 +70,6 @@ def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) ->
 
 
 def _sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
-    """In float32 or wider."""
     squared = (jnp.sum(jnp.square(to_sum_dtype(x))) for x in arrays)
     return sum(squared, start=jnp.zeros((), jnp.float32))
 

@@ -1,8 +1,7 @@
-"""TableHandles that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
+"""Tables that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,15 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._permutation import Permutation
+from sharding.collectives._row_owners import Permutation, RowOwners
 from sharding.collectives._sparse_rows import (
-    RowOwners,
+    Loop,
     SendList,
-    break_even_rows,
-    candidates_of_round,
-    for_rounds,
+    SparseRows,
     in_rounds,
-    list_capacity,
     unique_lookups,
 )
 from sharding.placement._on_mesh import over_other_axes
@@ -38,34 +34,27 @@ class TableHandle(ParamHandle):
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
-    r"""Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
+    """Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
 
     Equals ``jnp.take(table, ids, axis=0)``, whose derivative is a gradient of the table's size,
     nearly all zeros. If ``Zero(sync=...)`` syncs the table by rows (``sync.zen``,
     ``sync.agsparse``) and the loss uses it in no other way, only the rows that were looked up are
-    synchronized, each once. At stage 3 the rows are fetched in the same way, in ``eval_step`` too.
-    With T lookups of :math:`T_1 \le T` distinct rows on a device, and D numbers a row, a device
-    sends and receives about :math:`T_1 D` numbers for the gradient, and as many again at stage 3
-    for the rows. Buffers are sized when the step is compiled, from T and the density the sync was
-    made with. If there are more rows, they are sent in several rounds, or the full table is: no
-    gradient is lost.
+    synchronized, each once, and at stage 3 fetched. With :math:`T_1` distinct rows on a device, and
+    D numbers a row, a device sends and receives about :math:`T_1 D` numbers for the gradient, and
+    as many again at stage 3. Buffers are sized when the step is compiled, from the number of ids
+    and the sync's density; more rows are sent in several rounds, or the full table is.
 
     The full gradient of a table is synchronized, with a warning, if the loss uses the table in
     another way as well (tied to the output, gathered, cast), or looks it up in a branch that other
     devices may not take. Otherwise the loss gets a handle in place of the table, which has a
-    ``shape`` and a ``dtype`` and is for ``lookup`` alone. A Linen module that declares its table by
-    ``self.param`` compares its shape with that of a shard, at stage 3; ``sparse_embedding`` avoids
-    that. Batch the ids: ``jax.vmap`` computes all branches of the sync.
-
-    ZeRO shards rows in their order, and in most vocabularies the frequent ones are neighbors, on
-    one device. ``shuffled`` spreads them: the table is stored in the order of a permutation that
-    all devices can compute. The transformation updates all rows: momentum or weight decay also
-    changes rows that were not looked up, unless ``optax_ext.lazy_rows`` wraps it.
+    ``shape`` and a ``dtype`` and is for ``lookup`` alone; a Linen module that declares its table by
+    ``self.param`` needs ``sparse_embedding``. Batch the ids: ``jax.vmap`` computes all branches.
 
     Args:
       table: (rows, ...), as the loss got it.
       ids: integers of any shape; negative ones count from the end. Rows outside the table are NaN.
-      shuffled: the table is in the order of ``shuffle_rows``.
+      shuffled: the table is in the order of ``shuffle_rows``, which spreads frequent rows, in most
+        vocabularies neighbors, over the devices.
 
     Returns:
       An array of the shape of ``ids`` and that of a row.
@@ -76,8 +65,6 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     Example:
       >>> import jax.numpy as jnp, sharding as shd
       >>> table = jnp.arange(10.0).reshape(5, 2)
-      >>> shd.lookup(table, jnp.array([3, 0])).tolist()
-      [[6.0, 7.0], [0.0, 1.0]]
       >>> shd.lookup(shd.shuffle_rows(table), jnp.array([3, 0]), shuffled=True).tolist()
       [[6.0, 7.0], [0.0, 1.0]]
     """
@@ -110,14 +97,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
 
 
 def shuffle_rows(table: jax.Array) -> jax.Array:
-    """A table in the order in which ``lookup(..., shuffled=True)`` expects it.
-
-    Args:
-      table: (rows, ...).
-
-    Returns:
-      The table, its rows permuted. Undone by ``unshuffle_rows``, as for export.
-    """
+    """Permutes a table (rows, ...) into the order that ``lookup(..., shuffled=True)`` expects."""
     size = table.shape[0]
     return jnp.take(table, Permutation(size).invert(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
@@ -129,29 +109,14 @@ def unshuffle_rows(table: jax.Array) -> jax.Array:
 
 
 class _Lookup(NamedTuple):
-    """The static arguments of a lookup.
-
-    Attributes:
-      spec: how rows are gathered and the gradient is synchronized.
-      dtype: of the gradient.
-      num_rows: of the unsharded table.
-    """
+    """The static arguments of a lookup."""
 
     spec: GatherSpec
-    dtype: Any
-    num_rows: int
-
-    def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
-        """This device's shard of the table's gradient."""
-        axes = self.spec.layout.axes
-        mean = self.on_columns(_reduce_columns, grad.astype(self.spec.reduce_dtype), ids)
-        return (mean * lax.axis_size(axes)).astype(self.dtype)
+    dtype: Any  # of the gradient
+    num_rows: int  # of the unsharded table
 
     def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
-        """``fn(call, x, ids)``, each device for the columns that it has on the user's axes.
-
-        A table whose rows these axes shard is left to the partitioner.
-        """
+        """``fn(call, x, ids)`` of each device's columns; not if other axes shard the rows."""
         spec = self.spec
         entries = spec.entries[len(spec.entries) - x.ndim :]
         if entries[0] is not None:
@@ -182,8 +147,10 @@ def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax
 
 
 def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
-    with jax.named_scope("reduce_scatter"):
-        return None, call.gradient(ids, grad), None
+    spec = call.spec
+    with jax.named_scope("reduce_scatter"):  # this device's shard of the table's gradient
+        mean = call.on_columns(_reduce_columns, grad.astype(spec.reduce_dtype), ids)
+        return None, (mean * lax.axis_size(spec.layout.axes)).astype(call.dtype), None
 
 
 _table_rows.defvjp(_table_rows_forward, _table_rows_backward)
@@ -200,14 +167,11 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     firsts, first = unique_lookups(ids, owners)
-    density = min(spec.rows.density, ids.size / call.num_rows)
-    capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
     row_shape = Shard(shard, shard, spec).shape[1:]
 
-    def fetch_unique(send_list: SendList, num_rounds: int) -> jax.Array:
-        def one_round(i: Any, rows: jax.Array) -> jax.Array:
+    def fetch_unique(send_list: SendList, loop: Loop) -> jax.Array:
+        def one_round(picked: jax.Array, rows: jax.Array) -> jax.Array:
             # Send slots to the owners of the rows ...
-            picked = candidates_of_round(send_list, owners.num_owners, capacity, i)
             slots = jnp.take(send_list.slot, picked, fill_value=owners.num_slots)
             if dim:
                 slots = all_gather_concat(slots, axes)
@@ -218,17 +182,15 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
             fetched = lax.all_to_all(sent, axes, split_axis=0, concat_axis=dim, tiled=True)
             return rows.at[picked].set(fetched, mode="drop")
 
-        rows = jnp.zeros((ids.size, *row_shape), shard.dtype)  # at the first lookup of each
-        rows = for_rounds(num_rounds, one_round, rows)
+        rows = loop(one_round, jnp.zeros((ids.size, *row_shape), shard.dtype))  # at the firsts
         inside = ids < call.num_rows  # (lookups,)
         return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
         return jnp.take(gather(Shard(shard, shard, spec._replace(bits=None))), ids, axis=0)
 
-    limit = min(ids.size, owners.num_slots)
-    break_even = break_even_rows(owners.num_slots, math.prod(row_shape), num if dim else 1)
+    shape, max_rows = (call.num_rows, *row_shape), min(ids.size, call.num_rows)
+    rows = SparseRows(shape, shard.dtype, max_rows, lambda owners: firsts, gather_table)
+    args, indices = (rows, owners, spec.rows.density, axes), num if dim else 1
     with jax.named_scope("gather"):
-        return in_rounds(
-            lambda: firsts, limit, capacity, axes, fetch_unique, gather_table, break_even
-        )
+        return in_rounds(*args, fetch_unique, gather_table, indices)

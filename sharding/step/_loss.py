@@ -38,13 +38,7 @@ class Loss(NamedTuple):
         return self
 
     def split(self, out: Any) -> tuple[Any, Any, Any, Any]:
-        """``(total, weight, new model state, aux)`` of what ``fn`` returned.
-
-        The weight is 1 and the others are None where ``fn`` does not return them.
-
-        Raises:
-          ValueError: if ``fn`` returned something else.
-        """
+        """``(total, weight, new model state, aux)`` of what ``fn`` returned, else 1 and None."""
         model_state = aux = None
         if self.model_state and self.has_aux:
             out, more = as_pair(out, "(loss, (new model state, aux))")

@@ -21,13 +21,7 @@ from sharding.step._step_plan import ParamPlan, StepPlan
 def differentiated(
     plan: StepPlan, params: list[jax.Array], accumulates: bool = False
 ) -> list[jax.Array]:
-    """The differentiated inputs; a gradient has the shape and the dtype of its input.
-
-    Args:
-      plan: of the step.
-      params: as this device holds them; at stage 3 shards.
-      accumulates: whether gradients of taps are to have the dtype of their sums.
-    """
+    """The differentiated inputs, of the shape and dtype of gradients, or of sums of them."""
     stage, precision = plan.layout.stage, plan.precision
 
     def input_of(param: ParamPlan, x: jax.Array) -> jax.Array:
@@ -59,19 +53,17 @@ def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
     """What the loss gets: unsharded parameters, and handles of those it gathers by itself.
 
-    Args:
-      plan: of the step.
-      inputs: the differentiated inputs, and in their places the parameters that have no gradient.
-      params: as this device holds them.
+    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
     """
 
-    def handle(param: ParamPlan, x: jax.Array, held: jax.Array, spec: GatherSpec) -> Any:
+    def handle(param: ParamPlan, x: jax.Array, held: jax.Array, reduce: Any) -> Any:
         if not _has_tap(plan, param):
-            return x.astype(spec.dtype)
+            return x.astype(param.loss_dtype)
+        spec = _gather_spec(plan, param, reduce)
         held = held if plan.layout.stage == 3 else held.astype(spec.dtype)
         return (TableHandle if param.synced_by_rows else Shard)(held, x, spec)
 
-    leaves = list(map(handle, plan.params, inputs, params, _gather_specs(plan)))
+    leaves = list(map(handle, plan.params, inputs, params, _backward_syncs(plan)))
     if plan.layout.stage < 3:
         return leaves
     by_loss = [param.gathered_by_loss for param in plan.params]
@@ -80,15 +72,10 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
 
 
 def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """``fn(params, *args)`` as a function of the leaves, or handles of them, and ``args``.
+    """``fn(params, *args)`` as a function of the leaves, or handles, inside a ``shard_map``.
 
     The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
     they become Explicit: arrays then have the types that they have under ``jit``.
-
-    Args:
-      layout: the mesh.
-      fn: such as a loss; called within a ``shard_map`` over the data axes.
-      specs: the tree of the specs of the parameters.
     """
     treedef: Any
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
@@ -115,7 +102,6 @@ def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..
 
 
 def _reshard(x: Any, spec: PartitionSpec) -> Any:
-    """The array, or the arrays of a handle."""
     if not isinstance(x, ParamHandle):
         return jax.sharding.reshard(x, spec)
     arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}
@@ -123,25 +109,12 @@ def _reshard(x: Any, spec: PartitionSpec) -> Any:
     return dataclasses.replace(handle, **jax.sharding.reshard(arrays, spec))
 
 
-def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
-    specs = []
-    for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
-        is_moved = param.gather_dim != param.shard.dim
-        moved = (param.shape, plan.shard_shape(param)) if is_moved else None
-        specs.append(
-            GatherSpec(
-                plan.layout,
-                param.gather_dim,
-                _entries(param),
-                param.loss_dtype,
-                param.reduce_dtype,
-                reduce,
-                param.rows,
-                plan.precision.gather_bits,
-                moved,
-            )
-        )
-    return specs
+def _gather_spec(plan: StepPlan, param: ParamPlan, reduce: Any) -> GatherSpec:
+    is_moved, bits = param.gather_dim != param.shard.dim, plan.precision.gather_bits
+    moved = (param.shape, plan.shard_shape(param)) if is_moved else None
+    where = plan.layout, param.gather_dim, _entries(param)
+    dtypes = param.loss_dtype, param.reduce_dtype
+    return GatherSpec(*where, *dtypes, reduce, param.rows, bits, moved)
 
 
 def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array] | None]:

@@ -1,7 +1,7 @@
 """Model state: what a loss reads and returns beside parameters (statistics, counters, a teacher).
 
-The model state is replicated. Each device computes its own new value from its shard of the batch,
-micro-batch after micro-batch; then the values of all devices are reduced to one.
+It is replicated. Each device computes its own new value from its shard of the batch, micro-batch
+after micro-batch; then the values of all devices are reduced to one.
 """
 
 from typing import Any
@@ -17,7 +17,6 @@ REDUCTIONS = ("mean", "sum", "same")
 
 
 def check_reduction(reduction: Tree) -> None:
-    """Raises if a leaf of a tree is no reduction."""
     if callable(reduction):
         return
     for kind in jax.tree.leaves(reduction):
@@ -29,11 +28,7 @@ def check_reduction(reduction: Tree) -> None:
 
 
 def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
-    """The new state in the dtypes of the old one, and which leaves the loss returned unchanged.
-
-    Raises:
-      ValueError: if the structure or a shape differs.
-    """
+    """The new state in the dtypes of the old one, and which leaves the loss returned unchanged."""
     expected: Any
     expected, structure = jax.tree.structure(old), jax.tree.structure(new)
     if structure != expected:
@@ -77,12 +72,7 @@ def _rank(dtype: Any) -> int:
 def reduce_over_devices(
     old: Tree, new: Tree, unchanged: list[bool], reduction: Tree, axes: tuple[str, ...]
 ) -> Tree:
-    """Reduces the model states of all devices over mesh axes to one; inside a ``shard_map``.
-
-    Leaves that the loss returned unchanged are not reduced. The reduction is a prefix tree:
-    ``"mean"``, for leaves that are not floating the first device's value; ``"sum"``, the old value
-    plus what each device added; ``"same"``, all devices have computed equal values.
-    """
+    """Reduces the model states of all devices to one; leaves that the loss left unchanged stay."""
     reduction = reduction(old) if callable(reduction) else reduction
     try:
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))

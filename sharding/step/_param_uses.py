@@ -9,62 +9,39 @@ import jax
 from jax.interpreters import partial_eval
 
 from sharding._jaxprs import inner_jaxprs
+from sharding._user_line import is_users
 from sharding.step._diverging import collective_in, diverging
 
-# Whose lines are not the user's.
 _JAX = os.path.dirname(jax.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class ParamUses(NamedTuple):
-    """How a function uses its parameters, given by their indices.
+    """How a function uses its parameters, given by their indices."""
 
-    Attributes:
-      marked: for each mark, the parameters that carry it, each with the smallest number of dims it
-        has there: loops over layers take dims off the front.
-      otherwise: the parameters with any unmarked use, each with the first equation of one; None if
-        it is an output.
-      viewed: the parameters of which views are marked, such as single layers, each with the
-        equation of one.
-      dims: of marked parameters, the sharded dims there, counted from the end.
-      dead: the parameters of which something is computed that no output needs, likewise.
-      branched: the parameters marked in a branch or a loop of unknown length.
-      diverging: those of them marked where devices take branches, or loop, by their own data.
-      repeated: the parameters marked more than once, or in a loop that does not slice them.
-      custom: the parameters that a function with a derivative of its own gets.
-      unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
-      moved: the parameters from which such arrays are made without arithmetic.
-      apart: the name of a collective in a branch or loop that devices take by their own data.
-    """
-
+    # For each mark, the parameters that carry it, with their smallest number of dims: loops over
+    # layers take dims off the front.
     marked: dict[str, dict[int, int]]
+    # With any unmarked use: the first equation of one; None if it is an output.
     otherwise: dict[int, Any]
-    viewed: dict[int, Any]
-    dims: dict[int, set[int]]
-    dead: dict[int, Any]
-    branched: set[int]
-    diverging: set[int]
-    repeated: set[int]
-    custom: set[int]
-    unknown: dict[str, list[tuple[int, ...]]]
-    moved: set[int]
-    apart: str | None
+    viewed: dict[int, Any]  # of which views are marked, such as single layers: the equation of one
+    dims: dict[int, set[int]]  # of marked ones, the sharded dims there, counted from the end
+    dead: dict[int, Any]  # of which something is computed that no output needs: its equation
+    branched: set[int]  # marked in a branch or a loop of unknown length
+    diverging: set[int]  # of these, where devices take branches, or loop, by their own data
+    repeated: set[int]  # marked more than once, or in a loop that does not slice them
+    custom: set[int]  # that a function with a derivative of its own gets
+    unknown: dict[str, list[tuple[int, ...]]]  # shapes of marked arrays that are no parameters
+    moved: set[int]  # from which such arrays are made without arithmetic
+    apart: str | None  # a collective in a branch or loop that devices take by their own data
 
 
 class _Param(NamedTuple):
-    """A variable that holds a parameter, a slice of one in a loop, or a view of either.
-
-    Attributes:
-      number: of the parameter.
-      dim: its sharded dim, counted from the end; 0 for none.
-      view: the first equation that makes a view of it.
-      moved: whether it is no view, but made without arithmetic.
-    """
+    """A variable that holds a parameter, a slice of one in a loop, or a view of either."""
 
     number: int
-    dim: int
-    view: Any = None
-    moved: bool = False
+    dim: int  # its sharded dim, counted from the end; 0 for none
+    view: Any = None  # the first equation that makes a view of it
+    moved: bool = False  # whether it is no view, but made without arithmetic
 
 
 # Primitives, of one array and perhaps indices, that make no numbers; some are views.
@@ -80,15 +57,10 @@ def find_uses(
     axes: Sequence[str] = (),
     dims: Sequence[int] | None = None,
 ) -> ParamUses:
-    """Traces ``fn(params, *args)`` and reports how it uses its parameters.
+    """Traces ``fn(params, *args)`` and reports how it uses its parameters, a list.
 
-    Args:
-      fn: a function of a list of parameters, such as a loss.
-      params: abstract arrays of unsharded shapes.
-      marks: the names that ``checkpoint_name`` gives to parameters.
-      *args: abstract arrays, too, which differ between devices.
-      axes: the mesh axes of these devices; without, nothing is found to diverge.
-      dims: the sharded dim of each parameter, counted from the end; 0 for none.
+    ``marks`` are names by ``checkpoint_name``, ``axes`` those of the devices between which ``args``
+    differ, ``dims`` the sharded dims of parameters, counted from the end; 0 for none.
     """
     return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks, axes, dims)
 
@@ -122,20 +94,9 @@ def without_dead(jaxpr: Any) -> Any:
 def _uses_of(
     jaxpr: Any, params: dict[Any, _Param], marks: Sequence[str], apart: set[int]
 ) -> ParamUses:
-    uses = ParamUses(
-        marked={mark: {} for mark in marks},
-        otherwise={},
-        viewed={},
-        dims={},
-        dead={},
-        branched=set(),
-        diverging=set(),
-        repeated=set(),
-        custom=set(),
-        unknown={mark: [] for mark in marks},
-        moved=set(),
-        apart=None,
-    )
+    marked: dict[str, dict[int, int]] = {mark: {} for mark in marks}
+    unknown: dict[str, list[tuple[int, ...]]] = {mark: [] for mark in marks}
+    uses = ParamUses(marked, {}, {}, {}, {}, set(), set(), set(), set(), unknown, set(), None)
     for out in filter(None, _visit(jaxpr, params, uses, apart)):
         uses.otherwise.setdefault(out.number, None)
     return uses
@@ -143,26 +104,15 @@ def _uses_of(
 
 def _visit(
     jaxpr: Any,
-    params: dict[Any, _Param],
+    params: dict[Any, _Param],  # by the variables that hold them
     uses: ParamUses,
-    apart: set[int],
-    branch: bool = False,
-    diverges: bool = False,
-    looped: frozenset[int] = frozenset(),
-    call: Any = None,
+    apart: set[int],  # ids of equations whose predicates differ between devices
+    branch: bool = False,  # whether some devices may not run this jaxpr, or not as often
+    diverges: bool = False,  # whether they differ in that
+    looped: frozenset[int] = frozenset(),  # that every run of a loop around it gets in full
+    call: Any = None,  # the equation that calls it, if it is of a function of jax
 ) -> list[_Param | None]:
-    """Adds the uses in one jaxpr, and returns the parameters that are its outputs.
-
-    Args:
-      jaxpr: of the function, or of a loop, branch or call in it.
-      params: the variables that hold parameters.
-      uses: where they are added.
-      apart: the ids of equations whose predicates differ between devices.
-      branch: whether some devices may not run this jaxpr, or not as often.
-      diverges: whether they differ in that.
-      looped: the parameters that every run of a loop around this jaxpr gets in full.
-      call: the equation that calls this jaxpr, if it is of a function of jax.
-    """
+    """Adds the uses in one jaxpr to ``uses``, and returns the parameters that are its outputs."""
 
     def held(var: Any) -> _Param | None:
         return None if hasattr(var, "val") else params.get(var)  # literals have no hash
@@ -205,7 +155,9 @@ def _visit(
             if name == "scan":  # a loop over layers takes the first dim off
                 ndims = {param.number: eqn.invars[i].aval.ndim for i, param in operands}
                 in_full = {p.number for v, p in passed.items() if v.aval.ndim == ndims[p.number]}
-            outer = call or (eqn if _is_of_jax(sub) else None)
+            # A function of jax, such as ``jnp.take``, has one trace for all its callers.
+            is_of_jax = _JAX in str(getattr(sub.debug_info, "func_src_info", ""))
+            outer = call or (eqn if is_of_jax else None)
             outs = _visit(sub, passed, uses, apart, in_branch, apart_here, looped | in_full, outer)
             if name in ("jit", "pjit"):
                 both = zip(eqn.outvars, outs, strict=True)
@@ -224,10 +176,8 @@ def _record(uses: ParamUses, used: set[int], eqn: Any) -> None:
 
 
 def _view(eqn: Any, param: _Param, call: Any) -> _Param | None:
-    """The parameter that results hold in another order or in part; None for any other operation.
-
-    Shards of a view are the views of shards: the sharded dim stays as it is.
-    """
+    """The parameter that results hold in another order or in part; None for another operation."""
+    # Shards of a view are the views of shards: the sharded dim stays as it is.
     name, options = eqn.primitive.name, eqn.params
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     dims = range(len(before))
@@ -260,11 +210,6 @@ def _view(eqn: Any, param: _Param, call: Any) -> _Param | None:
     return view._replace(dim=same.index(place) - len(same)) if place in same else None
 
 
-def _is_of_jax(jaxpr: Any) -> bool:
-    """Whether the function is one of jax, such as ``jnp.take``, which callers share a trace of."""
-    return _JAX in str(getattr(jaxpr.debug_info, "func_src_info", ""))
-
-
 def place_of(eqn: Any) -> str:
     """The operation of an equation, and the line of the user's code that it is from."""
     if eqn is None:
@@ -272,7 +217,7 @@ def place_of(eqn: Any) -> str:
     name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else eqn.primitive.name
     trace = eqn.source_info.traceback
     frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
-    own = [f for f in frames if not f.filename.startswith((_JAX, _HERE))]
+    own = [f for f in frames if is_users(f.filename)]
     return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
 
 

@@ -12,23 +12,18 @@ from sharding.collectives._dtypes import sum_dtype
 class Precision:
     """Dtypes of a step; the parameters' own is that of the train state.
 
-    With bfloat16 parameters and ``optax_ext.master_weights``, parameters are gathered in bfloat16
-    while the float32 master weights stay sharded as the optimizer state. With float32 parameters
-    and ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for
-    the train state, gather float32. The dtype of leaves that are not floating never changes.
-
-    At stage 3 ``gather`` sends parameters in 8 or 4 bits (ZeRO++'s qwZ): floating matrices of at
-    least 512 elements a shard, in blocks of 512 with a scale each. The loss and its gradient see
-    the decoded values; the update changes the parameters themselves. Rows that ``lookup`` fetches
-    are sent as they are.
+    With float32 parameters and ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2,
+    which gather parameters for the train state, gather float32. Leaves that are not floating keep
+    theirs.
 
     Attributes:
       compute: parameters are cast to it for the loss; None: as they are.
       reduce: gradients are cast to it to be summed over devices; None: as autodiff makes them.
-      accumulate: gradients are accumulated over micro-batches, and passed to the transformation,
-        in it; None: accumulated in float32 at least, passed in the parameters' dtype.
-      gather: at stage 3, the dtype in which parameters are sent: int8 or int4; None: the dtype
-        that computes.
+      accumulate: gradients are accumulated over micro-batches, and passed to the transformation, in
+        it; None: accumulated in float32 at least, passed in the parameters' dtype.
+      gather: at stage 3, int8 or int4 sends floating matrices of at least 512 elements a shard in
+        codes, with a scale for 512 elements (ZeRO++'s qwZ). Loss and gradient see decoded values;
+        the update changes the parameters themselves. None: the dtype that computes.
 
     Raises:
       ValueError: if a dtype is not floating, or ``gather`` neither int8 nor int4.
@@ -39,10 +34,9 @@ class Precision:
       dtype('float32')
 
     References:
-      Micikevicius, Narang, Alben, Diamos, Elsen, Garcia, Ginsburg, Houston, Kuchaiev, Venkatesh,
-      Wu: Mixed Precision Training, ICLR 2018, arXiv 1710.03740. Wang, Qin, Jacobs, Holmes,
-      Rajbhandari, Ruwase, Yan, Yang, He: ZeRO++: Extremely Efficient Collective Communication for
-      Giant Model Training, 2023, arXiv 2306.10209.
+      Micikevicius, Narang, Alben et al.: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
+      Wang, Qin, Jacobs et al.: ZeRO++: Extremely Efficient Collective Communication for Giant Model
+      Training, 2023, arXiv 2306.10209.
     """
 
     compute: Any = None
@@ -64,11 +58,9 @@ class Precision:
             object.__setattr__(self, field.name, dtype)
 
     def of_loss(self, dtype: Any) -> Any:
-        """In which dtype the loss sees a parameter."""
         return _unless_none(self.compute, dtype)
 
     def of_sum(self, dtype: Any) -> Any:
-        """In which dtype a gradient is summed over devices."""
         return _unless_none(self.reduce, dtype)
 
     @property
@@ -77,7 +69,6 @@ class Precision:
         return None if self.gather is None else jnp.iinfo(self.gather).bits
 
     def of_accumulator(self, dtype: Any) -> Any:
-        """In which dtype micro-batches are added up."""
         return _unless_none(self.accumulate, sum_dtype(dtype))
 
     def of_result(self, dtype: Any) -> Any:

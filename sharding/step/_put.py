@@ -32,7 +32,6 @@ _DIFFERENCES = (  # by the place of a fact, after the first
 
 
 def data_shard(layout: Layout) -> tuple[int, int]:
-    """See ``Zero.data_shard``."""
     shards, me = _row_shards(layout.mesh, layout.data_axes), jax.process_index()
     for index, processes in enumerate(shards):
         if me in processes:
@@ -60,7 +59,6 @@ def describe_rows(layout: Layout) -> str:
 
 
 def put(layout: Layout, batch: Tree, check: bool) -> Tree:
-    """See ``Zero.put``."""
     _, count = data_shard(layout)
     shards = _row_shards(layout.mesh, layout.data_axes)
     several = check and sum(map(len, shards)) > 1
@@ -85,14 +83,7 @@ def _as_numbers(path: KeyPath, x: Any) -> np.ndarray:
 
 @functools.lru_cache(maxsize=16)
 def _row_shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
-    """The processes that give each shard of the rows, in the order of the rows.
-
-    Processes that have devices at the same places of the data axes give the same rows.
-
-    Raises:
-      ValueError: if the mesh is abstract, or the rows of two processes overlap or are not equally
-        many.
-    """
+    """The processes that give each shard of the rows, in the order of the rows."""
     if not isinstance(mesh, Mesh):
         raise ValueError(f"{mesh} is abstract: rows of a batch go to the processes of devices.")
     dims = [mesh.axis_names.index(axis) for axis in data_axes]

@@ -1,28 +1,24 @@
-"""Sums gradients over devices: of each micro-batch, and of what the micro-batches accumulated.
-
-All functions take and return the gradients of the trained parameters, and run inside a
-``shard_map`` over the data axes.
-"""
+"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import Axes
 from sharding.step._step_plan import StepPlan
-from sharding.step._sync_state import other_sync_spec
+from sharding.step._sync_state import sync_spec
+
+Arrays = list[jax.Array]
 
 
-def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
-    """Reduce-scatters the sharded gradients of one micro-batch over the axes of shards.
-
-    At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it.
-    Below stage 2, and with a sync that has a state, micro-batches accumulate unreduced gradients.
-    """
+def reduce_microbatch(plan: StepPlan, grads: Arrays) -> Arrays:
+    """Reduce-scatters the sharded gradients of one micro-batch, where its backward pass did not."""
     chosen = reduced_by_microbatch(plan)
     if not any(chosen):
         return grads
@@ -32,7 +28,6 @@ def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]
 
 
 def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
-    """Which gradients ``reduce_microbatch`` reduces."""
     reduces = plan.layout.stage == 2 and plan.reduces_microbatches
     return [
         reduces and bool(param.shard.dim) and not param.reduced_in_backward
@@ -40,7 +35,7 @@ def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
     ]
 
 
-def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
+def reduce_accumulated(plan: StepPlan, grads: Arrays) -> Arrays:
     """Sums the accumulated gradients over all axes that they were not summed over yet."""
     layout, sharded = plan.layout, [bool(param.shard.dim) for param in plan.trained]
     if not plan.reduces_microbatches:
@@ -52,13 +47,8 @@ def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array
     return _sum(plan, grads, layout.data_axes, unsharded, _shards(plan))
 
 
-def sync_accumulated(
-    plan: StepPlan, grads: list[jax.Array], state: Any, scale: Any
-) -> tuple[list[jax.Array], Any]:
-    """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync.
-
-    Gradients are scaled before they are sent: residuals are those of the gradient, not of a sum.
-    """
+def sync_accumulated(plan: StepPlan, grads: Arrays, state: Any, scale: Any) -> tuple[Arrays, Any]:
+    """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync."""
     chosen = [
         not (param.synced_by_rows or (param.shard.dim and plan.reduces_microbatches))
         for param in plan.trained
@@ -66,6 +56,7 @@ def sync_accumulated(
     if plan.layout.replica_axes:
         grads = _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))
         chosen = [True] * len(grads)
+    # Scaled before they are sent: residuals are those of the gradient, not of a sum.
     return _sync(plan, [g * scale for g in grads], chosen, state)
 
 
@@ -75,11 +66,11 @@ def _shards(plan: StepPlan) -> list[ArrayLayout]:
 
 def _sum(
     plan: StepPlan,
-    grads: list[jax.Array],
-    axes: tuple[str, ...],
-    chosen: Sequence[bool],
+    grads: Arrays,
+    axes: Axes,
+    chosen: list[bool],
     arrays: Sequence[ArrayLayout],
-) -> list[jax.Array]:
+) -> Arrays:
     """Sums the chosen gradients over axes; reduce-scatters those whose array has a sharded dim."""
     picked = [i for i, choice in enumerate(chosen) if choice]
     if not picked:
@@ -91,13 +82,11 @@ def _sum(
     return [new.get(i, g) for i, g in enumerate(grads)]
 
 
-def _sync(
-    plan: StepPlan, grads: list[jax.Array], chosen: Sequence[bool], state: Any
-) -> tuple[list[jax.Array], Any]:
+def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Any) -> tuple[Arrays, Any]:
     """The sums of the chosen gradients by the plan's sync, and its new state.
 
-    Of a parameter that other axes shard, every device synchronizes its own block. Of one that is
-    replicated over them, all synchronize the same array and random keys, and get the same mean.
+    Of a parameter that other axes shard, every device synchronizes its own block; of a replicated
+    one all synchronize the same array and random keys, and get the same mean.
     """
     layout, sync = plan.layout, plan.sync
     assert sync is not None
@@ -116,7 +105,7 @@ def _sync(
         return means, jax.tree.map(lambda x: x[None], new) if layout.other_axes else new
 
     param_specs = {param.path: param.shard.spec for param in plan.params}
-    specs = (param_specs, other_sync_spec(layout))
+    specs = (param_specs, PartitionSpec(*sync_spec(layout)[2:]))  # on the other axes
     with jax.named_scope("reduce_gradients"):
         means, state = over_other_axes(layout, sync_blocks, specs, specs)(tree, state)
     num = lax.axis_size(axes)

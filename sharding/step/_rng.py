@@ -24,14 +24,7 @@ def step_key(state: Any, key: Any) -> Any:
 
 
 def microbatch_key(rngs: Any, key: Any, number: jax.Array, microbatch: Any) -> Any:
-    """What the loss gets as its key for one micro-batch.
-
-    Args:
-      rngs: one of ``RNGS``, not False.
-      key: of the step.
-      number: of the micro-batch, in the order of the batch of all devices.
-      microbatch: its arrays.
-    """
+    """What the loss gets as its key for the micro-batch of this number of all devices."""
     if rngs is NUMBERED:
         return number, None if key is None else jax.random.fold_in(key, number)
     if rngs != "per_example":

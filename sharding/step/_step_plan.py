@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from sharding._user_line import warn
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
@@ -19,53 +19,33 @@ from sharding.sync import GradientSync, RowMethod
 
 
 class StepSpec(NamedTuple):
-    """The placement, training and synchronization of parameters; trees as the parameters.
-
-    Attributes:
-      precision: the dtypes of computing, reducing, accumulating and gathering.
-      placed: the placement of the parameters.
-      trained: bools, whether each parameter has a gradient.
-      sync: makes the mean of gradients, in place of a sum: over the replica axes if there are any,
-        else over the axes of shards.
-    """
+    """The placement, training and synchronization of parameters; trees as the parameters."""
 
     precision: Precision
     placed: Placement
-    trained: Any
+    trained: Any  # bools, whether each parameter has a gradient
+    # Makes the mean of gradients, in place of a sum: over the replica axes if there are any, else
+    # over the axes of shards.
     sync: GradientSync | None = None
 
 
 class ParamPlan(NamedTuple):
-    """One parameter in a step.
+    """One parameter in a step."""
 
-    Attributes:
-      path: its path in the tree, unlike that of all others; see ``leaf_names``.
-      shape: its unsharded shape.
-      dtype: in the train state.
-      loss_dtype: as the loss sees it.
-      reduce_dtype: in which its gradient is summed over devices.
-      trained: whether it has a gradient.
-      shard: how it and its gradient are sharded over the axes of shards.
-      replica_shard: how its gradient is sharded over the replica axes as well.
-      rows: the sync of rows that were looked up; None to sync the full gradient.
-      gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself;
-        at stage 2, whether it passes it to ``gather``, whose derivative then reduces the gradient.
-      synced_by_rows: below stage 3, whether the derivative of ``lookup`` syncs its gradient.
-      gather_dim: its sharded dim, counted from the end, in the view that the loss gathers.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    loss_dtype: Any
-    reduce_dtype: Any
-    trained: bool
-    shard: ArrayLayout
-    replica_shard: ArrayLayout
-    rows: RowMethod | None
-    gathered_by_loss: bool
-    synced_by_rows: bool
-    gather_dim: int
+    path: str  # unlike that of all others; see ``leaf_names``
+    shape: tuple[int, ...]  # unsharded
+    dtype: Any  # in the train state
+    loss_dtype: Any  # as the loss sees it
+    reduce_dtype: Any  # in which its gradient is summed over devices
+    trained: bool  # whether it has a gradient
+    shard: ArrayLayout  # over the axes of shards; so is its gradient
+    replica_shard: ArrayLayout  # of its gradient, over the replica axes as well
+    rows: RowMethod | None  # the sync of rows that were looked up; None for the full gradient
+    gather_dim: int  # its sharded dim, counted from the end, in the view that the loss gathers
+    # At stage 3, whether the loss gathers it, or looks up rows of it, by itself; at stage 2,
+    # whether it passes it to ``gather``, whose derivative then reduces the gradient.
+    gathered_by_loss: bool = False
+    synced_by_rows: bool = False  # below stage 3, whether the derivative of ``lookup`` syncs it
 
     @property
     def reduced_in_backward(self) -> bool:
@@ -75,35 +55,22 @@ class ParamPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """All parameters in a step.
-
-    Attributes:
-      layout: the mesh and the stage.
-      precision: the dtypes of the step.
-      params: a plan for each leaf of the parameters.
-      sync: see ``StepSpec``.
-      sync_has_state: whether ``sync`` has a state, such as error-feedback residuals.
-      uses: of the parameters in the loss, if it was traced.
-    """
+    """All parameters in a step."""
 
     layout: Layout
     precision: Precision
     params: tuple[ParamPlan, ...]
     sync: GradientSync | None
-    sync_has_state: bool
-    uses: ParamUses | None = None
+    sync_has_state: bool  # such as error-feedback residuals
+    uses: ParamUses | None = None  # of the parameters in the loss, if it was traced
 
     @property
     def trained(self) -> tuple[ParamPlan, ...]:
-        """The parameters that have a gradient, in their order."""
         return tuple(param for param in self.params if param.trained)
 
     @property
     def reduces_microbatches(self) -> bool:
-        """Whether the gradients of each micro-batch are reduced, so that only shards accumulate.
-
-        A sync with a state runs once a step: its residuals are those of the full gradient.
-        """
+        """Whether each micro-batch is reduced; not by a sync with a state, which runs once."""
         once = self.sync_has_state and not self.layout.replica_axes
         return self.layout.stage >= 2 and not once
 
@@ -111,11 +78,6 @@ class StepPlan:
     def reduces_in_layers(self) -> bool:
         """Whether the backward pass of stage 2 reduces gradients, layer by layer."""
         return self.layout.stage == 2 and any(param.gathered_by_loss for param in self.params)
-
-    def reducing_at_once(self) -> "StepPlan":
-        """The plan of a stage 2 that reduces all gradients after the backward pass."""
-        params = tuple(param._replace(gathered_by_loss=False) for param in self.params)
-        return dataclasses.replace(self, params=params)
 
     @property
     def divides_first(self) -> bool:
@@ -141,13 +103,9 @@ class StepPlan:
         """The state of a ``sync`` that has no arrays in it."""
         if self.sync is None:
             return None
-        blocks = [self.layout.block_shape(p.shape, p.shard.spec) for p in self.params]
-        return self.sync.init(
-            {
-                p.path: jax.ShapeDtypeStruct(block, p.dtype)
-                for p, block in zip(self.params, blocks, strict=True)
-            }
-        )
+        block = self.layout.block_shape
+        types = [jax.ShapeDtypeStruct(block(p.shape, p.shard.spec), p.dtype) for p in self.params]
+        return self.sync.init({p.path: x for p, x in zip(self.params, types, strict=True)})
 
 
 def plan_step(
@@ -160,21 +118,7 @@ def plan_step(
     reduce_in_backward: bool = True,
     check_branches: bool = False,
 ) -> StepPlan:
-    """The plan of a step with one loss.
-
-    Args:
-      layout: the mesh and the stage.
-      spec: how the parameters are placed, trained and synchronized.
-      params: the tree of parameters, unsharded, or their types.
-      sync_has_state: whether the sync has a state.
-      loss: a function of the list of parameters and ``args``.
-      *args: abstract arrays.
-      reduce_in_backward: whether the backward pass may reduce gradients at stage 2.
-      check_branches: whether the loss is traced to find collectives in branches.
-
-    Warns:
-      UserWarning: see ``_gathered_by_loss`` and ``_synced_by_rows``.
-    """
+    """The plan of a step with one loss of the list of parameters and ``args``, in types."""
     treedef: Any = jax.tree.structure(params)
     flat = zip(
         leaf_names(params),
@@ -182,29 +126,17 @@ def plan_step(
         *map(treedef.flatten_up_to, (spec.trained, *spec.placed[:3])),
         strict=True,
     )
+    rows = spec.sync.rows if spec.sync is not None else None
     plans = []
     for name, x, trained, param_spec, shard_spec, dim in flat:
         other = layout.other_spec(param_spec)
         axes = {axis for entry in shard_spec for axis in axes_of(entry)}
-        replica_dim = dim if axes & set(layout.replica_axes) else 0
+        shard = ArrayLayout(dim, other)
+        replica_shard = ArrayLayout(dim if axes & set(layout.replica_axes) else 0, other)
         loss_dtype = spec.precision.of_loss(x.dtype)
-        rows = spec.sync.rows if spec.sync is not None else None
-        plans.append(
-            ParamPlan(
-                name,
-                tuple(x.shape),
-                x.dtype,
-                loss_dtype,
-                spec.precision.of_sum(loss_dtype),
-                trained,
-                ArrayLayout(dim, other),
-                ArrayLayout(replica_dim, other),
-                None if rows is None else rows(name, x),
-                gathered_by_loss=False,
-                synced_by_rows=False,
-                gather_dim=dim,
-            )
-        )
+        dtypes = x.dtype, loss_dtype, spec.precision.of_sum(loss_dtype)
+        shards, method = (shard, replica_shard), None if rows is None else rows(name, x)
+        plans.append(ParamPlan(name, x.shape, *dtypes, trained, *shards, method, gather_dim=dim))
     plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
     by_loss, by_rows, uses = _handles(plan, reduce_in_backward, check_branches, loss, args)
     complete = tuple(
@@ -229,12 +161,8 @@ def _handles(
     params, stage = plan.params, plan.layout.stage
     with_rows = {i for i, param in enumerate(params) if param.rows is not None}
     # A sync over the axes of shards takes all gradients of a micro-batch together.
-    in_layers = (
-        reduce_in_backward
-        and stage == 2
-        and plan.reduces_microbatches
-        and not plan.syncs_shard_axes
-    )
+    in_layers = stage == 2 and plan.reduces_microbatches and not plan.syncs_shard_axes
+    in_layers &= reduce_in_backward
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
         if not (with_rows or in_layers or check_branches):
@@ -285,10 +213,7 @@ def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     """At stage 3, the parameters that the loss gathers, or looks up rows of, and nothing else.
 
     Not where devices take a branch by their own data: those that take another one would not take
-    part. These parameters are gathered before the loss.
-
-    Warns:
-      UserWarning: if some are gathered before the loss.
+    part. These parameters are gathered before the loss, with a warning.
     """
     marked = set().union(*uses.marked.values()) - uses.otherwise.keys()
     moved = {i for i, dims in uses.dims.items() if dims != {plans[i].shard.dim}}
@@ -297,22 +222,17 @@ def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     own = marked - uses.diverging
     if marked - own:
         names = ", ".join(repr(plans[i].path) for i in sorted(marked - own)[:4])
-        warnings.warn(
+        warn(
             f"the loss gathers {len(marked - own)} parameters, such as {names}, in a branch or a "
             "loop that devices take by their own data. They are gathered before the loss instead, "
             "and each device holds them unsharded. Gather them before the branch, or make its "
-            "predicate the same on all devices.",
-            stacklevel=2,
+            "predicate the same on all devices."
         )
     return own
 
 
 def warn_of_unsharded(plan: StepPlan) -> None:
-    """Warns of parameters that stage 3 gathers before the loss.
-
-    Warns:
-      UserWarning: if those are all that are sharded, or some that a layer gathers as well.
-    """
+    """Warns of parameters that stage 3 gathers before the loss: all, or some that a layer has."""
     assert plan.uses is not None
     params = plan.params
     sharded = {i for i, param in enumerate(params) if param.shard.dim}
@@ -338,11 +258,10 @@ def warn_of_unsharded(plan: StepPlan) -> None:
         if own
         else f"stage 3 with a loss that gathers no layer where it is used: all parameters, {total},"
     )
-    warnings.warn(
+    warn(
         f"{found} are gathered at once, and each device holds them unsharded from the forward to "
         f"the backward pass. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
-        "call zero.gather in each layer; of a stack, pass single layers.",
-        stacklevel=2,
+        "call zero.gather in each layer; of a stack, pass single layers."
     )
 
 
@@ -351,15 +270,10 @@ def _printed_size(size: int) -> str:
 
 
 def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
-    """Below stage 3, the tables whose gradient is synced by the rows that were looked up.
-
-    Warns:
-      UserWarning: if a table is looked up in a branch: devices that take the other one would leave
-        those that sync waiting.
-    """
+    """Below stage 3, the tables whose gradient is synced by the rows that were looked up."""
     looked_up = uses.marked[_lookup.MARK]
     tables = (with_rows & looked_up.keys()) - uses.otherwise.keys()
-    for i in tables & uses.branched:
+    for i in tables & uses.branched:  # devices that take the other one would leave others waiting
         _warn_full_sync(f"the loss looks up rows of {plans[i].path!r} in a branch or a while loop")
     tables -= uses.branched
     # A stack that is sharded along a dim that loops slice off has no shard of a single slice.
@@ -381,6 +295,4 @@ def _warn_of_full_tables(plans: Sequence[ParamPlan], with_rows: set[int], uses: 
 
 
 def _warn_full_sync(found: str) -> None:
-    warnings.warn(
-        f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.", stacklevel=3
-    )
+    warn(f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.")

@@ -21,8 +21,8 @@ def local_gradients(
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the gradients that a device passes to the sync, by the names of parameters.
 
-    They are unsharded over the data axes; with replicas, between which shards are synchronized,
-    they are shards. Of a parameter that other axes shard they are the device's block.
+    They are unsharded over the data axes, with replicas sharded over those of shards; of a
+    parameter that other axes shard they are the device's block.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
@@ -37,10 +37,7 @@ def local_gradients(
 
 
 def init_sync_state(sync: GradientSync, layout: Layout, gradients: Tree) -> Tree:
-    """The states of all devices: (synchronizing devices, devices of a replica, ...).
-
-    On a mesh with other axes their devices are one more dim, the third.
-    """
+    """All devices' states: (synchronizing devices, devices of a replica, [other axes,] ...)."""
     state = sync.init(gradients)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*_sizes(layout), *x.shape)), state)
 
@@ -48,11 +45,6 @@ def init_sync_state(sync: GradientSync, layout: Layout, gradients: Tree) -> Tree
 def sync_spec(layout: Layout) -> PartitionSpec:
     """The spec of every array of the state."""
     return PartitionSpec(*map(entry_of, _sync_axes(layout)))
-
-
-def other_sync_spec(layout: Layout) -> PartitionSpec:
-    """The spec on the other axes of every array of the state of one data-parallel device."""
-    return PartitionSpec(*sync_spec(layout)[2:])
 
 
 def _sync_axes(layout: Layout) -> tuple[tuple[str, ...], ...]:
@@ -153,7 +145,6 @@ def _type(x: Any) -> tuple[tuple[int, ...], str]:
 
 
 def _described(state: Tree) -> str:
-    """The first arrays of a state by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(state)
     return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 
@@ -197,7 +188,6 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
 
 
 def has_sync_state(state: Any) -> bool:
-    """Whether a train state holds the state of a gradient sync."""
     opt_states = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
     return any(isinstance(x, SyncedState) for x in opt_states)
 
@@ -211,7 +201,6 @@ def split_sync_state(state: Any) -> tuple[Any, Any]:
 
 
 def join_sync_state(state: Any, sync_state: Any) -> Any:
-    """Undoes ``split_sync_state``."""
     if sync_state is None:
         return state
     return with_opt_state(state, SyncedState(opt_state_of(state), sync_state))

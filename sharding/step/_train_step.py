@@ -1,8 +1,7 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
 ``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_gather_params``), and
-reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` advances the shards and
-gathers the new parameters.
+reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
 import functools
@@ -37,15 +36,7 @@ from sharding.step._update_traits import update_traits
 
 
 class TrainStep(CompiledStep):
-    """A training step; see ``Zero.train_step``.
-
-    Attributes:
-      loss: of the parameters, a batch and what its options say.
-      tx: the transformation, for a state that is a pair.
-      model_state: the fields of the train state that hold it; True where each call passes it.
-      trainable: which parameters are trained.
-      grad_norm: whether metrics have the norm of the gradient.
-    """
+    """A training step; see ``Zero.train_step``."""
 
     def __init__(
         self,
@@ -72,7 +63,6 @@ class TrainStep(CompiledStep):
             snapshot.copy_in_steps()
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        """The step for a state and a batch that are placed like these."""
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
@@ -108,20 +98,11 @@ class TrainStep(CompiledStep):
         spec: StepSpec,
         opt_specs: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """The new state and the metrics, on the mesh.
-
-        Args:
-          layout: the mesh, for which all axes are Auto.
-          state: the train state.
-          batch: of all devices.
-          key: of the call.
-          passed: the model state of the call.
-          copied: known once a snapshot has copied the state.
-          spec: how parameters are placed, trained and synchronized.
-          opt_specs: of the optimizer state.
-        """
+        """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
         check_passed(passed, self.model_state)
-        inputs = self._inputs(state, batch, key, passed)
+        key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
+        own = model_state_of(state, self.model_state)
+        inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         params, opt_state, tx = parts(state, self.tx)
         traits = update_traits(tx, params, opt_state, spec.precision, spec.trained)
@@ -150,12 +131,6 @@ class TrainStep(CompiledStep):
             new = with_model_state(new, self.model_state, reduced.model_state)
         return join_sync_state(new, reduced.sync_state), metrics
 
-    def _inputs(self, state: Any, batch: Any, key: Any, passed: Any) -> Inputs:
-        """What the loss takes beside parameters."""
-        key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
-        own = model_state_of(state, self.model_state)
-        return Inputs(batch, key, passed if own is None else own)
-
 
 def apply_gradients(
     zero: Any,
@@ -166,7 +141,6 @@ def apply_gradients(
     param_specs: Any,
     extra_args: dict[str, Any] | None,
 ) -> Any:
-    """A train state after the update with these gradients; see ``Zero.apply_gradients``."""
     check_alive(state, grads=grads, extra_args=extra_args)
     state = zero._layout.place_scalars(state)
     shardings, placed, opt_specs = places(zero, state, tx, param_specs)

@@ -12,24 +12,16 @@ from sharding.step._precision import Precision
 
 
 class UpdateTraits(NamedTuple):
-    """Traits of the update of a transformation.
+    """Traits of the update of a transformation."""
 
-    Attributes:
-      local_norm: whether it depends on its argument ``local_squared_norm``.
-      sums: whether it reduces arrays, as the norm of a clip and the means of CAME do. Under ZeRO
-        these sums are over all devices: no parameter is updated before the last gradient is there.
-    """
-
-    local_norm: bool
+    local_norm: bool  # whether it depends on its argument ``local_squared_norm``
+    # Whether it reduces arrays, as the norm of a clip and the means of CAME do. Under ZeRO these
+    # sums are over all devices: no parameter is updated before the last gradient is there.
     sums: bool
 
 
 def update_traits(
-    tx: optax.GradientTransformation,
-    params: Any,
-    opt_state: Any,
-    precision: Precision,
-    trained: Any,
+    tx: Any, params: Any, opt_state: Any, precision: Precision, trained: Any
 ) -> UpdateTraits:
     """Traces the update of a transformation for parameters of these types."""
 

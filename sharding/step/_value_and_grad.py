@@ -17,20 +17,13 @@ from sharding.step._sync_state import sync_state_types
 
 
 class ValueAndGrad(CompiledStep):
-    """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``.
-
-    Attributes:
-      loss: of the parameters, a batch and what its options say.
-      trainable: which parameters have a gradient.
-      param_specs: of the parameters on the other mesh axes.
-    """
+    """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``."""
 
     def __init__(self, zero: Any, loss: Loss, trainable: Any, param_specs: Any):
         super().__init__(zero, loss.microbatches)
         self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
 
     def __call__(self, params: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
-        """``(loss, grads)`` of parameters; with ``(loss, aux)`` in place of the loss."""
         check_passed(model_state, self.loss.model_state)
         if self.loss.rngs and key is None:
             raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
@@ -52,7 +45,6 @@ class ValueAndGrad(CompiledStep):
         return super()._program(program, selected, batch, copies)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
-        """The function of parameters and a batch that are placed like these."""
         layout, sync = self.zero._layout, self.zero.sync
         placed = layout.place(selected, self.param_specs)
         if sync and sync_state_types(layout, sync, selected, placed) is not None:

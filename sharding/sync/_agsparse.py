@@ -1,32 +1,21 @@
 """Sparse gradient sync by all-gather: every device receives all nonzero rows and adds them."""
 
-import math
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._sparse_rows import (
-    RowOwners,
-    SendList,
-    SparseRows,
-    break_even_rows,
-    candidates_of_round,
-    for_rounds,
-    in_rounds,
-    list_capacity,
-)
+from sharding.collectives._row_owners import RowOwners
+from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard
+from sharding.sync._dense import dense_mean
 from sharding.sync._interface import GradientSync, check_density
 from sharding.sync._row_method import of_large_arrays, row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
-    r"""Gathers the nonzero rows of all devices; each device adds them.
+    """Gathers the nonzero rows of all devices; each device adds them.
 
     Wire bytes per device: (n - 1) d V (4 D + 4) for V rows of D float32 numbers of which a fraction
     d is nonzero. That is less than ``zen`` sends if there are few devices, and grows with their
@@ -35,9 +24,6 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     Args:
       density: the fraction of rows that are nonzero on one device.
       min_size: smaller arrays, and arrays of one dim, are sent in full.
-
-    Returns:
-      A stateless ``GradientSync``.
 
     Raises:
       ValueError: if the density is not above 0 and at most 1.
@@ -57,16 +43,13 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
 def _gathered_mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:
     """The mean, or this device's shard of it along dim 0 or 1."""
     num, (num_rows, *_) = lax.axis_size(axes), rows.shape
-    owners = RowOwners(num_rows, 1)  # one list for all devices
-    capacity = list_capacity(min(density, rows.max_rows / num_rows), num_rows, num)
     shape = list(rows.shape)  # of the result
     if dim is not None:
         shape[dim] //= num
         start = lax.axis_index(axes) * shape[dim]
 
-    def send(send_list: SendList, num_rounds: int) -> jax.Array:
-        def add_round(i: Any, mean: jax.Array) -> jax.Array:
-            chosen = candidates_of_round(send_list, 1, capacity, i)
+    def send(send_list: SendList, loop: Loop) -> jax.Array:
+        def add_round(chosen: jax.Array, mean: jax.Array) -> jax.Array:
             row = jnp.take(send_list.slot, chosen, fill_value=num_rows)
             parts = (row, send_list.values(chosen))
             row, values = (all_gather_concat(x, axes) for x in parts)  # (devices * capacity, ...)
@@ -76,15 +59,12 @@ def _gathered_mean(rows: SparseRows, density: float, axes: Axes, dim: int | None
                 values = lax.dynamic_slice_in_dim(values, start, shape[1], 1)
             return mean.at[row].add(values.astype(mean.dtype) / num, mode="drop")
 
-        return for_rounds(num_rounds, add_round, jnp.zeros(shape, sum_dtype(rows.dtype)))
+        return loop(add_round, jnp.zeros(shape, sum_dtype(rows.dtype)))
 
     def send_dense() -> jax.Array:
-        full = rows.dense()
-        return dense_mean(full, axes) if dim is None else dense_mean_shard(full, axes, dim)
+        return dense_mean(rows.dense(), axes, dim)
 
-    # An all-reduce sends all rows twice, a reduce-scatter once.
-    times = 2 if dim is None else 1
-    break_even = times * break_even_rows(num_rows, math.prod(rows.shape[1:]), 1) / num
-    return in_rounds(
-        lambda: rows.send_list(owners), rows.max_rows, capacity, axes, send, send_dense, break_even
-    )
+    owners = RowOwners(num_rows, 1)  # one list for all devices
+    # An all-reduce sends all rows twice, a reduce-scatter once; a list goes to all devices.
+    dense_cost = (2 if dim is None else 1) / num
+    return in_rounds(rows, owners, density, axes, send, send_dense, dense_cost=dense_cost)

@@ -15,9 +15,8 @@ class SyncedState(NamedTuple):
 
     Attributes:
       inner_state: the state of the transformation.
-      sync_state: the state of the sync, [devices, shards of a replica, ...]: the devices between
-        which gradients are synchronized, and 1 shard without replicas. On a mesh with other axes
-        dim 2 is that of their devices: each synchronizes the blocks of parameters that it has.
+      sync_state: the state of the sync, [synchronizing devices, shards of a replica, ...]; on a
+        mesh with other axes dim 2 is that of their devices.
     """
 
     inner_state: optax.OptState
@@ -29,15 +28,13 @@ def transformation(
 ) -> optax.GradientTransformation:
     """A gradient sync as a gradient transformation, for a ``shard_map`` of one's own.
 
+    ``init`` runs outside the ``shard_map`` and gives every array of the state a first dim of
+    ``num_devices``. ``update`` runs inside, where that dim is 1: shard it over ``axis``.
+
     Args:
       sync: the gradient sync.
       axis: the mesh axis, or axes, over which gradients are averaged.
       num_devices: how many devices are on them.
-
-    Returns:
-      A ``GradientTransformation``. ``init`` runs outside the ``shard_map`` and gives every array of
-      the state a first dim of ``num_devices``. ``update`` runs inside, where that dim is 1: shard
-      it over ``axis``.
 
     Raises:
       ValueError: in ``update``, if the ``shard_map`` is not manual over ``axis``.
@@ -75,14 +72,10 @@ def transformation(
 
 
 def resize(state: Any, num_devices: int) -> Any:
-    """The state of a gradient sync for another number of devices.
+    """The state of a gradient sync, arrays (devices, ...), for another number of devices.
 
     Every device starts with the mean of the residuals, so that what is sent later stays the same on
     average; integers are those of the first device. Runs inside ``jit`` too.
-
-    Args:
-      state: ``sync_state``, or any tree whose arrays have a first dim of devices.
-      num_devices: the new number of devices.
     """
 
     def resize_array(x: Any) -> jax.Array:

@@ -6,13 +6,7 @@ from typing import Any
 
 from sharding.placement._specs import Axis, check_patterns, plain_path
 from sharding.sync._dense import dense
-from sharding.sync._interface import (
-    GradientSync,
-    RowMethod,
-    is_none,
-    named_leaves,
-    with_all_reduce,
-)
+from sharding.sync._interface import GradientSync, RowMethod, is_none, named_leaves, with_all_reduce
 
 
 def by_path(
@@ -24,9 +18,6 @@ def by_path(
       rules: regular expression -> gradient sync. Paths are keys joined by ``/``, such as
         ``block_0/mlp/kernel``; a pattern may match anywhere in them.
       default: for paths in which no pattern is found; None for ``dense()``.
-
-    Returns:
-      A ``GradientSync``.
 
     Raises:
       ValueError: if a pattern is not a regular expression, or a rule not a ``GradientSync``; in

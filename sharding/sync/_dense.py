@@ -13,21 +13,13 @@ from sharding.sync._interface import GradientSync, Method, StepContext, leafwise
 
 
 def dense(dtype: Any = None) -> GradientSync:
-    r"""Sends every gradient in full: the baseline.
-
-    .. math::
-
-      \bar g = \frac 1n \sum_i g_i
+    r"""Sends every gradient in full, :math:`\bar g = \frac 1n \sum_i g_i`: the baseline.
 
     Wire bytes per device: 2 (n - 1) / n times the gradient's for a full mean, (n - 1) / n for a
     shard of it.
 
     Args:
-      dtype: the dtype in which gradients are sent and summed; None for their own. The mean of a
-        narrow float has its precision, whatever dtype it is returned in.
-
-    Returns:
-      A stateless ``GradientSync``.
+      dtype: the dtype in which gradients are sent and summed; None for their own.
 
     Raises:
       ValueError: if ``dtype`` is not a floating dtype.
@@ -43,21 +35,14 @@ def dense(dtype: Any = None) -> GradientSync:
 
 
 def dense_method(dtype: Any = None) -> Method:
-    """``dense`` for one array."""
-
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         del context
-        x = x.astype(dtype or x.dtype)
-        return dense_mean_shard(x, axes, dim) if dim else dense_mean(x, axes)
+        return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)
 
     return stateless(mean, is_linear=True)
 
 
-def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:
-    """The mean over devices, summed in the array's dtype; in float32 or wider."""
-    return to_sum_dtype(lax.psum(x, axes)) / lax.axis_size(axes)
-
-
-def dense_mean_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's shard of ``dense_mean``."""
-    return to_sum_dtype(psum_scatter_auto(x, axes, dim)) / lax.axis_size(axes)
+def dense_mean(x: jax.Array, axes: Axes, dim: int | None = None) -> jax.Array:
+    """The mean over devices in float32 or wider, or this device's shard of it along a dim."""
+    total = lax.psum(x, axes) if dim is None else psum_scatter_auto(x, axes, dim)
+    return to_sum_dtype(total) / lax.axis_size(axes)

@@ -11,6 +11,8 @@ from jax import lax
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._specs import Axes, Axis, axes_of, leaf_names
 
+Reduced = tuple[jax.Array, Any]  # a mean, or a shard of it, and the new state
+
 
 class GradientSync(NamedTuple):
     """How the gradients of several devices become their mean; used inside a ``shard_map``.
@@ -18,8 +20,7 @@ class GradientSync(NamedTuple):
     Attributes:
       init: ``init(params) -> state``, the state of one device, from real or abstract parameters.
       all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree like
-        ``params``, with None for gradients that are not synchronized; ``axis`` is a mesh axis, or a
-        tuple of them.
+        ``params``, with None for gradients that are not synchronized; ``axis`` may be a tuple.
       reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (shards, state)``: this device's
         shard of each mean along a dim, counted from the end; 0 for the full mean.
       rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is synchronized by
@@ -36,9 +37,8 @@ class RowMethod(NamedTuple):
     """How the gradient of a table is synchronized by looked-up rows; stateless.
 
     Attributes:
-      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: from the gradients (lookups, ...) of
-        looked-up rows the mean gradient of the table, or this device's shard of it along a dim,
-        counted from the end; 0 for the full mean.
+      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: from the gradients (lookups, ...) of rows
+        the mean gradient of the table, or this device's shard of it, as in ``GradientSync``.
       density: the expected fraction of all rows that one device looks up.
     """
 
@@ -52,7 +52,7 @@ class Method(NamedTuple):
     init: Callable[[Any], Any]  # init(x) -> the state of one device, for a real or abstract array
     # reduce(x, state, axes, context, dim) -> (mean, state), or this device's shard of it along
     # a dim, counted from the end; 0 for the full mean.
-    reduce: Callable[..., tuple[jax.Array, Any]]
+    reduce: Callable[..., Reduced]
     is_linear: bool = False  # whether infinities and NaN propagate to the mean by themselves
     counts_steps: bool = False  # whether the method reads the step in its context
     rows: RowMethod | None = None  # how it synchronizes looked-up rows; None if it does not
@@ -62,11 +62,11 @@ class StepContext(NamedTuple):
     """What random keys and schedules depend on; the same on all devices."""
 
     step: Any  # how many syncs there were before; None if no method counts steps
-    path_hash: int  # distinguishes arrays by their paths
+    path: str  # of the array
 
     def key(self, seed: int) -> jax.Array:
-        """A random key for this step and array."""
-        key = jax.random.fold_in(jax.random.key(seed), self.path_hash)
+        """For this step and array, the same in every process."""
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(self.path.encode()))
         return key if self.step is None else jax.random.fold_in(key, self.step)
 
 
@@ -105,7 +105,7 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         flags = dict(zip(lossy, _any_nonfinite([out[i] for i in lossy], axes), strict=True))
 
         for i, method in methods.items():
-            context = StepContext(state.step, path_hash(flat[i][0]))
+            context = StepContext(state.step, flat[i][0])
             x, old, dtype, nonfinite = out[i], states[i], out[i].dtype, flags.get(i)
             if nonfinite is not None:
                 x = jnp.where(nonfinite, jnp.zeros_like(x), x)
@@ -137,7 +137,6 @@ def with_all_reduce(
 def named_leaves(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of a tree with their names, and its structure."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     return list(zip(leaf_names(tree, is_leaf=is_leaf), leaves, strict=True)), treedef
 
@@ -159,11 +158,7 @@ def _any_nonfinite(grads: list[jax.Array], axes: Axes) -> jax.Array:
 
 
 def check_axes(axis: Axis) -> Axes:
-    """The axes as a tuple.
-
-    Raises:
-      ValueError: if there are none, or an enclosing ``shard_map`` is not manual over one of them.
-    """
+    """The axes as a tuple, over all of which an enclosing ``shard_map`` must be manual."""
     axes, manual = axes_of(axis), jax.sharding.get_abstract_mesh().manual_axes
     if not axes:
         raise ValueError(f"gradient sync needs at least one mesh axis, got {axis!r}.")
@@ -180,20 +175,18 @@ def check_axes(axis: Axis) -> Axes:
 def stateless(mean: Callable[..., jax.Array], **options: Any) -> Method:
     """The method of ``mean(x, axes, context, dim)``: dim 0 for the full mean; see ``Method``."""
 
-    def reduce(x: jax.Array, state: Any, *args: Any) -> tuple[jax.Array, Any]:
+    def reduce(x: jax.Array, state: Any, *args: Any) -> Reduced:
         return mean(x, *args), state
 
     return Method(lambda x: (), reduce, **options)
 
 
 def sliced(
-    all_reduce: Callable[[jax.Array, Any, Axes, StepContext], tuple[jax.Array, Any]],
-) -> Callable[..., tuple[jax.Array, Any]]:
+    all_reduce: Callable[[jax.Array, Any, Axes, StepContext], Reduced],
+) -> Callable[..., Reduced]:
     """The ``reduce`` of a method that slices shards from the full mean."""
 
-    def reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
-    ) -> tuple[jax.Array, Any]:
+    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int) -> Reduced:
         mean, state = all_reduce(x, state, axes, context)
         return (own_shard(mean, axes, dim) if dim else mean), state
 
@@ -201,11 +194,5 @@ def sliced(
 
 
 def check_density(density: float, name: str = "density") -> None:
-    """Raises unless the density is in (0, 1]."""
     if not 0 < density <= 1:
         raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
-
-
-def path_hash(path: str) -> int:
-    """A number for a path, the same in every process."""
-    return zlib.crc32(path.encode())

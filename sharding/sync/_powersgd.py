@@ -14,11 +14,11 @@ from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
+    Reduced,
     StepContext,
     SyncState,
     leafwise,
     named_leaves,
-    path_hash,
     sliced,
 )
 
@@ -32,7 +32,8 @@ def powersgd(
 ) -> GradientSync:
     r"""Sends a low-rank approximation of each matrix, found by one step of power iteration.
 
-    With :math:`e_i` the error-feedback residual of device i and Q of the step before,
+    With :math:`e_i` the error-feedback residual of device i and Q, orthogonalized, of the step
+    before,
 
     .. math::
 
@@ -40,8 +41,8 @@ def powersgd(
       Q_i = M_i^\top P, \quad Q \leftarrow \frac 1n \sum_i Q_i, \quad
       \bar g = P Q^\top, \quad e_i \leftarrow M_i - P Q_i^\top
 
-    where Q is orthogonalized before it is used. The usual residual, :math:`M_i - P Q^\top`, gives
-    the same means, but grows with the root of the number of steps; this one stays bounded.
+    The usual residual, :math:`M_i - P Q^\top`, gives the same means, but grows with the root of the
+    number of steps; this one stays bounded.
 
     Wire bytes per device and matrix: 2 (n - 1) / n times those of rank x (rows + columns) numbers,
     in two all-reduces. State per device: the residual, as large as the gradients, and Q.
@@ -50,12 +51,8 @@ def powersgd(
       rank: columns of P and Q.
       min_compression: matrices are compressed if rank x (rows + columns) times this is less than
         rows x columns; all others, and vectors, are sent in full.
-      factoring: which dims are rows and columns, as for optimizers
-        (``optax_ext.flax_transformer()``); other dims stack matrices, each compressed by itself.
+      factoring: which dims are rows and columns, as for optimizers; other dims stack matrices.
       seed: of the first Q.
-
-    Returns:
-      A ``GradientSync``.
 
     Raises:
       ValueError: if ``rank`` is below 1, or so large that nothing is compressed.
@@ -113,13 +110,11 @@ def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
     """The method of the array with this path and these matrices."""
 
     def init(x: Any) -> dict[str, jax.Array]:
-        dtype, key = sum_dtype(x.dtype), StepContext(None, path_hash(path)).key(seed)
+        dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
         q = jax.random.normal(key, (view.count, view.cols, rank), dtype)
         return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
+    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         del context
         m = view.matrices(to_sum_dtype(x) + state["error"])
         mean, own, q = _power_iteration(m, state["q"], axes)
@@ -131,10 +126,7 @@ def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
 def _power_iteration(
     m: jax.Array, q: jax.Array, axes: Axes
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One step: the mean approximation, this device's contribution to it, and the new Q.
-
-    ``m`` (count, rows, cols) is this device's stack of matrices, ``q`` (count, cols, rank).
-    """
+    """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
     p = orthonormal(lax.psum(m @ orthonormal(q), axes))  # (count, rows, rank)
     # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
     own = jnp.swapaxes(p, -1, -2) @ m
@@ -164,8 +156,5 @@ class _MatrixView:
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """An orthonormal basis (count, size, rank) whose span contains the columns of each matrix.
-
-    A zero or dependent column becomes an arbitrary one that is orthogonal to the others, never NaN.
-    """
+    """Orthonormal bases of (count, size, rank); for a zero or dependent column any, never NaN."""
     return jnp.linalg.qr(x)[0]

@@ -26,8 +26,8 @@ def qsgd(
 ) -> GradientSync:
     r"""Sends gradients in 8 or 4 bits per element, with one scale per block.
 
-    With :math:`s` levels, 127 of 8 bits or 7 of 4 bits, and :math:`\xi_j` the value
-    :math:`s |v_j| / \max |v|` in its block, rounded up or down at random, without bias,
+    With :math:`s` levels, 127 of 8 bits or 7 of 4 bits, and :math:`\xi_j` the value :math:`s |v_j|
+    / \max |v|` in its block, rounded up or down at random, without bias,
 
     .. math::
 
@@ -40,17 +40,14 @@ def qsgd(
 
     Wire bytes per device: (n - 1) / n times (bits / 8 + 4 / block_size) per element for a shard of
     the mean, twice that for a full mean. The error of an element is below one level of its block,
-    two levels for a full mean; its expectation is zero with stochastic rounding.
+    two levels for a full mean. The state is a count of steps, none with ``rounding="nearest"``.
 
     Args:
       bits: 8 or 4; a byte holds two codes of 4 bits.
       block_size: elements per scale (float32); even.
-      rounding: ``"stochastic"`` or ``"nearest"``.
+      rounding: ``"stochastic"``, whose expected error is zero, or ``"nearest"``.
       min_size: smaller arrays are sent unquantized.
       seed: of the noise, which also depends on step, array and device.
-
-    Returns:
-      A ``GradientSync``; its state is a count of steps, none with ``rounding="nearest"``.
 
     Raises:
       ValueError: if bits or rounding are unknown, or the block size is odd or below 2.
@@ -61,9 +58,8 @@ def qsgd(
 
     References:
       Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient
-      Quantization and Encoding, NeurIPS 2017, arXiv 1610.02132. Wang, Qin, Jacobs, Holmes,
-      Rajbhandari, Ruwase, Yan, Yang, He: ZeRO++: Extremely Efficient Collective Communication for
-      Giant Model Training, 2023, arXiv 2306.10209.
+      Quantization and Encoding, NeurIPS 2017, arXiv 1610.02132. Wang, Qin, Jacobs et al.: ZeRO++:
+      Extremely Efficient Collective Communication for Giant Model Training, 2023, arXiv 2306.10209.
     """
     if bits not in (4, 8):
         raise ValueError(f"bits must be 4 or 8, got {bits!r}.")

@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 import jax
 
-from sharding.collectives._sparse_rows import (
-    SparseRows,
-    along_dim,
-    rows_of_array,
-    rows_of_lookups,
-)
+from sharding.collectives._sparse_rows import SparseRows, along_dim, rows_of_array, rows_of_lookups
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
@@ -24,16 +19,11 @@ from sharding.sync._interface import (
 
 
 def row_method(
-    mean: Callable[[SparseRows, Axes, int | None], jax.Array],
-    density: float,
-    *,
-    flat: bool = False,
+    mean: Callable[[SparseRows, Axes, int | None], jax.Array], density: float, *, flat: bool = False
 ) -> Method:
-    """A stateless method of ``mean(rows, axes, dim)``.
+    """A stateless method of ``mean(rows, axes, dim)``; ``flat``: for full means rows are vectors.
 
-    It gives the full mean of rows where ``dim`` is None, else this device's shard of it along dim 0
-    or 1: shards along other dims are those along dim 1 of an array whose dims are moved. ``flat``:
-    for full means rows of arrays are vectors.
+    ``dim`` is None for the full mean, or 0 or 1: other dims to shard are moved to 1.
     """
 
     def mean_of(

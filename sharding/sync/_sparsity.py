@@ -65,12 +65,9 @@ class Sparsity:
 
     @classmethod
     def measure(cls, ids: Sequence[Any], rows: int, width: int) -> "Sparsity":
-        """Measures the nonzero rows of each device.
+        """Measures an array of ``rows`` of ``width`` elements by the nonzero rows of each device.
 
-        Args:
-          ids: for each device its nonzero rows, such as its tokens; they may repeat.
-          rows: of the array.
-          width: elements of a row.
+        ``ids`` has for each device its nonzero rows, such as its tokens; they may repeat.
 
         Raises:
           ValueError: if there are no devices, or an id is not a row of the array.
@@ -92,25 +89,20 @@ class Sparsity:
             counts = [np.unique(np.concatenate(group)).size for group in groups]
             densities[size] = float(np.mean(counts)) / rows
 
-        skewness_of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
-
         # The same fractions of OmniReduce's blocks, which hold several rows.
         rows_per_block = max(1, _BLOCK_SIZE // width)
         block_counts = [np.unique(x // rows_per_block).size for x in (*sets, union)]
         num_blocks = -(-rows // rows_per_block)
-        return cls(
-            rows,
-            width,
-            densities,
-            (skewness_of_one, _skewness(union, rows, num)),
-            (float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks),
-        )
+        blocks = float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks
+        of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
+        skewness = of_one, _skewness(union, rows, num)
+        return cls(rows, width, densities, skewness, blocks)
 
     def bytes_sent(self, itemsize: int = 4) -> dict[str, float]:
-        r"""The bytes that one device sends for the full mean, by scheme.
+        r"""The bytes that one device sends for the full mean, by scheme (sources: see ``zen``).
 
-        With n devices, :math:`d` and :math:`d_k` the densities of one device and of the sum of k,
-        V rows of D numbers of b bytes, :math:`s` and :math:`s_n` the skewness of one device and of
+        With n devices, :math:`d` and :math:`d_k` the densities of one device and of the sum of k, V
+        rows of D numbers of b bytes, :math:`s` and :math:`s_n` the skewness of one device and of
         the sum, :math:`\beta` and :math:`\beta_n` the densities of blocks:
 
         ========== ========================================================================
@@ -120,9 +112,6 @@ class Sparsity:
         omnireduce :math:`(n - 1) / n \, (s \beta + s_n \beta_n) V D b`
         zen        :math:`(n - 1) / n \, (d V (D b + 4) + d_n V D b + V / 8)`
         ========== ========================================================================
-
-        References:
-          See ``zen``.
         """
         num, full = self.num_devices, self.rows * self.width * itemsize
         indexed = self.rows * (self.width * itemsize + 4)
@@ -139,11 +128,7 @@ class Sparsity:
         }
 
     def choose(self, itemsize: int = 4) -> Choice:
-        """The method that sends least: ``dense``, ``agsparse`` or ``zen``.
-
-        Args:
-          itemsize: bytes of an element.
-        """
+        """The method that sends least of elements of ``itemsize`` bytes: dense, agsparse or zen."""
         one, union = (max(self.densities[num], 1 / self.rows) for num in (1, self.num_devices))
         syncs = {"dense": dense(), "agsparse": agsparse(one), "zen": zen(one, union_density=union)}
         costs = {name: cost for name, cost in self.bytes_sent(itemsize).items() if name in syncs}

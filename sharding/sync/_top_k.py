@@ -1,5 +1,6 @@
 """Sparse gradient sync: the largest elements of each gradient, with error feedback."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
+    Reduced,
     StepContext,
     check_density,
     leafwise,
@@ -46,12 +48,11 @@ def top_k(
     ``momentum`` m turns it into deep gradient compression, for an optimizer without momentum:
     :math:`u_i \leftarrow m u_i + g_i`, :math:`a_i = e_i + u_i`, and :math:`u_i` becomes zero, too,
     at the elements that are sent. ``feedback="ef21"`` sends corrections of an estimate of the mean:
-    :math:`c_i = T(g_i - h_i)`, :math:`h_i \leftarrow h_i + c_i`,
-    :math:`\bar g = \frac 1n \sum_i h_i`.
+    :math:`c_i = T(g_i - h_i)`, :math:`h_i \leftarrow h_i + c_i`, :math:`\bar g = \frac 1n \sum_i
+    h_i`.
 
     Wire bytes per device: an all-gather of k values and indices, (n - 1) k times 8. State per
     device: a residual as large as the gradients, with ``momentum`` or ``"ef21"`` two such arrays.
-
     Each equal section of an array of more than 2^31 - 1 elements sends its own largest ones.
 
     Args:
@@ -63,9 +64,6 @@ def top_k(
         root of the number of devices.
       min_size: smaller arrays are sent in full, with the same momentum and clip.
 
-    Returns:
-      A ``GradientSync``.
-
     Raises:
       ValueError: if a density is not above 0 and at most 1, or options exclude each other.
 
@@ -74,10 +72,10 @@ def top_k(
       >>> grad_sync = sync.top_k({0: 0.25, 100: 0.06, 200: 0.01}, momentum=0.9, clip_norm=1.0)
 
     References:
-      Aji, Heafield: Sparse Communication for Distributed Gradient Descent, EMNLP 2017,
-      arXiv 1704.05021. Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018,
-      arXiv 1712.01887. Richtarik, Sokolov, Fatkhullin: EF21: A New, Simpler, Theoretically Better,
-      and Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
+      Aji, Heafield: Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv
+      1704.05021. Lin, Han, Mao, Wang, Dally: Deep Gradient Compression, ICLR 2018, arXiv
+      1712.01887. Richtarik, Sokolov, Fatkhullin: EF21: A New, Simpler, Theoretically Better, and
+      Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
     """
     schedule = dict(sorted(density.items())) if isinstance(density, Mapping) else {0: density}
     for fraction in schedule.values():
@@ -94,7 +92,6 @@ def top_k(
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
     def init(x: Any) -> dict[str, jax.Array]:
-        """The state of one device, zeros."""
         if feedback == "ef21":
             return {"own": _zeros(x), "mean": _zeros(x)}
         state = {} if momentum is None else {"momentum": _zeros(x)}
@@ -108,10 +105,7 @@ def top_k(
         max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
         return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        """The mean of the largest elements."""
+    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         full, new = clip(x, axes), {}  # all that could be sent, (*x.shape)
         if momentum is not None:
             full = new["momentum"] = momentum * state["momentum"] + full
@@ -126,7 +120,8 @@ def top_k(
 
         def unsent(y: jax.Array) -> jax.Array:
             """The array with zeros at the elements that were sent."""
-            return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
+            zero_at = lambda flat, indices: flat.at[indices].set(0, mode="drop")  # noqa: E731
+            return _array(_per_section(zero_at, _sections(y), indices), x.shape)
 
         # The new state.
         if feedback == "ef21":
@@ -139,9 +134,7 @@ def top_k(
             new["momentum"] = unsent(new["momentum"])
         return mean, new
 
-    def all_reduce_small(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
+    def all_reduce_small(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
         """The full mean of a small array, with momentum."""
         del context
         new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
@@ -174,17 +167,9 @@ def _array(sections: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return sections.ravel()[: math.prod(shape)].reshape(shape)
 
 
-def _per_section(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _per_section(fn: Callable[..., Any], sections: jax.Array, *more: Any) -> Any:
     """A function of vectors, applied to every section."""
-
-    def run(sections: jax.Array, *more: Any) -> Any:
-        return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
-
-    return run
-
-
-def _zero_at(flat: jax.Array, indices: jax.Array) -> jax.Array:
-    return flat.at[indices].set(0, mode="drop")
+    return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
 
 
 def _mean_of_largest(
@@ -203,7 +188,7 @@ def _mean_of_largest(
             # Equally long for all densities; padding is out of range and dropped.
             return mean, jnp.pad(own, (0, max(counts) - count), constant_values=size)
 
-        return _per_section(run)
+        return functools.partial(_per_section, run)
 
     if len(schedule) == 1:
         return send(counts[0])(sections)

@@ -1,8 +1,6 @@
 """Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost."""
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,19 +9,16 @@ from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._permutation import Permutation
+from sharding.collectives._row_owners import Permutation, RowOwners
 from sharding.collectives._sparse_rows import (
-    RowOwners,
+    Loop,
     SendList,
     SparseRows,
-    break_even_rows,
-    candidates_of_round,
-    for_rounds,
     in_rounds,
     list_capacity,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard
+from sharding.sync._dense import dense_mean
 from sharding.sync._interface import GradientSync, check_density
 from sharding.sync._row_method import of_large_arrays, row_method
 
@@ -37,12 +32,12 @@ def zen(
 ) -> GradientSync:
     r"""Sends each nonzero row to the device that owns it, and the nonzero sums back to all.
 
-    A hash that all devices share distributes rows evenly over owners (*push*). Owners add them up
-    and send all devices the nonzero sums, with one bit per row that flags these (*pull*). The hash
-    is a permutation: owner and slot of a row are arithmetic, and no two rows share a slot. How much
-    is sent is fixed when a program is compiled, from the expected density. Devices with more rows
-    for one owner send them in 2 or 4 rounds. If these do not suffice, or would not send less, all
-    devices send the full gradient.
+    A hash that all devices share, a permutation, distributes rows evenly over owners (*push*).
+    Owners add them up and send all devices the nonzero sums, with one bit per row that flags these
+    (*pull*). How much is sent is fixed when a program is compiled, from the expected density.
+    Devices with more rows for one owner send them in 2 or 4 rounds; if these do not suffice, or
+    would not send less, all devices send the full gradient. The mean equals that of ``dense`` up to
+    the order of sums.
 
     A reduce-scatter (ZeRO) needs no pull. If rows are sharded, each device owns those of its shard,
     unpermuted; if another dim is sharded, each device receives its shard of every row.
@@ -66,10 +61,6 @@ def zen(
       min_size: smaller arrays, and arrays of one dim, are sent in full.
       seed: of the hash.
 
-    Returns:
-      A stateless ``GradientSync``. The mean equals that of ``dense`` up to the order of sums;
-      values that are not finite stay in their rows.
-
     Raises:
       ValueError: if a density is not above 0 and at most 1.
 
@@ -78,113 +69,68 @@ def zen(
       >>> grad_sync = sync.by_path({"embedding": sync.zen(density=0.01)})
 
     References:
-      Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
-      Sparsity-driven Data Synchronization, OSDI 2025, arXiv 2309.13254.
+      Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with Sparsity-driven
+      Data Synchronization, OSDI 2025, arXiv 2309.13254.
     """
     check_density(density)
     if union_density is not None:
         check_density(union_density, "union_density")
 
     def mean(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
-        own_density = min(density, rows.max_rows / rows.shape[0])
-        if dim is not None:
-            return _pushed_shard(rows, axes, dim, own_density)
-        sum_density = union_density
-        if sum_density is None:
-            sum_density = min(1.0, lax.axis_size(axes) * own_density)
-        return _pushed_and_pulled(rows, axes, own_density, sum_density, seed)
+        """The full mean, pushed to permuted owners and pulled; a push alone along dim 0 or 1."""
+        num, num_rows = lax.axis_size(axes), rows.shape[0]
+        # Sharded rows have their shard's owner; along another dim one list goes to all devices.
+        hashed = Permutation(num_rows, seed) if dim is None else None
+        owners = RowOwners(num_rows, 1 if dim else num, hashed)
 
-    method = row_method(mean, density, flat=True)
-    return of_large_arrays(method, min_size)
+        def send(send_list: SendList, loop: Loop) -> jax.Array:
+            if dim:
+                return _push_columns(send_list, loop, rows.shape, axes) / num
+            total, touched = _push(send_list, loop, owners, axes)
+            if dim == 0:
+                return total / num
+            own_density = min(density, rows.max_rows / num_rows)
+            sum_density = min(1.0, num * own_density) if union_density is None else union_density
+            capacity = list_capacity(sum_density, owners.num_slots, num)
+            return _pull((total / num).astype(rows.dtype), touched, owners, capacity, axes)
 
+        def send_dense() -> jax.Array:
+            full = dense_mean(rows.dense(), axes, dim)
+            return full.astype(rows.dtype) if dim is None else full
 
-def _pushed_and_pulled(
-    rows: SparseRows, axes: Axes, density: float, union_density: float, seed: int
-) -> jax.Array:
-    """The full mean: push to permuted owners, then pull."""
-    num, num_rows = lax.axis_size(axes), rows.shape[0]
-    owners = RowOwners(num_rows, num, Permutation(num_rows, seed))
-    capacity = list_capacity(density, owners.num_slots, num**2)
-    pull_capacity = list_capacity(union_density, owners.num_slots, num)
+        return in_rounds(rows, owners, density, axes, send, send_dense, num if dim else 1)
 
-    def send(send_list: SendList, num_rounds: int) -> jax.Array:
-        total, touched = _push(send_list, owners, capacity, num_rounds, axes)
-        return _pull((total / num).astype(rows.dtype), touched, owners, pull_capacity, axes)
-
-    def send_dense() -> jax.Array:
-        return dense_mean(rows.dense(), axes).astype(rows.dtype)
-
-    return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices=1)
-
-
-def _pushed_shard(rows: SparseRows, axes: Axes, dim: int, density: float) -> jax.Array:
-    """This device's shard of the mean along dim 0 or 1: a push alone."""
-    num = lax.axis_size(axes)
-    # Sharded rows have their shard's owner; otherwise one list goes to all devices.
-    owners = RowOwners(rows.shape[0], 1 if dim else num)
-    capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
-
-    def send(send_list: SendList, num_rounds: int) -> jax.Array:
-        if dim:
-            return _push_columns(send_list, rows.shape, capacity, num_rounds, axes) / num
-        return _push(send_list, owners, capacity, num_rounds, axes)[0] / num
-
-    def send_dense() -> jax.Array:
-        return dense_mean_shard(rows.dense(), axes, dim)
-
-    num_indices = num if dim else 1
-    return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices)
-
-
-def _send_rows(
-    rows: SparseRows,
-    owners: RowOwners,
-    capacity: int,
-    axes: Axes,
-    send: Callable[[SendList, int], jax.Array],
-    send_dense: Callable[[], jax.Array],
-    num_indices: int,
-) -> jax.Array:
-    """``in_rounds`` for rows that are sent with this many indices of 4 bytes each."""
-    break_even = break_even_rows(owners.num_slots, math.prod(rows.shape[1:]), num_indices)
-    max_per_owner = min(rows.max_rows, owners.num_slots)
-    make_send_list = functools.partial(rows.send_list, owners)
-    return in_rounds(make_send_list, max_per_owner, capacity, axes, send, send_dense, break_even)
+    return of_large_arrays(row_method(mean, density, flat=True), min_size)
 
 
 def _push(
-    send_list: SendList, owners: RowOwners, capacity: int, num_rounds: int, axes: Axes
+    send_list: SendList, loop: Loop, owners: RowOwners, axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
     """Sends rows to their owners: the sums in this device's slots, and which slots got a row."""
-    num, num_slots = owners.num_owners, owners.num_slots
     row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
 
-    def add_round(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def add_round(chosen: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
         total, touched = carry
-        chosen = candidates_of_round(send_list, num, capacity, i)  # (owners * capacity,)
-        slot = jnp.take(send_list.slot, chosen, fill_value=num_slots)
-        slot, values = (
+        slot = jnp.take(send_list.slot, chosen, fill_value=owners.num_slots)
+        slot, values = (  # (owners * capacity, ...)
             lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
             for x in (slot, send_list.values(chosen))
         )
         total = total.at[slot].add(values.astype(total.dtype), mode="drop")
         return total, touched.at[slot].set(True, mode="drop")
 
-    total = jnp.zeros((num_slots, *row.shape[1:]), sum_dtype(row.dtype))
-    return for_rounds(num_rounds, add_round, (total, jnp.zeros(num_slots, bool)))
+    total = jnp.zeros((owners.num_slots, *row.shape[1:]), sum_dtype(row.dtype))
+    return loop(add_round, (total, jnp.zeros(owners.num_slots, bool)))
 
 
-def _push_columns(
-    send_list: SendList, shape: tuple[int, ...], capacity: int, num_rounds: int, axes: Axes
-) -> jax.Array:
+def _push_columns(send_list: SendList, loop: Loop, shape: tuple[int, ...], axes: Axes) -> jax.Array:
     """Sends every device its shard of the second dim of all rows: the sum (rows, shard, ...)."""
     num = lax.axis_size(axes)
     shard = (shape[1] // num, *shape[2:])  # of one row
 
-    def add_round(i: Any, total: jax.Array) -> jax.Array:
-        chosen = candidates_of_round(send_list, 1, capacity, i)  # (capacity,)
+    def add_round(chosen: jax.Array, total: jax.Array) -> jax.Array:
         slot = jnp.take(send_list.slot, chosen, fill_value=shape[0])
-        values = send_list.values(chosen).reshape(capacity, num, *shard)
+        values = send_list.values(chosen).reshape(chosen.size, num, *shard)  # chosen: (capacity,)
         slot = all_gather_concat(slot, axes)  # (devices * capacity,)
         # The devices' dim is scattered; received rows are concatenated along the first.
         values = lax.all_to_all(values, axes, split_axis=1, concat_axis=0, tiled=True)
@@ -192,8 +138,7 @@ def _push_columns(
         return total.at[slot].add(values, mode="drop")
 
     row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
-    total = jnp.zeros((shape[0], *shard), sum_dtype(row.dtype))
-    return for_rounds(num_rounds, add_round, total)
+    return loop(add_round, jnp.zeros((shape[0], *shard), sum_dtype(row.dtype)))
 
 
 def _pull(
@@ -216,9 +161,8 @@ def _pull(
         slots = jnp.arange(num_slots, dtype=jnp.int32)
         at = at.at[jnp.where(touched, rank, capacity)].set(slots, mode="drop")
         values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
-        bits = all_gather_concat(jnp.packbits(touched), axes).reshape(
-            num, -1
-        )  # [owners, slots / 8]
+        bits = all_gather_concat(jnp.packbits(touched), axes)
+        bits = bits.reshape(num, -1)  # (owners, slots / 8)
 
         # Receive: values are (owners * capacity, ...). Counting bits finds each slot in them.
         flags = jnp.unpackbits(bits, axis=1, count=num_slots).astype(bool)  # (owners, slots)
@@ -236,5 +180,4 @@ def _pull(
 
 
 def _pull_all_slots(axes: Axes, total: jax.Array, slot_of_row: jax.Array) -> jax.Array:
-    """Gathers all slots of all owners."""
     return jnp.take(all_gather_concat(total, axes), slot_of_row, axis=0)

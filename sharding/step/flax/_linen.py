@@ -1,12 +1,7 @@
-"""Changes the behavior of an unmodified Flax linen model in the loss of a step.
-
-``BatchNorm`` takes its statistics over the batch of all devices, and ``gathered_blocks`` gather
-their own parameters. Flax is imported only if the user has.
-"""
+"""Unmodified Flax linen models in a step: ``BatchNorm`` over all devices, ``gathered_blocks``."""
 
 import contextlib
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,12 +9,10 @@ from typing import Any
 import jax
 
 from sharding.placement._specs import axes_of, entry_of
-from sharding.step.flax._modules import gathered_call
+from sharding.step.flax._batch_norm import over_devices
+from sharding.step.flax._modules import check_found, gathered_call, matches
 
-
-def matches(pattern: str, name: str, path: str) -> bool:
-    """Whether a pattern is the name of a module's class, or is found in the module's path."""
-    return pattern == name or bool(path and re.search(pattern, path))
+_CALLED = "a Flax linen module that the loss calls. It calls"
 
 
 def in_step(
@@ -30,25 +23,16 @@ def in_step(
     reshard: bool,
     all_blocks: bool,
 ) -> Callable[..., Any]:
-    """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded.
-
-    Args:
-      loss_fn: of the parameters, and more.
-      axes: the mesh axes that the batch is sharded over.
-      sync_batch_norm: whether statistics are those of the batch of all devices.
-      blocks: class names or patterns of paths of the modules that gather their own parameters.
-      reshard: whether a block is computed again for the backward pass.
-      all_blocks: whether each of ``blocks`` must be found.
-    """
+    """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
     unchecked = all_blocks
 
     @functools.wraps(loss_fn)
     def call(params: Any, *args: Any) -> Any:
         nonlocal unchecked
-        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check_found:
+        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check:
             out = loss_fn(without_names(params, axes), *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
-                check_found()
+                check()
                 unchecked = False
         return out
 
@@ -62,7 +46,7 @@ def _intercepting(
     """A context in which linen modules do so; yields a check that all blocks were found."""
     nn = sys.modules.get("flax.linen")
     if nn is None:
-        yield lambda: _check_found(blocks, set(), {})
+        yield lambda: check_found(blocks, set(), _CALLED, [])
         return
     found: set[str] = set()
     seen: dict[str, str] = {}
@@ -74,7 +58,7 @@ def _intercepting(
         if context.method_name != "__call__" or module.is_initializing():
             return next_fun(*args, **kwargs)
         if sync_batch_norm and isinstance(module, nn.BatchNorm):
-            with _axis_name(module, axes):
+            with over_devices(module, axes):
                 return next_fun(*args, **kwargs)
         name, path = type(module).__name__, "/".join(module.path)
         seen.setdefault(name, path)
@@ -91,7 +75,7 @@ def _intercepting(
     # Each device has its own shard of the batch: constraints cannot name the axes it is over.
     rules = _without_axes(nn.get_logical_axis_rules(), axes)
     with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
-        yield lambda: _check_found(blocks, found, seen)
+        yield lambda: check_found(blocks, found, _CALLED, seen.items())
 
 
 def without_names(params: Any, axes: tuple[str, ...]) -> Any:
@@ -118,41 +102,3 @@ def _without(entry: Any, axes: tuple[str, ...]) -> Any:
     """The mesh axes of a rule that are not among ``axes``."""
     entry = tuple(entry) if isinstance(entry, list) else entry
     return entry_of(tuple(axis for axis in axes_of(entry) if axis not in axes))
-
-
-def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -> None:
-    missing = [pattern for pattern in blocks if pattern not in found]
-    if missing:
-        modules = ", ".join(f"{name} ({path or 'the model'})" for name, path in seen.items())
-        modules = modules or "none, or is jitted and was traced before: then leave out that jit"
-        raise ValueError(
-            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a Flax linen "
-            f"module that the loss calls. It calls {modules}. Name some of these; wrap "
-            "layers that are functions in zero.gathered."
-        )
-
-
-@contextlib.contextmanager
-def _axis_name(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
-    """A ``BatchNorm`` over the axes of the batch, unless it names one that is there."""
-    own = module.axis_name
-    if is_bound(own):
-        yield
-        return
-    # A module is frozen; its fields are put back when the call ends.
-    object.__setattr__(module, "axis_name", axes)
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "axis_name", own)
-
-
-def is_bound(axis_name: Any) -> bool:
-    """Whether there is such a mesh axis, or axis of ``vmap``, where this is called."""
-    if axis_name is None:
-        return False
-    try:
-        jax.lax.axis_size(axis_name)
-    except NameError:
-        return False
-    return True

@@ -1,10 +1,8 @@
-"""Flax modules that gather their own parameters, or look up rows of them.
+"""Flax modules that gather their own parameters, or look up rows of them; only users need Flax."""
 
-Only their users need Flax.
-"""
-
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +13,7 @@ from sharding.step._lookup import lookup
 
 
 def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool) -> type:
-    """A subclass of a Flax module, linen or nnx, whose ``__call__`` gathers its parameters.
-
-    Raises:
-      ValueError: if the class is neither.
-    """
+    """A subclass of a Flax module, linen or nnx, whose ``__call__`` gathers its parameters."""
     for name, wrap in (("flax.linen", gathered_call), ("flax.nnx", _nnx_call)):
         flax = sys.modules.get(name)
         if flax is not None and issubclass(cls, flax.Module):
@@ -86,6 +80,28 @@ def _nnx_call(nnx: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., A
     return __call__
 
 
+# --- Blocks that are gathered by name -------------------------------------------------------------
+
+
+def matches(pattern: str, name: str, path: str) -> bool:
+    """Whether a pattern is the name of a module's class, or is found in the module's path."""
+    return pattern == name or bool(path and re.search(pattern, path))
+
+
+def check_found(
+    blocks: Sequence[str], found: set[str], where: str, modules: Iterable[tuple[str, str]]
+) -> None:
+    """Raises unless all ``gathered_blocks`` were found; ``modules`` are class names and paths."""
+    missing = [pattern for pattern in blocks if pattern not in found]
+    if missing:
+        others = ", ".join(f"{name} ({path or 'the model'})" for name, path in modules)
+        others = others or "none, or is jitted and was traced before: then leave out that jit"
+        raise ValueError(
+            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of {where} "
+            f"{others}. Name some of these; wrap layers that are functions in zero.gathered."
+        )
+
+
 # --- Embeddings -----------------------------------------------------------------------------------
 
 
@@ -94,12 +110,11 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
     Args:
       cls: ``flax.linen.Embed`` or ``flax.nnx.Embed``, or a subclass that calls and sets up alike.
-      shuffled: its rows are in the order of ``shuffle_rows``, which spreads frequent tokens over
-        the devices; shuffle a table that is loaded from elsewhere.
+      shuffled: its rows are in the order of ``shuffle_rows``; shuffle a table from elsewhere.
 
     Returns:
       A subclass with the same name, fields and parameters whose ``__call__`` is ``lookup``. Its
-      ``attend`` uses the full table: the full gradient of a table with both uses is synchronized.
+      ``attend`` uses the full table, whose full gradient is then synchronized.
 
     Raises:
       ValueError: if the class is neither, or has a ``__call__`` or ``setup`` of its own.

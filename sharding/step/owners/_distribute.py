@@ -24,14 +24,7 @@ P = PartitionSpec
 def distribute(
     updates: Sequence[MatrixUpdate], layout: Layout, wire: Any
 ) -> list[tuple[Tree, Tree]]:
-    """The update and new state of every parameter, by owners where there are enough matrices.
-
-    Args:
-      updates: of the parameters.
-      layout: the mesh.
-      wire: the dtype to which all but ``SplitUpdate.exact`` is rounded where it is sent, if that is
-        narrower; None for none.
-    """
+    """The update and new state of every parameter, by owners where there are enough matrices."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, update in enumerate(updates):
         groups[update.kind, _place(layout, update, update.shape)].append(i)
@@ -73,34 +66,23 @@ def _spec(layout: Layout, update: MatrixUpdate, shape: tuple[int, ...]) -> P:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Parameters whose matrices have one shape and one update, and are sharded alike.
+    """Parameters whose matrices have one shape and one update, and are sharded alike."""
 
-    Attributes:
-      updates: of the parameters.
-      layout: the mesh.
-      axes: the mesh axes that the owners are along.
-      stay: the stack itself is sharded, so that each device has the matrices that it owns.
-      wire: see ``distribute``.
-    """
-
-    updates: Sequence[MatrixUpdate]
+    updates: Sequence[MatrixUpdate]  # of the parameters
     layout: Layout
-    axes: tuple[str, ...]
-    stay: bool
-    wire: Any
+    axes: tuple[str, ...]  # that the owners are along
+    stay: bool  # the stack itself is sharded, so that each device has the matrices it owns
+    wire: Any  # see ``by_owner``; None for none
 
     @functools.cached_property
     def num_owners(self) -> int:
-        """The number of devices along the axes."""
         return math.prod(self.layout.mesh.shape[axis] for axis in self.axes)
 
     @functools.cached_property
     def num_matrices(self) -> int:
-        """The number of matrices of all parameters."""
         return sum(math.prod(update.stack) for update in self.updates)
 
     def run(self) -> list[tuple[Tree, Tree]]:
-        """The update and new state of each parameter."""
         first = self.updates[0]
         enough = self.stay or 2 * self.num_matrices >= self.num_owners
         split = first.split() if enough else None

@@ -1,8 +1,7 @@
 """The matrix form of a parameter: (stack..., rows, cols), by a factoring rule, and its placement.
 
 Attention kernels (embed, heads, head_dim) become matrices (embed, heads * head_dim). Of a merged
-dim only the major one can be sharded: each shard is then a range of rows or columns. Axes that
-shard another dim are moved to a dim of which this is true.
+dim only the major one can be sharded, in ranges of rows or columns: other axes are moved.
 """
 
 import math
@@ -14,33 +13,25 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule
-from sharding.placement._layout import Layout, choose_sharded_dim
+from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
+from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
 
 P = PartitionSpec
 
 
 class MatrixForm(NamedTuple):
-    """How one parameter becomes a stack of matrices.
-
-    Attributes:
-      param_shape: of the parameter.
-      groups: for each dim of the matrix form, the dims of the parameter that it merges.
-      on: in a step of ``Zero``, inside ``on_mesh``: its layout, and the spec of the parameter.
-    """
+    """How one parameter becomes a stack of matrices."""
 
     param_shape: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]  # for each dim of the form, the dims that it merges
+    # In a step of ``Zero``, inside ``on_mesh``: its layout, and the spec of the parameter.
     on: tuple[Layout, P] | None = None
 
     @classmethod
     def of(cls, rule: FactoringRule, name: str, shape: tuple[int, ...]) -> "MatrixForm":
-        """The form of a parameter by its factoring; other dims than rows and columns stack.
-
-        Raises:
-          ValueError: if the rule does not factor the parameter.
-        """
+        """The form of a parameter by its factoring; other dims than rows and columns stack."""
         chosen = rule.resolve(name, shape)  # a rule or a Factoring
         factoring = chosen and chosen.resolve(name, shape)
         if not factoring or not factoring.factored:
@@ -65,7 +56,6 @@ class MatrixForm(NamedTuple):
 
     @property
     def is_identity(self) -> bool:
-        """Whether the parameter has this form."""
         return self.shape == self.param_shape and self.order == tuple(range(len(self.order)))
 
     # --- Specs ------------------------------------------------------------------------------------
@@ -76,10 +66,7 @@ class MatrixForm(NamedTuple):
         return tuple(next((d for d in g if self.param_shape[d] > 1), g[0]) for g in self.groups)
 
     def mergeable(self, spec: P, mesh: AnyMesh) -> P:
-        """The spec of the parameter, with axes of minor dims at the best free dim that divides.
-
-        Where none divides, the parameter is unsharded over these axes.
-        """
+        """The spec of the parameter, axes of minor dims at the best free dim that divides."""
         entries = [*spec, *[None] * (len(self.param_shape) - len(spec))]
         for dim, entry in enumerate(entries):
             if entry is None or dim in self._majors:
@@ -111,10 +98,7 @@ class MatrixForm(NamedTuple):
     # --- Arrays -----------------------------------------------------------------------------------
 
     def to_matrices(self, x: Any) -> Any:
-        """A parameter or its gradient in matrix form; None for None.
-
-        In a step of ``Zero``, and where types hold shardings, it is placed as by ``spec``.
-        """
+        """A parameter or its gradient in matrix form, placed as by ``spec``; None for None."""
         if x is None or self.is_identity:
             return x
         if self.on is not None:

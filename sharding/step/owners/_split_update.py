@@ -1,11 +1,9 @@
-"""The update of a stack of matrices, and its split around the matrix products.
-
-The update of one matrix is traced and split in three:
+"""The update of a stack of matrices, of which one is traced and split around its matrix products.
 
 - *before*: operations on elements, up to the first one that the matrix products depend on and that
   is no operation on elements (momentum); on shards;
-- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
-- *after*: the rest (scale, weight decay, learning rate); on shards.
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls; - *after*:
+the rest (scale, weight decay, learning rate); on shards.
 """
 
 import math
@@ -36,15 +34,7 @@ def over_stack(fn: Callable[..., Tree], num_dims: int) -> Callable[..., Tree]:
 
 
 class MatrixUpdate:
-    """The update of one parameter, a stack of matrices.
-
-    Attributes:
-      path: of the parameter.
-      shape: its matrix form, (stack..., rows, cols).
-      stack: the leading dims.
-      arrays: gradient, state and parameter, flat; all have the leading dims.
-      spec: how that form is sharded; None where it is not known.
-    """
+    """The update of one parameter, a stack of matrices."""
 
     def __init__(
         self,
@@ -54,9 +44,11 @@ class MatrixUpdate:
         extra_args: dict[str, Any],
         spec: PartitionSpec | None,
     ):
-        self._tx, self.path, self.spec = tx, path, spec
-        self.shape: tuple[int, ...] = tuple(trees[0].shape)
+        self._tx, self.path = tx, path
+        self.shape: tuple[int, ...] = tuple(trees[0].shape)  # (stack..., rows, cols)
+        self.spec = spec  # of an array of this shape; None where it is not known
         self.stack = self.shape[:-2]
+        # Gradient, state and parameter, flat; all have the leading dims.
         self.arrays, self._treedef = jax.tree.flatten(trees)
         self._extra_args, self._extra_treedef = jax.tree.flatten(extra_args)
         # The extra arguments that can be traced: arrays and numbers.
@@ -74,7 +66,6 @@ class MatrixUpdate:
         return tuple((x.shape[num:], x.dtype) for x in self.arrays), self._treedef
 
     def over_stack(self, fn: Callable[..., Tree]) -> Callable[..., Tree]:
-        """A function of one matrix as one of all."""
         return over_stack(fn, len(self.stack))
 
     def _update_one(self, *inputs: Any) -> tuple[Tree, Tree]:
@@ -118,13 +109,6 @@ class SplitUpdate:
     An equation is in the core if it is on the way from a first equation on a large array that is no
     operation on elements to a last matrix operation, or only changes the shape of what comes from
     there. So nothing in the core depends on what comes after it.
-
-    Attributes:
-      graph: the traced update.
-      kept: the values of the first part that the others need; the core's among them.
-      ins: the values that the core needs.
-      outs: the values that it computes for what comes after.
-      exact: those of both that are not rounded: state, and what the new state depends on.
     """
 
     def __init__(self, graph: Graph, out_treedef: Any, num_state: int):
@@ -155,14 +139,15 @@ class SplitUpdate:
         used = {v for i in core for v in equations[i].operands}
         used_late = {v for i in after for v in equations[i].operands} | set(graph.outputs)
         # A value that depends on no input is computed where it is used.
-        self.ins = sorted(v for v in used - made if graph.reads[v])
-        self.outs = sorted(made & used_late)
+        self.ins = sorted(v for v in used - made if graph.reads[v])  # of the core
+        self.outs = sorted(made & used_late)  # of the core, for what comes after
+        # Of what comes before, for the others; the core's among them.
         self.kept = sorted({v for v in used_late - made - late if graph.reads[v]} | set(self.ins))
         state = range(1, 1 + num_state)  # inputs are gradient, state, parameter, arguments
         new_state = graph.outputs[1:]
         exact_outs = self._read(new_state, [*self.kept, *self.outs]) & set(self.outs)
         exact_ins = (self._read(exact_outs, self.ins) | set(state)) & set(self.ins)
-        self.exact = exact_ins | exact_outs
+        self.exact = exact_ins | exact_outs  # state, and what it depends on: never rounded
 
     def _read(self, values: Iterable[int], known: Iterable[int]) -> set[int]:
         """These values, and all that they are computed from, no further than the known ones."""
@@ -178,7 +163,6 @@ class SplitUpdate:
 
     @property
     def types(self) -> tuple[list[str], list[str]]:
-        """Shapes and dtypes of ``ins`` and ``outs``."""
         types = [f"{t.dtype}{list(t.shape)}" for t in self.graph.types]
         return [types[v] for v in self.ins], [types[v] for v in self.outs]
 

@@ -112,8 +112,9 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
         found = state, _ = train(zero, make_of(Layer), loss_fn, tx=TX)
     assert_same(found, reference())
     step = zero.train_step(loss_fn, tx=TX)
-    with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
+    with pytest.warns(UserWarning, match="with a loss that gathers no layer") as seen:
         program = step.lower(state, zero.put(batch(0))).as_text()
+    assert [warning.filename for warning in seen] == [__file__]  # the line that calls the step
     assert gathers_behind(program, "4x16xf64") == [False] * 7
 
 

@@ -1,4 +1,4 @@
-"""A pseudorandom permutation of row numbers, computed without a table."""
+"""Which device owns each row of a sparse gradient: ranges of rows, or of their hash."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,37 @@ from jax import lax
 _FACTORS = (0x9E3779B1, 0xBB67AE85)
 
 
+class RowOwners:
+    """Which device owns each row of an array, and in which slot of its memory.
+
+    The permutation maps rows to slots, counted over all owners; without one each owner has
+    contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
+    """
+
+    def __init__(self, num_rows: int, num_owners: int, permutation: "Permutation | None" = None):
+        self.num_rows, self.num_owners = num_rows, num_owners
+        self.num_slots = -(-num_rows // num_owners)
+        self._permutation = permutation
+
+    def row_of_slots(self) -> jax.Array:
+        """The row in every slot, owner after owner; ``num_rows`` in empty slots."""
+        slot = jnp.arange(self.num_owners * self.num_slots, dtype=jnp.int32)
+        if self._permutation is None:
+            return jnp.minimum(slot, self.num_rows)
+        row = self._permutation.invert(jnp.minimum(slot, self.num_rows - 1))
+        return jnp.where(slot < self.num_rows, row, self.num_rows)
+
+    def slot_of(self, rows: jax.Array) -> jax.Array:
+        """The slot of each row, counted over all owners."""
+        return rows if self._permutation is None else self._permutation.apply(rows)
+
+
 class Permutation:
-    """A pseudorandom permutation of 0, 1, ..., size - 1 that separates neighbours.
+    """A pseudorandom permutation of 0, 1, ..., size - 1, at most 2**31, that separates neighbours.
 
     Numbers of as many bits as size - 1 are multiplied by odd factors and xored with their own upper
     halves; both steps are invertible. A result of size or more is permuted again until it is less
-    (cycle walking). The size is at most 2**31.
+    (cycle walking).
     """
 
     def __init__(self, size: int, seed: int = 0):
@@ -53,7 +78,6 @@ class Permutation:
         return x
 
     def _multiply(self, x: jax.Array, factor: int) -> jax.Array:
-        """The product modulo 2**bits."""
         return (x * jnp.uint32(factor)) & jnp.uint32(2**self._bits - 1)
 
     def _fold(self, x: jax.Array) -> jax.Array:
