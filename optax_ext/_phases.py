@@ -1,8 +1,7 @@
 """Runs the phases of an optimizer's step on all parameters, in their order.
 
-A phase is a function ``phase(hyper, kind, leaf) -> leaf`` of one parameter. Its ``leaf`` is a
-NamedTuple of arrays, to which the phase adds what it computes; ``kind`` is what is known while
-tracing, such as the factoring.
+A phase ``phase(hyper, kind, leaf) -> leaf`` adds what it computes to a NamedTuple of arrays of one
+parameter; ``kind`` is what is known while tracing, such as the factoring.
 """
 
 import functools
@@ -20,12 +19,11 @@ Phases = tuple[tuple[Phase, str | None], ...]
 
 
 def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf]) -> list[Leaf]:
-    """Returns the leaves after all phases.
+    """Returns the leaves after all phases, which receive hyperparameters in the leaf's dtype.
 
     Where arrays are on several devices, the statistics of all parameters pass a barrier after each
-    phase, which makes their sums one all-reduce; other arrays do not wait. Parameters of one shape
-    and kind share a trace, of all phases or, between barriers, of each. They share none if a
-    hyperparameter is traced. Phases receive hyperparameters in the leaf's dtype.
+    phase, which makes their sums one all-reduce. Parameters of one shape and kind share a trace,
+    unless a hyperparameter is traced.
     """
     hypers = [_validate.cast(hyper, leaf.dtype) for leaf in leaves]
     shared = all(h is None or isinstance(h, int | float | str) for own in hypers for h in own)
@@ -43,7 +41,6 @@ def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _param_step(phases: Phases, hyper: Any, kind: Hashable, leaf: Leaf) -> Leaf:
-    """Returns the leaf of one parameter after all phases."""
     for phase, _ in phases:
         with jax.named_scope(phase.__name__):
             leaf = phase(hyper, kind, leaf)

@@ -1,7 +1,4 @@
-"""Trust ratios: the norms of LARS and LAMB, and which arrays have a ratio.
-
-Norms are those of arrays with their global shapes, however they are sharded.
-"""
+"""Trust ratios of LARS and LAMB, from norms of arrays with their global shapes."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factoring_rules import Dims, FactoringRule, check_rule, factorings
+from optax_ext._factoring import Dims, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
 
 # Powers of two: multiplying by them is exact.
@@ -38,7 +35,6 @@ class Leaf(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
         return (self.w if self.mu is None else self.mu).dtype
 
 
@@ -46,8 +42,8 @@ class Leaf(NamedTuple):
 def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``.
 
-    One pass computes three sums: where the squares overflow or vanish, those of scaled elements do
-    not. The derivative is that of the norm, and 0 where it is 0.
+    Where the squares overflow or vanish, those of scaled elements do not; all are read in one pass.
+    The derivative is 0 where the norm is 0.
     """
     dims = _summed(x, batch)
     if all(x.shape[d] == 1 for d in dims):
@@ -88,7 +84,6 @@ def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.
 def check_options(
     weight_decay: optax.ScalarOrSchedule, stacked: FactoringRule | None, **masks: Any
 ) -> None:
-    """Raises on a negative decay, on a rule that is none, and on masks of another form."""
     _validate.rate(weight_decay=weight_decay)
     check_rule("stacked", stacked)
     for name, mask in masks.items():
@@ -131,10 +126,8 @@ def layers(
 
 
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
-    """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
     return u + rate * w if layer.decays else u
 
 
 def scale(hyper: Any, layer: Layer, leaf: Leaf) -> Leaf:
-    """Multiplies the update by its trust ratio: the last phase of a step."""
     return leaf if leaf.ratio is None else leaf._replace(u=leaf.u * leaf.ratio)

@@ -1,9 +1,8 @@
 """Updates of parameters with 8-bit state in one pass over memory, in programs for TPUs.
 
-XLA computes scales in one pass and codes in another, and writes the scales of elements, or float32
-moments, in between. Where an update is element-wise, one pass decodes the moments, computes the
-update and encodes the new moments: ``_tile_kernel``, or ``_row_loop`` for arrays of few columns.
-Here is what both have in common: which updates they take, what they read, and what they write.
+Between scales and codes XLA writes the scales of elements, or float32 moments. One pass decodes the
+moments, computes an element-wise update and encodes the new moments: ``_tile_kernel``, or
+``_row_loop`` for arrays of few columns. Here: which updates they take, what they read and write.
 """
 
 import itertools
@@ -14,17 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_ext.execution_order import ELEMENTWISE, Equation, Graph, bind, evaluate
 from optax_ext.kernels import Path, Shards
-from optax_ext.low_precision._formats import (
-    BLOCK_ROWS,
-    Blocks,
-    Dynamic,
-    Float8,
-    Linear,
-    Quantized,
-)
+from optax_ext.low_precision._formats import Dynamic, Float8, Linear, Quantized
+from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, decode
 from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of
+from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
 # Of the arrays that a pass reads and writes.
 _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32")))
@@ -69,9 +62,8 @@ class OnePass(NamedTuple):
 class OnePassUpdates:
     """The parameters of a step that are updated in one pass each.
 
-    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
-    outputs. That of the inner update, here, has the decoded moments in their place: a pass decodes
-    and encodes by itself.
+    The step's graph has codes and scales as inputs and outputs, that of the inner update, here, the
+    decoded moments.
     """
 
     def __init__(
@@ -168,10 +160,7 @@ def _one_pass(
     shards: Shards,
     updates_params: bool,
 ) -> OnePass | None:
-    """Returns how a pass computes output ``root`` and all outputs that share moments with it.
-
-    None if an operation is not element-wise, or no pass takes a shape or format.
-    """
+    """Returns how one pass computes output ``root`` and all that share moments with it, or None."""
     reads = graph.reads[graph.outputs[root]]
     outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
     shape = graph.shape(graph.outputs[root])
@@ -232,7 +221,6 @@ def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
 
 
 def _has_blocks(q: Quantized) -> bool:
-    """Whether an array has 8 bits, a scale per block, and blocks of rows of its last two dims."""
     fmt = q.format
     if isinstance(fmt, Dynamic | Linear):
         has_scales = fmt.bits == 8 and not fmt.rank1
@@ -264,14 +252,13 @@ def _is_local(graph: Graph, index: int) -> bool:
 
 
 def block_columns(update: OnePass) -> int:
-    """Returns the columns of a block."""
     return _blocks(next(iter(update.stored.values()))).rows_and_columns[1]
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
     """Returns a type for each output, and over which array it is written: ``{array: result}``.
 
-    Both are numbered as leaves: of ``(operands.full, operands.stored)``, and of the types.
+    Both are numbered as leaves, of ``(operands.full, operands.stored)`` and of the types.
     """
     arrays = (operands.full, operands.stored)
     leaves, treedef = jax.tree.flatten(arrays)
@@ -302,8 +289,18 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     return types, aliases
 
 
-def evaluate_slice(update: OnePass, values: dict[int, Any], shape: tuple[int, ...]) -> None:
-    """Adds to ``values`` of a slice, of this shape, what the pass computes of them."""
+def update_slice(
+    update: OnePass,
+    full: list[jax.Array],
+    small: dict[int, jax.Array],  # by their numbers in the graph
+    stored: list[Quantized],
+    shape: tuple[int, ...],  # of a slice
+    blocks: Any = None,  # as for ``decode``
+) -> list[jax.Array]:
+    """Returns the outputs of a slice of the arrays, decoded; the new parameter, not its update."""
+    values: dict[int, Any] = update.literals | small
+    values |= zip(update.full, full, strict=False)  # the parameter may be behind them
+    values |= {v: decode(q, blocks) for v, q in zip(update.stored, stored, strict=True)}
     for eqn in update.equations:
         operands = [values[v] for v in eqn.operands]
         name = eqn.primitive.name
@@ -316,3 +313,9 @@ def evaluate_slice(update: OnePass, values: dict[int, Any], shape: tuple[int, ..
         elif name not in ("copy", "copy_p"):
             operands = list(bind(eqn, operands))
         values |= zip(eqn.results, operands, strict=True)
+    made = {j: jnp.broadcast_to(values[update.graph.outputs[j]], shape) for j in update.outputs}
+    if update.param is not None:
+        param = full[update.param]
+        total = param.astype(jnp.float32) + made[update.root].astype(jnp.float32)
+        made[update.root] = total.astype(param.dtype)  # as optax.apply_updates
+    return list(made.values())

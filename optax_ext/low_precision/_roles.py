@@ -55,14 +55,9 @@ def find_signs(
 ) -> dict[Any, bool]:
     """Returns the fields that suit low precision, and whether they are signed.
 
-    An average changes where gradients are zero. Sums do not, nor do copies of parameters: they are
-    left out, as is what moves an update by several times its own error, such as the terms of a
-    small difference, and whatever could not be tried.
-
-    Args:
-      inner: the transformation.
-      params: its parameters, of which shapes and dtypes count.
-      fields: the class and the path of each; a path ends in its ``GetAttrKey``, or is ``()``.
+    A field is a class and a path that ends in its ``GetAttrKey``, or is ``()``. Left out are sums,
+    which do not change where gradients are zero, copies of parameters, what moves an update by
+    several times its own error, as terms of a small difference, and what could not be tried.
     """
     known, unknown = {}, []
     for cls, path in dict.fromkeys(fields):
@@ -105,7 +100,6 @@ def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
 
 
 def _small(x: Any) -> tuple[int, ...]:
-    """Returns the shape in which a parameter is tried."""
     return tuple(min(_SIDE, n) for n in x.shape)
 
 
@@ -117,7 +111,6 @@ def _signs(
     rng, num = np.random.default_rng(0), len(fields)
 
     def random(x: Any) -> jax.Array:
-        """Random signs, and magnitudes that differ by decades."""
         one, two = rng.normal(size=(2, *_small(x)))
         return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
@@ -140,8 +133,7 @@ def _signs(
     def advance(params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
         """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay.
 
-        Returns them, the state, and which arrays were negative, copies of parameters, and not
-        changed by the last step.
+        Returns also which arrays were negative, copies of parameters, unchanged by the last step.
         """
         random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
         none = jnp.zeros(len(arrays), bool)

@@ -5,8 +5,9 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from optax_ext import _matrix_passes
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun
+from optax_ext.leaf_by_leaf import ScheduledRun
 from optax_ext.low_precision._one_pass import OnePassUpdates
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph
 
 # Primitives that cost little more than reading their operands; not loops or matrix products.
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
@@ -15,8 +16,7 @@ _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slic
 class ScalesFirst(ScheduledRun):
     """Computes scales first, discards the moments, and computes these again for the codes.
 
-    Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
-    between. On CPUs it identifies the two computations.
+    Codes need the scales of entire blocks: XLA would write the float32 moments in between.
     """
 
     def __init__(
@@ -32,7 +32,6 @@ class ScalesFirst(ScheduledRun):
         self._passes = passes
 
     def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, new scales before the codes that depend on them."""
         if self._passes is not None:
             for root in outputs:
                 made = set(self._passes.outputs_of(root))

@@ -11,7 +11,8 @@ import optax
 
 from optax_ext._leaves import boxed, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
-from optax_ext.low_precision._formats import Quantized, decode, encode
+from optax_ext.low_precision._formats import Quantized
+from optax_ext.low_precision._quantize import decode, encode
 from optax_ext.low_precision._rounding import salt_of, uniform
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
@@ -62,9 +63,7 @@ def describe_state(state: optax.OptState) -> str:
 def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
     """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
 
-    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
-    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
-    tx.init(params))), *restored, tx=tx)``.
+    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states.
 
     Args:
       state: of a transformation, with ``low_precision_state`` around any part of it or not.
@@ -79,14 +78,10 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
-      >>> stored = optax_ext.low_precision_state(plain)
-      >>> _, state = plain.update(params, plain.init(params), params)
-      >>> state = optax_ext.convert_state(state, stored.init(params))
-      >>> updates, state = stored.update(params, state, params)
-      >>> state = optax_ext.convert_state(state, plain.init(params))
-      >>> updates, state = plain.update(params, state, params)
-      >>> int(state[0].count)
-      3
+      >>> stored = optax_ext.low_precision_state(plain).init(params)
+      >>> state = optax_ext.convert_state(plain.init(params), stored)
+      >>> type(state.inner_state[0].mu["w"]).__name__
+      'Quantized'
     """
 
     def convert(like: Any, x: Any) -> Any:
@@ -118,8 +113,10 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 # --- For ``low_precision_state`` ------------------------------------------------------------------
 
 
-def encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
-    """Encodes a new value in the format of the old one."""
+def encode_as(path: Any, old: Any, new: Any, key: jax.Array | None) -> Any:
+    """Encodes a new value in the format of the old one, if that has one."""
+    if not isinstance(old, Quantized):
+        return new
     if old.rest is not None or key is None:
         rounding = "nearest" if old.rest is None else "compensated"
         return encode(new, old.format, old.signed, rounding)
@@ -166,8 +163,6 @@ def boxes_inside(state: Any) -> Any:
 
 
 def boxes_outside(state: Any) -> Any:
-    """The inverse of ``boxes_inside``."""
-
     def outside(q: Any) -> Any:
         if not isinstance(q, Quantized) or not is_box(q.codes):
             return q
