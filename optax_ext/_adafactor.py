@@ -100,8 +100,7 @@ def scale_by_adafactor(
 
     Args:
       decay_rate: exponent of the decay schedule, above 0.
-      decay_offset: steps taken before this phase of training began (fine-tuning). While the count
-        is below it, as on a new state, :math:`\beta_t` is 0.
+      decay_offset: steps taken before fine-tuning; :math:`\beta_t` is 0 while the count is below.
       beta2_cap: the largest :math:`\beta_t`, in [0, 1), as for large vision models; None: no cap.
       b2: a constant decay instead of the schedule, in [0, 1), without bias correction, as in CAME.
       eps: added to the squared gradient; at least 0.
@@ -156,9 +155,7 @@ def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-def _scale_by_parameter_rms(
-    min_scale: jax.typing.ArrayLike, rule: FactoringRule | None
-) -> optax.GradientTransformation:
+def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransformation:
     """Multiplies updates by max(RMS(parameter), min_scale), each batch slice by its own."""
 
     def scaled(updates: Tree, params: Tree) -> Tree:
@@ -270,8 +267,8 @@ def adafactor(
 
 def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> FactoringRule | None:
     rule = check_rule("factoring", factoring)
-    given = [] if min_dim_size is None else [f"min_dim_size_to_factor={min_dim_size}"]
-    given += [] if factored else ["factored=False"]
+    given = [f"min_dim_size_to_factor={min_dim_size}"] if min_dim_size is not None else []
+    given += ["factored=False"] if not factored else []
     if given and rule != two_largest_dims():
         raise ValueError(
             f"factoring={rule} and {' and '.join(given)} both select what is factored; give one."

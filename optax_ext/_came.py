@@ -142,9 +142,8 @@ def scale_by_came(
         attention keys, to updates as large as all others; with 1e-12 they are small.
       eps_instability: added to the squared instability; at least 0.
       clipping_threshold: the largest RMS of :math:`u`; None does not clip.
-      factoring: the rule that selects the rows and columns of each parameter
-        (``flax_transformer()`` for Flax models, ``two_largest_dims()``, ``by_path({...})``, or one
-        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
+      factoring: the rule that selects rows and columns (``flax_transformer()`` for Flax models,
+        ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring``); None factors nothing.
       mu_dtype: dtype of the stored momentum; None: float32, or wider if the parameter is.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
 
@@ -202,9 +201,7 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)
 
 
-def _state(
-    count: jax.Array, leaves: Leaves, dims: list[Factoring], step: list[_Leaf]
-) -> ScaleByCameState:
+def _state(count: jax.Array, leaves: Leaves, dims: Any, step: list[_Leaf]) -> ScaleByCameState:
     moments = _moments.split(leaves, dims, [leaf.nu for leaf in step])
     _, *instability = _moments.split(leaves, dims, [leaf.instability for leaf in step])
     mu = leaves.unflatten([leaf.mu for leaf in step])

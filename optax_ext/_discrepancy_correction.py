@@ -49,8 +49,7 @@ def discrepancy_correction(
       \delta \leftarrow \gamma \delta + (1 - \gamma) (w_{t+1} - w_t) \\
       u_\text{bkwd} &= w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
 
-    Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: this transformation goes last in a
-    chain. Where both delays are equal, the correction is 0.
+    Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: it goes last in a chain.
 
     Args:
       delays: :math:`\tau_\text{fwd}`, in updates: a number; a tree of numbers like the parameters,

@@ -60,11 +60,10 @@ class flax_transformer:
     - Others are one matrix: leading dims are rows and trailing ones columns, where the state is
       smallest; heads and head_dim are on one side.
 
-    Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
-    clip and scale. By default a module is a stack if all its arrays have an extra dim of one size:
-    it has (layers, n) vectors beside (layers, n, m) matrices, or has the name ``layers``,
-    ``blocks`` or that of a scan. Optimizers and ``describe_factoring`` look at all arrays;
-    ``resolve`` sees one, and needs ``stacked``, as do trees whose shapes leave it open.
+    Layers stacked along one more dim (``nn.scan``) have their own statistics, clip and scale. By
+    default a module is a stack if all its arrays have an extra dim of one size: it has (layers, n)
+    vectors beside (layers, n, m) matrices, or the name ``layers``, ``blocks`` or that of a scan.
+    ``resolve``, which sees one array, needs ``stacked``, as do trees whose shapes leave it open.
 
     Attributes:
       stacked: a pattern of the paths of stacked layers; None if there are none.
@@ -252,9 +251,8 @@ def hidden_matrices(
     Args:
       params: the parameters, or abstract arrays in their place.
       rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected. The default is found in
-        paths with a component such as ``embed``, ``embed_tokens``, ``unembed``, ``wte``,
-        ``positions``, ``lm_head``, ``logits`` or ``classifier``; not ``heads`` or ``out``.
+      not_hidden: a pattern of the paths of matrices that are not selected: by default components
+        such as ``embed``, ``wte``, ``positions``, ``lm_head``, ``logits``; not ``heads``, ``out``.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or ``not_hidden`` is not a regular expression.

@@ -24,10 +24,9 @@ def lazy_rows(
 
       u_r, s_r \leftarrow \begin{cases} u_r, s'_r & g_r \ne 0 \\ 0, s_r & g_r = 0 \end{cases}
 
-    Averages of a row decay per use, not per step; bias correction still counts steps. Column
-    statistics and scalars belong to the full table and change in every step, which reads and
-    writes all of it. Transformations that store moments in blocks go outside, as in
-    ``low_precision_state(lazy_rows(...))``; so do those that accumulate gradients.
+    Averages of a row decay per use, not per step; bias correction still counts steps, as do column
+    statistics. Transformations that store moments in blocks or accumulate gradients go outside, as
+    in ``low_precision_state(lazy_rows(...))``.
 
     Args:
       inner: the transformation.

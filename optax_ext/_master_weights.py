@@ -18,12 +18,9 @@ class MasterWeightsState(NamedTuple):
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``.
-
-    XLA may remove a pair of casts, and ``reduce_precision`` to few exponent bits has no subnormals
-    and overflows as IEEE formats do.
-    """
+    """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    # XLA may remove a pair of casts, and few exponent bits have no subnormals here.
     out = jax.lax.reduce_precision(x, wide.nexp, narrow.nmant)
     smallest = float(narrow.smallest_normal)
     if smallest > float(wide.smallest_normal):

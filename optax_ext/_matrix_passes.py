@@ -34,11 +34,7 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
 
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
-    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``.
-
-    ``fn`` is elementwise; ``x`` and ``new`` have the shape of ``array``, and ``new`` its dtype, or
-    is None. ``args`` is a tree of arrays that broadcast against it without a change of rank.
-    """
+    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``."""
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
         return fused(array, args)
@@ -55,10 +51,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
 
 
 def recomputed(factors: Any, after: Any) -> Any:
-    """Returns small arrays as new values, for a pass that begins once ``after`` is computed.
-
-    XLA then recomputes what the previous pass made from them instead of writing it to memory.
-    """
+    """Returns small arrays as new values, which XLA recomputes from instead of writing memory."""
     if is_partitioned(factors, after):
         return _behind_barrier(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
@@ -70,12 +63,10 @@ def reread(arrays: Any, after: Any) -> Any:
 
 
 def hold(arrays: Any, after: Any = ()) -> Any:
-    """Returns the arrays behind a barrier: none is available before all are, and ``after`` is.
-
-    In a ``shard_map`` each waits for those alone that vary over no other axes, to keep its type.
-    """
+    """Returns the arrays behind a barrier: none is available before all are, and ``after`` is."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(arrays)
+    # In a shard_map each waits for those that vary over no other axes, or its type would change.
     axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
     for own in dict.fromkeys(axes):
         members = [i for i, varying in enumerate(axes) if varying == own]
@@ -221,11 +212,9 @@ def _pass_per_mean(
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum over ``dims``, and a value that is available once ``x`` has been read.
-
-    Columns are summed in two stages. With a barrier after the first, XLA on GPUs does not write
-    ``x``, and the next pass does not wait for an all-reduce.
-    """
+    """Returns the sum over ``dims``, and a value that is available once ``x`` has been read."""
+    # Columns in two stages: with a barrier after the first, XLA on GPUs does not write x, and the
+    # next pass does not wait for an all-reduce.
     length, shards = x.shape[dims[0]], max(jax.typeof(x).sharding.mesh.size, 1)
     if x.ndim - 1 in dims or length % shards:
         total = jnp.sum(x, dims)

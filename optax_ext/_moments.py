@@ -1,7 +1,7 @@
 """Factored second moments: decaying averages of row and column means, and their inverse root.
 
-For a matrix of n x m the state holds n + m numbers; their outer product, divided by the mean of the
-rows, estimates the full matrix. Shapes in comments are those of an array (rows, cols).
+Their outer product, divided by the mean of the rows, estimates the full matrix. Shapes in comments
+are those of an array (rows, cols).
 """
 
 import math
@@ -47,12 +47,8 @@ def init(like: Any, dims: Factoring, dtype: Any) -> Moment:
 def average(
     moment: Moment, fn: Function, x: jax.Array, args: Any, eps: Any, weights: Any, dims: Factoring
 ) -> tuple[Estimate, jax.Array | None]:
-    """For ``(y, new) = fn(x, args)``: the mean of ``moment`` and ``y + eps``, and ``new``.
-
-    ``weights`` are those of both. A factored moment averages the row and column means of ``y``,
-    read in one pass over ``x``.
-    """
-    decay, weight = weights
+    """For ``(y, new) = fn(x, args)``: the average of ``moment`` and ``y + eps``, and ``new``."""
+    decay, weight = weights  # of ``moment`` and of ``y``
     if moment.full is not None:
         y, new = fn(x, args)
         full = decay * moment.full + weight * (y + eps)  # (rows, cols)
@@ -74,16 +70,14 @@ def average_squares(leaf: Any, eps: Any, weights: Any, dims: Factoring) -> Estim
 
 
 def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:
-    """Returns factors whose product is ``1 / sqrt(estimate)``.
-
-    The product row * col is never formed: it leaves float32's range where the quotient does not.
-    """
+    """Returns factors whose product is ``1 / sqrt(estimate)``."""
     (full, row, col), row_mean = estimate
     if full is not None:
         return (jax.lax.rsqrt(full),)
     assert row is not None and col is not None and row_mean is not None  # noqa: PT018
     row = jnp.expand_dims(row, dims.cols)  # (rows, 1)
     col = jnp.expand_dims(col, dims.rows)  # (1, cols)
+    # row * col is not formed: it leaves float32's range where the quotient does not.
     return jax.lax.rsqrt(row) * jnp.sqrt(row_mean), jax.lax.rsqrt(col)
 
 
@@ -117,9 +111,7 @@ def rms(x: jax.Array, dims: Factoring) -> jax.Array:
 # --- Trees ----------------------------------------------------------------------------------------
 
 
-def split(
-    leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]
-) -> tuple[Any, Any, Any]:
+def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) -> Any:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
     kept = [moment_dims(x.ndim, d) for x, d in zip(leaves.arrays, dims, strict=True)]
     full, row, col = ([m[i] for m in moments] for i in range(3))

@@ -40,13 +40,12 @@ def gradient_noise_scale(
       \operatorname{tr} \Sigma \approx \frac{|G_b|^2 - |G_B|^2}{1 / b - 1 / B}, \quad
       B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
-    Both are averaged over steps; ``noise_scale`` divides the averages. It goes first in a chain
-    (before a clip) and not inside ``optax.MultiSteps``. With weights (masked tokens), sub-batches
-    count by their weights, and ``batch_size`` is the mean total weight of a batch. Steps with fewer
-    than two sub-batches of nonzero weight, or with gradients that are not finite, are skipped.
+    Both are averaged over steps; ``noise_scale`` divides the averages. It goes first in a chain,
+    outside of ``optax.MultiSteps``. Steps with fewer than two sub-batches of nonzero weight, or
+    with gradients that are not finite, are skipped.
 
     Args:
-      batch_size: B, in the unit of the noise scale: examples, or tokens. Above 0.
+      batch_size: B, above 0, in the unit of the noise scale: examples, tokens, or mean weight.
       decay: decay of the averages, in [0, 1).
 
     Returns:
@@ -139,8 +138,7 @@ def noise_scale(state: optax.OptState) -> jax.Array:
 def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float = 2.0) -> str:
     r"""Compares a batch size with the critical size, which is about the noise scale.
 
-    A run to the same loss takes :math:`1 + B_\text{noise} / B` times the minimum of steps, and
-    :math:`1 + B / B_\text{noise}` times the minimum of examples.
+    A run takes :math:`1 + B_\text{noise} / B` times the minimum of steps.
 
     Args:
       noise_scale: the noise scale, averaged over many steps.
@@ -148,8 +146,8 @@ def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float 
       near: the largest ratio at which the two count as near; at least 1.
 
     Returns:
-      ``"below"`` (a larger batch needs fewer steps for few more examples), ``"near"``, ``"above"``,
-      or ``"unknown"`` where the noise scale is not positive and finite.
+      ``"below"`` (a larger batch needs fewer steps), ``"near"``, ``"above"``, or ``"unknown"``: the
+      noise scale is not positive and finite.
 
     Raises:
       ValueError: if ``batch_size`` is not positive, or ``near`` is below 1.

@@ -23,14 +23,9 @@ def _lags(num_versions: int) -> range:
     return range(num_versions, 0, -1)
 
 
-def _shifted(
-    delay: np.ndarray, versions: list[jax.Array | None], p: jax.Array, u: jax.Array
-) -> list[jax.Array | None]:
-    """Returns the versions after a step from ``p`` to ``p + u``.
-
-    A slice of delay n enters n places before the end; so all of them reach the end on time.
-    """
-    new: list[jax.Array | None] = []
+def _shifted(delay: np.ndarray, versions: list[Any], p: jax.Array, u: jax.Array) -> list[Any]:
+    """Returns the versions after a step from ``p`` to ``p + u``."""
+    new: list[Any] = []
     before: jax.Array | None = None
     for lag, version in zip(_lags(len(versions)), versions, strict=True):
         if version is None:
@@ -39,7 +34,7 @@ def _shifted(
         now = p.astype(version.dtype)
         # A buffer of its own: a state that is donated must not hold one that others hold.
         out = jnp.copy(now if before is None else before)
-        if before is not None and (delay == lag).any():
+        if before is not None and (delay == lag).any():  # slices of delay n enter n before the end
             out = jnp.where(delay == lag, now, out)
         if lag == 1 and (delay == 0).any():  # slices without a delay, in an array that has others
             out = jnp.where(delay == 0, optax.apply_updates(now, u), out)
@@ -59,11 +54,9 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       w_s = w_0 \text{ for } s < 0 \\
       w_{t+1} &= w_t + \operatorname{optimizer}(g_t, w_t)
 
-    This is an asynchronous pipeline's update, on one device: with delays P - i for stage i of P,
-    PipeDream with weight stashing; P - 1 for all, PipeDream with vertical sync; 1 for all,
-    PipeDream-2BW. It stores as many replicas of a parameter as its delay.
-
-    It goes last in a chain, and ``update`` must receive the current parameters.
+    Delays P - i for stage i of P are PipeDream with weight stashing; P - 1 for all, with vertical
+    sync; 1 for all, PipeDream-2BW. It stores as many replicas of a parameter as its delay, goes
+    last in a chain, and ``update`` must receive the current parameters.
 
     Args:
       delays: :math:`\tau`, whole numbers of updates, in the forms of ``discrepancy_correction``.

@@ -19,14 +19,11 @@ Phases = tuple[tuple[Phase, str | None], ...]
 
 
 def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf]) -> list[Leaf]:
-    """Returns the leaves after all phases, which receive hyperparameters in the leaf's dtype.
-
-    Where arrays are on several devices, the statistics of all parameters pass a barrier after each
-    phase, which makes their sums one all-reduce. Parameters of one shape and kind share a trace,
-    unless a hyperparameter is traced.
-    """
+    """Returns the leaves after all phases, which receive hyperparameters in the leaf's dtype."""
     hypers = [_validate.cast(hyper, leaf.dtype) for leaf in leaves]
     shared = all(h is None or isinstance(h, int | float | str) for own in hypers for h in own)
+    # Parameters of one shape and kind share a trace. On several devices the statistics of all pass
+    # a barrier after each phase, which makes their sums one all-reduce.
     if shared and not _matrix_passes.is_partitioned(leaves):
         return list(map(functools.partial(_param_step, phases), hypers, kinds, leaves))
     for phase, field in phases:

@@ -15,10 +15,7 @@ from optax_ext.traced_graph import Graph, evaluate
 
 
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
-    """Returns the execution order: one group of outputs per root, ``roots`` being outputs in order.
-
-    A group holds every output that depends on no deferred inputs but those of the roots so far.
-    """
+    """Returns the execution order of ``roots``: each root, with outputs that wait for no others."""
     groups, read, left = [], 0, set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
         if root not in left:

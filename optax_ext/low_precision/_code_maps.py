@@ -25,14 +25,12 @@ class _Map:
 class DynamicMap(_Map):
     """Powers of ten, each divided into twice as many equal intervals as the one below it.
 
-    The midpoints of the intervals of power i are
-    ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``. A symmetric signed map leaves out the
-    level that has no negative; that below it represents 1.
+    The midpoints of those of power i are ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
     """
 
     exponents: int
     signed: bool
-    symmetric: bool = False
+    symmetric: bool = False  # without the level that has no negative: that below it is 1
 
     @property
     def top(self) -> int:

@@ -6,7 +6,7 @@ moments, computes an element-wise update and encodes the new moments: ``_tile_ke
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext.kernels import Path, Shards
-from optax_ext.low_precision._formats import Dynamic, Float8, Linear, Quantized
+from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, decode
 from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of
 from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
@@ -60,11 +60,7 @@ class OnePass(NamedTuple):
 
 
 class OnePassUpdates:
-    """The parameters of a step that are updated in one pass each.
-
-    The step's graph has codes and scales as inputs and outputs, that of the inner update, here, the
-    decoded moments.
-    """
+    """The parameters of a step that are updated in one pass each; traced with decoded moments."""
 
     def __init__(
         self,
@@ -79,7 +75,7 @@ class OnePassUpdates:
     ):
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
         num = len(with_paths)
-        self._key, self._shards = key, shards
+        self._key, self._shards, self._rounding = key, shards, rounding
         self._params = [None] * num if params is None else jax.tree.leaves(params)
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
@@ -96,15 +92,61 @@ class OnePassUpdates:
 
         graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))])
         self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
-        self._passes = {}
-        for root, (path, _) in enumerate(with_paths):
-            update = _one_pass(graph, root, path, stored, rounding, shards, params is not None)
-            if update is not None:
-                self._passes[root] = update
+        passes = {
+            i: self._one_pass(i, path, graph, stored) for i, (path, _) in enumerate(with_paths)
+        }
+        self._passes = {root: update for root, update in passes.items() if update is not None}
         # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
         number = itertools.count(num + (key is not None))
         self._numbers = [[j] for j in range(num)]
         self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
+
+    def _one_pass(self, root: int, path: Path, graph: Graph, stored: Any) -> OnePass | None:
+        """Returns how one pass computes output ``root`` and all that share moments with it."""
+        reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
+        outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
+        read = {i: q for i, q in stored.items() if reads >> i & 1}
+        if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
+            return None
+        blocks = {_blocks(q).rows_and_columns for q in read.values()}
+        shard = self._shards.shape_of(path, shape)
+        if len(blocks) > 1 or shard is None:
+            return None
+        function = _function_for(shard, self._params[root] is not None)
+        # No shard ends within a block.
+        ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
+        if function is None or any(n != full and n % size for n, full, size in ends):
+            return None
+
+        # From the outputs back to the moments, and to what does not depend on any.
+        equations: set[int] = set()
+        full, small, literals = [], [], {}
+        seen, pending = set(read), [graph.outputs[j] for j in outputs]
+        if any(graph.reads[v] & ~reads or graph.types[v].dtype not in _DTYPES for v in pending):
+            return None
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            index, constant = graph.producer.get(value), graph.constants.get(value)
+            if graph.shape(value) == shape and index is not None and _is_local(graph, index):
+                equations.add(index)
+                pending += graph.equations[index].operands
+            elif graph.reads[value]:
+                return None
+            elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
+                full.append(value)
+            elif graph.shape(value) != ():
+                return None
+            elif constant is None or isinstance(constant, jax.core.Tracer):
+                small.append(value)
+            else:
+                literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
+        ordered = [graph.equations[i] for i in sorted(equations)]
+        values = (ordered, sorted(full), sorted(small), literals, read, outputs)
+        how = self._rounding, self._shards.interpret
+        return OnePass(function, graph, root, path, shape, *values, *how)
 
     def outputs_of(self, root: int) -> list[int]:
         """Returns the step's outputs that are made with an update; none if it takes no pass."""
@@ -130,9 +172,8 @@ class OnePassUpdates:
             noise = []
             if self._key is not None:
                 for i in update.stored:
-                    salt = salt_of(self._paths[i])
-                    noise += hashes_of_matrices(self._key, salt, update.shape)
-            noise = [x.reshape(update.shape[:-2]) for x in noise]
+                    hashes = hashes_of_matrices(self._key, salt_of(self._paths[i]), update.shape)
+                    noise += [x.reshape(update.shape[:-2]) for x in hashes]
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
             operands = Operands(small, noise, places, full, list(update.stored.values()))
             treedef: Any
@@ -151,64 +192,6 @@ class OnePassUpdates:
 # --- Which updates take a pass --------------------------------------------------------------------
 
 
-def _one_pass(
-    graph: Graph,
-    root: int,
-    path: Path,
-    stored: Mapping[int, Quantized],
-    rounding: str,
-    shards: Shards,
-    updates_params: bool,
-) -> OnePass | None:
-    """Returns how one pass computes output ``root`` and all that share moments with it, or None."""
-    reads = graph.reads[graph.outputs[root]]
-    outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
-    shape = graph.shape(graph.outputs[root])
-    read = {i: q for i, q in stored.items() if reads >> i & 1}
-    if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
-        return None
-    blocks = {_blocks(q).rows_and_columns for q in read.values()}
-    shard = shards.shape_of(path, shape)
-    if len(blocks) > 1 or shard is None:
-        return None
-    function = _function_for(shard, updates_params)
-    # No shard ends within a block.
-    ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
-    if function is None or any(n != full and n % size for n, full, size in ends):
-        return None
-    if any(graph.reads[graph.outputs[j]] & ~reads for j in outputs):
-        return None
-    if any(graph.types[graph.outputs[j]].dtype not in _DTYPES for j in outputs):
-        return None
-
-    # From the outputs back to the moments, and to what does not depend on any.
-    equations: set[int] = set()
-    full, small, literals = [], [], {}
-    seen, pending = set(read), [graph.outputs[j] for j in outputs]
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        index, constant = graph.producer.get(value), graph.constants.get(value)
-        if graph.shape(value) == shape and index is not None and _is_local(graph, index):
-            equations.add(index)
-            pending += graph.equations[index].operands
-        elif graph.reads[value]:
-            return None
-        elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
-            full.append(value)
-        elif graph.shape(value) != ():
-            return None
-        elif constant is None or isinstance(constant, jax.core.Tracer):
-            small.append(value)
-        else:
-            literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
-    ordered = [graph.equations[i] for i in sorted(equations)]
-    values = (ordered, sorted(full), sorted(small), literals, read, outputs)
-    return OnePass(function, graph, root, path, shape, *values, rounding, shards.interpret)
-
-
 def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
     """Returns what updates a shard in one pass; None where XLA's form is as good."""
     from optax_ext.low_precision import _row_loop  # imports this file
@@ -221,13 +204,9 @@ def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
 
 
 def _has_blocks(q: Quantized) -> bool:
-    fmt = q.format
-    if isinstance(fmt, Dynamic | Linear):
-        has_scales = fmt.bits == 8 and not fmt.rank1
-    else:
-        has_scales = isinstance(fmt, Float8) and not fmt.expand
+    is_other = getattr(q.format, "rank1", False) or getattr(q.format, "expand", False)
     return (
-        has_scales
+        (q.format.bits == 8 and not is_other)
         and len(q.shape) > 1
         and q.dtype == jnp.float32
         and _blocks(q).dims[0] == len(q.shape) - 2
@@ -256,10 +235,7 @@ def block_columns(update: OnePass) -> int:
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
-    """Returns a type for each output, and over which array it is written: ``{array: result}``.
-
-    Both are numbered as leaves, of ``(operands.full, operands.stored)`` and of the types.
-    """
+    """Returns each output's type, and ``{leaf of (full, stored): leaf of types}`` in its place."""
     arrays = (operands.full, operands.stored)
     leaves, treedef = jax.tree.flatten(arrays)
     full_at, stored_at = jax.tree.unflatten(treedef, range(len(leaves)))
@@ -272,15 +248,14 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
         if j in stored:
             like, over = stored[j]
         else:
-            like = jax.ShapeDtypeStruct(shape, update.graph.types[update.graph.outputs[j]].dtype)
+            dtype = update.graph.types[update.graph.outputs[j]].dtype
             over = full_at[update.full.index(j)] if j in update.full else None
             if j == update.root:
                 # Not over the gradient: XLA would copy one that the program may not overwrite.
                 over = update.param
-                if over is not None:
-                    like = jax.ShapeDtypeStruct(shape, leaves[over].dtype)
-            if over is not None and leaves[over].dtype != like.dtype:
-                over = None
+                dtype = dtype if over is None else leaves[over].dtype
+            over = None if over is None or leaves[over].dtype != dtype else over
+            like = jax.ShapeDtypeStruct(shape, dtype)
         types.append(like)
         for k in jax.tree.leaves(over):
             aliases[k] = num

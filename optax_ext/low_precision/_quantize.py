@@ -24,10 +24,7 @@ BLOCK_ROWS = 8  # rows of a block, as of a TPU register: scales are found and ap
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Blocks of an array: rows along the longest dim except the last, columns along the last.
-
-    Blocks have eight rows if the array does, so that shards of either dim rarely split a block.
-    """
+    """Blocks of an array: rows along the longest dim except the last, columns along the last."""
 
     shape: tuple[int, ...]
     size: int
@@ -42,6 +39,7 @@ class Blocks:
     def rows_and_columns(self) -> tuple[int, int]:
         row, last = self.dims
         most = 1 if row == last else min(self.size, _power_of_two(self.shape[row]))
+        # Eight rows if the array has them: shards of either dim rarely split such a block.
         rows = min(most, max(BLOCK_ROWS, self.size // _power_of_two(self.shape[last])))
         return rows, self.size // rows
 
@@ -137,11 +135,9 @@ class _Scaled:
             largest = self.blocks.largest(x)
             return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may ignore NaN on CPUs
+        size, dims = jnp.abs(x), range(x.ndim)
         if self.rank1:
-            dims = range(x.ndim)
-            size = jnp.abs(x)
             return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
-        size = jnp.abs(x)
         largest = self.blocks.reduce(jnp.max, size, 0.0)
         if not self.expand:
             return (largest,)
@@ -164,10 +160,9 @@ class _Scaled:
         """Returns the magnitude that level ``top`` represents, per element."""
         if not self.rank1:
             return self.blocks.repeat(scale[0])
-        ndim = len(scale)
-        out = jnp.full([1] * ndim, jnp.inf, self.dtype)
+        out = jnp.full([1] * len(scale), jnp.inf, self.dtype)
         for d, part in enumerate(scale):
-            others = [e for e in range(ndim) if e != d]
+            others = [e for e in range(len(scale)) if e != d]
             out = jnp.minimum(out, jax.lax.expand_dims(part, others))
         return out
 
@@ -177,24 +172,18 @@ class _Scaled:
     def position(self, y: jax.Array, power: Any) -> jax.Array:
         return jnp.clip(self.map.position(y if power is None else y**power), 0, self.map.top)
 
-    def value(self, level: jax.Array, power: Any) -> jax.Array:
-        out = self.map.value(level, self.dtype)
-        return out if power is None else out ** (1 / power)
-
-    def fine_value(self, fine: jax.Array, power: Any) -> jax.Array:
-        """Returns the magnitude of a level given in 256ths."""
-        low, high = (
-            self.map.value(jnp.minimum((fine >> 8) + i, self.map.top), self.dtype) for i in (0, 1)
-        )
-        out = low + (high - low) * ((fine & 255).astype(self.dtype) / 256)
+    def value(self, level: jax.Array, power: Any, fine: bool) -> jax.Array:
+        """Returns the magnitude of a level, which is in 256ths if ``fine``."""
+        levels = [jnp.minimum((level >> 8) + i, self.map.top) for i in (0, 1)] if fine else [level]
+        out, *high = (self.map.value(each, self.dtype) for each in levels)
+        if fine:
+            out = out + (high[0] - out) * ((level & 255).astype(self.dtype) / 256)
         return out if power is None else out ** (1 / power)
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """Maps floats to unsigned integers in the order of magnitude; positive values win ties.
-
-    The largest element, with its sign, is then one reduction: XLA for GPUs writes no array first.
-    """
+    """Maps floats to unsigned integers in the order of magnitude; positive values win ties."""
+    # The largest element, with its sign, is one reduction: XLA for GPUs writes no array first.
     bits = x.dtype.itemsize * 8
     unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
     return (unsigned << 1) | (1 - (unsigned >> (bits - 1)))
@@ -222,7 +211,7 @@ def encode(
     """Encodes an array that is not empty, of rank at least 1, with one of ``ROUNDINGS``.
 
     Without a sign negative elements become 0, and positive ones do not. ``noise``, for stochastic
-    rounding, is uniform in [0, 1), of the array's shape; ``blocks`` has the methods of ``Blocks``.
+    rounding, is uniform in [0, 1); ``blocks`` has the methods of ``Blocks``.
     """
     dtype = at_least_float32(x.dtype)
     x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
@@ -231,8 +220,7 @@ def encode(
         codes, rest = _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
         return Quantized(codes, (), rest, shape, dtype, fmt, signed)
     scaled = _Scaled(fmt, signed, shape, dtype, blocks)
-    lowest = scaled.map.lowest
-    scale = scaled.measure(x)
+    lowest, scale = scaled.map.lowest, scaled.measure(x)
     positive = x > 0
     x = scaled.normalize(x, scale)
     power = scaled.power(scale)
@@ -266,22 +254,19 @@ def decode(q: Quantized, blocks: Any = None) -> jax.Array:
     if q.format.bits == 4:
         dim = scaled.blocks.dims[0]
         codes = _unpack(codes, dim, q.shape[dim])
-    level = codes.astype(jnp.int32)
+    level, fine = codes.astype(jnp.int32), q.rest is not None
     if q.rest is not None:
         level = (level << 8) | q.rest
     power = scaled.power(q.scale)
     if q.signed:
-        level = level - (scaled.map.lowest << (0 if q.rest is None else 8))
-    read = scaled.value if q.rest is None else scaled.fine_value
-    out = read(jnp.abs(level), power)
+        level = level - (scaled.map.lowest << (8 if fine else 0))
+    out = scaled.value(jnp.abs(level), power, fine)
     if q.signed:
         out = jnp.where(level < 0, -out, out)
     return out * scaled.largest(q.scale)
 
 
-def _encode_bfloat16(
-    x: jax.Array, signed: bool, rounding: str, noise: Any
-) -> tuple[jax.Array, jax.Array | None]:
+def _encode_bfloat16(x: jax.Array, signed: bool, rounding: str, noise: Any) -> tuple[Any, Any]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     if rounding == "nearest":
         codes, rest = x.astype(jnp.bfloat16), None

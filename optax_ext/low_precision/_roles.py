@@ -48,17 +48,10 @@ _ERROR = 2.0**-7  # relative, of a field
 _MOST = 4  # times as large as this may be that of the update
 
 
-def find_signs(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Any,
-    fields: Iterable[tuple[type | None, Any]],
-) -> dict[Any, bool]:
-    """Returns the fields that suit low precision, and whether they are signed.
-
-    A field is a class and a path that ends in its ``GetAttrKey``, or is ``()``. Left out are sums,
-    which do not change where gradients are zero, copies of parameters, what moves an update by
-    several times its own error, as terms of a small difference, and what could not be tried.
-    """
+def find_signs(inner: Any, params: Any, fields: Iterable[Any]) -> dict[Any, bool]:
+    """Returns the fields, of classes and paths, that suit low precision, and if they are signed."""
+    # Left out: sums, which do not change where gradients are zero; copies of parameters; what moves
+    # an update by several times its own error, as terms of a small difference; what fails.
     known, unknown = {}, []
     for cls, path in dict.fromkeys(fields):
         if cls in _AVERAGES:
@@ -103,9 +96,7 @@ def _small(x: Any) -> tuple[int, ...]:
     return tuple(min(_SIDE, n) for n in x.shape)
 
 
-def _signs(
-    inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]
-) -> dict[Any, bool]:
+def _signs(inner: Any, params: Any, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
     """Tries fields on small parameters: returns those that suit low precision, and if signed."""
     shapes = {path: _small(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     rng, num = np.random.default_rng(0), len(fields)
@@ -131,10 +122,7 @@ def _signs(
 
     @jax.jit
     def advance(params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
-        """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay.
-
-        Returns also which arrays were negative, copies of parameters, unchanged by the last step.
-        """
+        """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay."""
         random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
         none = jnp.zeros(len(arrays), bool)
 
@@ -145,7 +133,7 @@ def _signs(
             moved = optax.apply_updates(params, updates)
             was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
             each = [(now[i], was[i], before[j], after[j]) for _, i, j in arrays]
-            seen = (
+            seen = (  # negative; copies of parameters; not changed by the last step
                 negative | jnp.array([jnp.any(x < 0) for x, _, _, _ in each]),
                 copied | jnp.array([jnp.all(x == b) | jnp.all(x == a) for x, _, b, a in each]),
                 jnp.array([jnp.all(x == w) & jnp.any(x != 0) for x, w, _, _ in each]),

@@ -36,20 +36,14 @@ def next_key(key: jax.Array) -> jax.Array:
 
 
 def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns float32 in [0, 1): a hash of the key, the salt and each element's global index.
-
-    ``jax.random.uniform`` does not depend on the mesh either, with ten times the arithmetic.
-    """
+    """Returns float32 in [0, 1): a hash of the key, the salt and each element's global index."""
     num = _num_outer_dims(shape)
     index = _index((*[1] * num, *shape[num:]))
     return uniform_at(index, _hash_of_step(key, salt, shape))
 
 
 def _hash_of_step(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a uint32 for the noise of an array in one step, shaped to broadcast against it.
-
-    For arrays whose elements a uint32 does not number, each slice of the outer dims has its own.
-    """
+    """Returns a uint32 for the noise of an array in one step, one for each slice of outer dims."""
     step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
     num = _num_outer_dims(shape)
     if num:
@@ -66,10 +60,7 @@ def uniform_at(index: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def hashes_of_matrices(key: jax.Array, salt: int, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Returns ``hashes`` and ``first`` of an array's matrices, its last two dims; both (num,).
-
-    The noise of matrix ``i`` is ``uniform_at(first[i] + index, hashes[i])``.
-    """
+    """Returns (num,) ``hashes`` and ``first``, for ``uniform_at(first[i] + index, hashes[i])``."""
     num = _num_outer_dims(shape)
     inner, size = math.prod(shape[num:-2]), math.prod(shape[-2:])
     first = jnp.arange(inner, dtype=jnp.uint32) * jnp.uint32(size & 0xFFFFFFFF)

@@ -111,9 +111,7 @@ def _element(x: jax.Array, i: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x.reshape(-1), i, keepdims=False)
 
 
-def _index(
-    shape: tuple[int, int], columns: int, row: Any, places: Sequence[jax.Array]
-) -> jax.Array:
+def _index(shape: Any, columns: int, row: Any, places: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of each element in its matrix of the full array, modulo 2**32."""
     first, left = (place[0].astype(jnp.uint32) for place in places)
     rows, others = (jax.lax.broadcasted_iota(jnp.uint32, shape, d) for d in (0, 1))

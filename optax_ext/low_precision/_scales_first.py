@@ -14,10 +14,7 @@ _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slic
 
 
 class ScalesFirst(ScheduledRun):
-    """Computes scales first, discards the moments, and computes these again for the codes.
-
-    Codes need the scales of entire blocks: XLA would write the float32 moments in between.
-    """
+    """Computes scales first, discards the moments, and computes these again for the codes."""
 
     def __init__(
         self,
@@ -31,6 +28,7 @@ class ScalesFirst(ScheduledRun):
         self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
         self._passes = passes
 
+    # Codes need the scales of entire blocks: XLA would write the float32 moments in between.
     def run_group(self, outputs: list[int]) -> None:
         if self._passes is not None:
             for root in outputs:

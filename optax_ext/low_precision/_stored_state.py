@@ -63,7 +63,7 @@ def describe_state(state: optax.OptState) -> str:
 def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
     """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
 
-    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states.
+    Moments are rounded to nearest. Under ``jit`` it makes no other copy of large states.
 
     Args:
       state: of a transformation, with ``low_precision_state`` around any part of it or not.
@@ -85,9 +85,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
     """
 
     def convert(like: Any, x: Any) -> Any:
-        key = None
-        if isinstance(x, LowPrecisionState):
-            key, x = x
+        key, x = x if isinstance(x, LowPrecisionState) else (None, x)
         if isinstance(like, LowPrecisionState):
             key = like.key if key is None or like.key is None else key
             return LowPrecisionState(key, convert(like.inner_state, x))
@@ -99,8 +97,8 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
                 "the state that it is to be like. Both have to be of the same parameters."
             )
         if isinstance(x, Quantized):
-            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
-            if formats[0] == formats[1]:
+            of_x: Any = jax.tree.structure(x)
+            if of_x == jax.tree.structure(like):
                 return x
             x = decode(x)
         if isinstance(like, Quantized):
@@ -117,16 +115,13 @@ def encode_as(path: Any, old: Any, new: Any, key: jax.Array | None) -> Any:
     """Encodes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
-    if old.rest is not None or key is None:
-        rounding = "nearest" if old.rest is None else "compensated"
-        return encode(new, old.format, old.signed, rounding)
-    noise = uniform(key, salt_of(path), old.shape)
-    return encode(new, old.format, old.signed, "stochastic", noise)
+    if old.rest is not None:
+        return encode(new, old.format, old.signed, "compensated")
+    noise = None if key is None else uniform(key, salt_of(path), old.shape)
+    return encode(new, old.format, old.signed, "nearest" if key is None else "stochastic", noise)
 
 
-def with_quantized(
-    state: LowPrecisionState, init: Callable[[], LowPrecisionState]
-) -> LowPrecisionState:
+def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:
     """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
 
     def has_fields(x: Any) -> bool:

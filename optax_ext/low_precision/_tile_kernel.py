@@ -38,12 +38,10 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
     # In scalar memory: floats; integers, with a shard's first row and column; noise.
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands.small]
     floats, integers = ([k for k, x in enumerate(is_float) if x == kind] for kind in (True, False))
+    numbers = [operands.small[k].astype(jnp.int32) for k in integers]
     scalars = [
         _stack([operands.small[k].astype(jnp.float32) for k in floats]),
-        _stack(
-            [operands.small[k].astype(jnp.int32) for k in integers]
-            + [x[:1] for x in operands.places]
-        ),
+        _stack(numbers + [x[:1] for x in operands.places]),
         _stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in operands.noise]),
     ]
     results, aliases = results_of(update, operands)
@@ -53,6 +51,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         return num_matrices, *x.shape[-2:]
 
     both = jax.tree.leaves((full, stored, results))
+    tile_bytes = rows * columns * sum(x.dtype.itemsize for x in both)
     made = pl.pallas_call(
         functools.partial(_update_tile, update, operands, tiling, (floats, integers)),
         grid=tiling.grid,
@@ -69,8 +68,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         input_output_aliases={len(scalars) + k: n for k, n in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3,
-            vmem_limit_bytes=2 * rows * columns * sum(x.dtype.itemsize for x in both)
-            + _EXTRA_BYTES,
+            vmem_limit_bytes=2 * tile_bytes + _EXTRA_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
             flops=len(update.equations) * math.prod(tiling.shape),
@@ -80,10 +78,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         interpret=update.interpret,
         name="low_precision_step",
     )(scalars, *jax.tree.map(lambda x: x.reshape(matrices(x)), (full, stored)))
-    return [
-        x.reshape(like.shape)
-        for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(results), strict=True)
-    ]
+    return jax.tree.leaves(jax.tree.map(lambda x, like: x.reshape(like.shape), made, results))
 
 
 def _update_tile(
@@ -207,10 +202,8 @@ class _SliceBlocks:
         return jnp.where(high >= low, high, -low)
 
     def _rows(self, x: jax.Array) -> list[jax.Array]:
-        """Returns the first row of every block, the second and so on; each (rows of blocks, lanes).
-
-        Strided loads need no arithmetic; a maximum over sublanes rotates every register.
-        """
+        """Returns the first row of every block, the second and so on: (rows of blocks, lanes)."""
+        # Strided loads need no arithmetic; a maximum over sublanes rotates every register.
         self._memory[...] = x  # (64, 128)
         return [self._memory[pl.ds(k, _GROUPS[0], stride=BLOCK_ROWS), :] for k in range(BLOCK_ROWS)]
 

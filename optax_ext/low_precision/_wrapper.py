@@ -53,37 +53,31 @@ def low_precision_state(
 
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
-    Arrays of the state are stored in low precision if they have their parameter's shape and at
-    least ``min_size`` elements (vectors: 16 times as many): averages, but not the row and column
-    statistics of factored ones. Those that are never negative have unsigned codes, in which
-    positive elements never become 0. Copies of parameters, sums that grow, terms of small
-    differences, and what is uncertain are not changed. This is known of common optimizers; of
-    others, ``init`` finds it out by steps of ``inner`` on small arrays. ``describe_state`` lists
-    the result. All choices depend on global shapes alone.
+    This applies to averages of their parameter's shape; those that are never negative have unsigned
+    codes, in which positive elements never become 0. Copies of parameters, sums that grow, terms of
+    small differences, and what is uncertain are not changed: known of common optimizers, ``init``
+    finds it out of others by steps of ``inner`` on small arrays. ``describe_state`` lists the
+    result, which depends on global shapes alone.
 
     Bytes per element: 1.016 in 8 bits, 0.50 in 4 bits (two vectors per matrix), 1.039 in
     ``Float8``, 2 in 16 bits. By default no element of an update exceeds 5 times the largest of
-    float32 in 4 and 8 bits, or 3 times in ``Float8``; it may where second moments are scaled more
-    finely than first ones.
+    float32; it may where second moments are scaled more finely than first ones.
 
     Args:
       inner: any transformation.
       bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4, rank1=True)``, and for second moments
         ``Linear(4, rank1=True)``. 16: ``BFloat16()``. Or a format for all arrays.
-      formats: other formats by path, such as ``{"nu": Float8(), "embed": None}``: the first regular
-        expression found in the path of an array in the state applies, whatever its shape and size;
-        None leaves the array unchanged.
+      formats: other formats by regular expressions of paths in the state, for arrays of any size,
+        such as ``{"nu": Float8(), "embed": None}``; None leaves an array unchanged.
       rounding: ``"nearest"``: averages stop moving where a step is less than half the distance of
-        two codes. ``"stochastic"``: up or down, such that the mean is right; no more bytes.
-        ``"compensated"``: the rounding error is stored in 8 more bits, and added when decoding.
+        two codes. ``"stochastic"``: the mean is right. ``"compensated"``: the rounding error is
+        stored in 8 more bits.
       block_size: elements per scale, a power of two; None means 256 for 8 bits, 128 for 4 bits.
-      min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
-        changed.
+      min_size: the fewest elements of an array that is changed; of vectors 16 times as many.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
       implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices of 8-bit moments
-        in one pass, without temporaries. All else, x64 mode, arrays in a ``shard_map``, and all
-        other platforms use XLA's form. Programs for TPUs that map (``vmap``) or differentiate the
-        update, and arrays that are sharded by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
+        in one pass, except in x64 mode and in a ``shard_map``. Those that map or differentiate the
+        update, or shard arrays by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Raises:
       ValueError: if a format or rounding is unknown, a block size is not a power of two, a pattern
@@ -105,7 +99,13 @@ def low_precision_state(
       Those of the formats, ``Dynamic``, ``Linear`` and ``Float8``.
     """
     _validate.known(bits=bits, block_size=block_size, min_size=min_size)
-    rules = _check_formats(formats or {})
+    rules = dict(formats or {})
+    for pattern, fmt in rules.items():
+        if fmt is not None and not isinstance(fmt, Format):
+            raise ValueError(
+                f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
+            )
+        _validate.pattern("formats", pattern)
     default: dict[bool | None, Format] = {
         signed: _default_format(bits, block_size, signed) for signed in (True, False)
     }
@@ -264,16 +264,6 @@ def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")
 
 
-def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
-    for pattern, fmt in formats.items():
-        if fmt is not None and not isinstance(fmt, Format):
-            raise ValueError(
-                f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
-            )
-        _validate.pattern("formats", pattern)
-    return dict(formats)
-
-
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state contains another one; remove one of the two.")
@@ -293,10 +283,7 @@ def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None
 
 
 def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
-    """Returns the class and the path of the field of each array; None if it is no parameter's.
-
-    An array belongs to the parameter that has its shape and whose path ends its own.
-    """
+    """Returns the class and path of each array's field; None if it is not of a parameter."""
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def field(path: Any, leaf: Any) -> Any:
