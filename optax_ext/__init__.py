@@ -9,16 +9,22 @@ from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
 from optax_ext._delays import delays_by_path as delays_by_path
 from optax_ext._delays import pipeline_delays as pipeline_delays
+from optax_ext._describe_factoring import FactoringRow as FactoringRow
+from optax_ext._describe_factoring import FactoringTable as FactoringTable
+from optax_ext._describe_factoring import describe_factoring as describe_factoring
 from optax_ext._discrepancy_correction import (
     DiscrepancyCorrectionState as DiscrepancyCorrectionState,
 )
 from optax_ext._discrepancy_correction import backward_params as backward_params
 from optax_ext._discrepancy_correction import discrepancy_correction as discrepancy_correction
-from optax_ext._factoring_rules import Factoring as Factoring
-from optax_ext._factoring_rules import FactoringRule as FactoringRule
-from optax_ext._factoring_rules import by_path as by_path
-from optax_ext._factoring_rules import last_two_dims as last_two_dims
-from optax_ext._factoring_rules import two_largest_dims as two_largest_dims
+from optax_ext._factoring import Factoring as Factoring
+from optax_ext._factoring import FactoringRule as FactoringRule
+from optax_ext._factoring import by_path as by_path
+from optax_ext._factoring import last_two_dims as last_two_dims
+from optax_ext._factoring import two_largest_dims as two_largest_dims
+from optax_ext._flax_transformer import decay_mask as decay_mask
+from optax_ext._flax_transformer import flax_transformer as flax_transformer
+from optax_ext._flax_transformer import hidden_matrices as hidden_matrices
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState
 from optax_ext._lamb import lamb as lamb
 from optax_ext._lamb import scale_by_lamb as scale_by_lamb
@@ -41,32 +47,28 @@ from optax_ext._params_history import delayed_params as delayed_params
 from optax_ext._params_history import params_history as params_history
 from optax_ext._scale_by_delay import ScaleByDelayState as ScaleByDelayState
 from optax_ext._scale_by_delay import scale_by_delay as scale_by_delay
-from optax_ext._transformer_rule import FactoringRow as FactoringRow
-from optax_ext._transformer_rule import FactoringTable as FactoringTable
-from optax_ext._transformer_rule import decay_mask as decay_mask
-from optax_ext._transformer_rule import describe_factoring as describe_factoring
-from optax_ext._transformer_rule import flax_transformer as flax_transformer
-from optax_ext._transformer_rule import hidden_matrices as hidden_matrices
 from optax_ext._version import __version__ as __version__
-from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS
-from optax_ext.low_precision import BFloat16 as BFloat16
-from optax_ext.low_precision import Dynamic as Dynamic
-from optax_ext.low_precision import Float8 as Float8
-from optax_ext.low_precision import Linear as Linear
-from optax_ext.low_precision import LowPrecisionState as LowPrecisionState
-from optax_ext.low_precision import Quantized as Quantized
-from optax_ext.low_precision import StochasticRoundingState as StochasticRoundingState
-from optax_ext.low_precision import adafactor8bit as adafactor8bit
-from optax_ext.low_precision import adamw8bit as adamw8bit
-from optax_ext.low_precision import apply_updates as apply_updates
-from optax_ext.low_precision import came8bit as came8bit
-from optax_ext.low_precision import convert_state as convert_state
-from optax_ext.low_precision import describe_state as describe_state
-from optax_ext.low_precision import lamb8bit as lamb8bit
-from optax_ext.low_precision import lion8bit as lion8bit
-from optax_ext.low_precision import low_precision_state as low_precision_state
-from optax_ext.low_precision import stochastic_rounding as stochastic_rounding
+from optax_ext.low_precision._bfloat16_params import (
+    StochasticRoundingState as StochasticRoundingState,
+)
+from optax_ext.low_precision._bfloat16_params import apply_updates as apply_updates
+from optax_ext.low_precision._bfloat16_params import stochastic_rounding as stochastic_rounding
+from optax_ext.low_precision._formats import BFloat16 as BFloat16
+from optax_ext.low_precision._formats import Dynamic as Dynamic
+from optax_ext.low_precision._formats import Float8 as Float8
+from optax_ext.low_precision._formats import Linear as Linear
+from optax_ext.low_precision._formats import Quantized as Quantized
+from optax_ext.low_precision._optimizers_8bit import adafactor8bit as adafactor8bit
+from optax_ext.low_precision._optimizers_8bit import adamw8bit as adamw8bit
+from optax_ext.low_precision._optimizers_8bit import came8bit as came8bit
+from optax_ext.low_precision._optimizers_8bit import lamb8bit as lamb8bit
+from optax_ext.low_precision._optimizers_8bit import lion8bit as lion8bit
+from optax_ext.low_precision._stored_state import LowPrecisionState as LowPrecisionState
+from optax_ext.low_precision._stored_state import convert_state as convert_state
+from optax_ext.low_precision._stored_state import describe_state as describe_state
+from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
+from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
 
-_INTERNAL = {"execution_order", "kernels", "low_precision"}  # modules
+_INTERNAL = {"kernels", "leaf_by_leaf", "low_precision", "traced_graph"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

@@ -7,32 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _bias_correction, _phases, _validate
-from optax_ext._factored_moments import (
-    Moment,
-    average_squares,
-    clip,
-    init_moment,
-    join_moments,
-    multiply,
-    rms,
-    split_moments,
-)
-from optax_ext._factoring_rules import (
-    Factoring,
-    FactoringRule,
-    check_rule,
-    factorings,
-    two_largest_dims,
-)
+from optax_ext import _bias_correction, _moments, _phases, _validate
+from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 from optax_ext._leaves import Leaves, Tree, at_least_float32
 
 
 class ScaleByAdafactorState(NamedTuple):
-    """State of Adafactor's second moment; averages are float32, or wider if the parameter is.
-
-    Slots that a parameter does not use are None. Rows and cols are its factored dims.
-    """
+    """State of Adafactor: float32, or wider if the parameter is; None in slots not used."""
 
     count: jax.Array  # type: ignore[assignment]  # (), int32, steps taken; hides tuple.count
     nu: optax.Updates  # full second moment of parameters that are not factored
@@ -46,8 +27,8 @@ class MomentumState(NamedTuple):
     mu: optax.Updates  # the parameter's shape, dtype_momentum
 
 
-_Hyperparameters = collections.namedtuple(
-    "_Hyperparameters", "decay_rate decay_offset beta2_cap b2 eps clipping_threshold"
+_Hyper = collections.namedtuple(
+    "_Hyper", "decay_rate decay_offset beta2_cap b2 eps clipping_threshold"
 )
 
 
@@ -55,36 +36,33 @@ class _Leaf(NamedTuple):
     """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
 
     g: jax.Array  # (rows, cols), the gradient; after the last phase the update
-    nu: Moment
+    nu: _moments.Moment
     t: jax.Array  # (), int32, number of this step
     v: Any = None  # Estimate: nu of this step
     factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
 
     @property
     def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
         return self.nu.dtype
 
 
-def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def second_moment(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
     """Averages r_t and c_t, the row and column means of g^2 + eps."""
-    decay, weight = _decay(hyper, leaf.t, leaf.dtype)
-    v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=decay, weight=weight, dims=dims)
-    return leaf._replace(v=v)
+    weights = _decay(hyper, leaf.t, leaf.dtype)
+    return leaf._replace(v=_moments.average_squares(leaf, hyper.eps, weights, dims))
 
 
-def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def normalize(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
     """Returns u_t as the update, and the new second moment."""
-    update = multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
+    update = _moments.multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
     return _Leaf(update, leaf.v.moment, leaf.t)
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
-PHASES = ((second_moment, "v"), (clip, "factors"), (normalize, None))
+PHASES = ((second_moment, "v"), (_moments.clip, "factors"), (normalize, None))
 
 
-def _decay(hyper: _Hyperparameters, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns beta_t and 1 - beta_t."""
+def _decay(hyper: _Hyper, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     if hyper.b2 is not None:
         return jnp.asarray(hyper.b2, dtype), jnp.asarray(1 - hyper.b2, dtype)
     step = jnp.maximum(count.astype(dtype) - hyper.decay_offset, 1)
@@ -106,8 +84,8 @@ def scale_by_adafactor(
 ) -> optax.GradientTransformation:
     r"""Scales gradients by the root of a factored second moment, and clips by RMS.
 
-    For a factored parameter, with :math:`\operatorname{R}` and :math:`\operatorname{C}` the means
-    of rows and columns and :math:`t` counted from 1,
+    With the means of rows :math:`\operatorname{R}` and columns :math:`\operatorname{C}`, and
+    :math:`t` counted from 1,
 
     .. math::
 
@@ -118,23 +96,17 @@ def scale_by_adafactor(
       \text{update} = u / \max(1, \operatorname{RMS}(u) / d)
 
     A parameter that is not factored has a full second moment. State for a matrix of n x m
-    parameters: n + m float32.
+    parameters: n + m float32. Updates are not negated.
 
     Args:
       decay_rate: exponent of the decay schedule, above 0.
-      decay_offset: steps taken before this phase of training began (fine-tuning). While the count
-        is below it, as on a new state, :math:`\beta_t` is that of the first step, 0.
+      decay_offset: steps taken before fine-tuning; :math:`\beta_t` is 0 while the count is below.
       beta2_cap: the largest :math:`\beta_t`, in [0, 1), as for large vision models; None: no cap.
-      b2: a constant decay instead of the schedule, in [0, 1), without a correction for starting at
-        zero, as in CAME; None uses the schedule.
+      b2: a constant decay instead of the schedule, in [0, 1), without bias correction, as in CAME.
       eps: added to the squared gradient; at least 0.
       clipping_threshold: the largest RMS of an update; None does not clip.
-      factoring: the rule that selects the rows and columns of each parameter
-        (``flax_transformer()`` for Flax models, ``last_two_dims()``, ``by_path({...})``, or one
-        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
-
-    Returns:
-      A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
+      factoring: the rule that selects the rows and columns of each parameter, as for
+        ``scale_by_came``; None factors nothing.
 
     Raises:
       ValueError: if a hyperparameter is out of range, a parameter is not real and floating, a rule
@@ -148,44 +120,42 @@ def scale_by_adafactor(
       ((64,), dtype('float32'))
 
     References:
-      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
-      arXiv 1804.04235. The cap: Zhai et al.: Scaling Vision Transformers, CVPR 2022, arXiv
-      2106.04560.
+      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
+      The cap: Zhai et al.: Scaling Vision Transformers, arXiv 2106.04560.
     """
-    _validate.positive(decay_rate=decay_rate, clipping_threshold=clipping_threshold)
-    _validate.non_negative(decay_offset=decay_offset, eps=eps)
-    _validate.unit_interval(beta2_cap=beta2_cap, b2=b2)
-    rule = check_rule("factoring", factoring)
-    hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
+    hyper = _Hyper(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
+    return _scale(hyper, check_rule("factoring", factoring))
+
+
+def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransformation:
+    _validate.positive(decay_rate=hyper.decay_rate, clipping_threshold=hyper.clipping_threshold)
+    _validate.non_negative(decay_offset=hyper.decay_offset, eps=hyper.eps)
+    _validate.unit_interval(beta2_cap=hyper.beta2_cap, b2=hyper.b2)
 
     def init(params: optax.Params) -> ScaleByAdafactorState:
         leaves = Leaves.of(params)
         dims = factorings(rule, leaves)
-        nus = [
-            init_moment(p, d, at_least_float32(p.dtype))
-            for p, d in zip(leaves.arrays, dims, strict=True)
-        ]
-        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, dims, nus))
+        dtypes = [at_least_float32(p.dtype) for p in leaves.arrays]
+        nus = list(map(_moments.init, leaves.arrays, dims, dtypes))
+        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *_moments.split(leaves, dims, nus))
 
     def update(
         updates: Tree, state: ScaleByAdafactorState, params: Tree = None
     ) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
-        nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        nus = _moments.join(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         count = optax.safe_increment(state.count)
         step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
         step = _phases.run(PHASES, hyper, dims, step)
-        moments = split_moments(leaves, dims, [leaf.nu for leaf in step])
+        moments = _moments.split(leaves, dims, [leaf.nu for leaf in step])
         updates = leaves.unflatten([leaf.g for leaf in step])
         return updates, ScaleByAdafactorState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 
 
-def _scale_by_parameter_rms(
-    min_scale: jax.typing.ArrayLike, rule: FactoringRule | None
-) -> optax.GradientTransformation:
+def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransformation:
     """Multiplies updates by max(RMS(parameter), min_scale), each batch slice by its own."""
 
     def scaled(updates: Tree, params: Tree) -> Tree:
@@ -199,7 +169,7 @@ def _scale_by_parameter_rms(
                 return u
             dtype = at_least_float32(p.dtype)
             floor = _validate.hyperparameter(min_scale, dtype)
-            factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
+            factor = jnp.maximum(_moments.rms(p.astype(dtype), dims), floor)  # (1, 1)
             return (u.astype(dtype) * factor).astype(u.dtype)
 
         dims = factorings(rule, leaves)
@@ -240,10 +210,10 @@ def adafactor(
       m \leftarrow \beta_1 m + (1 - \beta_1) u, \quad
       \theta \leftarrow \theta - m - \lambda \theta
 
-    It equals ``optax.adafactor`` to rounding, and takes its options, all but the first by name.
-    Unlike there, averages are float32 whatever the parameters are, and ``decay_offset`` on a new
-    state stays finite. With ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face and,
-    with ``relative_step=True``, that of PyTorch.
+    It equals ``optax.adafactor`` to rounding, except that averages are float32 whatever the
+    parameters are, and ``decay_offset`` on a new state stays finite. With
+    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face and, with
+    ``relative_step=True``, that of PyTorch.
 
     Other Parameters:
       learning_rate: a number or a schedule. None means 1, so that the parameter scale alone sets
@@ -252,15 +222,11 @@ def adafactor(
       min_parameter_scale: the smallest parameter scale, above 0.
       relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
       momentum: decay of an average of the updates, in [0, 1); None means no momentum.
-      dtype_momentum: dtype in which momentum is stored; None means float32, or wider if the
-        parameter is.
-      weight_decay_rate: :math:`\lambda`; not multiplied by the learning rate, as in optax and T5X,
-        unless ``weight_decay_times_lr``. None does not decay.
-      weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as AdamW does. (PyTorch's
-        Adafactor multiplies by its ``lr``, without the cap of the relative step.)
+      dtype_momentum: dtype of the stored momentum; None: float32, or wider if the parameter is.
+      weight_decay_rate: :math:`\lambda`, not multiplied by the learning rate; None does not decay.
+      weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as AdamW does.
       weight_decay_mask: a tree of booleans as the parameters, or a function that makes one.
-      factoring: as ``scale_by_adafactor``; slices along ``batch`` dims also have their own
-        parameter scales.
+      factoring: slices along ``batch`` dims also have their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
 
@@ -270,32 +236,19 @@ def adafactor(
         ``factoring`` and one of optax's two names for it are given.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> import jax.numpy as jnp, optax_ext
       >>> tx = optax_ext.adafactor(0.1, momentum=0.9, dtype_momentum=jnp.bfloat16)
-      >>> params = {"w": jnp.ones((4, 8))}
-      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
-      >>> for _ in range(100):
-      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      >>> bool(loss(params) < 0.1)
-      True
+      >>> state = tx.init({"w": jnp.ones((4, 8))})
+      >>> [x.mu["w"].dtype for x in state if isinstance(x, optax_ext.MomentumState)]
+      [dtype(bfloat16)]
     """
     if weight_decay_times_lr and learning_rate is None and not relative_step:
         raise ValueError("weight_decay_times_lr=True needs a learning_rate or relative_step=True.")
     _validate.positive(min_parameter_scale=min_parameter_scale)
     rule = _rule(factoring, min_dim_size_to_factor, factored)
     step_size = _relative_step(learning_rate) if relative_step else learning_rate
-    stages = [
-        scale_by_adafactor(
-            decay_rate,
-            decay_offset=decay_offset,
-            beta2_cap=beta2_cap,
-            b2=b2,
-            eps=eps,
-            clipping_threshold=clipping_threshold,
-            factoring=rule,
-        )
-    ]
+    hyper = _Hyper(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
+    stages = [_scale(hyper, rule)]
     if step_size is not None:
         stages.append(optax.scale_by_learning_rate(step_size, flip_sign=False))
     if multiply_by_parameter_scale:
@@ -306,18 +259,16 @@ def adafactor(
         stages.append(_bias_correction.momentum(MomentumState, momentum, dtype, dampened=True))
     if weight_decay_rate is not None:
         _validate.rate(weight_decay_rate=weight_decay_rate)
-        decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
-        stages.append(_validate.decayed_weights(decay, decayed))
+        stages.append(_validate.decayed_weights(decay, weight_decay_mask))
     stages.append(optax.scale(-1.0))
     return _validate.keep_dtype(optax.chain(*stages))
 
 
 def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> FactoringRule | None:
-    """Returns the rule given as ``factoring`` or by one of optax's two names."""
     rule = check_rule("factoring", factoring)
-    given = [] if min_dim_size is None else [f"min_dim_size_to_factor={min_dim_size}"]
-    given += [] if factored else ["factored=False"]
+    given = [f"min_dim_size_to_factor={min_dim_size}"] if min_dim_size is not None else []
+    given += ["factored=False"] if not factored else []
     if given and rule != two_largest_dims():
         raise ValueError(
             f"factoring={rule} and {' and '.join(given)} both select what is factored; give one."
@@ -336,7 +287,6 @@ def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedu
 
 
 def _times(rate: Any, step_size: Any) -> Any:
-    """Returns the product of two numbers or schedules."""
     if not callable(rate) and not callable(step_size):
         return rate * step_size
     return lambda count: _validate.value_at(rate, count) * _validate.value_at(step_size, count)

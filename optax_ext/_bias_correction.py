@@ -23,8 +23,7 @@ def momentum(
 ) -> optax.GradientTransformation:
     """``mu = decay * mu + weight * update``, stored in ``dtype``, computed in float32 or wider.
 
-    The weight is ``1 - decay`` if the momentum is dampened, else 1. ``make_state`` is a NamedTuple
-    of one field.
+    The weight is ``1 - decay`` if dampened, else 1. ``make_state`` is a NamedTuple of one field.
     """
 
     def init(params: optax.Params) -> Any:

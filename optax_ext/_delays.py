@@ -22,7 +22,7 @@ def pipeline_delays(
     r"""Delays of the forward and of the backward pass at each stage of a pipeline.
 
     A delay counts updates: the gradient of step t is taken at parameters of step :math:`t - \tau`.
-    For stage i = 1, ..., P and N micro-batches per update,
+    For stage i = 1, ..., P and N micro-batches per update, over which fractional delays are means,
 
     .. math::
 
@@ -32,14 +32,11 @@ def pipeline_delays(
       \text{PipeDream-2BW:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 1 \\
       \text{GPipe:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 0
 
-    The delays of PipeDream are those of its own paper; PipeMare's paper compares with PipeDream at
-    :math:`(2 (P - i) + 1) / N`. A fractional delay is a mean over the N micro-batches.
-
     Args:
       num_stages: P.
-      num_microbatches: N, the number of micro-batches per update.
-      method: whose pipeline: ``"pipemare"``, ``"pipedream"`` (which stashes weights),
-        ``"pipedream_2bw"`` or ``"gpipe"``.
+      num_microbatches: N.
+      method: ``"pipemare"``, ``"pipedream"`` (which stashes weights), ``"pipedream_2bw"`` or
+        ``"gpipe"``.
 
     Returns:
       The forward and the backward delays, two float64 arrays of shape (P,), the first stage first.
@@ -55,35 +52,29 @@ def pipeline_delays(
       ([3.5, 2.5, 1.5, 0.5], [0.0, 0.0, 0.0, 0.0])
 
     References:
-      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
-      1910.05124. Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training,
-      SOSP 2019, arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN
-      Training, ICML 2021, arXiv 2006.09503.
+      Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124. Narayanan et al.: PipeDream, SOSP 2019,
+      arXiv 1806.03377; PipeDream-2BW, ICML 2021, arXiv 2006.09503.
     """
     for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
         if not value >= 1:
             raise ValueError(f"{name} must be at least 1, got {value!r}.")
-    behind = np.arange(num_stages)[::-1]  # (P,), P - i
-    zero = np.zeros(num_stages)
-    match method:
-        case "pipemare":
-            return (2 * behind + 1) / num_microbatches, zero
-        case "pipedream":
-            return behind / num_microbatches, behind / num_microbatches
-        case "pipedream_2bw":
-            return zero + 1, zero + 1
-        case "gpipe":
-            return zero, zero.copy()
-    raise ValueError(
-        f"method must be 'pipemare', 'pipedream', 'pipedream_2bw' or 'gpipe', got {method!r}."
-    )
+    behind, zero = np.arange(num_stages)[::-1], np.zeros(num_stages)  # (P,): P - i; 0
+    delays = {
+        "pipemare": ((2 * behind + 1) / num_microbatches, zero),
+        "pipedream": (behind / num_microbatches, behind / num_microbatches),
+        "pipedream_2bw": (zero + 1, zero + 1),
+        "gpipe": (zero, zero.copy()),
+    }
+    if method not in delays:
+        raise ValueError(
+            f"method must be 'pipemare', 'pipedream', 'pipedream_2bw' or 'gpipe', got {method!r}."
+        )
+    return delays[method]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class delays_by_path:
-    """Chooses the delay of the first pattern that is found in a parameter's path.
-
-    Paths and patterns are those of ``by_path``.
+    """Chooses the delay of the first pattern that is found in a parameter's path, as ``by_path``.
 
     Args:
       rules: pattern -> delay, a number or an array that broadcasts against the leading dims of the
@@ -94,10 +85,8 @@ class delays_by_path:
       ValueError: if a pattern is not a regular expression, or a delay is negative.
 
     Example:
-      Four stages stacked on dim 1 of the parameters under ``blocks``; the head is in the last one.
-
       >>> from optax_ext import delays_by_path, pipeline_delays
-      >>> forward, _ = pipeline_delays(4)
+      >>> forward, _ = pipeline_delays(4)  # stages are dim 1 of blocks; the head is in the last one
       >>> rule = delays_by_path({"^blocks/": forward[None], "^head/": 1.0}, default=7.0)
       >>> rule.resolve("blocks/mlp/kernel").tolist(), rule.resolve("embedding")
       ([[7.0, 5.0, 3.0, 1.0]], 7.0)
@@ -115,12 +104,10 @@ class delays_by_path:
         object.__setattr__(self, "default", default)
 
     def resolve(self, path: str) -> Any:
-        """Returns the delay of one parameter."""
         return next((d for pattern, d in self.rules if re.search(pattern, path)), self.default)
 
 
 def check_number(name: str, value: Any) -> None:
-    """Raises unless a delay is a number or an array of numbers, finite and not negative."""
     if isinstance(value, jax.core.Tracer):
         return
     numeric = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
@@ -142,7 +129,6 @@ def numbers_in(delays: Any) -> list[Any]:
 
 
 def check_delays(name: str, delays: Any) -> None:
-    """Raises unless all delays are numbers or arrays, finite and not negative."""
     for value in numbers_in(delays):
         check_number(name, value)
 
@@ -171,9 +157,7 @@ def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
     own = np.shape(delay)
     if not own:
         return delay
-    leading = shape[: len(own)]
-    fits = len(leading) == len(own) and all(n in (1, m) for n, m in zip(own, leading, strict=True))
-    if not fits:
+    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=False)):
         raise ValueError(
             f"{name} has an array of shape {own} for parameter {path!r} of shape {shape}; an array "
             "must broadcast against the leading dims of its parameter. Choose others for this one "
@@ -190,10 +174,7 @@ def map_slots(
     state_type: type,
     field: Callable[[Any], Any],  # the tree of slots in a state of this type
 ) -> Any:
-    """Returns ``fn(p, slot)`` for each parameter and its slot in the states of a type.
-
-    Parameters without a slot, such as those that ``optax.masked`` excludes, are returned unchanged.
-    """
+    """Returns ``fn(p, slot)`` for each parameter with a slot in states of a type, others as is."""
     caller, maker = names
     states = states_of(state_type, state)
     if not states:
@@ -229,7 +210,6 @@ def map_slots(
 
 
 def whole_number(name: str, value: Any) -> np.ndarray:
-    """Returns a delay as integers; raises if it is traced or fractional."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} sets the shapes of the state and must be known while tracing, got {value}. "

@@ -39,10 +39,9 @@ def discrepancy_correction(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages updates, from which ``backward_params`` estimates the parameters of the past.
 
-    In an asynchronous pipeline without stashed weights, the parameters of a forward pass are
-    :math:`\tau_\text{fwd}` updates old, those of its backward pass :math:`\tau_\text{bkwd}`.
-    PipeMare's technique T2 takes the backward pass at an estimate of the former, from an average of
-    the updates:
+    In an asynchronous pipeline the parameters of a forward pass are :math:`\tau_\text{fwd}` updates
+    old, those of its backward pass :math:`\tau_\text{bkwd}`. PipeMare's technique T2 takes the
+    backward pass at an estimate of the former:
 
     .. math::
 
@@ -50,22 +49,14 @@ def discrepancy_correction(
       \delta \leftarrow \gamma \delta + (1 - \gamma) (w_{t+1} - w_t) \\
       u_\text{bkwd} &= w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
 
-    Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: this transformation goes last in a
-    chain, after the learning rate. Where both delays are equal, the correction is 0.
-
-    On a quadratic it raises the largest stable rate for one sign of the difference between forward
-    and backward curvature, and lowers it for the other.
+    Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: it goes last in a chain.
 
     Args:
       delays: :math:`\tau_\text{fwd}`, in updates: a number; a tree of numbers like the parameters,
-        or a prefix of one; or a rule, ``delays_by_path``. In place of a number, an array broadcasts
-        against the leading dims of its parameter: (1, S) for parameters [V, S, ...] whose stages
-        are dim 1.
+        or a prefix of one; or ``delays_by_path``. An array broadcasts against the leading dims of
+        its parameter: (1, S) for parameters [V, S, ...] whose stages are dim 1.
       decay: D, the decay over the full delay, in [0, 1); exp(-2) in the paper.
       backward_delays: :math:`\tau_\text{bkwd}`, in the same forms; at most ``delays``.
-
-    Returns:
-      A ``GradientTransformation`` that leaves updates unchanged.
 
     Raises:
       ValueError: if ``decay`` or a delay is out of range, a backward delay exceeds its forward
@@ -73,8 +64,6 @@ def discrepancy_correction(
         gradients do not match the state.
 
     Example:
-      Parameters that move by -1 in each step were 3 larger 3 steps ago.
-
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> tx = optax.chain(optax.sgd(1.0), optax_ext.discrepancy_correction(3.0))
       >>> params = jnp.asarray(10.0)
@@ -82,12 +71,11 @@ def discrepancy_correction(
       >>> for _ in range(9):
       ...     updates, state = tx.update(jnp.ones(()), state)
       ...     params = optax.apply_updates(params, updates)
-      >>> print(params, optax_ext.backward_params(params, state).round(2))
+      >>> print(params, optax_ext.backward_params(params, state).round(2))  # 3 steps ago it was 4
       1.0 3.99
 
     References:
-      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
-      1910.05124.
+      Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124.
     """
     check_delays("delays", delays)
     check_delays("backward_delays", backward_delays)
@@ -117,7 +105,6 @@ def discrepancy_correction(
 
 
 def _difference(path: str, forward: Any, backward: Any) -> Any:
-    """Returns the forward minus the backward delay; raises if a known one is negative."""
     difference = forward - backward
     if not isinstance(difference, jax.core.Tracer) and (np.asarray(difference) < 0).any():
         raise ValueError(
@@ -128,20 +115,11 @@ def _difference(path: str, forward: Any, backward: Any) -> Any:
 
 
 def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params:
-    r"""Estimates the parameters of the forward pass, at which the backward pass is taken.
+    """Estimates the parameters of the forward pass, at which the backward pass is taken.
 
-    .. math::
-
-      u_\text{bkwd} = w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
-
-    Args:
-      params: :math:`w`, the current parameters.
-      state: a state that contains those of ``discrepancy_correction``, in a chain, under
-        ``optax.masked``, ``optax.partition`` or other wrappers.
-
-    Returns:
-      A tree like ``params``, in their dtypes. Parameters that are masked out are returned as they
-      are.
+    ``params`` are the current parameters, ``state`` contains those of ``discrepancy_correction``,
+    in a chain, under ``optax.masked``, ``optax.partition`` or other wrappers. Returns a tree like
+    ``params``, in their dtypes; parameters that are masked out are unchanged.
 
     Raises:
       ValueError: if the state contains none of ``discrepancy_correction``, several for a parameter,

@@ -12,7 +12,6 @@ from optax_ext import _validate
 
 
 def _check_numbers(**values: Any) -> None:
-    """Raises unless every value is a positive number."""
     for name, value in values.items():
         if callable(value):
             raise ValueError(
@@ -23,9 +22,7 @@ def _check_numbers(**values: Any) -> None:
 
 
 def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
-    r"""Returns the rate in proportion to the batch, :math:`\eta = \eta_0 \, B / B_0`.
-
-    For SGD, with ``gradual_warmup``, while the batch is below the critical size.
+    r"""Returns the rate in proportion to the batch, :math:`\eta = \eta_0 \, B / B_0`, for SGD.
 
     Args:
       base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
@@ -41,8 +38,7 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
       3.2
 
     References:
-      Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv
-      1706.02677.
+      Goyal et al.: Accurate, Large Minibatch SGD, 2017, arXiv 1706.02677.
     """
     _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
     return base_lr * (batch / base_batch)
@@ -51,9 +47,8 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
 def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> float:
     r"""Returns the rate in proportion to the batch's root, :math:`\eta = \eta_0 \sqrt{B / B_0}`.
 
-    The variance of a step's noise stays the same; for adaptive methods such as Adam and LAMB.
-
-    Arguments and errors are those of ``linear_scaling``.
+    For adaptive methods such as Adam and LAMB. Arguments and errors are those of
+    ``linear_scaling``.
 
     Example:
       >>> from optax_ext import square_root_scaling
@@ -61,9 +56,7 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
       0.008
 
     References:
-      Krizhevsky: One Weird Trick for Parallelizing Convolutional Neural Networks, 2014, arXiv
-      1404.5997. For LAMB: You et al.: Large Batch Optimization for Deep Learning: Training BERT in
-      76 minutes, ICLR 2020, arXiv 1904.00962.
+      Krizhevsky: One Weird Trick, 2014, arXiv 1404.5997. For LAMB: You et al., arXiv 1904.00962.
     """
     _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
     return base_lr * math.sqrt(batch / base_batch)
@@ -74,29 +67,24 @@ def gradual_warmup(
 ) -> optax.Schedule:
     r"""Replaces the first steps of a schedule by a linear ramp from ``start``.
 
-    With the schedule :math:`\eta(t)` and W steps of warm-up,
+    With the schedule :math:`\eta(t)`, which is not shifted, and W steps of warm-up,
 
     .. math::
 
       \eta'(t) = \begin{cases}
         s + (\eta(W) - s) \, t / W & t < W \\ \eta(t) & t \ge W \end{cases}
 
-    The schedule is not shifted: rates fall at the same steps as without warm-up. (To start it after
-    the warm-up, use ``optax.join_schedules``.) The paper starts at the rate of the small batch,
-    ``start=base_lr``, and warms up for 5 epochs.
-
     Args:
       learning_rate: a number or a schedule of the step count.
-      warmup_steps: W; 0 for no warm-up.
-      start: s, the rate of the first step.
+      warmup_steps: W; 0 for no warm-up. In the paper, those of 5 epochs.
+      start: s, the rate of the first step; in the paper, ``base_lr``.
 
     Raises:
       ValueError: if ``warmup_steps``, ``start`` or a constant rate is negative.
 
     Example:
       >>> import optax, optax_ext
-      >>> peak = optax_ext.linear_scaling(0.1, base_batch=256, batch=1024)
-      >>> decay = optax.piecewise_constant_schedule(peak, {30: 0.1, 60: 0.1})
+      >>> decay = optax.piecewise_constant_schedule(0.4, {30: 0.1, 60: 0.1})
       >>> schedule = optax_ext.gradual_warmup(decay, 5, start=0.1)
       >>> [round(float(schedule(t)), 3) for t in (0, 1, 4, 5, 29, 31, 61)]
       [0.1, 0.16, 0.34, 0.4, 0.4, 0.04, 0.004]
@@ -106,7 +94,6 @@ def gradual_warmup(
     """
     _validate.non_negative(warmup_steps=warmup_steps, start=start)
     _validate.rate(learning_rate=learning_rate)
-
     rate = functools.partial(_validate.value_at, learning_rate)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:

@@ -24,24 +24,14 @@ def lazy_rows(
 
       u_r, s_r \leftarrow \begin{cases} u_r, s'_r & g_r \ne 0 \\ 0, s_r & g_r = 0 \end{cases}
 
-    A row changes only in the steps that use it: its averages decay per use, not per step, and
-    unused words are not decayed. Bias correction still counts steps. The step reads and writes the
-    full table: this changes the result, not the cost.
-
-    State leaves are matched to parameters by path, and to rows by their first dim: moments, and the
-    row statistics of factored ones. Column statistics and scalars belong to the full table and
-    change in every step.
-
-    Transformations that store moments in blocks go outside, as in
-    ``low_precision_state(lazy_rows(...))``; so do those that accumulate gradients.
+    Averages of a row decay per use, not per step; bias correction still counts steps, as do column
+    statistics. Transformations that store moments in blocks or accumulate gradients go outside, as
+    in ``low_precision_state(lazy_rows(...))``.
 
     Args:
       inner: the transformation.
-      mask: which parameters are tables: a tree of bools, a prefix of one, or a function of the
-        parameters that returns it. Rows are the first dim of a table.
-
-    Returns:
-      A ``GradientTransformation`` with the state of ``inner``.
+      mask: which parameters are tables, whose rows are the first dim: a tree of bools, a prefix of
+        one, or a function of the parameters that returns it.
 
     Raises:
       ValueError: in ``init``, if the mask does not fit; if a table is a scalar, or has another dim
@@ -58,13 +48,11 @@ def lazy_rows(
       [1.0, 0.8899999856948853, 1.0]
 
     References:
-      The lazy Adam of sparse gradients in TensorFlow Addons (``LazyAdam``) and PyTorch
-      (``SparseAdam``).
+      ``LazyAdam`` of TensorFlow Addons, ``SparseAdam`` of PyTorch.
     """
     inner = optax.with_extra_args_support(inner)
 
     def tables_of(tree: Any) -> dict[Key, Any]:
-        """Returns the tables among parameters or gradients, by path."""
         chosen = _validate.mask("lazy_rows: the mask", mask, tree)
         flat = jax.tree_util.tree_leaves_with_path(tree)
         return {path: x for (path, x), c in zip(flat, chosen, strict=True) if c}
@@ -89,20 +77,16 @@ def lazy_rows(
     ) -> tuple[Tree, optax.OptState]:
         out, new = inner.update(updates, state, params, **extra_args)
         with jax.named_scope("lazy_rows"):
-            used = {
-                path: jnp.any(g != 0, axis=tuple(range(1, g.ndim)))
-                for path, g in tables_of(updates).items()
-            }
-            paths = _paths(updates)
+            tables, paths = tables_of(updates).items(), _paths(updates)
+            used = {path: jnp.any(g != 0, axis=tuple(range(1, g.ndim))) for path, g in tables}
 
             def select(path: Key, new: Any, old: Any) -> Any:
                 owner = _owner(path, paths)
                 return _where(used[owner], new, old) if owner in used else new
 
-            out = jax.tree_util.tree_map_with_path(
-                lambda path, u: select(path, u, jnp.zeros_like(u)), out
-            )
-            return out, jax.tree_util.tree_map_with_path(select, new, state)
+            map_leaves = jax.tree_util.tree_map_with_path
+            out = map_leaves(lambda path, u: select(path, u, jnp.zeros_like(u)), out)
+            return out, map_leaves(select, new, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -135,11 +119,7 @@ def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _owner(path: Key, paths: list[Key]) -> Key | None:
     """Returns the parameter that a state leaf belongs to: the longest path within its own."""
-    matches = [
-        (len(own), i, own)
-        for own in paths
-        for i in range(len(path) - len(own) + 1)
-        if path[i : i + len(own)] == own
-    ]
     # The last match, since parameters in a list have numbers as keys, as states of a chain do.
+    places = ((own, i) for own in paths for i in range(len(path) - len(own) + 1))
+    matches = [(len(own), i, own) for own, i in places if path[i : i + len(own)] == own]
     return max(matches, key=lambda match: match[:2], default=(0, 0, None))[2]

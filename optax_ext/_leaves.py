@@ -17,7 +17,6 @@ Dims = tuple[int, ...]
 
 
 def path_name(path: Any) -> str:
-    """Returns the keys of a path, joined by ``/``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -31,7 +30,6 @@ def is_box(x: Any) -> bool:
 
 
 def unboxed(x: Any) -> Any:
-    """Returns the content of a box, or ``x`` itself."""
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_box(x) else x
 
 
@@ -63,28 +61,23 @@ def at_least_float32(dtype: Any) -> Any:
 
 
 def wide_zeros(params: Any, dtype: Any = None) -> Any:
-    """Returns zeros like the parameters, in ``dtype`` or at least float32."""
     return jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
     )
 
 
 def states_of(kind: type, state: Any) -> list[Any]:
-    """Returns the states of this type in an optimizer state."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in parts if isinstance(x, kind)]
 
 
 def check_arrays(params: Any) -> None:
-    """Raises unless all parameters are arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         _validate.array(path_name(path), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree of parameters or gradients."""
-
     paths: list[str]  # the name of each leaf
     arrays: list[Any]  # the leaves
     boxes: list[Any]  # the leaves with their boxes
@@ -148,7 +141,7 @@ def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
 
 
 def _difference(treedef: Any, tree: Any) -> str:
-    """The first leaf that the gradients or the state lack, in words; empty if there is none."""
+    """Names the first leaf that the gradients or the state lack; empty if there is none."""
 
     def by_path(tree: Any) -> dict[str, Any]:
         empty = lambda x: x is None or is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
@@ -167,7 +160,6 @@ def _difference(treedef: Any, tree: Any) -> str:
 
 
 def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
-    """Raises unless a gradient has the shape of its array in ``field``."""
     shape = getattr(array, "shape", None)
     if gradient.shape != shape:
         raise ValueError(

@@ -11,19 +11,16 @@ from optax_ext._leaves import Leaves, Tree, check_dtype, check_shape
 
 
 class MasterWeightsState(NamedTuple):
-    """The master weights, and the state of the transformation that updates them."""
+    """State of ``master_weights``."""
 
     master: optax.Params  # the parameter's shape, ``dtype``; None where a parameter has no master
     inner_state: optax.OptState
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``.
-
-    XLA may remove a pair of casts (``xla_allow_excess_precision``), and ``reduce_precision`` to few
-    exponent bits has no subnormals and overflows as IEEE formats do.
-    """
+    """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    # XLA may remove a pair of casts, and few exponent bits have no subnormals here.
     out = jax.lax.reduce_precision(x, wide.nexp, narrow.nmant)
     smallest = float(narrow.smallest_normal)
     if smallest > float(wide.smallest_normal):
@@ -33,7 +30,6 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits, which distinguish signs of zero, subnormals and NaNs as floats do not."""
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
@@ -56,8 +52,7 @@ def master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs ``inner`` on wide master weights, and makes low-precision parameters their rounding.
 
-    A step below half the spacing of bfloat16, 1/512 to 1/256 of the parameter, is lost when it is
-    added to the parameter. Here it is added to the master :math:`w`:
+    Steps below half the spacing of bfloat16, 1/512 to 1/256 of the parameter, are not lost:
 
     .. math::
 
@@ -66,22 +61,14 @@ def master_weights(
       \theta \leftarrow \theta + u
 
     After every ``optax.apply_updates(params, updates)``, each parameter that has a master equals
-    ``master.astype(params.dtype)``, bit for bit. Where the new value is below the last bit of
-    :math:`\theta + u` (1 becomes 1e-10), the master is one rounding of that step away.
-
-    Floating parameters narrower than ``dtype`` have a master; ``inner`` updates all others
-    directly. Parameters follow their masters: a parameter changed elsewhere is reset by the next
-    step. So no later transformation may change the updates: this one goes last in a chain. State
-    beyond that of ``inner``: 4 bytes per element of a narrow parameter.
+    ``master.astype(params.dtype)``, bit for bit. Floating parameters narrower than ``dtype`` have
+    one, of 4 bytes an element, and updates in ``dtype``. A parameter changed elsewhere is reset by
+    the next step, so this transformation goes last in a chain.
 
     Args:
       inner: the transformation; it receives masters instead of the parameters, and gradients in
         ``dtype``. Wrappers of optax that may skip an update, such as ``apply_if_finite``, go here.
       dtype: dtype of the masters: float32, or float64 where ``jax_enable_x64`` is set.
-
-    Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``; the updates of parameters
-      that have a master are in ``dtype``, whatever the gradients are.
 
     Raises:
       ValueError: if ``dtype`` is narrower than float32 or disabled in JAX, parameters have 8 bits
@@ -90,14 +77,13 @@ def master_weights(
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
-      >>> params = jnp.ones(3, jnp.bfloat16)
-      >>> for tx in (optax.sgd(1e-3), optax_ext.master_weights(optax.sgd(1e-3))):
-      ...     p, state = params, tx.init(params)
-      ...     for _ in range(500):
-      ...         updates, state = tx.update(jnp.ones_like(p), state, p)
-      ...         p = optax.apply_updates(p, updates)
-      ...     print(p)
-      [1 1 1]
+      >>> p = jnp.ones(3, jnp.bfloat16)
+      >>> tx = optax_ext.master_weights(optax.sgd(1e-3))
+      >>> state = tx.init(p)
+      >>> for _ in range(500):
+      ...     updates, state = tx.update(jnp.ones_like(p), state, p)
+      ...     p = optax.apply_updates(p, updates)
+      >>> print(p)
       [0.5 0.5 0.5]
 
     References:
@@ -110,19 +96,18 @@ def master_weights(
 
     def init(params: optax.Params) -> MasterWeightsState:
         leaves = Leaves.of_any_dtype(params)
-        arrays = leaves.arrays
-        has_master = [
-            _has_master(name, p, wide) for name, p in zip(leaves.paths, arrays, strict=True)
-        ]
+        named = list(zip(leaves.paths, leaves.arrays, strict=True))
 
         def masters(others: list[Any]) -> Any:
-            columns = zip(arrays, has_master, others, strict=True)
-            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in columns])
+            columns = zip(named, others, strict=True)
+            return leaves.unflatten(
+                [jnp.asarray(x[1], wide) if _has_master(*x, wide) else o for x, o in columns]
+            )
 
         # Separate buffers for inner, whose state may contain them: a donated state must not contain
         # an array twice.
-        inner_state = inner.init(masters(arrays))
-        return MasterWeightsState(masters([None] * len(arrays)), inner_state)
+        inner_state = inner.init(masters(leaves.arrays))
+        return MasterWeightsState(masters([None] * len(named)), inner_state)
 
     def update(
         updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: Any
@@ -130,24 +115,16 @@ def master_weights(
         if params is None:
             raise ValueError("master_weights needs params in update.")
         leaves = Leaves.of_any_dtype(updates)
-        masters = leaves.slots("master", state.master)
-        arrays = leaves.slots("params", params)
+        masters, arrays = leaves.slots("master", state.master), leaves.slots("params", params)
         _check(leaves, masters, arrays, wide)
-        pairs = list(zip(masters, arrays, strict=True))
-        grads = [
-            g if m is None else jnp.asarray(g, wide)
-            for g, m in zip(leaves.arrays, masters, strict=True)
-        ]
-        out, inner_state = inner.update(
-            leaves.unflatten(grads),
-            state.inner_state,
-            leaves.unflatten([p if m is None else m for m, p in pairs]),
-            **extra_args,
-        )
+        columns = list(zip(leaves.arrays, masters, arrays, strict=True))
+        grads = leaves.unflatten([g if m is None else jnp.asarray(g, wide) for g, m, _ in columns])
+        weights = leaves.unflatten([p if m is None else m for _, m, p in columns])
+        out, inner_state = inner.update(grads, state.inner_state, weights, **extra_args)
         with jax.named_scope("master_weights"):
             moved = [
                 (u, None) if m is None else _move(p, m, u)
-                for (m, p), u in zip(pairs, leaves.slots("updates", out), strict=True)
+                for (_, m, p), u in zip(columns, leaves.slots("updates", out), strict=True)
             ]
         masters = leaves.unflatten([m for _, m in moved])
         return leaves.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
@@ -156,7 +133,6 @@ def master_weights(
 
 
 def _has_master(path: str, p: Any, dtype: Any) -> bool:
-    """Whether a parameter is floating and narrower than ``dtype``."""
     if not jnp.issubdtype(getattr(p, "dtype", dtype), jnp.floating):
         return False
     _validate.floating(path, p)
@@ -168,7 +144,6 @@ def _has_master(path: str, p: Any, dtype: Any) -> bool:
 
 
 def _check(leaves: Leaves, masters: list[Any], params: list[Any], dtype: Any) -> None:
-    """Raises unless the gradients and the parameters fit the masters."""
     for path, g, m, p in zip(leaves.paths, leaves.arrays, masters, params, strict=True):
         if (m is not None) != _has_master(path, p, dtype):
             raise ValueError(

@@ -1,13 +1,12 @@
 """How a step reads its matrices on each kind of machine, which determines its time.
 
-A step does so little arithmetic per element that its time is that of reading and writing matrices.
 An operand of two sums is best read once or computed twice, and never written in between. XLA for
-TPUs finds this by itself: there the plain form, ``_fused``, runs. Other platforms need a form that
-leaves XLA no choice: CPUs read block by block within their caches, GPUs make one pass per sum from
-values that XLA cannot identify with those of the previous pass.
+TPUs finds this by itself: there the plain form, ``_fused``, runs. CPUs read block by block within
+their caches; GPUs make one pass per sum from values that XLA cannot identify with those of the
+previous pass. All forms agree to rounding.
 
-All forms agree to rounding. Only this file and ``kernels.py`` read the platform, all of them by
-``jax.lax.platform_dependent``, for which ``execution_order.Graph`` may take the default form.
+Only this file and ``kernels.py`` read the platform, all of them by
+``jax.lax.platform_dependent``, for which ``traced_graph.Graph`` may take the default form.
 """
 
 import functools
@@ -35,11 +34,7 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
 
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
-    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``.
-
-    ``fn`` is elementwise; ``x`` and ``new`` have the shape of ``array``, and ``new`` its dtype, or
-    is None. ``args`` is a tree of arrays that broadcast against it without a change of rank.
-    """
+    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``."""
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
         return fused(array, args)
@@ -56,11 +51,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
 
 
 def recomputed(factors: Any, after: Any) -> Any:
-    """Returns small arrays for a pass that begins once ``after`` is computed.
-
-    XLA takes them for new values, so it recomputes what the previous pass made from them instead of
-    writing it to memory. Matrices are not passed through here: XLA may fuse their computation.
-    """
+    """Returns small arrays as new values, which XLA recomputes from instead of writing memory."""
     if is_partitioned(factors, after):
         return _behind_barrier(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
@@ -72,13 +63,10 @@ def reread(arrays: Any, after: Any) -> Any:
 
 
 def hold(arrays: Any, after: Any = ()) -> Any:
-    """Returns the arrays behind a barrier: none is available before all are, and ``after`` is.
-
-    In a ``shard_map`` every array keeps its type, which has the mesh axes that it varies over: it
-    waits for those alone that vary over no others.
-    """
+    """Returns the arrays behind a barrier: none is available before all are, and ``after`` is."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(arrays)
+    # In a shard_map each waits for those that vary over no other axes, or its type would change.
     axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
     for own in dict.fromkeys(axes):
         members = [i for i, varying in enumerate(axes) if varying == own]
@@ -94,10 +82,7 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 def barrier(tree: Any) -> Any:
-    """Returns the same arrays, none of which is available before all are.
-
-    Their sums over several devices become one all-reduce. XLA for TPUs combines them by itself.
-    """
+    """Returns the same arrays, none available before all are: their sums become one all-reduce."""
     if not is_partitioned(tree):
         return tree
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
@@ -119,10 +104,7 @@ def abstract(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def splittable(x: jax.Array, dim: int, groups: int) -> jax.Array:
-    """Returns the array in a layout that lets ``dim`` become two, the first of size ``groups``.
-
-    The dim is gathered if its type has it in shards that do not hold full groups.
-    """
+    """Returns the array, gathered along ``dim`` if its shards do not hold full ``groups``."""
     if groups % _num_shards(x, dim) == 0:
         return x
     return _with_entry(x, dim, None)
@@ -151,10 +133,7 @@ def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
 
 
 def is_partitioned(*trees: Any) -> bool:
-    """Whether arrays are on a mesh of several devices, where XLA cannot shard a loop of blocks.
-
-    Or in a ``shard_map``, be it over one device: loops and kernels have no types of varying arrays.
-    """
+    """Whether arrays are on several devices or in a ``shard_map``: no loops of blocks there."""
     return any(_is_shared(jax.typeof(a).sharding.mesh) for a in jax.tree.leaves(trees))
 
 
@@ -191,7 +170,6 @@ def _count(x: jax.Array, dims: Dims) -> int:
 
 
 def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> Swept:
-    """The definition; XLA decides what to fuse."""
     x, new = fn(array, args)
     return [mean(x, reduced) for reduced in dims], new
 
@@ -234,11 +212,9 @@ def _pass_per_mean(
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum over ``dims``, and a value that is available once ``x`` has been read.
-
-    Columns are summed in two stages. With a barrier after the first, XLA on GPUs does not write
-    ``x``, and the next pass does not wait for an all-reduce.
-    """
+    """Returns the sum over ``dims``, and a value that is available once ``x`` has been read."""
+    # Columns in two stages: with a barrier after the first, XLA on GPUs does not write x, and the
+    # next pass does not wait for an all-reduce.
     length, shards = x.shape[dims[0]], max(jax.typeof(x).sharding.mesh.size, 1)
     if x.ndim - 1 in dims or length % shards:
         total = jnp.sum(x, dims)
@@ -267,7 +243,6 @@ def _zeros_like(total: jax.ShapeDtypeStruct) -> jax.Array:
 def _block_by_block(
     fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
 ) -> Swept:
-    """A loop over blocks of the first dim, each small enough for a CPU's caches."""
     length = array.shape[0] // blocks
     counts = [_count(array, reduced) for reduced in dims]
 

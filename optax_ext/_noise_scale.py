@@ -26,28 +26,13 @@ class GradientNoiseScaleState(NamedTuple):
     variance: jax.Array  # (), float32, tr(Sigma): the variance of one example's gradient
 
 
-def estimates(
-    squared_norm: jax.Array, local_squared_norm: jax.Array, num_pieces: Any, batch_size: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns unbiased estimates of ``|G|**2`` and of ``tr(Sigma)`` from one step.
-
-    Those of the paper, with ``B_big = batch_size`` and ``B_small = batch_size / num_pieces``.
-    """
-    others = jnp.asarray(num_pieces, squared_norm.dtype) - 1
-    return (
-        ((others + 1) * squared_norm - local_squared_norm) / others,
-        (local_squared_norm - squared_norm) * (batch_size / others),
-    )
-
-
 def gradient_noise_scale(
     batch_size: jax.typing.ArrayLike, *, decay: jax.typing.ArrayLike = 0.99
 ) -> optax.GradientTransformationExtraArgs:
     r"""Measures the noise of gradients, and leaves them unchanged.
 
-    A batch of B examples is divided into n sub-batches: one per device, or micro-batch, or both.
-    With :math:`|G_B|^2` the squared norm of the gradient and :math:`|G_b|^2` the mean squared norm
-    of the sub-batches' gradients, b = B / n examples each,
+    With :math:`|G_B|^2` the squared norm of the gradient of B examples and :math:`|G_b|^2` the mean
+    of the squared norms of n sub-batches of b = B / n, such as those of devices or micro-batches,
 
     .. math::
 
@@ -55,19 +40,12 @@ def gradient_noise_scale(
       \operatorname{tr} \Sigma \approx \frac{|G_b|^2 - |G_B|^2}{1 / b - 1 / B}, \quad
       B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
-    Both estimates are unbiased; both are averaged over steps, and ``noise_scale`` divides the
-    averages. Below :math:`B_\text{simple}` a batch of twice the size needs almost half the steps.
-    Above it, larger batches gain little.
-
-    The transformation needs the unmodified gradients of every step: it goes first in a chain
-    (before a clip) and not inside ``optax.MultiSteps``.
-
-    With weights (masked tokens), sub-batches count by their weights, and ``batch_size`` is the mean
-    total weight of a batch. Steps with fewer than two sub-batches of nonzero weight are skipped, as
-    are steps whose gradients are not finite.
+    Both are averaged over steps; ``noise_scale`` divides the averages. It goes first in a chain,
+    outside of ``optax.MultiSteps``. Steps with fewer than two sub-batches of nonzero weight, or
+    with gradients that are not finite, are skipped.
 
     Args:
-      batch_size: B, in the unit of the noise scale: examples, or tokens. Above 0.
+      batch_size: B, above 0, in the unit of the noise scale: examples, tokens, or mean weight.
       decay: decay of the averages, in [0, 1).
 
     Returns:
@@ -79,22 +57,17 @@ def gradient_noise_scale(
         arguments is missing, or if there are fewer than two sub-batches.
 
     Example:
-      Four examples; each is a sub-batch.
-
-      >>> import jax, jax.numpy as jnp, optax, optax_ext
-      >>> tx = optax.chain(optax_ext.gradient_noise_scale(batch_size=4), optax.adam(1e-3))
-      >>> params, x = jnp.zeros(3), jnp.eye(4, 3) + 1.0
+      >>> import jax, jax.numpy as jnp, optax_ext
+      >>> tx = optax_ext.gradient_noise_scale(batch_size=4)
+      >>> params, x = jnp.zeros(3), jnp.eye(4, 3) + 1.0  # each of four examples is a sub-batch
       >>> grads = jax.vmap(jax.grad(lambda p, x: jnp.sum((p - x) ** 2)), (None, 0))(params, x)
-      >>> local = jnp.mean(jnp.sum(grads**2, axis=1))
-      >>> _, state = tx.update(
-      ...     grads.mean(0), tx.init(params), params, local_squared_norm=local, num_pieces=4
-      ... )
+      >>> sizes = {"local_squared_norm": jnp.mean(jnp.sum(grads**2, axis=1)), "num_pieces": 4}
+      >>> _, state = tx.update(grads.mean(0), tx.init(params), **sizes)
       >>> round(float(optax_ext.noise_scale(state)), 3)
       0.167
 
     References:
-      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162,
-      appendix A.
+      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162.
     """
     _validate.positive(batch_size=batch_size)
     _validate.unit_interval(decay=decay)
@@ -121,17 +94,22 @@ def gradient_noise_scale(
         if concrete and not num_pieces >= 2:
             raise ValueError(f"{_HOW}; got num_pieces={num_pieces}, but at least 2 are required.")
         with jax.named_scope("noise_scale"):
-            squared_norm, local = sum_of_squares(updates), jnp.asarray(local_squared_norm)
+            arrays = (x.astype(at_least_float32(x.dtype)) for x in jax.tree.leaves(updates))
+            zero = jnp.zeros([], jnp.float32)
+            squared_norm = sum((jnp.sum(jnp.square(x)) for x in arrays), start=zero)
+            local = jnp.asarray(local_squared_norm)
             enough = jnp.asarray(num_pieces) >= 2
-            num_pieces = jnp.where(enough, num_pieces, 2)
-            size = _validate.hyperparameter(batch_size, squared_norm.dtype)
-            local_norm = local.astype(squared_norm.dtype)
-            estimate = estimates(squared_norm, local_norm, num_pieces, size)
             usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
+            # Unbiased estimates of |G|^2 and of tr(Sigma) from this step.
+            dtype = squared_norm.dtype
+            others = jnp.asarray(jnp.where(enough, num_pieces, 2), dtype) - 1
+            size, local = _validate.hyperparameter(batch_size, dtype), local.astype(dtype)
+            norm = ((others + 1) * squared_norm - local) / others
+            variance = (local - squared_norm) * (size / others)
             count = optax.safe_increment(state.count)
             b = _validate.hyperparameter(decay, jnp.float32)
             weight = (1 - b) / one_minus_power(b, count, jnp.float32)  # bias correction
-            pairs = zip(state[1:], estimate, strict=True)
+            pairs = zip(state[1:], (norm, variance), strict=True)
             averages = (old + weight * (x.astype(old.dtype) - old) for old, x in pairs)
             new = GradientNoiseScaleState(count, *averages)
             return updates, jax.tree.map(functools.partial(jnp.where, usable), new, state)
@@ -139,21 +117,11 @@ def gradient_noise_scale(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def sum_of_squares(tree: Tree) -> jax.Array:
-    """Returns the squared norm of all arrays, in float32 or wider."""
-    arrays = (x.astype(at_least_float32(x.dtype)) for x in jax.tree.leaves(tree))
-    return sum((jnp.sum(jnp.square(x)) for x in arrays), start=jnp.zeros([], jnp.float32))
-
-
 def noise_scale(state: optax.OptState) -> jax.Array:
     r"""Reads the gradient noise scale :math:`B_\text{simple}` from an optimizer's state.
 
-    Args:
-      state: a state that contains one of ``gradient_noise_scale``.
-
-    Returns:
-      A scalar, in the unit of ``batch_size``. It is NaN before the first step, and may be negative
-      after the first few, or where the gradient is pure noise.
+    A scalar in the unit of ``batch_size``: NaN before the first step; it may be negative after the
+    first few, or where the gradient is pure noise.
 
     Raises:
       ValueError: if the state contains none of ``gradient_noise_scale``, or several.
@@ -170,8 +138,7 @@ def noise_scale(state: optax.OptState) -> jax.Array:
 def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float = 2.0) -> str:
     r"""Compares a batch size with the critical size, which is about the noise scale.
 
-    A run to the same loss takes :math:`1 + B_\text{noise} / B` times the minimum of steps, and
-    :math:`1 + B / B_\text{noise}` times the minimum of examples.
+    A run takes :math:`1 + B_\text{noise} / B` times the minimum of steps.
 
     Args:
       noise_scale: the noise scale, averaged over many steps.
@@ -179,9 +146,8 @@ def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float 
       near: the largest ratio at which the two count as near; at least 1.
 
     Returns:
-      ``"below"``: a larger batch needs fewer steps for few more examples. ``"near"``: both are
-      balanced. ``"above"``: a smaller batch needs fewer examples for few more steps.
-      ``"unknown"``: the noise scale is not positive and finite.
+      ``"below"`` (a larger batch needs fewer steps), ``"near"``, ``"above"``, or ``"unknown"``: the
+      noise scale is not positive and finite.
 
     Raises:
       ValueError: if ``batch_size`` is not positive, or ``near`` is below 1.
@@ -190,9 +156,6 @@ def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float 
       >>> from optax_ext import batch_advice
       >>> [batch_advice(1000.0, batch) for batch in (64, 1500, 8192)]
       ['below', 'near', 'above']
-
-    References:
-      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162.
     """
     _validate.positive(batch_size=batch_size)
     if not near >= 1:

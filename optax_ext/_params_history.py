@@ -23,14 +23,9 @@ def _lags(num_versions: int) -> range:
     return range(num_versions, 0, -1)
 
 
-def _shifted(
-    delay: np.ndarray, versions: list[jax.Array | None], p: jax.Array, u: jax.Array
-) -> list[jax.Array | None]:
-    """Returns the versions after a step from ``p`` to ``p + u``.
-
-    A slice of delay n enters n places before the end; so all of them reach the end on time.
-    """
-    new: list[jax.Array | None] = []
+def _shifted(delay: np.ndarray, versions: list[Any], p: jax.Array, u: jax.Array) -> list[Any]:
+    """Returns the versions after a step from ``p`` to ``p + u``."""
+    new: list[Any] = []
     before: jax.Array | None = None
     for lag, version in zip(_lags(len(versions)), versions, strict=True):
         if version is None:
@@ -39,7 +34,7 @@ def _shifted(
         now = p.astype(version.dtype)
         # A buffer of its own: a state that is donated must not hold one that others hold.
         out = jnp.copy(now if before is None else before)
-        if before is not None and (delay == lag).any():
+        if before is not None and (delay == lag).any():  # slices of delay n enter n before the end
             out = jnp.where(delay == lag, now, out)
         if lag == 1 and (delay == 0).any():  # slices without a delay, in an array that has others
             out = jnp.where(delay == 0, optax.apply_updates(now, u), out)
@@ -59,24 +54,13 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       w_s = w_0 \text{ for } s < 0 \\
       w_{t+1} &= w_t + \operatorname{optimizer}(g_t, w_t)
 
-    This defines an asynchronous pipeline's update exactly, on one device. It saves no time, and
-    stores as many replicas of a parameter as its delay. With
-
-    - delays P - i for stage i of P, it is PipeDream with weight stashing;
-    - a delay of P - 1 for all, PipeDream with vertical sync;
-    - a delay of 1 for all, PipeDream-2BW: :math:`w_{t+1} = w_t - \eta \nabla f(w_{t-1})`;
-    - PipeMare's forward delays, the parameters of its forward pass; not of its backward pass.
-
-    This transformation goes last in a chain, and ``update`` must receive the current parameters,
-    not the delayed ones.
+    Delays P - i for stage i of P are PipeDream with weight stashing; P - 1 for all, with vertical
+    sync; 1 for all, PipeDream-2BW. It stores as many replicas of a parameter as its delay, goes
+    last in a chain, and ``update`` must receive the current parameters.
 
     Args:
       delays: :math:`\tau`, whole numbers of updates, in the forms of ``discrepancy_correction``.
         They set the shapes of the state and cannot be traced.
-
-    Returns:
-      A ``GradientTransformation`` that leaves updates unchanged, and whose ``update`` needs
-      ``params``.
 
     Raises:
       ValueError: if a delay is negative, fractional or traced, the delays do not fit the
@@ -88,16 +72,12 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       >>> tx = optax.chain(optax.sgd(0.5), optax_ext.params_history(1))
       >>> params = jnp.asarray(8.0)
       >>> state = tx.init(params)
-      >>> for _ in range(4):
+      >>> for _ in range(3):
       ...     delayed = optax_ext.delayed_params(params, state)
-      ...     grads = jax.grad(lambda w: w**2 / 2)(delayed)
-      ...     updates, state = tx.update(grads, state, params)
+      ...     updates, state = tx.update(jax.grad(lambda w: w**2 / 2)(delayed), state, params)
       ...     params = optax.apply_updates(params, updates)
-      ...     print(float(delayed), float(params))
-      8.0 4.0
-      8.0 0.0
+      >>> print(delayed, params)
       4.0 -2.0
-      0.0 -2.0
 
     References:
       Those of ``pipeline_delays``.
@@ -113,12 +93,10 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
 
     def init(params: optax.Params) -> ParamsHistoryState:
         leaves = Leaves.of(params)
-        pairs = list(zip(leaves.arrays, lags_of(leaves), strict=True))
+        pairs = [(p, d.max(initial=0)) for p, d in zip(leaves.arrays, lags_of(leaves), strict=True)]
         return ParamsHistoryState(
             tuple(
-                leaves.unflatten(
-                    [_replica(p) if lag <= delay.max(initial=0) else None for p, delay in pairs]
-                )
+                leaves.unflatten([_replica(p) if lag <= longest else None for p, longest in pairs])
                 for lag in _lags(num_versions)
             )
         )
@@ -130,15 +108,13 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
             raise ValueError("params_history needs params in update.")
         leaves = Leaves.of(updates)
         stored = [leaves.slots("versions", tree) for tree in state.versions]
-        arrays = leaves.arrays_in("params", params)
+        arrays, lags = leaves.arrays_in("params", params), lags_of(leaves)
         new = []
         with jax.named_scope("params_history"):
-            for i, (path, u, delay) in enumerate(
-                zip(leaves.paths, leaves.arrays, lags_of(leaves), strict=True)
-            ):
+            for i, (path, u) in enumerate(zip(leaves.paths, leaves.arrays, strict=True)):
                 versions = [tree[i] for tree in stored]
-                _check(path, u, delay, versions)
-                new.append(_shifted(delay, versions, arrays[i], u))
+                _check(path, u, lags[i], versions)
+                new.append(_shifted(lags[i], versions, arrays[i], u))
         columns = zip(*new, strict=True) if new else ([] for _ in stored)
         return updates, ParamsHistoryState(tuple(leaves.unflatten(list(c)) for c in columns))
 
@@ -146,12 +122,10 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
 
 
 def _replica(p: Any) -> jax.Array:
-    """Returns a parameter in a buffer of its own, which can be donated beside the parameter."""
     return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else jnp.copy(p)
 
 
 def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
-    """Raises unless the state has the versions that a delay needs, in the gradient's shape."""
     have = [version is not None for version in versions]
     if have != [lag <= delay.max(initial=0) for lag in _lags(len(versions))]:
         raise ValueError(
@@ -166,12 +140,11 @@ def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
 def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     r"""Returns each parameter as it was :math:`\tau` updates ago, from ``params_history``.
 
-    Takes the current parameters, and a state as ``backward_params`` does, which contains those of
-    ``params_history``. Returns and raises likewise.
+    Arguments and errors are those of ``backward_params``.
     """
-    names = "delayed_params", "params_history"
 
     def oldest(own: ParamsHistoryState) -> Any:
         return own.versions[-1] if own.versions else jax.tree.map(lambda _: None, params)
 
+    names = "delayed_params", "params_history"
     return map_slots(names, lambda _, old: old, params, state, ParamsHistoryState, oldest)

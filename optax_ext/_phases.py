@@ -1,8 +1,7 @@
 """Runs the phases of an optimizer's step on all parameters, in their order.
 
-A phase is a function ``phase(hyper, kind, leaf) -> leaf`` of one parameter. Its ``leaf`` is a
-NamedTuple of arrays, to which the phase adds what it computes; ``kind`` is what is known while
-tracing, such as the factoring.
+A phase ``phase(hyper, kind, leaf) -> leaf`` adds what it computes to a NamedTuple of arrays of one
+parameter; ``kind`` is what is known while tracing, such as the factoring.
 """
 
 import functools
@@ -20,15 +19,11 @@ Phases = tuple[tuple[Phase, str | None], ...]
 
 
 def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf]) -> list[Leaf]:
-    """Returns the leaves after all phases.
-
-    Where arrays are on several devices, the statistics of all parameters pass a barrier after each
-    phase, which makes their sums one all-reduce; other arrays do not wait. Parameters of one shape
-    and kind share a trace, of all phases or, between barriers, of each. They share none if a
-    hyperparameter is traced. Phases receive hyperparameters in the leaf's dtype.
-    """
+    """Returns the leaves after all phases, which receive hyperparameters in the leaf's dtype."""
     hypers = [_validate.cast(hyper, leaf.dtype) for leaf in leaves]
     shared = all(h is None or isinstance(h, int | float | str) for own in hypers for h in own)
+    # Parameters of one shape and kind share a trace. On several devices the statistics of all pass
+    # a barrier after each phase, which makes their sums one all-reduce.
     if shared and not _matrix_passes.is_partitioned(leaves):
         return list(map(functools.partial(_param_step, phases), hypers, kinds, leaves))
     for phase, field in phases:
@@ -43,7 +38,6 @@ def run(phases: Phases, hyper: Any, kinds: Sequence[Hashable], leaves: list[Leaf
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _param_step(phases: Phases, hyper: Any, kind: Hashable, leaf: Leaf) -> Leaf:
-    """Returns the leaf of one parameter after all phases."""
     for phase, _ in phases:
         with jax.named_scope(phase.__name__):
             leaf = phase(hyper, kind, leaf)

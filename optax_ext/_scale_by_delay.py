@@ -29,7 +29,7 @@ def _divided(u: jax.Array, delay: Any, count: jax.Array, anneal_steps: Any) -> j
 def scale_by_delay(
     delays: Any, anneal_steps: jax.typing.ArrayLike
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Divides updates by their delay, less and less over the first steps.
+    r"""Divides updates by their delay, less and less over the first steps (PipeMare's T1).
 
     In step k = 0, 1, ..., the update of a parameter with delay :math:`\tau` becomes
 
@@ -37,19 +37,12 @@ def scale_by_delay(
 
       u \leftarrow \frac{u}{\max(\tau, 1)^{p_k}}, \quad p_k = 1 - \min\left(\frac{k}{K}, 1\right)
 
-    PipeMare's technique T1. The largest stable rate of SGD is nearly proportional to
-    :math:`1 / \tau`; here the rate starts in this proportion and ends, after K steps, at that of
-    the optimizer, which must be stable by itself. The maximum with 1, an addition to the paper's
-    rule, leaves delays below 1 alone.
-
-    This transformation goes after the optimizer, or after its learning rate.
+    The largest stable rate of SGD is nearly proportional to :math:`1 / \tau`; after K steps the
+    optimizer must be stable by itself. It goes after the optimizer, or after its learning rate.
 
     Args:
       delays: :math:`\tau`, in updates, in the forms of ``discrepancy_correction``.
       anneal_steps: K, in steps; above 0.
-
-    Returns:
-      A ``GradientTransformation``; updates keep their dtype.
 
     Raises:
       ValueError: if a delay is negative, ``anneal_steps`` is not positive, the delays do not fit
@@ -58,17 +51,12 @@ def scale_by_delay(
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> tx = optax.chain(optax.sgd(1.0), optax_ext.scale_by_delay({"a": 4.0, "b": 0.5}, 2))
-      >>> params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
-      >>> grads, state = {"a": jnp.ones(()), "b": jnp.ones(())}, tx.init(params)
-      >>> for _ in range(3):
-      ...     updates, state = tx.update(grads, state)
-      ...     print({name: float(u) for name, u in updates.items()})
+      >>> ones = {"a": jnp.ones(()), "b": jnp.ones(())}
+      >>> {name: float(u) for name, u in tx.update(ones, tx.init(ones))[0].items()}
       {'a': -0.25, 'b': -1.0}
-      {'a': -0.5, 'b': -1.0}
-      {'a': -1.0, 'b': -1.0}
 
     References:
-      That of ``discrepancy_correction``.
+      Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124. The maximum with 1 is not in the paper.
     """
     check_delays("delays", delays)
     _validate.positive(anneal_steps=anneal_steps)

@@ -1,7 +1,4 @@
-"""Trust ratios: the norms of LARS and LAMB, and which arrays have a ratio.
-
-Norms are those of arrays with their global shapes, however they are sharded.
-"""
+"""Trust ratios of LARS and LAMB, from norms of arrays with their global shapes."""
 
 import functools
 from typing import Any, NamedTuple
@@ -11,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factoring_rules import Dims, FactoringRule, check_rule, factorings
+from optax_ext._factoring import Dims, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
 
 # Powers of two: multiplying by them is exact.
@@ -38,17 +35,12 @@ class Leaf(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
         return (self.w if self.mu is None else self.mu).dtype
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
-    """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``.
-
-    One pass computes three sums: where the squares overflow or vanish, those of scaled elements do
-    not. The derivative is that of the norm, and 0 where it is 0.
-    """
+    """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``."""
     dims = _summed(x, batch)
     if all(x.shape[d] == 1 for d in dims):
         return jnp.abs(x)  # XLA would square the scale of a single square: 0 * inf
@@ -56,6 +48,7 @@ def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     def sum_of_squares(scale: float) -> jax.Array:
         return jnp.sum(jnp.square(x * scale), axis=dims, keepdims=True)
 
+    # One pass, as all three sums read x; scaled ones where squares overflow or vanish.
     plain = sum_of_squares(1.0)
     return jnp.where(
         plain < 1e-20,
@@ -85,10 +78,7 @@ def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.
     return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
 
 
-def check_options(
-    weight_decay: optax.ScalarOrSchedule, stacked: FactoringRule | None, **masks: Any
-) -> None:
-    """Raises on a negative decay, on a rule that is none, and on masks of another form."""
+def check_options(weight_decay: Any, stacked: Any, **masks: Any) -> None:
     _validate.rate(weight_decay=weight_decay)
     check_rule("stacked", stacked)
     for name, mask in masks.items():
@@ -131,10 +121,8 @@ def layers(
 
 
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
-    """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
     return u + rate * w if layer.decays else u
 
 
 def scale(hyper: Any, layer: Layer, leaf: Leaf) -> Leaf:
-    """Multiplies the update by its trust ratio: the last phase of a step."""
     return leaf if leaf.ratio is None else leaf._replace(u=leaf.u * leaf.ratio)

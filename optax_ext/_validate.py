@@ -19,8 +19,7 @@ Tree = Any  # of parameters, updates or a state
 def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
     """Raises on the first value that is known while tracing and breaks a rule; None is no value."""
     for name, value in values.items():
-        known = value is not None and not isinstance(value, jax.core.Tracer)
-        if known and not holds(value):
+        if value is not None and not isinstance(value, jax.core.Tracer) and not holds(value):
             raise ValueError(f"{name} must {rule}, got {value}.")
 
 
@@ -37,30 +36,26 @@ def unit_interval(**values: Any) -> None:
 
 
 def non_negative(**values: Any) -> None:
-    """Raises if a value is negative or NaN."""
     _check(values, lambda value: value >= 0, "not be negative")
 
 
 def rate(**values: Any) -> None:
-    """Raises if a value is negative, unless it is a schedule."""
     non_negative(**{name: value for name, value in values.items() if not callable(value)})
 
 
 def positive(**values: Any) -> None:
-    """Raises unless every value that is not None is above zero."""
     _check(values, lambda value: value > 0, "be positive")
 
 
 def value_at(value: Any, count: Any) -> Any:
-    """Returns a number, or the value of a schedule at a count."""
     return value(count) if callable(value) else value
 
 
 def as_dtype(name: str, value: Any) -> np.dtype | None:
     """Returns the dtype, or None; raises unless it is floating.
 
-    ``inject_hyperparams`` mistakes a scalar type such as ``jnp.bfloat16`` for a schedule, calls it
-    with the step count and passes the resulting array: that array's dtype is returned.
+    ``inject_hyperparams`` mistakes a scalar type such as ``jnp.bfloat16`` for a schedule: of the
+    array that it passes instead, the dtype is returned.
     """
     if value is None:
         return None
@@ -82,13 +77,11 @@ def hyperparameter(value: Any, dtype: Any) -> Any:
 
 def cast(hyper: Any, dtype: Any) -> Any:
     """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
-    stays = [h is None or isinstance(h, bool | str) for h in hyper]
-    values = zip(hyper, stays, strict=True)
-    return type(hyper)(*(h if stay else hyperparameter(h, dtype) for h, stay in values))
+    stays = (bool, str, type(None))
+    return type(hyper)(*(h if isinstance(h, stays) else hyperparameter(h, dtype) for h in hyper))
 
 
 def array(path: str, leaf: Any) -> None:
-    """Raises unless a parameter is an array."""
     if not hasattr(leaf, "dtype"):
         raise ValueError(
             f"parameter {path!r} is {leaf!r}, of type {type(leaf).__name__}: make it an array, as "
@@ -112,18 +105,11 @@ def floating(path: str, leaf: Any) -> None:
 
 
 def pattern(name: str, value: Any) -> None:
-    """Raises unless a value of the argument ``name`` is a regular expression."""
     try:
         re.compile(value)
     except (re.error, TypeError) as error:
-        raise ValueError(
-            f"{name}: pattern {value!r} is not a regular expression: {error}."
-        ) from None
-
-
-def is_function(value: Any) -> bool:
-    """Whether a mask is a function of the parameters; modules that are trees are trees."""
-    return callable(value) and all(leaf is value for leaf in jax.tree.leaves(value))
+        why = f"{name}: pattern {value!r} is not a regular expression: {error}."
+        raise ValueError(why) from None
 
 
 def known(**values: Any) -> None:
@@ -163,7 +149,9 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
             f"{name} must be a tree of bools, a function that makes one from the parameters, or "
             f"None for all parameters; got {value!r}."
         )
-    chosen = value(tree) if is_function(value) else value
+    # Modules that are trees are trees, whether or not they can be called.
+    is_function = callable(value) and all(leaf is value for leaf in jax.tree.leaves(value))
+    chosen = value(tree) if is_function else value
     strings = [x for x in jax.tree.leaves(chosen) if isinstance(x, str)]
     if strings:
         raise ValueError(f"{name} must be a tree of bools; got {strings[0]!r} in it.")
@@ -178,30 +166,25 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
         ) from None
 
 
-def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
-    """Returns a mask as the function that optax takes; None, for all parameters, stays."""
-    not_called(name, value)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        mask(name, value, ())
-    return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), mask(name, value, tree))
-
-
-def decayed_weights(rate: Any, mask: Any) -> optax.GradientTransformation:
+def decayed_weights(rate: Any, weight_decay_mask: Any) -> optax.GradientTransformation:
     """``optax.add_decayed_weights``, which at a rate of 0 needs no parameters; the same state."""
+    name, chosen = "weight_decay_mask", weight_decay_mask
+    not_called(name, chosen)
+    if isinstance(chosen, str):
+        mask(name, chosen, ())
+
+    def of_tree(tree: Any) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(tree), mask(name, chosen, tree))
+
+    as_function = None if chosen is None else of_tree
     if isinstance(rate, float | int) and rate == 0:
         nothing = optax.identity()
-        return nothing if mask is None else optax.masked(nothing, mask)
-    return optax.add_decayed_weights(rate, mask)
+        return nothing if as_function is None else optax.masked(nothing, as_function)
+    return optax.add_decayed_weights(rate, as_function)
 
 
 def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Casts the updates of ``inner`` back to the dtype of the gradients.
-
-    A strongly typed float32 hyperparameter, such as those of ``inject_hyperparams``, would widen
-    bfloat16 updates.
-    """
+    """Casts updates back to the dtype of the gradients, which a float32 rate would widen."""
     inner = optax.with_extra_args_support(inner)
 
     def update(

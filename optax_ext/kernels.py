@@ -1,7 +1,6 @@
 """How kernels run: in programs for which platform, on which shards, and with the parameters inside.
 
-An internal interface, without promises to users: ``low_precision_state`` calls its kernel through
-it. A kernel sees the arrays of one device: ``sharding`` says how they are sharded.
+A kernel sees the arrays of one device: ``sharding`` says how they are sharded.
 """
 
 import contextlib
@@ -17,11 +16,7 @@ Path = tuple[Any, ...]  # of a parameter in its tree
 
 
 class Shards:
-    """How the arrays of each parameter are on devices; here all are on one, unsharded.
-
-    Attributes:
-      interpret: whether kernels run on any platform, uncompiled, for tests.
-    """
+    """How the arrays of each parameter are on devices; here all are on one, unsharded."""
 
     interpret = False
 
@@ -69,32 +64,17 @@ def kernels_on(shards: Shards) -> Iterator[None]:
         _SHARDS.reset(token)
 
 
-# --- Parameters -----------------------------------------------------------------------------------
-
-
 # ``update`` and ``optax.apply_updates`` in one: from gradients, state, parameters and extra
 # arguments to new parameters and the new state.
 UpdateParams = Callable[..., tuple[Any, Any]]
 
 
-class _WithUpdateParams(optax.GradientTransformationExtraArgs):
+class WithUpdateParams(optax.GradientTransformationExtraArgs):
     """A transformation whose kernels can update the parameters, too."""
 
     update_params: UpdateParams
 
 
-def with_update_params(
-    init: Any, update: Any, update_params: UpdateParams
-) -> optax.GradientTransformationExtraArgs:
-    """Returns a transformation for which ``update_params_of`` returns this function."""
-    tx = _WithUpdateParams(init, update)
-    tx.update_params = update_params
-    return tx
-
-
 def update_params_of(tx: optax.GradientTransformation) -> UpdateParams | None:
-    """Returns how a transformation updates parameters without updates in memory; None: it cannot.
-
-    Only of the outermost transformation: what follows one in a chain needs its updates.
-    """
+    """Returns how the outermost transformation updates parameters without updates in memory."""
     return getattr(tx, "update_params", None)

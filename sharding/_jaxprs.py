@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.execution_order import Equation
+from optax_ext.traced_graph import Equation
 
 
 def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:

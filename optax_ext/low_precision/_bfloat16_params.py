@@ -30,33 +30,26 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) 
     With :math:`\lfloor \cdot \rfloor` and :math:`\lceil \cdot \rceil` the bfloat16 neighbours of a
     float32, :math:`\theta \leftarrow \lceil s \rceil` with probability
     :math:`(s - \lfloor s \rfloor) / (\lceil s \rceil - \lfloor s \rfloor)`, else
-    :math:`\lfloor s \rfloor`, for :math:`s = \theta + u` in float32. Steps that rounding to
-    nearest would lose are taken with the right probability: the mean is that of float32.
+    :math:`\lfloor s \rfloor`, for :math:`s = \theta + u` in float32.
 
     Args:
       params: the parameters; those that are not bfloat16 are updated as by optax.
       updates: a tree of the same structure; None leaves a parameter as it is.
       key: a new ``jax.random.key`` for each step.
 
-    Returns:
-      The new parameters, in their dtypes.
-
     Raises:
       ValueError: if the trees do not match.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optax_ext
-      >>> nearest = stochastic = jnp.ones(1000, jnp.bfloat16)
-      >>> for i in range(100):
-      ...     step = jnp.full(1000, -1e-3)
-      ...     nearest = optax.apply_updates(nearest, step)
-      ...     stochastic = optax_ext.apply_updates(stochastic, step, jax.random.key(i))
-      >>> print(nearest.mean(), round(float(stochastic.astype(jnp.float32).mean()), 2))
-      1 0.9
+      >>> import jax, jax.numpy as jnp, optax_ext
+      >>> params = jnp.ones(1000, jnp.bfloat16)
+      >>> for i in range(100):  # to the nearest, it would stay 1
+      ...     params = optax_ext.apply_updates(params, jnp.full(1000, -1e-3), jax.random.key(i))
+      >>> round(float(params.astype(jnp.float32).mean()), 2)
+      0.9
 
     References:
-      Gupta, Agrawal, Gopalakrishnan, Narayanan: Deep Learning with Limited Numerical Precision,
-      ICML 2015, arXiv 1502.02551.
+      Gupta et al.: Deep Learning with Limited Numerical Precision, ICML 2015, arXiv 1502.02551.
     """
     seed = jax.random.bits(key, (2,), jnp.uint32)
 
@@ -71,37 +64,29 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) 
 def stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs ``inner`` in float32 on bfloat16 parameters, and rounds their sums stochastically.
+    """Runs ``inner`` in float32 on bfloat16 parameters, and rounds their sums stochastically.
 
-    Replaces ``optax_ext.apply_updates`` where other code calls ``optax.apply_updates``, such as a
-    Flax ``TrainState`` or ``sharding.Zero``: the update is the difference to the rounded sum,
-    which is exact in float32. Unlike ``master_weights`` it stores no wide parameters: its state is
-    that of ``inner`` and a key.
+    Replaces ``optax_ext.apply_updates`` where other code calls ``optax.apply_updates``: the update
+    is the difference to the rounded sum, exact in float32. The state adds a key to that of
+    ``inner``.
 
     Args:
-      inner: the transformation; it receives bfloat16 parameters and their gradients as float32, so
-        its state is float32, too. No later transformation may change the updates: this one goes
-        last in a chain, and around wrappers of optax that may skip an update, such as
-        ``apply_if_finite``, whose branches would differ in dtype.
+      inner: the transformation; it receives bfloat16 parameters and their gradients as float32. No
+        later transformation may change the updates: this one goes last in a chain, and around
+        wrappers of optax that may skip an update, such as ``apply_if_finite``, whose branches would
+        differ in dtype.
       seed: the seed of the noise, which depends on it and the step alone, not on the mesh.
-
-    Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``; the updates of bfloat16
-      parameters are float32.
 
     Raises:
       ValueError: if ``update`` is called without ``params``, or the seed is not a uint32.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
-      >>> params = jnp.ones(1000, jnp.bfloat16)
+      >>> params = jnp.ones(10000, jnp.bfloat16)
       >>> tx = optax_ext.stochastic_rounding(optax.sgd(1e-3))
-      >>> state = tx.init(params)
-      >>> for _ in range(100):
-      ...     updates, state = tx.update(jnp.ones_like(params), state, params)
-      ...     params = optax.apply_updates(params, updates)
-      >>> round(float(params.astype(jnp.float32).mean()), 2)
-      0.9
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> round(float(updates.mean()), 4)  # -1/256 or 0
+      -0.001
     """
     inner = optax.with_extra_args_support(inner)
     check_seed(seed)

@@ -25,28 +25,19 @@ class _Map:
 class DynamicMap(_Map):
     """Powers of ten, each divided into twice as many equal intervals as the one below it.
 
-    The midpoints of the intervals of power i are
-    ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
-
-    Attributes:
-      exponents: the number of powers of ten: bits - 1.
-      signed: half of the codes are negative; else there are twice as many intervals.
-      symmetric: of a signed map: the level that has no negative is left out, and that below it
-        represents 1.
+    The midpoints of those of power i are ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
     """
 
     exponents: int
     signed: bool
-    symmetric: bool = False
+    symmetric: bool = False  # without the level that has no negative: that below it is 1
 
     @property
     def top(self) -> int:
-        """The level of 1."""
         return 2 ** (self.exponents + (not self.signed)) - (self.symmetric or not self.signed)
 
     @property
     def lowest(self) -> int:
-        """The highest level that also has a negative code."""
         return self.top - (not self.symmetric)
 
     @property
@@ -60,7 +51,6 @@ class DynamicMap(_Map):
         return 1 - 0.45 / 2 ** (self.exponents - 1)
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """Returns the magnitude of each level."""
         # The level is parts * (1 + share): exponent and fraction of a float32.
         bits = jax.lax.bitcast_convert_type((level + self._shift).astype(jnp.float32), jnp.int32)
         share = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
@@ -75,7 +65,6 @@ class DynamicMap(_Map):
         return jnp.where(level <= 0, 0, out).astype(dtype)
 
     def position(self, y: jax.Array) -> jax.Array:
-        """Returns the level of each magnitude, with a fraction."""
         y = y * self._largest if self.symmetric else y
         # y is multiplied by a power of ten that takes it to 0.1 ... 1, in steps of 4, 2 and 1
         # decades: fewer operations than a comparison with each power.
@@ -99,12 +88,7 @@ class DynamicMap(_Map):
 
 @dataclasses.dataclass(frozen=True)
 class LinearMap(_Map):
-    """Equal steps up to 1.
-
-    Attributes:
-      top: the level of 1.
-      zero: whether level 0 is 0; else it is one step.
-    """
+    """Equal steps up to 1; level 0 is 0 if ``zero``, else one step."""
 
     top: int
     zero: bool

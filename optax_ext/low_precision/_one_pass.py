@@ -1,30 +1,23 @@
 """Updates of parameters with 8-bit state in one pass over memory, in programs for TPUs.
 
-XLA computes scales in one pass and codes in another, and writes the scales of elements, or float32
-moments, in between. Where an update is element-wise, one pass decodes the moments, computes the
-update and encodes the new moments: ``_tile_kernel``, or ``_row_loop`` for arrays of few columns.
-Here is what both have in common: which updates they take, what they read, and what they write.
+Between scales and codes XLA writes the scales of elements, or float32 moments. One pass decodes the
+moments, computes an element-wise update and encodes the new moments: ``_tile_kernel``, or
+``_row_loop`` for arrays of few columns. Here: which updates they take, what they read and write.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_ext.execution_order import ELEMENTWISE, Equation, Graph, bind, evaluate
 from optax_ext.kernels import Path, Shards
-from optax_ext.low_precision._formats import (
-    BLOCK_ROWS,
-    Blocks,
-    Dynamic,
-    Float8,
-    Linear,
-    Quantized,
-)
+from optax_ext.low_precision._formats import Quantized
+from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, decode
 from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of
+from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
 # Of the arrays that a pass reads and writes.
 _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32")))
@@ -67,12 +60,7 @@ class OnePass(NamedTuple):
 
 
 class OnePassUpdates:
-    """The parameters of a step that are updated in one pass each.
-
-    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
-    outputs. That of the inner update, here, has the decoded moments in their place: a pass decodes
-    and encodes by itself.
-    """
+    """The parameters of a step that are updated in one pass each; traced with decoded moments."""
 
     def __init__(
         self,
@@ -87,7 +75,7 @@ class OnePassUpdates:
     ):
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
         num = len(with_paths)
-        self._key, self._shards = key, shards
+        self._key, self._shards, self._rounding = key, shards, rounding
         self._params = [None] * num if params is None else jax.tree.leaves(params)
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
@@ -104,15 +92,61 @@ class OnePassUpdates:
 
         graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))])
         self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
-        self._passes = {}
-        for root, (path, _) in enumerate(with_paths):
-            update = _one_pass(graph, root, path, stored, rounding, shards, params is not None)
-            if update is not None:
-                self._passes[root] = update
+        passes = {
+            i: self._one_pass(i, path, graph, stored) for i, (path, _) in enumerate(with_paths)
+        }
+        self._passes = {root: update for root, update in passes.items() if update is not None}
         # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
         number = itertools.count(num + (key is not None))
         self._numbers = [[j] for j in range(num)]
         self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
+
+    def _one_pass(self, root: int, path: Path, graph: Graph, stored: Any) -> OnePass | None:
+        """Returns how one pass computes output ``root`` and all that share moments with it."""
+        reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
+        outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
+        read = {i: q for i, q in stored.items() if reads >> i & 1}
+        if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
+            return None
+        blocks = {_blocks(q).rows_and_columns for q in read.values()}
+        shard = self._shards.shape_of(path, shape)
+        if len(blocks) > 1 or shard is None:
+            return None
+        function = _function_for(shard, self._params[root] is not None)
+        # No shard ends within a block.
+        ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
+        if function is None or any(n != full and n % size for n, full, size in ends):
+            return None
+
+        # From the outputs back to the moments, and to what does not depend on any.
+        equations: set[int] = set()
+        full, small, literals = [], [], {}
+        seen, pending = set(read), [graph.outputs[j] for j in outputs]
+        if any(graph.reads[v] & ~reads or graph.types[v].dtype not in _DTYPES for v in pending):
+            return None
+        while pending:
+            value = pending.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            index, constant = graph.producer.get(value), graph.constants.get(value)
+            if graph.shape(value) == shape and index is not None and _is_local(graph, index):
+                equations.add(index)
+                pending += graph.equations[index].operands
+            elif graph.reads[value]:
+                return None
+            elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
+                full.append(value)
+            elif graph.shape(value) != ():
+                return None
+            elif constant is None or isinstance(constant, jax.core.Tracer):
+                small.append(value)
+            else:
+                literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
+        ordered = [graph.equations[i] for i in sorted(equations)]
+        values = (ordered, sorted(full), sorted(small), literals, read, outputs)
+        how = self._rounding, self._shards.interpret
+        return OnePass(function, graph, root, path, shape, *values, *how)
 
     def outputs_of(self, root: int) -> list[int]:
         """Returns the step's outputs that are made with an update; none if it takes no pass."""
@@ -138,9 +172,8 @@ class OnePassUpdates:
             noise = []
             if self._key is not None:
                 for i in update.stored:
-                    salt = salt_of(self._paths[i])
-                    noise += hashes_of_matrices(self._key, salt, update.shape)
-            noise = [x.reshape(update.shape[:-2]) for x in noise]
+                    hashes = hashes_of_matrices(self._key, salt_of(self._paths[i]), update.shape)
+                    noise += [x.reshape(update.shape[:-2]) for x in hashes]
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
             operands = Operands(small, noise, places, full, list(update.stored.values()))
             treedef: Any
@@ -159,67 +192,6 @@ class OnePassUpdates:
 # --- Which updates take a pass --------------------------------------------------------------------
 
 
-def _one_pass(
-    graph: Graph,
-    root: int,
-    path: Path,
-    stored: Mapping[int, Quantized],
-    rounding: str,
-    shards: Shards,
-    updates_params: bool,
-) -> OnePass | None:
-    """Returns how a pass computes output ``root`` and all outputs that share moments with it.
-
-    None if an operation is not element-wise, or no pass takes a shape or format.
-    """
-    reads = graph.reads[graph.outputs[root]]
-    outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
-    shape = graph.shape(graph.outputs[root])
-    read = {i: q for i, q in stored.items() if reads >> i & 1}
-    if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
-        return None
-    blocks = {_blocks(q).rows_and_columns for q in read.values()}
-    shard = shards.shape_of(path, shape)
-    if len(blocks) > 1 or shard is None:
-        return None
-    function = _function_for(shard, updates_params)
-    # No shard ends within a block.
-    ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
-    if function is None or any(n != full and n % size for n, full, size in ends):
-        return None
-    if any(graph.reads[graph.outputs[j]] & ~reads for j in outputs):
-        return None
-    if any(graph.types[graph.outputs[j]].dtype not in _DTYPES for j in outputs):
-        return None
-
-    # From the outputs back to the moments, and to what does not depend on any.
-    equations: set[int] = set()
-    full, small, literals = [], [], {}
-    seen, pending = set(read), [graph.outputs[j] for j in outputs]
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        index, constant = graph.producer.get(value), graph.constants.get(value)
-        if graph.shape(value) == shape and index is not None and _is_local(graph, index):
-            equations.add(index)
-            pending += graph.equations[index].operands
-        elif graph.reads[value]:
-            return None
-        elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
-            full.append(value)
-        elif graph.shape(value) != ():
-            return None
-        elif constant is None or isinstance(constant, jax.core.Tracer):
-            small.append(value)
-        else:
-            literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
-    ordered = [graph.equations[i] for i in sorted(equations)]
-    values = (ordered, sorted(full), sorted(small), literals, read, outputs)
-    return OnePass(function, graph, root, path, shape, *values, rounding, shards.interpret)
-
-
 def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
     """Returns what updates a shard in one pass; None where XLA's form is as good."""
     from optax_ext.low_precision import _row_loop  # imports this file
@@ -232,14 +204,9 @@ def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
 
 
 def _has_blocks(q: Quantized) -> bool:
-    """Whether an array has 8 bits, a scale per block, and blocks of rows of its last two dims."""
-    fmt = q.format
-    if isinstance(fmt, Dynamic | Linear):
-        has_scales = fmt.bits == 8 and not fmt.rank1
-    else:
-        has_scales = isinstance(fmt, Float8) and not fmt.expand
+    is_other = getattr(q.format, "rank1", False) or getattr(q.format, "expand", False)
     return (
-        has_scales
+        (q.format.bits == 8 and not is_other)
         and len(q.shape) > 1
         and q.dtype == jnp.float32
         and _blocks(q).dims[0] == len(q.shape) - 2
@@ -264,15 +231,11 @@ def _is_local(graph: Graph, index: int) -> bool:
 
 
 def block_columns(update: OnePass) -> int:
-    """Returns the columns of a block."""
     return _blocks(next(iter(update.stored.values()))).rows_and_columns[1]
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
-    """Returns a type for each output, and over which array it is written: ``{array: result}``.
-
-    Both are numbered as leaves: of ``(operands.full, operands.stored)``, and of the types.
-    """
+    """Returns each output's type, and ``{leaf of (full, stored): leaf of types}`` in its place."""
     arrays = (operands.full, operands.stored)
     leaves, treedef = jax.tree.flatten(arrays)
     full_at, stored_at = jax.tree.unflatten(treedef, range(len(leaves)))
@@ -285,15 +248,14 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
         if j in stored:
             like, over = stored[j]
         else:
-            like = jax.ShapeDtypeStruct(shape, update.graph.types[update.graph.outputs[j]].dtype)
+            dtype = update.graph.types[update.graph.outputs[j]].dtype
             over = full_at[update.full.index(j)] if j in update.full else None
             if j == update.root:
                 # Not over the gradient: XLA would copy one that the program may not overwrite.
                 over = update.param
-                if over is not None:
-                    like = jax.ShapeDtypeStruct(shape, leaves[over].dtype)
-            if over is not None and leaves[over].dtype != like.dtype:
-                over = None
+                dtype = dtype if over is None else leaves[over].dtype
+            over = None if over is None or leaves[over].dtype != dtype else over
+            like = jax.ShapeDtypeStruct(shape, dtype)
         types.append(like)
         for k in jax.tree.leaves(over):
             aliases[k] = num
@@ -302,8 +264,18 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     return types, aliases
 
 
-def evaluate_slice(update: OnePass, values: dict[int, Any], shape: tuple[int, ...]) -> None:
-    """Adds to ``values`` of a slice, of this shape, what the pass computes of them."""
+def update_slice(
+    update: OnePass,
+    full: list[jax.Array],
+    small: dict[int, jax.Array],  # by their numbers in the graph
+    stored: list[Quantized],
+    shape: tuple[int, ...],  # of a slice
+    blocks: Any = None,  # as for ``decode``
+) -> list[jax.Array]:
+    """Returns the outputs of a slice of the arrays, decoded; the new parameter, not its update."""
+    values: dict[int, Any] = update.literals | small
+    values |= zip(update.full, full, strict=False)  # the parameter may be behind them
+    values |= {v: decode(q, blocks) for v, q in zip(update.stored, stored, strict=True)}
     for eqn in update.equations:
         operands = [values[v] for v in eqn.operands]
         name = eqn.primitive.name
@@ -316,3 +288,9 @@ def evaluate_slice(update: OnePass, values: dict[int, Any], shape: tuple[int, ..
         elif name not in ("copy", "copy_p"):
             operands = list(bind(eqn, operands))
         values |= zip(eqn.results, operands, strict=True)
+    made = {j: jnp.broadcast_to(values[update.graph.outputs[j]], shape) for j in update.outputs}
+    if update.param is not None:
+        param = full[update.param]
+        total = param.astype(jnp.float32) + made[update.root].astype(jnp.float32)
+        made[update.root] = total.astype(param.dtype)  # as optax.apply_updates
+    return list(made.values())

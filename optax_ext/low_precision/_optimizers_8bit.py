@@ -33,8 +33,7 @@ def _in_8_bits(
     make_8_bits.__doc__ = f"""{described} with moments in 8 bits.
 
     Takes the same arguments and wraps it in ``low_precision_state``: {bytes_per_parameter} of state
-    per parameter of a large matrix, rounded stochastically. For other formats or roundings, or to
-    select arrays, call ``low_precision_state`` directly.
+    per parameter of a large matrix, rounded stochastically.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -43,8 +42,7 @@ def _in_8_bits(
       True
 
     References:
-      Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
-      ICLR 2022, arXiv 2110.02861.
+      Dettmers et al.: 8-bit Optimizers via Block-wise Quantization, ICLR 2022, arXiv 2110.02861.
     """
     return make_8_bits
 

@@ -48,22 +48,10 @@ _ERROR = 2.0**-7  # relative, of a field
 _MOST = 4  # times as large as this may be that of the update
 
 
-def find_signs(
-    inner: optax.GradientTransformationExtraArgs,
-    params: Any,
-    fields: Iterable[tuple[type | None, Any]],
-) -> dict[Any, bool]:
-    """Returns the fields that suit low precision, and whether they are signed.
-
-    An average changes where gradients are zero. Sums do not, nor do copies of parameters: they are
-    left out, as is what moves an update by several times its own error, such as the terms of a
-    small difference, and whatever could not be tried.
-
-    Args:
-      inner: the transformation.
-      params: its parameters, of which shapes and dtypes count.
-      fields: the class and the path of each; a path ends in its ``GetAttrKey``, or is ``()``.
-    """
+def find_signs(inner: Any, params: Any, fields: Iterable[Any]) -> dict[Any, bool]:
+    """Returns the fields, of classes and paths, that suit low precision, and if they are signed."""
+    # Left out: sums, which do not change where gradients are zero; copies of parameters; what moves
+    # an update by several times its own error, as terms of a small difference; what fails.
     known, unknown = {}, []
     for cls, path in dict.fromkeys(fields):
         if cls in _AVERAGES:
@@ -105,19 +93,15 @@ def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
 
 
 def _small(x: Any) -> tuple[int, ...]:
-    """Returns the shape in which a parameter is tried."""
     return tuple(min(_SIDE, n) for n in x.shape)
 
 
-def _signs(
-    inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]
-) -> dict[Any, bool]:
+def _signs(inner: Any, params: Any, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
     """Tries fields on small parameters: returns those that suit low precision, and if signed."""
     shapes = {path: _small(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     rng, num = np.random.default_rng(0), len(fields)
 
     def random(x: Any) -> jax.Array:
-        """Random signs, and magnitudes that differ by decades."""
         one, two = rng.normal(size=(2, *_small(x)))
         return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
@@ -138,11 +122,7 @@ def _signs(
 
     @jax.jit
     def advance(params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
-        """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay.
-
-        Returns them, the state, and which arrays were negative, copies of parameters, and not
-        changed by the last step.
-        """
+        """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay."""
         random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
         none = jnp.zeros(len(arrays), bool)
 
@@ -153,7 +133,7 @@ def _signs(
             moved = optax.apply_updates(params, updates)
             was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
             each = [(now[i], was[i], before[j], after[j]) for _, i, j in arrays]
-            seen = (
+            seen = (  # negative; copies of parameters; not changed by the last step
                 negative | jnp.array([jnp.any(x < 0) for x, _, _, _ in each]),
                 copied | jnp.array([jnp.all(x == b) | jnp.all(x == a) for x, _, b, a in each]),
                 jnp.array([jnp.all(x == w) & jnp.any(x != 0) for x, w, _, _ in each]),

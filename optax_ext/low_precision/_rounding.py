@@ -21,7 +21,6 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def check_seed(seed: int) -> None:
-    """Raises unless the seed is a uint32."""
     _validate.known(seed=seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed!r}.")
@@ -33,27 +32,18 @@ def make_key(seed: int) -> jax.Array:
 
 
 def next_key(key: jax.Array) -> jax.Array:
-    """Returns the key of the next step."""
     return key + jnp.array([0, 1], jnp.uint32)
 
 
 def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns float32 in [0, 1): a hash of the key, the salt and each element's index.
-
-    The index is global, so the numbers do not depend on the mesh and nothing is communicated.
-    ``jax.random.uniform`` guarantees the same with ten times the arithmetic.
-    """
+    """Returns float32 in [0, 1): a hash of the key, the salt and each element's global index."""
     num = _num_outer_dims(shape)
     index = _index((*[1] * num, *shape[num:]))
     return uniform_at(index, _hash_of_step(key, salt, shape))
 
 
 def _hash_of_step(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a uint32 for the noise of an array in one step, shaped to broadcast against it.
-
-    A uint32 numbers the elements of the inner dims. For larger arrays, each slice of the outer dims
-    has its own hash.
-    """
+    """Returns a uint32 for the noise of an array in one step, one for each slice of outer dims."""
     step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
     num = _num_outer_dims(shape)
     if num:
@@ -70,11 +60,7 @@ def uniform_at(index: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def hashes_of_matrices(key: jax.Array, salt: int, shape: tuple[int, ...]) -> list[jax.Array]:
-    """Returns what ``uniform_at`` needs for an array's matrices, the last two dims; both (num,).
-
-    The noise of matrix ``i`` is ``uniform_at(first[i] + index, hashes[i])``, by the index of each
-    element in the matrix.
-    """
+    """Returns (num,) ``hashes`` and ``first``, for ``uniform_at(first[i] + index, hashes[i])``."""
     num = _num_outer_dims(shape)
     inner, size = math.prod(shape[num:-2]), math.prod(shape[-2:])
     first = jnp.arange(inner, dtype=jnp.uint32) * jnp.uint32(size & 0xFFFFFFFF)
@@ -102,7 +88,6 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 
 def salt_of(path: Any) -> int:
-    """Returns the salt of the noise of an array by its path in its tree."""
     return zlib.crc32(path_name(path).encode())
 
 

@@ -1,8 +1,7 @@
 """A loop over rows for 8-bit state of few columns on TPUs, by XLA: decode, update and encode.
 
-As one expression, XLA would write the scales of all elements, and float32 moments, to main memory.
-Here each step of the loop updates rows of all arrays in place, and its intermediates are so small
-that they stay in a TPU's fast memory.
+As one expression, XLA would write scales of all elements and float32 moments to main memory. The
+intermediates of a step of the loop are so small that they stay in fast memory.
 """
 
 import dataclasses
@@ -13,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext.low_precision._formats import BLOCK_ROWS, decode, encode
-from optax_ext.low_precision._one_pass import OnePass, Operands, evaluate_slice, results_of
+from optax_ext.low_precision._one_pass import OnePass, Operands, results_of, update_slice
+from optax_ext.low_precision._quantize import BLOCK_ROWS, encode
 from optax_ext.low_precision._rounding import uniform_at
 
 _BLOCK = (BLOCK_ROWS, 32)  # rows and columns
@@ -26,10 +25,7 @@ _MIN_SIZE, _MIN_PADDED, _MIN_STEP = 2**24, 2**22, 2**16
 
 
 def takes(shard: Sequence[int], updates_params: bool) -> bool:
-    """Whether a matrix, or stack of matrices, is worth a loop.
-
-    Without the parameters inside only padded ones are: XLA adds the updates of others to them.
-    """
+    """Whether matrices are worth a loop: without the parameters, only if XLA would pad them."""
     matrix = shard[-2:]
     if any(n < size for n, size in zip(matrix, _BLOCK, strict=True)):
         return False
@@ -39,7 +35,6 @@ def takes(shard: Sequence[int], updates_params: bool) -> bool:
 
 
 def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
-    """Updates the arrays of one device, block of rows by block of rows."""
     types, aliases = results_of(update, operands)
     types = jax.tree.leaves(types)
     *lead, rows, columns = operands.stored[0].codes.shape
@@ -58,29 +53,22 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
         return size, [*[matrix] * outer, row // per_row, 0]
 
     def update_block(made: list[jax.Array], matrix: Any, row: Any, num: int) -> list[jax.Array]:
-        """Updates ``num`` rows of a matrix in the results."""
         shape = (num, columns)
 
-        # Decode.
+        # Decode and update.
         slices = []
         for k, x in enumerate(arrays):
             x = made[aliases[k]] if k in aliases else x
             size, start = window(x, matrix, row, num)
             slices.append(jax.lax.dynamic_slice(x, start, size).reshape(size[-2:]))
         full, stored = treedef.unflatten(slices)
-        values = dict(update.literals)
-        values |= zip(update.small, operands.small, strict=True)
-        values |= zip(update.full, full, strict=False)  # the parameter may be behind them
-        for v, q in zip(update.stored, stored, strict=True):
-            values[v] = decode(dataclasses.replace(q, shape=shape))
-
-        # Update.
-        evaluate_slice(update, values, shape)
+        small = dict(zip(update.small, operands.small, strict=True))
+        stored = [dataclasses.replace(q, shape=shape) for q in stored]
+        news = update_slice(update, full, small, stored, shape)
 
         # Encode.
         written: list[Any] = []
-        for output in update.outputs:
-            new = jnp.broadcast_to(values[update.graph.outputs[output]], shape)
+        for output, new in zip(update.outputs, news, strict=True):
             if output in update.stored:
                 old, uniform = update.stored[output], None
                 if operands.noise:
@@ -89,9 +77,6 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
                     index = _index(shape, update.shape[-1], row, operands.places)
                     uniform = uniform_at(index + first, step)
                 written.append(encode(new, old.format, old.signed, update.rounding, uniform))
-            elif output == update.root and update.param is not None:
-                param = full[update.param]
-                written.append((param + new).astype(param.dtype))  # as optax.apply_updates
             else:
                 written.append(new)
         results = []
@@ -126,9 +111,7 @@ def _element(x: jax.Array, i: Any) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x.reshape(-1), i, keepdims=False)
 
 
-def _index(
-    shape: tuple[int, int], columns: int, row: Any, places: Sequence[jax.Array]
-) -> jax.Array:
+def _index(shape: Any, columns: int, row: Any, places: Sequence[jax.Array]) -> jax.Array:
     """Returns the index of each element in its matrix of the full array, modulo 2**32."""
     first, left = (place[0].astype(jnp.uint32) for place in places)
     rows, others = (jax.lax.broadcasted_iota(jnp.uint32, shape, d) for d in (0, 1))

@@ -5,19 +5,16 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from optax_ext import _matrix_passes
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun
+from optax_ext.leaf_by_leaf import ScheduledRun
 from optax_ext.low_precision._one_pass import OnePassUpdates
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph
 
 # Primitives that cost little more than reading their operands; not loops or matrix products.
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
 
 
 class ScalesFirst(ScheduledRun):
-    """Computes scales first, discards the moments, and computes these again for the codes.
-
-    Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
-    between. On CPUs it identifies the two computations.
-    """
+    """Computes scales first, discards the moments, and computes these again for the codes."""
 
     def __init__(
         self,
@@ -31,8 +28,8 @@ class ScalesFirst(ScheduledRun):
         self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
         self._passes = passes
 
+    # Codes need the scales of entire blocks: XLA would write the float32 moments in between.
     def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, new scales before the codes that depend on them."""
         if self._passes is not None:
             for root in outputs:
                 made = set(self._passes.outputs_of(root))

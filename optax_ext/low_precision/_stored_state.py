@@ -11,7 +11,8 @@ import optax
 
 from optax_ext._leaves import boxed, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
-from optax_ext.low_precision._formats import Quantized, decode, encode
+from optax_ext.low_precision._formats import Quantized
+from optax_ext.low_precision._quantize import decode, encode
 from optax_ext.low_precision._rounding import salt_of, uniform
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
@@ -62,9 +63,7 @@ def describe_state(state: optax.OptState) -> str:
 def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
     """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
 
-    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
-    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
-    tx.init(params))), *restored, tx=tx)``.
+    Moments are rounded to nearest. Under ``jit`` it makes no other copy of large states.
 
     Args:
       state: of a transformation, with ``low_precision_state`` around any part of it or not.
@@ -79,20 +78,14 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
-      >>> stored = optax_ext.low_precision_state(plain)
-      >>> _, state = plain.update(params, plain.init(params), params)
-      >>> state = optax_ext.convert_state(state, stored.init(params))
-      >>> updates, state = stored.update(params, state, params)
-      >>> state = optax_ext.convert_state(state, plain.init(params))
-      >>> updates, state = plain.update(params, state, params)
-      >>> int(state[0].count)
-      3
+      >>> stored = optax_ext.low_precision_state(plain).init(params)
+      >>> state = optax_ext.convert_state(plain.init(params), stored)
+      >>> type(state.inner_state[0].mu["w"]).__name__
+      'Quantized'
     """
 
     def convert(like: Any, x: Any) -> Any:
-        key = None
-        if isinstance(x, LowPrecisionState):
-            key, x = x
+        key, x = x if isinstance(x, LowPrecisionState) else (None, x)
         if isinstance(like, LowPrecisionState):
             key = like.key if key is None or like.key is None else key
             return LowPrecisionState(key, convert(like.inner_state, x))
@@ -104,8 +97,8 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
                 "the state that it is to be like. Both have to be of the same parameters."
             )
         if isinstance(x, Quantized):
-            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
-            if formats[0] == formats[1]:
+            of_x: Any = jax.tree.structure(x)
+            if of_x == jax.tree.structure(like):
                 return x
             x = decode(x)
         if isinstance(like, Quantized):
@@ -118,18 +111,17 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 # --- For ``low_precision_state`` ------------------------------------------------------------------
 
 
-def encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
-    """Encodes a new value in the format of the old one."""
-    if old.rest is not None or key is None:
-        rounding = "nearest" if old.rest is None else "compensated"
-        return encode(new, old.format, old.signed, rounding)
-    noise = uniform(key, salt_of(path), old.shape)
-    return encode(new, old.format, old.signed, "stochastic", noise)
+def encode_as(path: Any, old: Any, new: Any, key: jax.Array | None) -> Any:
+    """Encodes a new value in the format of the old one, if that has one."""
+    if not isinstance(old, Quantized):
+        return new
+    if old.rest is not None:
+        return encode(new, old.format, old.signed, "compensated")
+    noise = None if key is None else uniform(key, salt_of(path), old.shape)
+    return encode(new, old.format, old.signed, "nearest" if key is None else "stochastic", noise)
 
 
-def with_quantized(
-    state: LowPrecisionState, init: Callable[[], LowPrecisionState]
-) -> LowPrecisionState:
+def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:
     """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
 
     def has_fields(x: Any) -> bool:
@@ -166,8 +158,6 @@ def boxes_inside(state: Any) -> Any:
 
 
 def boxes_outside(state: Any) -> Any:
-    """The inverse of ``boxes_inside``."""
-
     def outside(q: Any) -> Any:
         if not isinstance(q, Quantized) or not is_box(q.codes):
             return q

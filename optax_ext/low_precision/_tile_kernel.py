@@ -1,13 +1,10 @@
 """A Pallas kernel for 8-bit state on TPUs: decode, update and encode, tile by tile.
 
-It reads a tile of the gradient and of the codes, evaluates the equations of any element-wise
-transformation, and writes the update and new codes in place. A tile has some 64 rows by 4,096
-columns; the kernel loops over slices of 64 x 128 elements, whose values stay in registers. Blocks
-have 8 rows, so that the maximum of a block is one over sublanes, then a butterfly over lanes. In
-the kernel each lane of a block has its scale.
+A tile has some 64 rows by 4,096 columns; the kernel loops over slices of 64 x 128 elements, whose
+values stay in registers. Blocks have 8 rows, so that the maximum of a block is one over sublanes,
+then a butterfly over lanes. In the kernel each lane of a block has its scale.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,14 +14,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_ext.low_precision._formats import BLOCK_ROWS, Quantized, decode, encode
+from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._one_pass import (
     OnePass,
     Operands,
     block_columns,
-    evaluate_slice,
     results_of,
+    update_slice,
 )
+from optax_ext.low_precision._quantize import BLOCK_ROWS, encode
 from optax_ext.low_precision._rounding import uniform_at
 
 _LANES, _ROWS = 128, 64  # of a slice: 8 registers of float32
@@ -35,18 +33,15 @@ _EXTRA_BYTES = 4 * 2**20  # of on-chip memory, beside two tiles of everything
 
 
 def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
-    """Runs the kernel on the arrays of one device."""
     full, stored = operands.full, operands.stored
     tiling = _Tiling(stored[0].codes.shape, block_columns(update))
     # In scalar memory: floats; integers, with a shard's first row and column; noise.
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands.small]
     floats, integers = ([k for k, x in enumerate(is_float) if x == kind] for kind in (True, False))
+    numbers = [operands.small[k].astype(jnp.int32) for k in integers]
     scalars = [
         _stack([operands.small[k].astype(jnp.float32) for k in floats]),
-        _stack(
-            [operands.small[k].astype(jnp.int32) for k in integers]
-            + [x[:1] for x in operands.places]
-        ),
+        _stack(numbers + [x[:1] for x in operands.places]),
         _stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in operands.noise]),
     ]
     results, aliases = results_of(update, operands)
@@ -56,6 +51,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         return num_matrices, *x.shape[-2:]
 
     both = jax.tree.leaves((full, stored, results))
+    tile_bytes = rows * columns * sum(x.dtype.itemsize for x in both)
     made = pl.pallas_call(
         functools.partial(_update_tile, update, operands, tiling, (floats, integers)),
         grid=tiling.grid,
@@ -72,8 +68,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         input_output_aliases={len(scalars) + k: n for k, n in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3,
-            vmem_limit_bytes=2 * rows * columns * sum(x.dtype.itemsize for x in both)
-            + _EXTRA_BYTES,
+            vmem_limit_bytes=2 * tile_bytes + _EXTRA_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
             flops=len(update.equations) * math.prod(tiling.shape),
@@ -83,10 +78,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         interpret=update.interpret,
         name="low_precision_step",
     )(scalars, *jax.tree.map(lambda x: x.reshape(matrices(x)), (full, stored)))
-    return [
-        x.reshape(like.shape)
-        for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(results), strict=True)
-    ]
+    return jax.tree.leaves(jax.tree.map(lambda x, like: x.reshape(like.shape), made, results))
 
 
 def _update_tile(
@@ -99,7 +91,6 @@ def _update_tile(
     stored: list[Quantized],  # of tiles
     *outputs: Any,  # tiles of the results; memory for scales in every lane, and for a slice
 ) -> None:
-    """Reads, updates and writes one tile."""
     *made, spread, memory = outputs
     floats, integers, noise = scalars
     columns_per_block = tiling.block_columns
@@ -125,27 +116,21 @@ def _update_tile(
         if any(n % size for n, size in zip(extents, _SLICE, strict=True)):
             inside = (row + _iota(0) < extents[0]) & (column + _iota(1) < extents[1])
 
-        # Decode.
-        values = dict(update.literals)
-        values |= {v: ref[here] for v, ref in zip(update.full, full, strict=False)}
-        for kind, ref in zip(of_kinds, (floats, integers), strict=True):
-            for place, k in enumerate(kind):
-                values[update.small[k]] = _as_dtype(ref[place], operands.small[k].dtype)
-        for v, q, scales in zip(update.stored, stored, spread, strict=True):
-            part = dataclasses.replace(
-                q,
-                codes=q.codes[here],
-                scale=(scales[blocks],),
-                rest=None if q.rest is None else q.rest[here],
-            )
-            values[v] = decode(part, _SliceBlocks(columns_per_block))
-
-        # Update.
-        evaluate_slice(update, values, _SLICE)
+        # Decode and update.
+        small = {
+            update.small[k]: _as_dtype(ref[place], operands.small[k].dtype)
+            for kind, ref in zip(of_kinds, (floats, integers), strict=True)
+            for place, k in enumerate(kind)
+        }
+        slices = []
+        for q, scales in zip(stored, spread, strict=True):
+            arrays = q.codes[here], (scales[blocks],), None if q.rest is None else q.rest[here]
+            slices.append(Quantized(*arrays, q.shape, q.dtype, q.format, q.signed))
+        in_lanes = _SliceBlocks(columns_per_block)
+        news = update_slice(update, [x[here] for x in full], small, slices, _SLICE, in_lanes)
 
         # Encode.
-        for output, out in zip(update.outputs, made, strict=True):
-            new = values[update.graph.outputs[output]]
+        for output, out, new in zip(update.outputs, made, news, strict=True):
             if output in update.stored:
                 k, uniform = list(update.stored).index(output), None
                 if operands.noise:
@@ -157,19 +142,15 @@ def _update_tile(
                         (places + first).astype(jnp.uint32), noise[matrix].astype(jnp.uint32)
                     )
                 # Beyond the array elements are 0: they must not be the largest of a block.
-                new = jnp.broadcast_to(new, _SLICE) if inside is None else jnp.where(inside, new, 0)
+                new = new if inside is None else jnp.where(inside, new, 0)
                 old, in_lanes = update.stored[output], _SliceBlocks(columns_per_block, memory[k])
                 q = encode(new, old.format, old.signed, update.rounding, uniform, in_lanes)
                 out.codes[here] = q.codes
                 spread[k][blocks] = q.scale[0]
                 if q.rest is not None:
                     out.rest[here] = q.rest
-            elif output == update.root and update.param is not None:
-                old = full[update.param][here]
-                total = old.astype(jnp.float32) + new.astype(jnp.float32)
-                out[here] = total.astype(old.dtype)  # as optax.apply_updates
             else:
-                out[here] = jnp.broadcast_to(new, _SLICE)
+                out[here] = new
 
     jax.lax.fori_loop(0, num[0] * num[1], one_slice, None)
     for output, out in zip(update.outputs, made, strict=True):
@@ -198,43 +179,31 @@ class _Tiling:
         self.grid = self.matrices[0], pl.cdiv(rows, height), pl.cdiv(columns, width)
 
     def spec(self, x: Any) -> pl.BlockSpec:
-        """Returns the tiles of an array, or of the scales of one."""
         is_full = tuple(x.shape[-2:]) == tuple(self.shape[-2:])
         tile = self.tile if is_full else self.scale_tile
         return pl.BlockSpec((None, *tile), lambda matrix, i, j: (matrix, i, j))
 
 
 class _SliceBlocks:
-    """``Blocks`` of a slice; what belongs to a block is stored in each of its lanes.
-
-    Args:
-      columns: columns of a block.
-      memory: on-chip memory for a slice, which reductions use.
-    """
+    """``Blocks`` of a slice, of which each lane has its value; ``memory`` is for a slice."""
 
     def __init__(self, columns: int, memory: Any = None):
         self._columns, self._memory = columns, memory
 
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
-        """Returns the maximum of each block; (rows of blocks, lanes)."""
         assert op is jnp.max, op
         return self._over_lanes(functools.reduce(jnp.maximum, self._rows(x)))
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """Returns the element of largest magnitude of each block, with its sign.
-
-        Mosaic has no maximum of uint32. As with ``Blocks``, positive elements win ties.
-        """
+        """Returns the element of largest magnitude, signed: Mosaic has no maximum of uint32."""
         rows = self._rows(jnp.where(jnp.isnan(x), jnp.inf, x))
         high = self._over_lanes(functools.reduce(jnp.maximum, rows))
         low = self._over_lanes(-functools.reduce(jnp.minimum, rows))
         return jnp.where(high >= low, high, -low)
 
     def _rows(self, x: jax.Array) -> list[jax.Array]:
-        """Returns the first row of every block, the second and so on; each (rows of blocks, lanes).
-
-        Loads with a stride need no arithmetic; a maximum over sublanes rotates every register.
-        """
+        """Returns the first row of every block, the second and so on: (rows of blocks, lanes)."""
+        # Strided loads need no arithmetic; a maximum over sublanes rotates every register.
         self._memory[...] = x  # (64, 128)
         return [self._memory[pl.ds(k, _GROUPS[0], stride=BLOCK_ROWS), :] for k in range(BLOCK_ROWS)]
 
@@ -248,16 +217,12 @@ class _SliceBlocks:
         return x
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
-        """Repeats the value of each block for its rows."""
         shape = (_GROUPS[0], BLOCK_ROWS, _LANES)
         return jnp.broadcast_to(per_block[:, None, :], shape).reshape(_SLICE)
 
 
 def _spread(scale: jax.Array, block_columns: int, out: Any) -> None:
-    """Writes the scales of a tile, (rows, blocks), to every lane of ``out``, (rows, columns).
-
-    With blocks of 32 columns, lanes 0 to 127 of ``out`` have those of blocks 0, 1, 2 and 3.
-    """
+    """Writes the scales of a tile, (rows, blocks), to every lane of their block in ``out``."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (scale.shape[0], _LANES), 1)
     scale = jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % _LANES)))
     for start in range(0, out.shape[1], _LANES):
@@ -299,7 +264,6 @@ def _num_slices(extent: int, tile: int, slice_: int, at: Any) -> Any:
 
 
 def _window(i: Any, size: int) -> Any:
-    """Returns the ``i``-th window of a dim."""
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 

@@ -11,35 +11,18 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import check_arrays, path_name
-from optax_ext.execution_order import run_by_leaf
-from optax_ext.low_precision._formats import (
-    ROUNDINGS,
-    BFloat16,
-    Dynamic,
-    Float8,
-    Format,
-    Linear,
-    Quantized,
-    decode,
-    encode,
-    register_with_flax,
-)
+from optax_ext._leaves import Tree, check_arrays, path_name
+from optax_ext.leaf_by_leaf import run_by_leaf
+from optax_ext.low_precision import _formats, _stored_state
+from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
 from optax_ext.low_precision._one_pass import OnePassUpdates
+from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
 from optax_ext.low_precision._scales_first import ScalesFirst
-from optax_ext.low_precision._stored_state import (
-    MIN_SIZE,
-    LowPrecisionState,
-    boxes_inside,
-    boxes_outside,
-    encode_as,
-    flatten,
-    is_floating,
-    with_quantized,
-)
+from optax_ext.low_precision._stored_state import LowPrecisionState, flatten, is_floating
 
+Updated = tuple[Tree, LowPrecisionState]  # the updates, or the new parameters; and the state
 # Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
@@ -58,7 +41,7 @@ def low_precision_state(
     formats: Mapping[str, Format | None] | None = None,
     rounding: str = "stochastic",
     block_size: int | None = None,
-    min_size: int = MIN_SIZE,
+    min_size: int = _stored_state.MIN_SIZE,
     seed: int = 0,
     implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
@@ -70,45 +53,31 @@ def low_precision_state(
 
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
-    Arrays of the state are stored in low precision if they have their parameter's shape and at
-    least ``min_size`` elements (vectors: 16 times as many): averages, but not the row and column
-    statistics of factored ones. Those that are never negative, as second moments, have unsigned
+    This applies to averages of their parameter's shape; those that are never negative have unsigned
     codes, in which positive elements never become 0. Copies of parameters, sums that grow, terms of
-    small differences, and what is uncertain are not changed. This is known of common optimizers;
-    of others, ``init`` finds it out, in about a second, by steps of ``inner`` on small arrays.
-    ``describe_state`` lists the result, and ``formats`` overrides it. All choices depend on global
-    shapes alone, so a mesh changes neither numbers nor checkpoints.
+    small differences, and what is uncertain are not changed: known of common optimizers, ``init``
+    finds it out of others by steps of ``inner`` on small arrays. ``describe_state`` lists the
+    result, which depends on global shapes alone.
 
     Bytes per element: 1.016 in 8 bits, 0.50 in 4 bits (two vectors per matrix), 1.039 in
-    ``Float8``, 2 in 16 bits.
-
-    Do not scale second moments more finely than first ones: a first moment that is rounded up to
-    its smallest code is then divided by a far smaller root, 65 to thousands of times float32's step
-    where columns of the gradient differ by decades. By default no element of an update exceeds 5
-    times the largest of float32 in 4 and 8 bits, or 3 times in ``Float8``.
+    ``Float8``, 2 in 16 bits. By default no element of an update exceeds 5 times the largest of
+    float32; it may where second moments are scaled more finely than first ones.
 
     Args:
       inner: any transformation.
       bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4, rank1=True)``, and for second moments
         ``Linear(4, rank1=True)``. 16: ``BFloat16()``. Or a format for all arrays.
-      formats: other formats by path, such as ``{"nu": Float8(), "embed": None}``: the first regular
-        expression found in the path of an array in the state applies; None leaves the array
-        unchanged. Arrays of any shape and size can be selected.
+      formats: other formats by regular expressions of paths in the state, for arrays of any size,
+        such as ``{"nu": Float8(), "embed": None}``; None leaves an array unchanged.
       rounding: ``"nearest"``: averages stop moving where a step is less than half the distance of
-        two codes. ``"stochastic"``: up or down, such that the mean is right; no more bytes.
-        ``"compensated"``: the rounding error is stored in 8 more bits, and added when decoding.
+        two codes. ``"stochastic"``: the mean is right. ``"compensated"``: the rounding error is
+        stored in 8 more bits.
       block_size: elements per scale, a power of two; None means 256 for 8 bits, 128 for 4 bits.
-      min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
-        changed.
+      min_size: the fewest elements of an array that is changed; of vectors 16 times as many.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
       implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices of 8-bit moments
-        in one pass, by a kernel or a loop over rows, without temporaries; the guide to low-bit
-        state says which. All else, x64 mode, arrays in a ``shard_map``, and all other platforms use
-        XLA's form. Programs for TPUs that map (``vmap``) or differentiate the update, and arrays
-        that are sharded by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
-
-    Returns:
-      A ``GradientTransformation`` that takes the arguments of ``inner``.
+        in one pass, except in x64 mode and in a ``shard_map``. Those that map or differentiate the
+        update, or shard arrays by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Raises:
       ValueError: if a format or rounding is unknown, a block size is not a power of two, a pattern
@@ -130,7 +99,13 @@ def low_precision_state(
       Those of the formats, ``Dynamic``, ``Linear`` and ``Float8``.
     """
     _validate.known(bits=bits, block_size=block_size, min_size=min_size)
-    rules = _check_formats(formats or {})
+    rules = dict(formats or {})
+    for pattern, fmt in rules.items():
+        if fmt is not None and not isinstance(fmt, Format):
+            raise ValueError(
+                f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
+            )
+        _validate.pattern("formats", pattern)
     default: dict[bool | None, Format] = {
         signed: _default_format(bits, block_size, signed) for signed in (True, False)
     }
@@ -162,55 +137,48 @@ def low_precision_state(
 
     def init(params: optax.Params) -> LowPrecisionState:
         check_arrays(params)
-        register_with_flax()
+        _formats.register_with_flax()
         state = inner.init(params)
         flat, treedef = flatten(state)
         _check_inner(flat, rules, params)
-        first = "compensated" if rounding == "compensated" else "nearest"
         fields = _fields(state, flat, params)
         formats = [candidate(*each, field) for each, field in zip(flat, fields, strict=True)]
         leaves, structure = jax.tree.flatten(params)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         wanted = tuple(f for f, fmt in zip(fields, formats, strict=True) if f and fmt)
         signed = signs_of(structure, shapes, wanted)
+        first = "compensated" if rounding == "compensated" else "nearest"
+        stored = [leaf for _, leaf in flat]
         with jax.named_scope("low_precision"):
-            stored = []
-            for (_, leaf), field, fmt in zip(flat, fields, formats, strict=True):
+            for i, (field, fmt) in enumerate(zip(fields, formats, strict=True)):
                 sign = signed.get(field and field[1])
                 if sign in fmt:
-                    # The barrier prevents XLA from encoding large constants of zeros while
-                    # compiling.
-                    leaf = jax.lax.optimization_barrier(leaf)
-                    leaf = encode(leaf, fmt[sign], sign is not False, first)
-                stored.append(leaf)
+                    # Without the barrier XLA encodes large constants of zeros while compiling.
+                    leaf = jax.lax.optimization_barrier(stored[i])
+                    stored[i] = encode(leaf, fmt[sign], sign is not False, first)
         key = make_key(seed) if rounding == "stochastic" else None
-        return LowPrecisionState(key, boxes_inside(treedef.unflatten(stored)))
+        return LowPrecisionState(key, _stored_state.boxes_inside(treedef.unflatten(stored)))
 
     def run(
-        apply: bool,
-        updates: optax.Updates,
-        state: LowPrecisionState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[Any, LowPrecisionState]:
+        apply: bool, updates: Tree, state: LowPrecisionState, params: Tree = None, **extra_args: Any
+    ) -> Updated:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
-        register_with_flax()
+        _formats.register_with_flax()
         like = updates if params is None else params
-        state = with_quantized(state, lambda: init(like))
-        state = state._replace(inner_state=boxes_outside(state.inner_state))
+        state = _stored_state.with_quantized(state, lambda: init(like))
+        state = state._replace(inner_state=_stored_state.boxes_outside(state.inner_state))
 
-        def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
+        def inner_update(updates: Tree, inner_state: Any) -> tuple[Tree, Any]:
             """Updates in the dtypes that they have without decoded moments, which are wider."""
-            is_narrow = any(
-                is_floating(u) and u.dtype.itemsize < 4 for u in jax.tree.leaves(updates)
-            )
+            leaves = jax.tree.leaves(updates)
+            is_narrow = any(is_floating(u) and u.dtype.itemsize < 4 for u in leaves)
             try:
                 out, new = inner.update(updates, inner_state, params, **extra_args)
             except TypeError as error:
                 if is_narrow:
                     error.add_note(_MIXED_DTYPES)
                 raise
-            dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (out, updates)]
+            dtypes = [[x.dtype for x in tree] for tree in (jax.tree.leaves(out), leaves)]
             if not is_narrow or dtypes[0] == dtypes[1]:
                 return out, new
             types = jax.eval_shape(
@@ -218,9 +186,7 @@ def low_precision_state(
             )
             return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
 
-        def step(
-            updates: optax.Updates, state: LowPrecisionState
-        ) -> tuple[optax.Updates, LowPrecisionState]:
+        def step(updates: Tree, state: LowPrecisionState) -> Updated:
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
@@ -228,15 +194,15 @@ def low_precision_state(
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                    _stored_state.encode_as(path, was, leaf, key)
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
         def scheduled(
-            updates: optax.Updates, state: LowPrecisionState, passes: OnePassUpdates | None = None
-        ) -> tuple[Any, LowPrecisionState]:
+            updates: Tree, state: LowPrecisionState, passes: OnePassUpdates | None = None
+        ) -> Updated:
             """``step``; at once, XLA would have the float32 moments of all parameters live."""
             stored = [x for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)]
             deferred, scales = (
@@ -245,12 +211,9 @@ def low_precision_state(
             make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        def with_passes(
-            updates: optax.Updates, state: LowPrecisionState
-        ) -> tuple[Any, LowPrecisionState]:
+        def with_passes(updates: Tree, state: LowPrecisionState) -> Updated:
             key = None if state.key is None else next_key(state.key)
-            moments = flatten(state.inner_state)
-            new_params = params if apply else None
+            moments, new_params = flatten(state.inner_state), params if apply else None
             passes = OnePassUpdates(
                 inner_update, updates, *moments, key, rounding, new_params, shards
             )
@@ -269,12 +232,14 @@ def low_precision_state(
             out, (key, new) = with_passes(updates, state)
         else:
             out, (key, new) = kernels.for_tpus(with_passes, scheduled, updates, state)
-        return out, LowPrecisionState(key, boxes_inside(new))
+        return out, LowPrecisionState(key, _stored_state.boxes_inside(new))
 
     update, update_params = (functools.partial(run, apply) for apply in (False, True))
     if implementation == "xla":
         return optax.GradientTransformationExtraArgs(init, update)
-    return kernels.with_update_params(init, update, update_params)
+    tx = kernels.WithUpdateParams(init, update)
+    tx.update_params = update_params
+    return tx
 
 
 # --- Choosing -------------------------------------------------------------------------------------
@@ -282,11 +247,11 @@ def low_precision_state(
 
 def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     if isinstance(bits, Format):
-        if block_size is not None:
-            raise ValueError(
-                f"block_size={block_size} has no effect on the format {bits}; set it there."
-            )
-        return bits
+        if block_size is None:
+            return bits
+        raise ValueError(
+            f"block_size={block_size} has no effect on the format {bits}; set it there."
+        )
     if bits == 8:
         return Dynamic(8, block_size)
     if bits == 4:
@@ -297,16 +262,6 @@ def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     if bits == 16:
         return _default_format(BFloat16(), block_size, signed)
     raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")
-
-
-def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
-    for pattern, fmt in formats.items():
-        if fmt is not None and not isinstance(fmt, Format):
-            raise ValueError(
-                f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
-            )
-        _validate.pattern("formats", pattern)
-    return dict(formats)
 
 
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
@@ -328,11 +283,7 @@ def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None
 
 
 def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
-    """Returns the class and the path of the field of each array; None if it is no parameter's.
-
-    An array belongs to the parameter that has its shape and whose path ends its own. The class is
-    that of which the field is an attribute, or None.
-    """
+    """Returns the class and path of each array's field; None if it is not of a parameter."""
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def field(path: Any, leaf: Any) -> Any:
@@ -348,8 +299,9 @@ def _class_of(node: Any, path: Any) -> type | None:
     """Returns the class of which the last key of a path is an attribute."""
     cls = None
     for key in path:
-        cls = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
-        if isinstance(key, jax.tree_util.GetAttrKey):
+        is_attribute = isinstance(key, jax.tree_util.GetAttrKey)
+        cls = type(node) if is_attribute else None
+        if is_attribute:
             node = getattr(node, key.name)
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]

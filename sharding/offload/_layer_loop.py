@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.execution_order import Equation, ScheduledRun
+from optax_ext.leaf_by_leaf import ScheduledRun
+from optax_ext.traced_graph import Equation
 from sharding.offload._host_memory import on_host
 from sharding.offload._layer_rules import (
     UNSLICED,

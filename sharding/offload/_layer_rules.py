@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
 
 # Elements of one layer, on all devices together, from which on a stack is worth a loop.
 MIN_LAYER_SIZE = 2**18

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import optax
 
-from optax_ext.execution_order import Graph, ScheduledRun, run_by_leaf
+from optax_ext.leaf_by_leaf import ScheduledRun, run_by_leaf
+from optax_ext.traced_graph import Graph
 from sharding._user_line import warn
 from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
 from sharding.offload._layer_loop import LayerLoop

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.execution_order import Graph, evaluate
+from optax_ext.traced_graph import Graph, evaluate
 
 Arrays = list[Any]
 

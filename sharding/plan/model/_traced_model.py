@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.execution_order import Equation
+from optax_ext.traced_graph import Equation
 from sharding._jaxprs import inner_jaxprs
 from sharding.placement._specs import path_str
 from sharding.plan.machine._devices import KINDS, DeviceKind

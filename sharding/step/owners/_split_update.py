@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, evaluate
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph, evaluate
 from sharding.placement._specs import KeyPath, Tree
 
 MIN_SIZE = 1024  # elements of an array that is worth an all-to-all

@@ -12,7 +12,7 @@ from low_precision_steps import OPTIMIZERS
 
 import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, low_precision_state
-from optax_ext.low_precision._formats import ROUNDINGS, decode, encode
+from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
 
 from .. import traces
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from optax_ext.execution_order import Graph
+from optax_ext.traced_graph import Graph
 from sharding.offload import _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun

@@ -1,7 +1,7 @@
 """Factored second moments: decaying averages of row and column means, and their inverse root.
 
-For a matrix of n x m the state holds n + m numbers; their outer product, divided by the mean of the
-rows, estimates the full matrix. Shapes in comments are those of an array (rows, cols).
+Their outer product, divided by the mean of the rows, estimates the full matrix. Shapes in comments
+are those of an array (rows, cols).
 """
 
 import math
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext import _matrix_passes
-from optax_ext._factoring_rules import Dims, Factoring
+from optax_ext._factoring import Dims, Factoring
 from optax_ext._leaves import Leaves, check_dtype
+from optax_ext._matrix_passes import Function
 
 
 class Moment(NamedTuple):
@@ -25,7 +26,6 @@ class Moment(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the averages, in which the step is computed."""
         return next(x.dtype for x in self if x is not None)
 
 
@@ -36,7 +36,7 @@ class Estimate(NamedTuple):
     row_mean: jax.Array | None  # (1, 1)
 
 
-def init_moment(like: Any, dims: Factoring, dtype: Any) -> Moment:
+def init(like: Any, dims: Factoring, dtype: Any) -> Moment:
     """Returns zeros; factored ones are sums of zeros like ``like``, to inherit its sharding."""
     zeros = jnp.zeros_like(like, dtype=dtype)  # (rows, cols)
     if not dims.factored:
@@ -45,66 +45,44 @@ def init_moment(like: Any, dims: Factoring, dtype: Any) -> Moment:
 
 
 def average(
-    moment: Moment,
-    fn: _matrix_passes.Function,
-    array: jax.Array,
-    args: Any,
-    *,
-    eps: Any,
-    decay: Any,
-    weight: Any,
-    dims: Factoring,
+    moment: Moment, fn: Function, x: jax.Array, args: Any, eps: Any, weights: Any, dims: Factoring
 ) -> tuple[Estimate, jax.Array | None]:
-    """For ``(x, new) = fn(array, args)``: ``decay * moment + weight * (x + eps)``, and ``new``.
-
-    A factored moment averages the row and column means of ``x``, read in one pass over ``array``.
-    """
+    """For ``(y, new) = fn(x, args)``: the average of ``moment`` and ``y + eps``, and ``new``."""
+    decay, weight = weights  # of ``moment`` and of ``y``
     if moment.full is not None:
-        x, new = fn(array, args)
-        full = decay * moment.full + weight * (x + eps)  # (rows, cols)
+        y, new = fn(x, args)
+        full = decay * moment.full + weight * (y + eps)  # (rows, cols)
         return Estimate(Moment(full, None, None), None), new
-    (row, col), new = _matrix_passes.sweep(fn, array, args, dims.cols, dims.rows)
+    (row, col), new = _matrix_passes.sweep(fn, x, args, dims.cols, dims.rows)
     row = decay * moment.row + weight * (row + eps)  # (rows,)
     col = decay * moment.col + weight * (col + eps)  # (cols,)
-    row_mean = _matrix_passes.mean(
-        jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True
-    )  # (1, 1)
-    return Estimate(Moment(None, row, col), row_mean), new
+    row_mean = _matrix_passes.mean(jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True)
+    return Estimate(Moment(None, row, col), row_mean), new  # row_mean: (1, 1)
 
 
-def average_squares(
-    moment: Moment, g: jax.Array, *, eps: Any, decay: Any, weight: Any, dims: Factoring
-) -> Estimate:
-    """Returns the average of ``g**2 + eps``."""
+def average_squares(leaf: Any, eps: Any, weights: Any, dims: Factoring) -> Estimate:
+    """Returns the average of ``leaf.nu`` and ``leaf.g**2 + eps``."""
 
     def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        return jnp.square(g.astype(moment.dtype)), None
+        return jnp.square(g.astype(leaf.dtype)), None
 
-    return average(moment, square, g, (), eps=eps, decay=decay, weight=weight, dims=dims)[0]
+    return average(leaf.nu, square, leaf.g, (), eps, weights, dims)[0]
 
 
 def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:
-    """Returns factors whose product is ``1 / sqrt(estimate)``.
-
-    The product row * col is never formed: it leaves float32's range where the quotient does not.
-    """
-    moment, row_mean = estimate
-    if moment.full is not None:
-        return (jax.lax.rsqrt(moment.full),)
-    assert moment.row is not None
-    assert moment.col is not None
-    assert row_mean is not None
-    row = jnp.expand_dims(moment.row, dims.cols)  # (rows, 1)
-    col = jnp.expand_dims(moment.col, dims.rows)  # (1, cols)
+    """Returns factors whose product is ``1 / sqrt(estimate)``."""
+    (full, row, col), row_mean = estimate
+    if full is not None:
+        return (jax.lax.rsqrt(full),)
+    assert row is not None and col is not None and row_mean is not None  # noqa: PT018
+    row = jnp.expand_dims(row, dims.cols)  # (rows, 1)
+    col = jnp.expand_dims(col, dims.rows)  # (1, cols)
+    # row * col is not formed: it leaves float32's range where the quotient does not.
     return jax.lax.rsqrt(row) * jnp.sqrt(row_mean), jax.lax.rsqrt(col)
 
 
 def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
-    """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step.
-
-    The clip divides by ``max(1, RMS(u) / threshold)``, every batch slice by its own; a threshold of
-    None does not clip.
-    """
+    """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
     factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
     if threshold is not None and leaf.g.size:
         u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors))
@@ -133,9 +111,7 @@ def rms(x: jax.Array, dims: Factoring) -> jax.Array:
 # --- Trees ----------------------------------------------------------------------------------------
 
 
-def split_moments(
-    leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]
-) -> tuple[Any, Any, Any]:
+def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) -> Any:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
     kept = [moment_dims(x.ndim, d) for x, d in zip(leaves.arrays, dims, strict=True)]
     full, row, col = ([m[i] for m in moments] for i in range(3))
@@ -143,11 +119,8 @@ def split_moments(
     return leaves.unflatten(full), leaves.unflatten(row, rows), leaves.unflatten(col, cols)
 
 
-def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
-    """Returns the moment of each leaf from the state's fields of full, row and col moments.
-
-    Raises if the state was made for parameters of another structure, shape or factoring.
-    """
+def join(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
+    """Returns each leaf's moment in fields of the state; raises unless they are of such leaves."""
     columns = [leaves.slots(field, tree) for field, tree in fields.items()]
     moments = [Moment(*slots) for slots in zip(*columns, strict=True)]
     for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):
@@ -160,12 +133,11 @@ def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> li
                 f"{tuple(fields)} should have shapes {want}, found {have}. The state belongs to "
                 "other parameters or another factoring rule."
             )
-    check_moments(leaves, "nu", moments)
+    check(leaves, "nu", moments)
     return moments
 
 
-def check_moments(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None:
-    """Raises if an average has been cast to a narrower dtype than that of ``init``."""
+def check(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None:
     for path, moment in zip(leaves.paths, moments, strict=True):
         for array in moment:
             if array is not None:

@@ -1,4 +1,4 @@
-"""The factoring rule for Flax transformers, the table of a rule's result, and the decay mask."""
+"""The factoring rule for Flax transformers, and masks of matrices by it."""
 
 import dataclasses
 import math
@@ -9,10 +9,8 @@ from typing import Any
 import optax
 
 from optax_ext import _validate
-from optax_ext._factored_moments import moment_dims
-from optax_ext._factoring_rules import Dims, Factoring, FactoringRule, check_rule, factorings
-from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._text_table import aligned
+from optax_ext._factoring import Dims, Factoring, FactoringRule, check_rule, factorings
+from optax_ext._leaves import Leaves
 
 # Paths that may be of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists
 # or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
@@ -55,23 +53,20 @@ class flax_transformer:
     The first of these that applies to a parameter:
 
     - ``bias``, ``scale``, the parameters of norms, attention biases (heads, head_dim) and arrays
-      with one dim above 1, such as class tokens (1, 1, n), are vectors and are not factored.
+      with one dim above 1 are vectors and are not factored.
     - Fused attention (``qkv``, ``qkv_einsum``, ``kv_einsum``) is one matrix for each of query, key
       and value. Experts, known by the name or by a router (embed, experts), and ``gating_einsum``
       stack matrices that share a clip, as in ``last_two_dims``.
     - Others are one matrix: leading dims are rows and trailing ones columns, where the state is
-      smallest. Heads and head_dim of any attention are on one side; a convolution is
-      (height, width, in) x out.
+      smallest; heads and head_dim are on one side.
 
-    Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
-    clip and scale. By default a module is a stack if all its arrays have an extra dim of one size:
-    it has (layers, n) vectors beside (layers, n, m) matrices, or has the name ``layers``,
-    ``blocks`` or that of a scan. Optimizers and ``describe_factoring`` look at all arrays;
-    ``resolve`` sees one, and needs ``stacked``, as do trees whose shapes leave it open.
+    Layers stacked along one more dim (``nn.scan``) have their own statistics, clip and scale. By
+    default a module is a stack if all its arrays have an extra dim of one size: it has (layers, n)
+    vectors beside (layers, n, m) matrices, or the name ``layers``, ``blocks`` or that of a scan.
+    ``resolve``, which sees one array, needs ``stacked``, as do trees whose shapes leave it open.
 
     Attributes:
-      stacked: a pattern of the paths of stacked layers; None if there are none. Kernels and
-        embeddings without an extra dim are not stacked, whatever their path.
+      stacked: a pattern of the paths of stacked layers; None if there are none.
       stack_dim: the dim of layers in their arrays, counted from the front; MaxText uses 1.
 
     Raises:
@@ -81,12 +76,8 @@ class flax_transformer:
     Example:
       >>> from optax_ext import flax_transformer
       >>> rule = flax_transformer(stacked="^layers/")
-      >>> rule.resolve("embed/embedding", (32000, 4096))
-      Factoring(rows=(0,), cols=(1,), batch=())
       >>> rule.resolve("layers/attn/query/kernel", (32, 4096, 32, 128))
       Factoring(rows=(1,), cols=(2, 3), batch=(0,))
-      >>> rule.resolve("layers/mlp/bias", (32, 4096))
-      Factoring(rows=(), cols=(), batch=(0,))
     """
 
     stacked: str | None = STACKED
@@ -96,13 +87,11 @@ class flax_transformer:
     _apart: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
-        """Raises unless the fields make sense."""
         _validate.pattern("stacked", self.stacked or "")
         if isinstance(self.stack_dim, bool) or not self.stack_dim >= 0:
             raise ValueError(f"stack_dim must not be negative, got {self.stack_dim!r}.")
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """Returns the factoring of one parameter."""
         if self.stacked == STACKED and re.search(STACKED, path):
             raise ValueError(
                 f"flax_transformer: whether {path!r} of shape {shape} is of stacked layers depends "
@@ -118,13 +107,11 @@ class flax_transformer:
         return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
 
     def _free(self, path: str, shape: Dims) -> list[int]:
-        """Returns the dims of one layer."""
         stacked = bool(self.stacked and re.search(self.stacked, path))
         stacked = stacked and self.stack_dim < len(shape) > max(_least_rank(path), 1)
         return [d for d in range(len(shape)) if not (stacked and d == self.stack_dim)]
 
     def _of_one_layer(self, path: str, sizes: Dims) -> Factoring:
-        """Returns the factoring of an unstacked parameter."""
         if sum(n > 1 for n in sizes) < 2 or re.search(_VECTOR, path) or path in self._vectors:
             return Factoring()
         if path in self._apart:
@@ -133,10 +120,9 @@ class flax_transformer:
             if len(sizes) >= rank and re.search(rf"(^|/)({pattern})", path):
                 return factoring
         dims = tuple(range(len(sizes)))
-        return Factoring(dims[: _split(sizes)], dims[_split(sizes) :])
+        return Factoring(dims[: split_of(sizes)], dims[split_of(sizes) :])
 
     def for_tree(self, parameters: Sequence[tuple[str, Dims]]) -> "flax_transformer":
-        """Returns the rule for a tree of parameters with these paths and shapes."""
         rule = self if self.stacked != STACKED else self._with_stacks(parameters)
         modules: dict[str, list[tuple[str, Dims]]] = {}
         matrices: dict[Dims, list[str]] = {}
@@ -148,7 +134,7 @@ class flax_transformer:
         vectors, apart = set[str](), set[str]()
         for arrays in modules.values():
             # The bias (heads, head_dim) of a kernel (embed, heads, head_dim) has one of its sides.
-            kernels = [(s, _split(s)) for _, s in arrays if len(s) > 2]
+            kernels = [(s, split_of(s)) for _, s in arrays if len(s) > 2]
             sides = {side for s, rows in kernels for side in (s[:rows], s[rows:])}
             vectors.update(path for path, sizes in arrays if len(sizes) > 1 and sizes in sides)
             for path, sizes in arrays:
@@ -186,7 +172,7 @@ class flax_transformer:
             return False  # no layers, or one array and its bias
         # (embed, heads, head_dim) and (height, width, in, out) may be of one layer.
         layers_first = [(shape[dim], *shape[:dim], *shape[dim + 1 :]) for _, shape in arrays]
-        large = [s for s in layers_first if len(s) > 2 and _split(s) > 1 and s[0] != s[1]]
+        large = [s for s in layers_first if len(s) > 2 and split_of(s) > 1 and s[0] != s[1]]
         widths = {n for shape in large for n in (shape[1], shape[-1])}
         alone = len(large) > 1 and all(len(s) > 2 for s in layers_first)  # as under optax.partition
         if (
@@ -209,7 +195,7 @@ def _is_vector(path: str) -> bool:
     return bool(re.search(_VECTOR, path))
 
 
-def _split(sizes: Dims) -> int:
+def split_of(sizes: Dims) -> int:
     """How many leading dims are the rows: for the fewest statistics, or one dim on a side."""
     last = len(sizes) - 1
 
@@ -229,104 +215,12 @@ def _least_rank(path: str) -> int:
     return 2 if re.search(_MATRIX, path) else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class FactoringRow:
-    """One parameter of a ``FactoringTable``."""
-
-    path: str  # its keys joined by /
-    shape: tuple[int, ...]
-    factoring: Factoring
-    nbytes: int  # of its second moment
-
-
-@dataclasses.dataclass(frozen=True)
-class FactoringTable:
-    """The factoring of every parameter under a rule; ``str`` formats it as a table."""
-
-    rows: tuple[FactoringRow, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all second moments."""
-        return sum(row.nbytes for row in self.rows)
-
-    def __str__(self) -> str:
-        lines = [(r.path, str(r.shape), _in_sizes(r), f"{r.nbytes:,} bytes") for r in self.rows]
-        lines.append(("all", "", "", f"{self.nbytes:,} bytes"))
-        return aligned(lines)
-
-
-def _in_sizes(row: FactoringRow) -> str:
-    """Returns the factoring in sizes: rows x columns, and the number of matrices."""
-
-    def sizes(dims: Dims) -> str:
-        return "*".join(str(row.shape[d]) for d in dims)
-
-    factoring = row.factoring
-    used = (*factoring.rows, *factoring.cols, *factoring.batch)
-    stacked = tuple(d for d in range(len(row.shape)) if d not in used)
-    words = "full" if not factoring.factored else f"{sizes(factoring.rows)} x "
-    words += sizes(factoring.cols)
-    words += f", {sizes(factoring.batch)} apart" if factoring.batch else ""
-    words += f", {sizes(stacked)} stacked" if factoring.factored and stacked else ""
-    free = tuple(d for d in range(len(row.shape)) if d not in factoring.batch)
-    if factoring.factored:
-        split = _split(tuple(row.shape[d] for d in free))
-        best = Factoring(free[:split], free[split:], factoring.batch)
-        times = _num_statistics(row.shape, factoring) / _num_statistics(row.shape, best)
-        words += f"; {times:.0f} times {sizes(best.rows)} x {sizes(best.cols)}" * (times > 4)
-    return words
-
-
-def _num_statistics(shape: Dims, factoring: Factoring) -> int:
-    dims = moment_dims(len(shape), factoring)
-    return sum(math.prod(shape[d] for d in own) for own in dims if own is not None)
-
-
-def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> FactoringTable:
-    """Lists the factoring of every parameter under a rule, and the bytes of the second moments.
-
-    Args:
-      rule: a rule, as optimizers take it; None factors nothing.
-      params: the parameters, or abstract arrays in their place.
-
-    Returns:
-      A table to print, with the bytes of one second moment; CAME has the same again for the
-      instability. A parameter with more than 4 times the state of one matrix is marked.
-
-    Raises:
-      ValueError: if ``rule`` is not a rule, or does not fit a parameter's shape.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from optax_ext import describe_factoring, flax_transformer
-      >>> params = {"layers": {"query": {"kernel": jnp.ones((2, 8, 4, 16))}}, "head": jnp.ones(5)}
-      >>> print(describe_factoring(flax_transformer(), params))
-      head                 (5,)           full                   20 bytes
-      layers/query/kernel  (2, 8, 4, 16)  8 x 4*16, 2 apart     576 bytes
-      all                                                       596 bytes
-    """
-
-    def row(path: str, leaf: Any, factoring: Factoring) -> FactoringRow:
-        shape = tuple(leaf.shape)
-        size = at_least_float32(leaf.dtype).itemsize
-        return FactoringRow(path, shape, factoring, _num_statistics(shape, factoring) * size)
-
-    leaves = Leaves.of(params)
-    dims = factorings(check_rule("rule", rule), leaves)
-    return FactoringTable(tuple(map(row, leaves.paths, leaves.arrays, dims)))
-
-
 def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
-    """Selects the matrices, to which weight decay applies; not biases of more dims, as of stacks.
+    """Selects the matrices, to which weight decay applies, in a tree of bools: a mask for optax.
 
     Args:
       params: the parameters, or abstract arrays in their place.
       rule: the rule; matrices are the parameters that it factors, and kernels (n, 1).
-
-    Returns:
-      A tree of bools like ``params``, for ``mask`` of ``optax.adamw`` or ``weight_decay_mask`` of
-      ``came``. Both also accept this function itself.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -351,28 +245,23 @@ def hidden_matrices(
 ) -> Any:
     """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
 
-    These are the parameters that the rule factors, without embeddings, positions and output heads.
+    These are the parameters that the rule factors, without embeddings, positions and output heads,
+    in a tree of bools: labels for ``optax.partition``.
 
     Args:
       params: the parameters, or abstract arrays in their place.
       rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected. The default is found in
-        paths with a component such as ``embed``, ``embed_tokens``, ``unembed``, ``wte``,
-        ``positions``, ``lm_head``, ``logits`` or ``classifier``; not ``heads`` or ``out``.
-
-    Returns:
-      A tree of bools like ``params``. This function itself is the labels of ``optax.partition``;
-      ``sharding.by_owner`` has an example.
+      not_hidden: a pattern of the paths of matrices that are not selected: by default components
+        such as ``embed``, ``wte``, ``positions``, ``lm_head``, ``logits``; not ``heads``, ``out``.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or ``not_hidden`` is not a regular expression.
 
     Example:
-      >>> import jax.numpy as jnp, optax, optax_ext
-      >>> block = {"query": {"kernel": jnp.ones((8, 4, 16)), "bias": jnp.ones((4, 16))}}
-      >>> params = {"embed": {"embedding": jnp.ones((256, 8))}, "block": block}
+      >>> import jax.numpy as jnp, optax_ext
+      >>> params = {"embed": {"embedding": jnp.ones((9, 8))}, "mlp": {"kernel": jnp.ones((8, 32))}}
       >>> optax_ext.hidden_matrices(params)
-      {'block': {'query': {'bias': False, 'kernel': True}}, 'embed': {'embedding': False}}
+      {'embed': {'embedding': False}, 'mlp': {'kernel': True}}
     """
     _validate.pattern("not_hidden", not_hidden)
     _validate.not_a_count("hidden_matrices", params)

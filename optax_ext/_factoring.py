@@ -14,24 +14,20 @@ from optax_ext._leaves import Leaves
 class Factoring:
     """Which dims of one array form the rows and the columns of its second moment.
 
-    ``rows`` and ``cols`` are either both empty (the state holds a full second moment) or both
-    given; several dims may form one side. Slices along a ``batch`` dim are parameters of their own,
-    with their own statistics, clip and scale: the choice for stacked or scanned layers. Dims in
-    none of the three are stacked: each slice has its own statistics, and all share one clip.
+    Negative dims count from the end; several may form one side. Dims in none of the three are
+    stacked: each slice has its own statistics, and all share one clip.
 
     Attributes:
-      rows: dims that index the row statistics. Negative dims count from the end.
-      cols: dims that index the column statistics.
-      batch: dims along which slices are independent.
+      rows: dims that index the row statistics.
+      cols: dims that index the column statistics; without both, the second moment is full.
+      batch: dims along which slices have their own statistics, clip and scale, as stacked layers.
 
     Raises:
       ValueError: if a dim is named twice, or only one of ``rows`` and ``cols`` is given.
 
     Example:
-      An attention kernel (embed, heads, head_dim), seen as a matrix embed x (heads * head_dim):
-
       >>> from optax_ext import Factoring
-      >>> Factoring(rows=(0,), cols=(1, 2))
+      >>> Factoring(rows=(0,), cols=(1, 2))  # an attention kernel (embed, heads, head_dim)
       Factoring(rows=(0,), cols=(1, 2), batch=())
     """
 
@@ -75,8 +71,7 @@ class Factoring:
 class FactoringRule(Protocol):
     """Maps the path and the shape of a parameter to its ``Factoring``.
 
-    A rule for which the other parameters count, such as ``flax_transformer``, has another method,
-    ``for_tree(parameters)``: of the paths and shapes of all, it returns the rule for them.
+    Where other parameters count, ``for_tree(parameters)`` makes a rule of all paths and shapes.
     """
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
@@ -86,9 +81,7 @@ class FactoringRule(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class last_two_dims:
-    """Rows are the second-to-last dim, columns the last; vectors are not factored.
-
-    The rule of CAME's authors. Attention kernels of Flax need ``flax_transformer``.
+    """Rows are the second-to-last dim, columns the last; the rule of CAME's authors.
 
     Attributes:
       min_dim_size: both dims must be at least this long, else the parameter is not factored.
@@ -104,7 +97,6 @@ class last_two_dims:
     batch: Dims = ()
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """Returns the factoring of one parameter."""
         batch = Factoring(batch=self.batch).resolve(path, shape).batch
         dims = self._in_order([d for d in range(len(shape)) if d not in batch], shape)[-2:]
         if len(dims) < 2 or min(shape[d] for d in dims) < self.min_dim_size:
@@ -112,7 +104,6 @@ class last_two_dims:
         return Factoring((dims[0],), (dims[1],), batch)
 
     def _in_order(self, dims: list[int], shape: Dims) -> list[int]:
-        """Returns the dims, of which the last two are factored."""
         return dims
 
 
@@ -141,7 +132,7 @@ class by_path:
     """Chooses the rule of the first pattern that is found in a parameter's path.
 
     Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, without Flax's
-    boxes. A pattern is a regular expression that may match anywhere in the path (``re.search``).
+    boxes; patterns are regular expressions that may match anywhere.
 
     Args:
       rules: pattern -> ``Factoring``, another rule, or None for a full second moment.
@@ -173,18 +164,15 @@ class by_path:
         object.__setattr__(self, "default", check_rule("default", default))
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """Returns the factoring of one parameter."""
         rule = next((r for p, r in self.rules if re.search(p, path)), self.default)
         return None if rule is None else rule.resolve(path, shape)
 
     def for_tree(self, parameters: Sequence[tuple[str, Dims]]) -> "by_path":
-        """Returns the rules for a tree of parameters with these paths and shapes."""
         rules = {pattern: _for_tree(rule, parameters) for pattern, rule in self.rules}
         return by_path(rules, default=_for_tree(self.default, parameters))
 
 
 def check_rule(name: str, rule: Any) -> Any:
-    """Returns the rule; raises if it is none, naming the argument."""
     if rule is None or (isinstance(rule, FactoringRule) and not isinstance(rule, type)):
         return rule
     raise ValueError(
@@ -193,7 +181,6 @@ def check_rule(name: str, rule: Any) -> Any:
 
 
 def _for_tree(rule: Any, parameters: Sequence[tuple[str, Dims]]) -> Any:
-    """Returns the rule for a tree of these parameters."""
     return rule.for_tree(parameters) if hasattr(rule, "for_tree") else rule
 
 

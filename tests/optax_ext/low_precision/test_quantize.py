@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from optax_ext import BFloat16, Dynamic, Float8, Linear
-from optax_ext.low_precision import _formats
+from optax_ext.low_precision import _quantize
 from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap
-from optax_ext.low_precision._formats import ROUNDINGS, decode, encode
+from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
 
 FORMATS = {
     "8 bits": Dynamic(),
@@ -170,7 +170,7 @@ def stored(name, signed):
 
 def of_elements(q, part):
     """What a stored array has for each block, for each element of it, by NumPy."""
-    blocks = _formats.Blocks(q.shape, q.format.block_size)
+    blocks = _quantize.Blocks(q.shape, q.format.block_size)
     (row, last), (rows, columns) = blocks.dims, blocks.rows_and_columns
     part = np.take(np.asarray(part), np.arange(q.shape[last]) // columns, axis=last)
     return part if row == last else np.take(part, np.arange(q.shape[row]) // rows, axis=row)
@@ -193,7 +193,7 @@ def test_every_element_is_within_half_the_distance_of_the_values_beside_it(name,
         if isinstance(fmt, BFloat16):
             np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
             continue
-        scale, number_map = scales_of(q), _formats._Scaled(fmt, signed, x.shape, jnp.float32).map
+        scale, number_map = scales_of(q), _quantize._Scaled(fmt, signed, x.shape, jnp.float32).map
         power = of_elements(q, q.scale[1]) / 16 if isinstance(fmt, Float8) and fmt.expand else 1.0
         share = np.abs(x) / np.where(scale == 0, 1, scale)
         values = values_of(number_map).astype(np.float64)
@@ -251,7 +251,7 @@ def test_compensation_keeps_eight_bits_more(name, signed):
     assert fine.rest.shape == x.shape
     assert fine.rest.dtype == jnp.uint8
     # Above the least code of the 4-bit map without zero.
-    has_zero = fmt.bits == 16 or _formats._map(fmt, signed).zero
+    has_zero = fmt.bits == 16 or _quantize._map(fmt, signed).zero
     inside = np.abs(x) >= (0 if has_zero else scales_of(q) / 16)
     error = (better - x)[inside]
     assert np.abs(error).sum() < np.abs(plain - x)[inside].sum() / 100

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 
 import optax_ext
 from optax_ext import _matrix_passes
-from optax_ext.execution_order import Graph, run_by_leaf
+from optax_ext.leaf_by_leaf import run_by_leaf
+from optax_ext.traced_graph import Graph
 
 
 def test_portable_passes_take_one_form_on_all_platforms():

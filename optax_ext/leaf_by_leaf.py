@@ -1,0 +1,107 @@
+"""Evaluates a step leaf by leaf, so that quantized or offloaded state is live for one leaf only.
+
+XLA may compute every parameter's intermediates before it uses the first. Here a barrier keeps the
+deferred inputs of one output, such as transfers from host memory, from being read before the
+previous outputs have been computed.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from optax_ext import _matrix_passes
+from optax_ext.traced_graph import Graph, evaluate
+
+
+def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
+    """Returns the execution order of ``roots``: each root, with outputs that wait for no others."""
+    groups, read, left = [], 0, set(range(len(graph.outputs)))
+    for root in [*roots, *range(len(graph.outputs))]:
+        if root not in left:
+            continue
+        read |= graph.reads[graph.outputs[root]]
+        ready = [j for j in sorted(left) if not graph.reads[graph.outputs[j]] & ~read]
+        left -= set(ready)
+        groups.append(ready)
+    return groups
+
+
+class ScheduledRun:
+    """One evaluation of a graph whose outputs replace its inputs, group by group."""
+
+    graph: Graph  # has as many outputs as inputs
+    inputs: Sequence[Any]  # the arrays that it is evaluated on
+    values: dict[int, Any]  # computed so far
+    outputs: dict[int, Any]  # computed so far
+    barrier: tuple[Any, ...]  # arrays computed before the next deferred input is read
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
+        self.graph, self.inputs = graph, inputs
+        self.values = dict(graph.constants)
+        self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
+        self.outputs = {}
+        self.barrier = tuple(after)
+
+    def run(self, roots: Sequence[int]) -> list[Any]:
+        """Evaluates the graph in the execution order of ``roots``; returns all outputs."""
+        for group in output_groups(self.graph, roots):
+            self.run_group(group)
+        return [self.outputs[j] for j in range(len(self.graph.outputs))]
+
+    def run_group(self, outputs: list[int]) -> None:
+        """Computes some outputs; the next group's deferred inputs wait for them."""
+        self.compute([self.graph.outputs[j] for j in outputs])
+        self.outputs |= {j: self.store(j, self.values[self.graph.outputs[j]]) for j in outputs}
+        replaced = tuple(self.outputs[j] for j in outputs if self.replaces_deferred(j))
+        self.barrier = replaced or self.barrier
+
+    def compute(self, values: list[int]) -> None:
+        """Computes values, and reads the deferred inputs that they need."""
+        equations, inputs = self.graph.needed(values, self.values)
+        if inputs:
+            held = self.after_barrier([self.inputs[i] for i in inputs])
+            self.values |= zip(inputs, self.load(held), strict=True)
+        evaluate(equations, self.values)
+
+    def after_barrier(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays, not read before those of ``barrier`` have been computed."""
+        return _matrix_passes.hold(list(arrays), self.barrier)
+
+    def replaces_deferred(self, output: int) -> bool:
+        """Whether an output is the new value of a deferred input and depends on no other."""
+        return self.graph.reads[output] == 1 << output
+
+    def load(self, arrays: list[Any]) -> list[Any]:
+        """Converts deferred inputs to operands of the graph's equations."""
+        return arrays
+
+    def store(self, output: int, x: Any) -> Any:
+        """Converts a computed output to what the caller receives."""
+        return x
+
+
+def run_by_leaf(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    tree: Any,
+    state: Any,
+    is_deferred: Callable[[Any], bool],  # whether an array of the state waits for such a leaf
+    make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
+    portable: bool = False,
+) -> tuple[Any, Any]:
+    """Evaluates ``fn(tree, state) -> (tree, state)`` for one leaf of ``tree`` after the other."""
+    inputs, treedef = jax.tree.flatten((tree, state))
+    num_roots = len(jax.tree.leaves(tree))
+    deferred = [i >= num_roots and is_deferred(x) for i, x in enumerate(inputs)]
+
+    def flat_fn(inputs: list[Any]) -> list[Any]:
+        leaves, new = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
+        if str(new) != str(treedef):
+            raise ValueError(
+                f"the transformation changes the structure of (updates, state) from {treedef} to "
+                f"{new}; it must return both in the structure it receives."
+            )
+        return leaves
+
+    run = make_run(Graph(flat_fn, inputs, deferred, portable), inputs)
+    return jax.tree.unflatten(treedef, run.run(range(num_roots)))

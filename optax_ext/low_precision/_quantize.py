@@ -1,0 +1,287 @@
+"""Encodes arrays to codes and scales of a format, and decodes them.
+
+Blocks depend on an array's global shape alone.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext._leaves import at_least_float32
+from optax_ext._matrix_passes import sharded_as, splittable
+from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map
+from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
+from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
+
+ROUNDINGS = ("nearest", "stochastic", "compensated")
+BLOCK_ROWS = 8  # rows of a block, as of a TPU register: scales are found and applied in registers
+
+# --- Layout ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Blocks of an array: rows along the longest dim except the last, columns along the last."""
+
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dims of rows and of columns; the same in a vector, which has no rows."""
+        last = len(self.shape) - 1
+        return max(range(last), key=lambda d: (self.shape[d], d), default=last), last
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        row, last = self.dims
+        most = 1 if row == last else min(self.size, _power_of_two(self.shape[row]))
+        # Eight rows if the array has them: shards of either dim rarely split such a block.
+        rows = min(most, max(BLOCK_ROWS, self.size // _power_of_two(self.shape[last])))
+        return rows, self.size // rows
+
+    def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
+        (row, last), (rows, columns) = self.dims, self.rows_and_columns
+        if rows > 1:  # rows first: a cheap reduction to an eighth
+            x = op(_split(x, row, rows, neutral), axis=row + 1)
+        return op(_split(x, last, columns, neutral), axis=last + 1)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Returns the element of largest magnitude of each block, with its sign."""
+        return _from_order(self.reduce(jnp.max, _order(x), 0), x.dtype)
+
+    def repeat(self, per_block: jax.Array) -> jax.Array:
+        (row, last), (rows, columns) = self.dims, self.rows_and_columns
+        out = _repeat(per_block, last, columns, self.shape[last])
+        return _repeat(out, row, rows, self.shape[row]) if rows > 1 else out
+
+
+def _power_of_two(extent: int) -> int:
+    return 1 << (extent - 1).bit_length()
+
+
+def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
+    """Splits a dim into groups and positions within; pads the last group."""
+    missing = -x.shape[dim] % size
+    if missing:
+        pad = [(0, missing if d == dim else 0) for d in range(x.ndim)]
+        x = jnp.pad(splittable(x, dim, x.shape[dim] + missing), pad, constant_values=neutral)
+    x = splittable(x, dim, x.shape[dim] // size)
+    return x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
+
+
+def _join(x: jax.Array, dim: int, extent: int) -> jax.Array:
+    x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return jax.lax.slice_in_dim(x, 0, extent, axis=dim)
+
+
+def _repeat(x: jax.Array, dim: int, times: int, extent: int) -> jax.Array:
+    shape = (*x.shape[: dim + 1], times, *x.shape[dim + 1 :])
+    dims = [d for d in range(len(shape)) if d != dim + 1]
+    return _join(jax.lax.broadcast_in_dim(x, shape, dims), dim, extent)
+
+
+def _half(extent: int) -> int:
+    """Returns the distance in rows between the two codes of a byte."""
+    return min(BLOCK_ROWS, -(-extent // 2))
+
+
+def _pack(codes: jax.Array, dim: int) -> jax.Array:
+    half = _half(codes.shape[dim])
+    pairs = _split(_split(codes, dim, half), dim, 2)
+    low, high = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
+    both = low | (high << 4)
+    return _join(both, dim, both.shape[dim] * half)
+
+
+def _unpack(packed: jax.Array, dim: int, extent: int) -> jax.Array:
+    both = _split(packed, dim, _half(extent))
+    pairs = jnp.stack([both & 15, both >> 4], dim + 1)
+    return _join(_join(pairs, dim, 2 * both.shape[dim]), dim, extent)
+
+
+# --- Codes ----------------------------------------------------------------------------------------
+
+
+def _map(fmt: Any, signed: bool, rank1: bool = False) -> Map:
+    if isinstance(fmt, Dynamic):
+        # A row cannot be negated for its largest element.
+        return DynamicMap(fmt.bits - 1, signed, symmetric=rank1 and signed)
+    if isinstance(fmt, Float8):
+        return Float8Map()
+    if signed:
+        return LinearMap(2 ** (fmt.bits - 1) - 1, zero=True)
+    return LinearMap(2**fmt.bits - 1, zero=fmt.bits == 8)
+
+
+class _Scaled:
+    """Conversions between the elements of an array, their scales and a map's levels."""
+
+    def __init__(
+        self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any = None
+    ):
+        self.signed, self.dtype = signed, dtype
+        self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1
+        self.map = _map(fmt, signed, self.rank1)
+        self.expand = isinstance(fmt, Float8) and fmt.expand
+        self.blocks = Blocks(shape, fmt.block_size) if blocks is None else blocks
+
+    def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        if self.signed and self.map.lowest < self.map.top:
+            # 1 has no negative code: a block whose largest element is negative is stored negated.
+            largest = self.blocks.largest(x)
+            return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may ignore NaN on CPUs
+        size, dims = jnp.abs(x), range(x.ndim)
+        if self.rank1:
+            return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
+        largest = self.blocks.reduce(jnp.max, size, 0.0)
+        if not self.expand:
+            return (largest,)
+        least = self.blocks.reduce(jnp.min, jnp.where(size > 0, size, jnp.inf), jnp.inf)
+        # Sixteenths of the power that stretches the block to the normal range of E4M3.
+        octaves = jnp.log2(largest) - jnp.log2(jnp.minimum(least, largest))
+        power = jnp.floor(16 * math.log2(448**2 / 2) / jnp.maximum(octaves, 1e-6))
+        return largest, jnp.clip(jnp.where(largest > 0, power, 16), 1, 255).astype(jnp.uint8)
+
+    def normalize(self, x: jax.Array, scale: tuple[jax.Array, ...]) -> jax.Array:
+        """Returns an array relative to its scales; 0 where they are 0."""
+        if self.rank1:
+            least = self.largest(scale)
+            return x / jnp.where(least > 0, least, 1)
+        known = jnp.abs(scale[0]) >= jnp.finfo(self.dtype).tiny
+        inverse = jnp.where(known, 1 / jnp.where(known, scale[0], 1), 0)
+        return jnp.clip(x * self.blocks.repeat(inverse), -1, 1)
+
+    def largest(self, scale: tuple[jax.Array, ...]) -> jax.Array:
+        """Returns the magnitude that level ``top`` represents, per element."""
+        if not self.rank1:
+            return self.blocks.repeat(scale[0])
+        out = jnp.full([1] * len(scale), jnp.inf, self.dtype)
+        for d, part in enumerate(scale):
+            others = [e for e in range(len(scale)) if e != d]
+            out = jnp.minimum(out, jax.lax.expand_dims(part, others))
+        return out
+
+    def power(self, scale: tuple[jax.Array, ...]) -> Any:
+        return self.blocks.repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
+
+    def position(self, y: jax.Array, power: Any) -> jax.Array:
+        return jnp.clip(self.map.position(y if power is None else y**power), 0, self.map.top)
+
+    def value(self, level: jax.Array, power: Any, fine: bool) -> jax.Array:
+        """Returns the magnitude of a level, which is in 256ths if ``fine``."""
+        levels = [jnp.minimum((level >> 8) + i, self.map.top) for i in (0, 1)] if fine else [level]
+        out, *high = (self.map.value(each, self.dtype) for each in levels)
+        if fine:
+            out = out + (high[0] - out) * ((level & 255).astype(self.dtype) / 256)
+        return out if power is None else out ** (1 / power)
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """Maps floats to unsigned integers in the order of magnitude; positive values win ties."""
+    # The largest element, with its sign, is one reduction: XLA for GPUs writes no array first.
+    bits = x.dtype.itemsize * 8
+    unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+    return (unsigned << 1) | (1 - (unsigned >> (bits - 1)))
+
+
+def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
+    bits = order.dtype.itemsize * 8
+    return jax.lax.bitcast_convert_type((order >> 1) | ((1 - (order & 1)) << (bits - 1)), dtype)
+
+
+def _to_integer(level: jax.Array) -> jax.Array:
+    """Converts floats that are integers from 0 to 65,535: the lower bits of ``2^23 + level``."""
+    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + 2.0**23, jnp.uint32)
+    return bits & 0xFFFF
+
+
+def encode(
+    x: jax.Array,
+    fmt: Format,
+    signed: bool,
+    rounding: str = "nearest",
+    noise: Any = None,
+    blocks: Any = None,
+) -> Quantized:
+    """Encodes an array that is not empty, of rank at least 1, with one of ``ROUNDINGS``.
+
+    Without a sign negative elements become 0, and positive ones do not. ``noise``, for stochastic
+    rounding, is uniform in [0, 1); ``blocks`` has the methods of ``Blocks``.
+    """
+    dtype = at_least_float32(x.dtype)
+    x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
+    shape = tuple(x.shape)
+    if isinstance(fmt, BFloat16):
+        codes, rest = _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
+        return Quantized(codes, (), rest, shape, dtype, fmt, signed)
+    scaled = _Scaled(fmt, signed, shape, dtype, blocks)
+    lowest, scale = scaled.map.lowest, scaled.measure(x)
+    positive = x > 0
+    x = scaled.normalize(x, scale)
+    power = scaled.power(scale)
+    position = scaled.position(jnp.abs(x), power)
+    if rounding == "compensated":
+        level, lowest = jnp.round(position * 256), lowest << 8
+    else:
+        # Clipped to the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
+        level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
+        level = jnp.minimum(level, scaled.map.top)
+    if signed:
+        level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
+    elif scaled.map.zero:
+        level = jnp.where(positive, jnp.maximum(level, 1), level)
+    level = _to_integer(level)
+    rest = None
+    if rounding == "compensated":
+        level, rest = level >> 8, (level & 255).astype(jnp.uint8)
+    codes = level.astype(jnp.uint8)
+    if fmt.bits == 4:
+        dim = scaled.blocks.dims[0]
+        codes = sharded_as(_pack(codes, dim), dim, codes)
+    return Quantized(codes, scale, rest, shape, dtype, fmt, signed)
+
+
+def decode(q: Quantized, blocks: Any = None) -> jax.Array:
+    if isinstance(q.format, BFloat16):
+        return _decode_bfloat16(q.codes, q.rest).astype(q.dtype)
+    scaled = _Scaled(q.format, q.signed, q.shape, q.dtype, blocks)
+    codes = q.codes
+    if q.format.bits == 4:
+        dim = scaled.blocks.dims[0]
+        codes = _unpack(codes, dim, q.shape[dim])
+    level, fine = codes.astype(jnp.int32), q.rest is not None
+    if q.rest is not None:
+        level = (level << 8) | q.rest
+    power = scaled.power(q.scale)
+    if q.signed:
+        level = level - (scaled.map.lowest << (8 if fine else 0))
+    out = scaled.value(jnp.abs(level), power, fine)
+    if q.signed:
+        out = jnp.where(level < 0, -out, out)
+    return out * scaled.largest(q.scale)
+
+
+def _encode_bfloat16(x: jax.Array, signed: bool, rounding: str, noise: Any) -> tuple[Any, Any]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if rounding == "nearest":
+        codes, rest = x.astype(jnp.bfloat16), None
+    elif rounding == "stochastic":
+        codes, rest = stochastic_bfloat16(x, noise), None
+    else:
+        bits = jnp.where(jnp.isfinite(x), bits + 128, bits)
+        codes, rest = top_half(bits), ((bits >> 8) & 255).astype(jnp.uint8)
+    if not signed and rest is None:
+        codes = jnp.where(x > 0, jnp.maximum(codes, jnp.finfo(jnp.bfloat16).tiny), codes)
+    return codes, rest
+
+
+def _decode_bfloat16(codes: jax.Array, rest: jax.Array | None) -> jax.Array:
+    if rest is None:
+        return codes.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
+    return jax.lax.bitcast_convert_type(bits | (rest.astype(jnp.uint32) << 8), jnp.float32)
