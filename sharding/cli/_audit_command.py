@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from sharding._zero import Zero
-from sharding.cli import _options as opts
+from sharding.cli import _setup as opts
+from sharding.cli._load import load
 from sharding.cli._model_activations import check_remat, note_on, planned_model
+from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
 from sharding.plan._format import show
 from sharding.plan._plot import plot_audits
@@ -56,11 +58,11 @@ def run_audit(options: argparse.Namespace) -> int:
         rows = {name: audited.to_dict() for name, audited in audits.items()}
         for name, search in searches.items():
             rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
-        opts.print_json(rows)
+        print_json(rows)
     else:
         _show_audits(options, audits, searches)
     if options.plot and audits:
-        opts.save(plot_audits, audits, options.plot)
+        save(plot_audits, audits, options.plot)
     fits = [audited.fits for audited in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
@@ -121,7 +123,7 @@ def _show_audits(
         show(tables, notes)
     for name, search in searches.items():
         tables = [table._replace(title=f"{name}: {table.title}") for table in search.tables()]
-        show(tables, [f"{name}: {search.sentence}"])
+        show(tables, [f"{name}: {text}" for text in search.sentences])
 
 
 def _report(tried: Tried) -> None:
@@ -140,7 +142,7 @@ def _steps(
     mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
         mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
-        make = opts.load(options.step, "--step")
+        make = load(options.step, "--step")
         device = opts.device_of(options)
 
         def audit_step(batch: int) -> Audit:
@@ -195,7 +197,6 @@ def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, bat
 def _lowered(
     options: argparse.Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
 ) -> jax.stages.Lowered:
-    """The lowered step of a named model."""
     model = setup.model
     assert model is not None
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.cli._options import Setup, add_options, dtype_of, target_of
+from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._tiles import num_bytes
@@ -18,14 +18,7 @@ from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan
 
 
-def add_remat_option(group: Any, what: str) -> None:
-    """Adds ``--remat``."""
-    rest = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
-    add_options(group, {"--remat BYTES": f"{what} {rest}"})
-
-
 def check_remat(options: argparse.Namespace, setup: Setup) -> None:
-    """Raises where ``--remat`` cannot be read."""
     if setup.model is None:
         raise ValueError("--remat plans the layers of a model by name: give one as --model.")
     if options.remat != "auto":
@@ -97,7 +90,6 @@ def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
 
 
 def note_on(planned: RematPlan, activations: float) -> str:
-    """A sentence on a plan."""
     return (
         f"Activations: layers store {planned.summary} and need {size(planned.peak)}, the whole "
         f"loss {size(activations)} in a program compiled for one device; {planned.extra_time:.0%} "

@@ -111,7 +111,7 @@ def _legend(figure: Any) -> None:
 def _bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str
 ) -> None:
-    bottom: dict[str, float] = dict.fromkeys(bars, 0.0)
+    bottom = dict.fromkeys(bars, 0.0)
     for part, color in _COLORS.items():
         heights = [values.get(part, 0.0) / 2**30 for values in bars.values()]
         if any(heights):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from sharding.plan._format import Table, size, text_of
+from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.machine._devices import DeviceKind, kind_of
 
@@ -17,8 +17,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One size of batch."""
-
     batch: int  # the size
     # bytes that one device needs; infinite where the compiler failed without a figure
     memory: float
@@ -26,7 +24,7 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundBatch:
+class FoundBatch(Printed):
     """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried."""
 
     batch: int  #: the largest size that fits; 0 where none does
@@ -42,13 +40,11 @@ class FoundBatch:
         return (1 - self.headroom) * self.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures but the audit, ready for JSON."""
         names = ("batch", "memory", "headroom", "usable", "complete")
         tried = [dataclasses.asdict(size) for size in self.tried]
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
-        """The table to print: all sizes that were tried."""
         rows = [
             (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
             for step in self.tried
@@ -57,15 +53,11 @@ class FoundBatch:
         return [Table(title, ("batch", "needs", ""), rows)]
 
     @property
-    def sentence(self) -> str:
-        """The result in words."""
+    def sentences(self) -> list[str]:
         if not self.batch:
-            return f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"
+            return [f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"]
         more = "" if self.complete else "; larger ones were not tried"
-        return f"the largest batch that fits is {self.batch} on each device{more}"
-
-    def __str__(self) -> str:
-        return f"{text_of(self.tables())}\n{self.sentence}"
+        return [f"the largest batch that fits is {self.batch} on each device{more}"]
 
 
 def find_batch(

@@ -21,8 +21,6 @@ _STATE_DTYPES = r"b?f\d|[us][48]\b"
 
 
 class Argument(NamedTuple):
-    """One argument of a program."""
-
     name: str  # as jax names it, such as ``state.params['w']``
     part: str  # one of ``PARTS``, or of the caller's
     array: Array  # its type on one device
@@ -32,7 +30,6 @@ class Argument(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """Bytes in the memory of one device."""
         return self.array.nbytes if self.array.space == 0 else 0.0
 
     @property
@@ -102,11 +99,10 @@ def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
 
     for instr in reversed(table.values()):
         places = needed.get(instr.name, set())
-        called = instr.branches or instr.callees("body") or instr.callees("calls")
-        called += instr.callees("to_apply") if instr.op == "call" else []
+        called, chooses = instr.called or instr.callees("calls"), instr.op == "conditional"
         for i, callee in enumerate(called, 1):
             for number, place in _read_by_loss(program, callee):
-                need(instr.operands[i if instr.branches else number], place)
+                need(instr.operands[i if chooses else number], place)
         if instr.op == "parameter":
             read |= {(int(instr.literal), place) for place in places}
         elif instr.op == "get-tuple-element" and places:

@@ -49,8 +49,6 @@ class Permute(NamedTuple):
 
 
 class TickLoop(NamedTuple):
-    """One loop over ticks."""
-
     instr: Instruction  # the loop
     computation: str  # that runs it
     runs: int  # how often it starts in a step
@@ -67,36 +65,31 @@ def tick_loops(
     Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
     ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
     """
-    loops = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
+    loops = list(_sending(Frame(program, program.entry), 1, mesh, axis))
     reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
     return [loop._replace(kept=tuple(reader.kept(loop.instr.name))) for loop in loops]
 
 
 def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[TickLoop]:
     """The loops that permute, of a computation that runs so often, and of its callees."""
-    program = frame.program
     for instr in frame.instructions.values():
-        if instr.op != "while":
-            for name in _callees(instr):
-                arguments = [frame.value(x) for x in instr.operands] if instr.op == "call" else []
-                yield from _sending(Frame(program, name, arguments), runs, mesh, axis)
-            continue
-        body, trips = instr.callees("body")[0], frame.trip_count(instr)
-        inside = Frame(program, body, [frame.invariants(instr)])
-        inner = list(_sending(inside, runs * (trips or 1), mesh, axis))
-        permutes = () if inner else tuple(_permutes(program, body, mesh, axis))
+        loops = instr.op == "while"
+        trips = frame.trip_count(instr) if loops else 1
+        inner = [
+            loop
+            for inside in frame.inside(instr)
+            for loop in _sending(inside, runs * (trips or 1), mesh, axis)
+        ]
         yield from inner
-        if permutes:
-            yield TickLoop(instr, frame.computation, runs, trips, permutes)
+        if loops and not inner:
+            permutes = tuple(_permutes(frame.program, instr.called[0], mesh, axis))
+            if permutes:
+                yield TickLoop(instr, frame.computation, runs, trips, permutes)
 
 
 def _callees(instr: Instruction) -> list[str]:
-    """The computations that an instruction runs once, loops and fusions aside."""
-    if instr.op == "conditional":
-        return instr.branches
-    if instr.op == "call":
-        return instr.callees("to_apply")
-    return instr.callees("calls") if instr.op == "async-start" else []
+    """The computations that an instruction runs once."""
+    return [] if instr.op == "while" else instr.called
 
 
 def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> Iterator[Permute]:
@@ -125,8 +118,6 @@ def _source(table: dict[str, Instruction], name: str) -> str:
 
 @dataclasses.dataclass(eq=False)
 class _CarryReader:
-    """Reads what loops carry, and where it comes from and goes to."""
-
     program: Program
     loops: dict[str, TickLoop]
     microbatches: int
@@ -216,7 +207,6 @@ class _CarryReader:
 
     @functools.cached_property
     def _users(self) -> dict[tuple[str, str], list[Instruction]]:
-        """Readers of each instruction, by computation and name."""
         users: dict[tuple[str, str], list[Instruction]] = {}
         for computation in {loop.computation for loop in self.loops.values()}:
             for instr in self.program.computations[computation].values():
@@ -281,4 +271,4 @@ def _computes(instr: Instruction) -> bool:
     """Whether an instruction computes data: no indices, no single number, no copy."""
     if instr.op not in _COMPUTES and not _KERNEL.search(instr.attributes):
         return False
-    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(instr.type))
+    return any(a.dims and a.floating for a in arrays(instr.type))

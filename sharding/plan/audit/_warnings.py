@@ -37,7 +37,6 @@ def warnings_of(
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
-    """State that is not donated, so that the old and the new arrays are in memory at once."""
     doubled = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
     total = sum(argument.nbytes for argument in doubled)
     if total > _SMALL:
@@ -50,7 +49,6 @@ def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def _replicated_state(arguments: Sequence[Argument], num_devices: int) -> Iterator[str]:
-    """Optimizer state that is replicated on every device."""
     state = [a for a in arguments if a.part in ("optimizer state", "master weights")]
     total = sum(argument.nbytes for argument in state)
     replicated = sum(argument.nbytes for argument in state if argument.replicated)
@@ -69,7 +67,6 @@ _PRODUCT = re.compile(
 
 
 def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
-    """Products of float32 matrices in a program whose parameters are narrower."""
     params = [param for param in arguments if param.part == "parameters"]
     narrow = sum(param.nbytes for param in params if param.array.dtype in ("bf16", "f16"))
     if not source or narrow <= sum(param.nbytes for param in params) / 2:
@@ -93,7 +90,6 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
 
 
 def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterator[str]:
-    """All-reduces of which each device uses a shard, so that a reduce-scatter would do."""
     requested = sum(
         sent.wire_bytes
         for sent in collectives
@@ -147,7 +143,6 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
 
 
 def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
-    """Full arrays that the optimizer gathers, but for matrices that it sends to their owners."""
     moved = [
         sent
         for sent in collectives
@@ -166,7 +161,6 @@ def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
-    """Arrays that a loop over layers saves for the backward pass, layer by layer."""
     loops = [
         (Frame(program, name, []).trip_count(instr), instr)
         for name, table in program.computations.items()
@@ -210,7 +204,6 @@ def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
 
 
 def _donated_and_copied(program: Program) -> Iterator[str]:
-    """Donated arguments that the program copies."""
     table = program.computations[program.entry]
     donated = {
         instr.scope

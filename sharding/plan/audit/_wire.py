@@ -74,41 +74,37 @@ def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
 
 
 def collectives_of(program: Program, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a parsed program."""
     if branches not in _BRANCHES:
         raise ValueError(f"branches must be one of {', '.join(_BRANCHES)}, got {branches!r}.")
-    return _collectives_of_frame(program, Frame(program, program.entry, []), 1, _BRANCHES[branches])
+    return _collectives_of_frame(Frame(program, program.entry), 1, _BRANCHES[branches])
 
 
 _BRANCHES: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
 
 
-def _collectives_of_frame(
-    program: Program, frame: Frame, count: int, choose: Callable[..., Any]
-) -> list[Collective]:
+def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees."""
+    program = frame.program
     counted: list[Collective] = []
     chains: set[str] = set()
 
-    def inside(name: str, count: int, arguments: list[Any]) -> list[Collective]:
-        return _collectives_of_frame(program, Frame(program, name, arguments), count, choose)
+    def inside(name: str, count: int, arguments: Sequence[Any] = ()) -> list[Collective]:
+        return _collectives_of_frame(Frame(program, name, arguments), count, choose)
 
     for instr in frame.instructions.values():
         if instr.op == "while":
-            carried = [frame.invariants(instr)]
-            body = inside(instr.callees("body")[0], count, carried)
-            condition = inside(instr.callees("condition")[0], count, carried)
-            if body or condition:
-                trips = frame.trip_count(instr)
-                if trips is None:
+            trips, carried = frame.trip_count(instr), [frame.invariants(instr)]
+            for key in ("body", "condition"):  # which runs once more
+                runs = 1 if trips is None else trips + (key == "condition")
+                called = inside(instr.callees(key)[0], count * runs, carried)
+                if called and trips is None:
                     raise ValueError(
                         f"wire bytes were requested, but the program does not say how often the "
                         f"loop %{instr.name} runs: give it a constant trip count, as lax.scan does."
                     )
-                counted += [_repeat(sent, trips) for sent in body if trips]
-                counted += [_repeat(sent, trips + 1) for sent in condition]
+                counted += called if runs else []
         elif instr.op == "conditional":
-            branches = [inside(name, count, []) for name in instr.branches]
+            branches = [inside(name, count) for name in instr.called]
             counted += choose(branches, key=lambda branch: sum(sent.wire_bytes for sent in branch))
         elif instr.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
@@ -195,7 +191,7 @@ def _measure(op: str, instr: Instruction, frame: Frame, count: int) -> Collectiv
         elements=shards * sum(array.elements for array in sent),
         group_size=size,
         runs=count,
-        wire_bytes=count * share * payload,
+        wire_bytes=count * (share * payload),
         across_slices=across and "megascale" in instr.attributes,
         scope=instr.scope or _scope_of_operand(op, instr, frame),
         groups=tuple(groups),
@@ -294,9 +290,3 @@ def _ints(text: str) -> tuple[int, ...]:
 
 def _rows(ids: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in ids.tolist()]
-
-
-def _repeat(collective: Collective, times: int) -> Collective:
-    return collective._replace(
-        runs=collective.runs * times, wire_bytes=collective.wire_bytes * times
-    )

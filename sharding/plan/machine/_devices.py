@@ -72,9 +72,7 @@ _KINDS = (
     _tpu_kind("v5p", 95 * _GIB, 2765, 459, 1200 / 2, 50 / 8, 16, num_links=6),
     _tpu_kind("v6e", 32 * _GIB, 1640, 918, 800 / 2, 800 / 8 / 8, 32, num_links=4),
     # jax shows a chip as two devices, each with half of it.
-    _tpu_kind(
-        *("tpu7x", 192 / 2 * _GIB, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, None), num_links=6
-    ),
+    _tpu_kind("tpu7x", 96 * _GIB, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, None, num_links=6),
     _kind("a100-40", 40e9, 1555, 312, 600 / 2, 200 / 8, 32, source=_A100),
     _kind("a100-80", 80e9, 2039, 312, 600 / 2, 200 / 8, 32, source=_A100),
     _kind("l40s", 48e9, 864, 362.05, 64 / 2, None, 32, source="NVIDIA L40S data sheet"),
@@ -168,6 +166,7 @@ class Achieved:
 _RING = 345 / 450
 # PCIe of 16 lanes: 88 % one way.
 _PCIE = Achieved(0.80, 0.88, _BEKMAN)
+_A100_ACHIEVED = Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
 
 
 def _tpu(usable: float, nominal: float) -> Achieved:
@@ -175,20 +174,15 @@ def _tpu(usable: float, nominal: float) -> Achieved:
 
     No share of matrix products is published; it is taken as 1.
     """
-    return Achieved(
-        *(1.0, 0.95 * usable / nominal, _SCALING), kernel=0.0, link_hop=1e-6, network_hop=10e-6
-    )
+    link = 0.95 * usable / nominal
+    return Achieved(1.0, link, _SCALING, kernel=0.0, link_hop=1e-6, network_hop=10e-6)
 
 
 _OF_KIND = {
     "v4": _tpu(45, 45),
     "v5e": _tpu(45, 50),
-    "v5p": _tpu(90, 100),
-    "v6e": _tpu(90, 100),
-    "tpu7x": _tpu(90, 100),
-    **dict.fromkeys(
-        ("a100-40", "a100-80"), Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
-    ),
+    **dict.fromkeys(("v5p", "v6e", "tpu7x"), _tpu(90, 100)),
+    **dict.fromkeys(("a100-40", "a100-80"), _A100_ACHIEVED),
     "h100": Achieved(0.80, _RING, f"{_BEKMAN}; {_AUTOPARALLEL}", all_reduce=267 / 450),
     "h200": Achieved(0.80, 366 / 450, _BEKMAN, all_reduce=473 / 1.75 / 450),
     "b200": Achieved(0.78, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6),

@@ -118,14 +118,10 @@ def gpus(name: str, kind: str, num: int) -> Target:
 
 
 def topology(name: str) -> list[jax.Device]:
-    """The devices of a target, for compiling only (those of ``cpu:n`` run too).
+    """The devices of a target in jax's order, for compiling only (those of ``cpu:n`` run too).
 
-    Args:
-      name: generation and shape of a TPU slice, ``"v5e:4x4"``; of several, ``"v5e:4x4*2"``; kind
-        and number of GPUs, ``"h200x8"``; or a number of virtual CPU devices, ``"cpu:8"``.
-
-    Returns:
-      The devices, in jax's order. ``mesh`` puts them into an order that suits their links.
+    ``name`` is generation and shape of a TPU slice, ``"v5e:4x4"``; of several, ``"v5e:4x4*2"``;
+    kind and number of GPUs, ``"h200x8"``; or a number of virtual CPU devices, ``"cpu:8"``.
 
     Raises:
       ValueError: the target is unknown, or its compiler is not installed.
@@ -135,26 +131,27 @@ def topology(name: str) -> list[jax.Device]:
     """
     target = parse(name)
     if target.kind == "cpu":
-        return _cpus(name, target.num_devices)
+        devices, num = jax.devices("cpu"), target.num_devices
+        if len(devices) < num:
+            raise ValueError(
+                f"{name!r} was requested, {len(devices)} CPU devices were found; set "
+                f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
+            )
+        return devices[:num]
     if not target.compiles:
         raise ValueError(
             f"{name!r} can be planned, not compiled for; targets to compile for are CPUs, TPUs "
             f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})."
         )
-    if target.kind in _GPUS:
-        return _gpus(name, target)
-    return _tpus(name, target)
+    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
+    return _gpus(name, target) if target.kind in _GPUS else _tpus(name, target)
 
 
 def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """A mesh of Auto axes over a target, in a device order that suits its links.
+    """A mesh of Auto axes over all devices of a target, in an order that suits its links.
 
     Over several slices the first axis runs across them, and its size is a multiple of their number.
-
-    Args:
-      name: the target, as in ``topology``.
-      shape: the size of each mesh axis; the product is the number of devices.
-      axis_names: their names.
 
     Raises:
       ValueError: as ``topology``; or the shape does not fit the devices.
@@ -188,23 +185,7 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _cpus(name: str, num: int) -> list[jax.Device]:
-    devices = jax.devices("cpu")
-    if len(devices) < num:
-        raise ValueError(
-            f"{name!r} was requested, {len(devices)} CPU devices were found; set "
-            f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
-        )
-    return devices[:num]
-
-
-def _find_compilers() -> None:
-    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
-    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
-
-
 def _tpus(name: str, target: Target) -> list[jax.Device]:
-    _find_compilers()
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}.")
     # No query of a metadata server; two processes may compile at once.
@@ -223,7 +204,6 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
 
 
 def _gpus(name: str, target: Target) -> list[jax.Device]:
-    _find_compilers()
     layout = f"1x{target.groups}x{target.num_devices // target.groups}"
     try:
         return topologies.get_topology_desc(

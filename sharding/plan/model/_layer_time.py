@@ -48,7 +48,6 @@ class KernelSeconds(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.matmul + self.elementwise + self.overhead
 
     def __add__(self, other: "KernelSeconds") -> "KernelSeconds":  # type: ignore[override]
@@ -64,8 +63,6 @@ class KernelSeconds(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """One layer, for one micro-batch."""
-
     forward: KernelSeconds  # its forward pass
     backward: KernelSeconds  # its backward pass, without recomputation
     weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices

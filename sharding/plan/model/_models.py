@@ -66,7 +66,6 @@ class Decoder:
         return jax.tree_util.tree_map_with_path(draw, self._shapes(), is_leaf=_is_shape)
 
     def _shapes(self) -> dict[str, Any]:
-        """Shapes of the parameters."""
         width = self.width
         layer: dict[str, Any] = {
             "attention_norm": _norm_shapes(width, self.biased),
@@ -314,7 +313,6 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def gpt2(layers: int, width: int, heads: int) -> Decoder:
-    """A model of GPT-2's shape."""
     return Decoder(
         layers, width, heads, heads, 4 * width, 50257, 1024, gated=False, tied=True, biased=True
     )

@@ -43,12 +43,10 @@ class Work(NamedTuple):
         return Work(*map(operator.sub, self, other))
 
     def times(self, count: int) -> "Work":
-        """The work of ``count`` runs."""
         return Work(*(value * count for value in self))
 
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
-    """The work of a function; arguments may be abstract."""
     return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
 
 
@@ -83,7 +81,6 @@ def work_of_equation(
 
 
 def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
-    """The work of a traced function."""
     total = Work(0.0, 0.0)
     for eqn in jaxpr.eqns:
         operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))

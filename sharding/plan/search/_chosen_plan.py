@@ -27,7 +27,6 @@ class ChosenPlan:
 
     @property
     def lossy(self) -> bool:
-        """Whether it approximates the step of the transformation."""
         return self.plan.lossy
 
     @property
@@ -56,7 +55,6 @@ class ChosenPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
         names = ("tokens_per_second", "lossy")
         figures = {name: getattr(self, name) for name in names}
         return dataclasses.asdict(self) | {"seconds": self.seconds.to_dict()} | figures

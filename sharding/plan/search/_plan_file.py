@@ -236,7 +236,6 @@ class PlanFile:
         return lines
 
     def _arrangement(self) -> list[str]:
-        """The line that arranges the mesh, if it must be."""
         axes = tuple(self.mesh_axes)
         if self.axis_order == axes:
             return []
@@ -276,7 +275,6 @@ def lowered_step(
 def _lowered_updates(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
-    """The first updates of an asynchronous pipeline."""
     pipeline = file.pipeline(mesh, model)
     training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)
 

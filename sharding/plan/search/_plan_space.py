@@ -40,12 +40,10 @@ class PlanGroup:
     variants: tuple[dict[str, Any], ...]
 
     def plans(self) -> Iterator[ParallelPlan]:
-        """The plans."""
         for variant in self.variants:
             yield dataclasses.replace(self.passes, **variant)
 
     def values(self, name: str) -> set[Any]:
-        """The values of a field of its plans."""
         if name in OF_STATE:
             return {variant[name] for variant in self.variants}
         return {getattr(self.passes, name)}
@@ -168,7 +166,6 @@ class PlanSpace:
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
-        """Stages of a pipeline, and devices that share each layer."""
         model = self.model
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
@@ -177,7 +174,6 @@ class PlanSpace:
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
-        """Schedules of a pipeline, with their chunks."""
         if pipe == 1:
             yield {}
             return
@@ -198,7 +194,6 @@ class PlanSpace:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

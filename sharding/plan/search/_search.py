@@ -72,13 +72,14 @@ class SearchResult(Printed):
         """The fastest plan."""
         return self.plans[0]
 
+    derived = ("gap",)
+
     @property
     def gap(self) -> float:
         """How much longer the best plan takes than the bound, as a share of the bound."""
         return self.best.seconds.seconds / self.bound - 1
 
     def tables(self) -> list[Table]:
-        """The tables to print."""
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
@@ -119,9 +120,7 @@ class SearchResult(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        plans = [plan.to_dict() for plan in self.plans]
-        return dataclasses.asdict(self) | {"plans": plans, "gap": self.gap}
+        return super().to_dict() | {"plans": [plan.to_dict() for plan in self.plans]}
 
 
 def _parts(step: StepSeconds) -> str:
@@ -295,7 +294,6 @@ def _frontier(
     held: Callable[[ParallelPlan], float],
     least: Callable[[ParallelPlan], float],
 ) -> list[FrontierPlan]:
-    """The plans that no other one beats in both time and memory."""
     points: list[FrontierPlan] = []
 
     def skip(group: plan_space.PlanGroup) -> bool:
@@ -357,7 +355,6 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
 
 
 def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
-    """Raises unless times are known for parameters of this dtype."""
     cpu = targets.parse(target, other_gpus=True).kind == "cpu"
     if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
         raise ValueError(
@@ -376,7 +373,6 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str:
-    """Why there is no plan."""
     every = list(space.groups())
     if not every:
         return (
@@ -407,7 +403,6 @@ def _nothing_fits(
     budget: float,
     headroom: float,
 ) -> str:
-    """Which plan comes closest, and by how much it fails."""
     first, *others = sorted(groups, key=lambda group: least(group.passes))
     smallest = min(first.plans(), key=held)
     for group in others:
