@@ -8,6 +8,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,13 +22,8 @@ from sharding.step.owners._by_owner import by_owner
 def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
     """Abstract parameters, and the model where it is one of ``MODELS``."""
     if ":" in text:
-        try:
+        with users_code(f"--model {text} must make parameters without arguments, but failed"):
             return jax.eval_shape(load(text, "--model")), None
-        except Exception as error:  # of the user's code
-            raise ValueError(
-                f"--model {text} must make parameters without arguments, but failed: "
-                f"{in_short(error)}."
-            ) from error
     if model := MODELS.get(text):
         if length and not model.biased:
             model = dataclasses.replace(model, length=length)
@@ -80,12 +76,8 @@ def load_made(path: str, option: str, kind: Any, name: str) -> Any:
     """What ``module:attribute`` names, or makes without arguments; of this kind."""
     made = load(path, option)
     if not isinstance(made, kind):
-        try:
+        with users_code(f"{option} {path} must make one without arguments, but failed"):
             made = made()
-        except Exception as error:
-            raise ValueError(
-                f"{option} {path} must make one without arguments, but failed: {in_short(error)}."
-            ) from error
     if not isinstance(made, kind):
         raise ValueError(f"{option} {path} made no {name}, but {made!r}.")
     return made
@@ -96,15 +88,17 @@ def load(path: str, option: str) -> Any:
     module, _, name = path.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
+    with users_code(f"{option} {path}"):  # the module runs
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except Exception as error:  # the module runs
-        raise ValueError(f"{option} {path}: {in_short(error)}.") from error
 
 
-def in_short(error: Exception) -> str:
-    """An error of a user's code in one line."""
-    first = next(iter(str(error).splitlines()), "").rstrip(".")
-    if isinstance(error, ImportError | AttributeError):
-        return first
-    return f"{type(error).__name__}: {first}"
+@contextlib.contextmanager
+def users_code(failed: str) -> Iterator[None]:
+    """Raises an error of a user's code in one line, after these words."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{failed}: {reason}.") from error

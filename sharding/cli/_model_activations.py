@@ -18,26 +18,18 @@ from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan
 
 
-def check_remat(options: argparse.Namespace, setup: Setup) -> None:
-    if setup.model is None:
-        raise ValueError("--remat plans the layers of a model by name: give one as --model.")
-    if options.remat != "auto":
-        in_bytes(options.remat)
-    elif setup.device is None:
-        raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
-
-
 def planned_model(
     options: argparse.Namespace, setup: Setup, plan: Plan, stage: str
 ) -> tuple[StackPlan, float]:
     """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
 
-    Embedding, logits and loss are compiled with the layers: where they are large, less is left for
-    what the layers store. The second result is bytes of activations and temporaries of the loss.
+    The second result is bytes of activations and temporaries of the loss.
     """
-    model = setup.model
-    assert model is not None
-    auto = options.remat == "auto"
+    model, auto = setup.model, options.remat == "auto"
+    if model is None:
+        raise ValueError("--remat plans the layers of a model by name: give one as --model.")
+    if auto and setup.device is None:
+        raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
     budget = _memory_for_layers(setup, plan, stage) if auto else in_bytes(options.remat)
     on_cpu = target_of(options).kind == "cpu"
     kind, device = device_of_target("cpu:1" if on_cpu else options.target)

@@ -13,7 +13,7 @@ import optax
 
 import optax_ext
 from sharding.cli import _setup as opts
-from sharding.cli._model_activations import check_remat, note_on, planned_model
+from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import save, show_or_json
 from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
@@ -39,7 +39,6 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = setup.plan(setup.zero, state_format=options.state)
     planned = None
     if options.remat is not None:
-        check_remat(options, setup)
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
         planned, activations = planned_model(options, setup, plan, stage)

@@ -119,13 +119,8 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
     made: Decoder | TracedModel = loading.load_made(options.model, "--model", kinds, name)
     if isinstance(made, TracedModel):
-        try:
+        with loading.users_code(f"--model {options.model}: its loss of one example failed"):
             made.traced(1, opts.dtype_of(options), "none")
-        except Exception as error:  # of the user's code
-            reason = loading.in_short(error)
-            raise ValueError(
-                f"--model {options.model}: its loss of one example failed: {reason}."
-            ) from error
     elif made.biased and (options.length or 0) > made.length:
         raise ValueError(
             f"{options.model} has {made.length} positions, --length {options.length} was requested."

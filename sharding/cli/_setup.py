@@ -13,7 +13,6 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.cli._load import optimizer_of, params_of_model
-from sharding.placement._specs import AnyMesh
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
@@ -53,9 +52,7 @@ class Setup:
         num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
         flops = self.model.flops(tokens, self.length) if self.model else 6.0 * num_params * tokens
         return estimate(
-            self.params,
-            tx or self.tx,
-            zero,
+            *(self.params, tx or self.tx, zero),
             microbatches=self.microbatches,
             batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
             state_format=state_format,
@@ -68,36 +65,31 @@ class Setup:
 
 
 def setup_of(options: argparse.Namespace) -> Setup:
-    mesh_axes = mesh_axes_of(options, target_of(options))
+    mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
     if not options.model:
         raise ValueError("--model is missing: a number, a name, or module:function.")
     params, model = params_of_model(options.model, dtype_of(options), options.length)
     tx = optimizer_of(options.optimizer)
+    axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
+    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
+    zero = Zero(
+        *(mesh, 3),
+        axis=tuple(name for name in axis if name not in replica),
+        replica_axis=replica or None,
+        precision=Precision(
+            compute=_floating_dtype("--compute-dtype", options.compute_dtype),
+            reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
+        ),
+    )
     return Setup(
         params=params,
         model=model,
         tx=optax_ext.master_weights(tx) if options.master else tx,
-        zero=_zero(options, abstract_mesh(mesh_axes)),
+        zero=zero,
         device=device_of(options),
         batch=options.batch or 1,
         microbatches=options.microbatches,
         length=options.length or (model.length if model else 0),
-    )
-
-
-def _zero(options: argparse.Namespace, mesh: AnyMesh) -> Zero:
-    axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
-    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
-    precision = Precision(
-        compute=_floating_dtype("--compute-dtype", options.compute_dtype),
-        reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
-    )
-    return Zero(
-        mesh,
-        stage=3,
-        axis=tuple(name for name in axis if name not in replica),
-        replica_axis=replica or None,
-        precision=precision,
     )
 
 

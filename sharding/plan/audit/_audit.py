@@ -200,12 +200,11 @@ def audit(
     Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
 
     Args:
-      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``, which is then
-        compiled; or of its ``compile()``, in which products of float32 matrices are not found any
-        more; or the text of that, which contains neither temporaries nor host memory.
+      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``; or of its
+        ``compile()``, without products of float32 matrices; or the text of that, without
+        temporaries and host memory.
       mesh: names the axes of collectives; by default the mesh of the arguments.
-      device: the kind of device, as its figures or as the name of a target; by default that of the
-        arguments.
+      device: figures, or the name of a target; by default those of the arguments' devices.
       expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
         plus ``pipeline_wire``.
       parts: a regular expression of argument names for each part; the first match counts. By
@@ -338,11 +337,7 @@ def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traff
 
 
 def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
-    """Bytes of temporaries by use, read from the phases that make and read them.
-
-    The sum is scaled down to ``limit``: the compiler may write a buffer into the memory of a
-    result, where it is no temporary.
-    """
+    """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
 
     def use(buffer: Buffer) -> str:
         made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
@@ -358,6 +353,7 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
 
     total = _sums((use(buffer), buffer.nbytes) for buffer in buffers)
     estimate = sum(total.values())
+    # The compiler may write a buffer into the memory of a result, where it is no temporary.
     if limit is not None and estimate > limit:
         total = {use: value * limit / estimate for use, value in total.items()}
     return total

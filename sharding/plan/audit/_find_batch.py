@@ -78,8 +78,8 @@ def find_batch(
     the middle, where lines do not halve the interval.
 
     Args:
-      make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
-        makes it, or compiled, or its ``Audit``.
+      make_step: a function of the batch size that returns the step, lowered or compiled, or its
+        ``Audit``.
       device: the kind of device, or the name of a target, whose memory is the limit.
       memory: bytes of memory, instead of the device's.
       headroom: the share of the memory that is left free, from 0 to below 1.
@@ -111,9 +111,7 @@ def find_batch(
         raise ValueError(f"headroom must be from 0 to below 1, got {headroom}.")
     if not 1 <= start <= limit:
         raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
-    usable = (1 - headroom) * memory
-    tried: dict[int, Tried] = {}
-    best: Audit | None = None
+    usable, tried, best = (1 - headroom) * memory, dict[int, Tried](), None
     low, high = 0, limit + 1  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + 1 < high and (low or start not in tried):

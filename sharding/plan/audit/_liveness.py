@@ -43,12 +43,10 @@ class _Allocation:
 
 
 def at_peak(program: Program) -> list[Buffer]:
-    """The temporary buffers that are live when their sum is largest.
+    """The temporary buffers that are live when their sum is largest, in the order of the schedule.
 
-    An estimate: a buffer is live from the instruction that allocates it to the last one that reads
-    it, in the order of the schedule. Operations that XLA does in place (loops, updates of slices,
-    elementwise operations on an operand that is not read again) are taken to be in place.
-    Arguments, results and a TPU's fast memory are not temporary.
+    Loops, updates of slices, and elementwise operations on an operand that is not read again are
+    taken to be in place. Arguments, results and a TPU's fast memory are not temporary.
     """
     return _peak(program, program.entry)[1]
 
@@ -125,10 +123,7 @@ def _value(
     table: Table,
     program: Program,
 ) -> Any:
-    """What holds a result: an allocation or None for an array, a list of these for a tuple.
-
-    What the instruction allocates is added to ``made``.
-    """
+    """What holds a result, with new ones in ``made``: an allocation or None; of a tuple a list."""
     operands = [values.get(name) for name in instr.operands]
 
     # Results without memory of their own.

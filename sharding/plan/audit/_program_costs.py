@@ -42,8 +42,7 @@ class Cost(NamedTuple):
 def costs(program: Program) -> tuple[list[Cost], list[str]]:
     """The cost of each instruction, and the loops of unknown trip count, which count once.
 
-    A conditional counts as its dearest branch. A fusion that slices an operand reads the slice, and
-    one that updates an array in place writes the update.
+    A conditional counts as its dearest branch.
     """
     unknown: list[str] = []
     return list(_costs_of_frame(Frame(program, program.entry), 1, unknown)), unknown

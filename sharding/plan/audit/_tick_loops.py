@@ -8,6 +8,7 @@ result: gradients and sums.
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from sharding.plan.audit._hlo import (
     Frame,
     Instruction,
     Program,
+    Table,
     arrays,
     behind,
     bytes_of,
@@ -108,7 +110,7 @@ def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> I
                 yield Permute(tuple(pairs), _source(table, names[0]), sent)
 
 
-def _source(table: dict[str, Instruction], name: str) -> str:
+def _source(table: Table, name: str) -> str:
     """The instruction that made a value, perhaps in a tuple, before it was renamed or cast."""
     instr = table[name]
     while len(instr.operands) == 1 and instr.operands[0] in table:
@@ -159,10 +161,8 @@ class _CarryReader:
     def _scope(self, loop: TickLoop, index: int) -> str:
         """The operation that writes an element; that of the first one, if iterations pass it on."""
         body = loop.instr.callees("body")[0]
-        name = self._root(body).operands[index]
-        if not self._passes(body, name, index):
-            table = self.program.computations[body]
-        else:
+        table, name = self.program.computations[body], self._root(body).operands[index]
+        if self._passes(body, name, index):
             table = self.program.computations[loop.computation]
             name = table[loop.instr.operands[0]].operands[index]
         return self.program.scope(behind(table[name], table, _RENAMES), table)
@@ -172,10 +172,7 @@ class _CarryReader:
     def _made_before(
         self, loop: TickLoop, index: int, array: Array, messages: set[tuple[int, ...]]
     ) -> bool:
-        """Whether an array that iterations only read was kept before.
-
-        It is from an earlier loop over ticks, or has computed activations of every micro-batch.
-        """
+        """Whether it is of an earlier loop, or has computed activations of every micro-batch."""
         table = self.program.computations[loop.computation]
         init = table[loop.instr.operands[0]]
         if init.op != "tuple":
@@ -190,12 +187,11 @@ class _CarryReader:
             return False
         return self._is_computed(table, instr)
 
-    def _is_computed(self, table: dict[str, Instruction], instr: Instruction) -> bool:
+    def _is_computed(self, table: Table, instr: Instruction) -> bool:
         """Whether a value is more than an argument that was moved, cast or gathered."""
         for _ in range(len(table)):
             called = [self.program.computations[name] for name in instr.callees("calls")]
-            inside = [instr, *(inner for computation in called for inner in computation.values())]
-            if any(map(_computes, inside)):
+            if any(map(_computes, itertools.chain([instr], *(x.values() for x in called)))):
                 return True
             operands = [table[name] for name in instr.operands if name in table]
             if not operands:
@@ -207,45 +203,39 @@ class _CarryReader:
 
     @functools.cached_property
     def _users(self) -> dict[tuple[str, str], list[Instruction]]:
-        users: dict[tuple[str, str], list[Instruction]] = {}
+        users = collections.defaultdict(list)
         for computation in {loop.computation for loop in self.loops.values()}:
             for instr in self.program.computations[computation].values():
                 for operand in dict.fromkeys(instr.operands):
-                    users.setdefault((computation, operand), []).append(instr)
+                    users[computation, operand].append(instr)
         return users
 
     def _is_read_after(self, name: str, index: int) -> bool:
         """Whether anything but loops over ticks reads an element after the last iteration."""
         computation = self.loops[name].computation
-        if self.program.roots[computation] == name:
-            return True
-        elements = self._users.get((computation, name), [])
-        return any(
+        return self.program.roots[computation] == name or any(
             self._is_read(computation, instr.name)
-            for instr in elements
+            for instr in self._users[computation, name]
             if instr.element in (index, None)
         )
 
     def _is_read(self, computation: str, name: str) -> bool:
-        if self.program.roots[computation] == name:
-            return True
-        for user in self._users.get((computation, name), []):
+        def reads(user: Instruction) -> bool:
             if user.op in _RENAMES:
-                if self._is_read(computation, user.name):
-                    return True
-            elif user.op != "tuple" or self._passes_on(computation, user, name):
+                return self._is_read(computation, user.name)
+            if user.op != "tuple":
                 return True
-        return False
+            # A tuple, unless it hands the value to loops over ticks that drop it.
+            readers = self._users[computation, user.name]
+            indices = [i for i, operand in enumerate(user.operands) if operand == name]
+            return not readers or any(
+                reader.name not in self.loops
+                or any(self._is_read_after(reader.name, i) for i in indices)
+                for reader in readers
+            )
 
-    def _passes_on(self, computation: str, carry: Instruction, name: str) -> bool:
-        """Whether a tuple hands a value to anything but loops over ticks that drop it."""
-        readers = self._users.get((computation, carry.name), [])
-        indices = [i for i, operand in enumerate(carry.operands) if operand == name]
-        return not readers or any(
-            reader.name not in self.loops
-            or any(self._is_read_after(reader.name, i) for i in indices)
-            for reader in readers
-        )
+        root = self.program.roots[computation]
+        return root == name or any(map(reads, self._users[computation, name]))
 
     # --- In the loop ------------------------------------------------------------------------------
 
@@ -255,15 +245,14 @@ class _CarryReader:
         computations = [body]
         for name in computations:
             table = self.program.computations[name]
-            here: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+            sources = []
             for instr in table.values():
                 computations += [callee for callee in _callees(instr) if callee not in computations]
                 if instr.op in ("copy", "copy-start"):
                     source = table[instr.operands[0]]
-                    array = next(arrays(source.type))
-                    if source.op in ("get-tuple-element", "parameter") and not array.space:
-                        here[array.dtype, array.dims] += 1
-            most |= here
+                    if source.op in ("get-tuple-element", "parameter"):
+                        sources.append(next(arrays(source.type)))
+            most |= collections.Counter((x.dtype, x.dims) for x in sources if not x.space)
         return most
 
 

@@ -1,5 +1,6 @@
 """Likely mistakes in a compiled step, in words."""
 
+import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,7 @@ def warnings_of(
 ) -> list[str]:
     """A sentence for each part of a step that costs more than it should.
 
-    ``buffers`` are the temporaries at the peak; ``source`` is the StableHLO text that the program
-    was compiled from, empty where that is unknown.
+    ``buffers`` are the temporaries at the peak; ``source`` is StableHLO, empty where unknown.
     """
     notes = [*_all_reduced(program, collectives), *_gathered_by_update(collectives)]
     notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
@@ -114,15 +114,15 @@ def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterato
 def _sliced_afterwards(computation: str, program: Program) -> float:
     """Bytes of the all-reduces of one computation of which at most half is read."""
     table = program.computations[computation]
-    users: dict[str, list[Instruction]] = {}
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instr in table.values():
         for operand in instr.operands:
-            users.setdefault(operand, []).append(instr)
+            users[operand].append(instr)
 
     def read(name: str, nbytes: float) -> float:
         """The bytes that are read of an array; infinite where no slice limits them."""
         total = math.inf if name == program.roots[computation] else 0.0
-        for user in users.get(name, []):
+        for user in users[name]:
             if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
                 total += read(user.name, nbytes)
             elif user.op in ("slice", "dynamic-slice"):
@@ -143,13 +143,9 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
 
 
 def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
-    moved = [
-        sent
-        for sent in collectives
-        if sent.op in ("all-gather", "all-to-all")
-        and phase_of(sent.scope) == "update"
-        and "/by_owner/" not in sent.scope
-    ]
+    gathers = [sent for sent in collectives if sent.op in ("all-gather", "all-to-all")]
+    by_update = [sent for sent in gathers if phase_of(sent.scope) == "update"]
+    moved = [sent for sent in by_update if "/by_owner/" not in sent.scope]  # to their owners
     total = sum(sent.wire_bytes for sent in moved)
     if total > _SMALL:
         dearest = max(moved, key=lambda sent: sent.wire_bytes)
@@ -162,35 +158,27 @@ def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
 
 def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
     loops = [
-        (Frame(program, name, []).trip_count(instr), instr)
+        (Frame(program, name).trip_count(instr), instr)
         for name, table in program.computations.items()
         for instr in table.values()
         if instr.op == "while" and phase_of(instr.scope + "/") == "forward"
     ]
-    for steps, loop in loops:
-        if not steps or steps < 2:
-            continue
+    for steps, loop in ((steps, loop) for steps, loop in loops if steps and steps > 1):
         # Saved: written into an array with a dim for the layers.
         body = program.computations[loop.callees("body")[0]]
         saved = {"gather": 0.0, "forward": 0.0}
         for instr in body.values():
             for i, array in enumerate(arrays(instr.type) if instr.op != "tuple" else ()):
-                changed = changed_in_place(instr, i, program)
-                if changed and array.dims[:1] == (steps,):
-                    phase = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
+                update = changed_in_place(instr, i, program)
+                if update and array.dims[:1] == (steps,):
+                    phase = "gather" if phase_of(update[1].scope) == "gather" else "forward"
                     saved[phase] += array.nbytes
         # The carry from layer to layer has to be saved; jax.checkpoint saves nothing else.
         root = body[program.roots[loop.callees("body")[0]]]
-        carried = max(
-            (
-                array.nbytes
-                for name in root.operands
-                if body[name].op != "get-tuple-element"
-                for array in arrays(body[name].type)
-                if array.dims[:1] != (steps,)
-            ),
-            default=0.0,
-        )
+        changed = (body[name] for name in root.operands)
+        types = (x.type for x in changed if x.op != "get-tuple-element")
+        sizes = (x.nbytes for type in types for x in arrays(type) if x.dims[:1] != (steps,))
+        carried = max(sizes, default=0.0)
         for phase, least, what, remedy in (
             ("gather", 0.0, "gathered parameters", "reshard_after_forward=True"),
             ("forward", 1.5 * steps * carried, "activations", "jax.checkpoint around a layer"),
@@ -205,20 +193,17 @@ def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
 
 def _donated_and_copied(program: Program) -> Iterator[str]:
     table = program.computations[program.entry]
-    donated = {
-        instr.scope
-        for instr in table.values()
-        if instr.op == "parameter" and int(instr.literal) in program.donated
-    }
+    given = [instr for instr in table.values() if instr.op == "parameter"]
+    donated = {instr.scope for instr in given if int(instr.literal) in program.donated}
     copies = [
-        (max(a.nbytes for a in arrays(instr.type)), copied_argument(instr, table))
+        (max(a.nbytes for a in arrays(instr.type)), name)
         for instr in table.values()
-        if copied_argument(instr, table) in donated
+        if (name := copied_argument(instr, table)) in donated
     ]
     total = sum(nbytes for nbytes, _ in copies)
     if total > _SMALL:
-        dearest = max(copies)[1]
         yield (
             f"{size(total)} of donated arguments are copied ({len(copies)} of them, the largest "
-            f"{dearest}): results that take over their memory are written before they are last read"
+            f"{max(copies)[1]}): results that take over their memory are written before they are "
+            "last read"
         )

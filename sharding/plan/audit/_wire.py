@@ -13,13 +13,9 @@ from sharding.plan.audit._hlo import Frame, Instruction, Program, arrays
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 _UNCOUNTED = ("ragged-all-to-all", "collective-broadcast")
-_MEGASCALE = {  # the collectives between TPU slices, as their programs name them
-    "ALL_REDUCE": "all-reduce",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_GATHER": "all-gather",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+# The collectives between TPU slices, as their programs name them.
+_MEGASCALE = {kind.upper().replace("-", "_"): kind for kind in _KINDS}
+_MEGASCALE["ONE_TO_ONE"] = _MEGASCALE.pop("COLLECTIVE_PERMUTE")
 
 
 # A mesh by its axes, ['x'=4,'y'=2]; its devices follow where they are not in order.
@@ -68,7 +64,7 @@ def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
 
 
 def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a compiled program, in program order; see ``wire_bytes``."""
+    """Every collective of a compiled program, in program order."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     return collectives_of(Program(text), branches)
 
@@ -130,8 +126,7 @@ def _continues(instr: Instruction, name: str, program: Program, chains: set[str]
     """Whether a fusion continues a collective that an earlier fusion started.
 
     TPU programs split an asynchronous collective into fusions that each repeat it: a start, several
-    ``async_collective_fusion``, and a done. Collectives with a ``chain_id`` in ``chains`` were seen
-    before; the ids of this fusion are added.
+    ``async_collective_fusion``, and a done. The ids of ``chains`` were seen before.
     """
     if instr.op != "fusion":
         return False
@@ -144,9 +139,8 @@ def _continues(instr: Instruction, name: str, program: Program, chains: set[str]
         seen = ids <= chains
         chains |= ids
         return seen
-    return name.startswith("async_collective_fusion") or instr.name.startswith(
-        "async-collective-done"
-    )
+    done = instr.name.startswith("async-collective-done")
+    return done or name.startswith("async_collective_fusion")
 
 
 def collective_op(instr: Instruction) -> str | None:
@@ -158,9 +152,9 @@ def collective_op(instr: Instruction) -> str | None:
         )
     if instr.op == "send":
         if match := re.search(r'_xla_megascale_transfer_type="(\w+)"', instr.attributes):
-            if match[1] not in _MEGASCALE:
-                raise ValueError(f"%{instr.name} is a transfer of unknown type {match[1]}.")
-            return _MEGASCALE[match[1]]
+            if kind := _MEGASCALE.get(match[1]):
+                return kind
+            raise ValueError(f"%{instr.name} is a transfer of unknown type {match[1]}.")
         return None if "is_host_transfer=true" in instr.attributes else "collective-permute"
     return op if op in _KINDS else None
 
@@ -199,19 +193,14 @@ def _measure(op: str, instr: Instruction, frame: Frame, count: int) -> Collectiv
 
 
 def _scope_of_operand(op: str, instr: Instruction, frame: Frame) -> str:
-    """The scope of a collective that XLA left without one, such as those between slices.
-
-    A sum has that of its operand. A gather has none: the operand's says nothing of its purpose.
-    """
+    """The scope of a collective that XLA left without one, such as those between slices."""
+    # A sum has that of its operand. A gather has none: the operand's says nothing of its purpose.
     scope = "" if op == "all-gather" else frame.program.scope(instr, frame.instructions)
     return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
 def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
-    """The groups of a collective, from each notation of HLO; pairs of a permute.
-
-    Collectives between TPU slices have groups of slices, not of devices.
-    """
+    """The groups of a collective, from each notation of HLO; pairs of a permute."""
     # {{0,1},{1,2}}: source and target.
     if match := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
         pairs = re.findall(r"\{(\d+),(\d+)\}", match[1])
@@ -229,7 +218,7 @@ def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
         rf"replica_groups={_MESH}(?:, device_ids=\((.*?)\)(?= \{{))? \{{([^}}]*)\}}", attributes
     ):
         return _groups_of_mesh(match[1], match[2], match[3])
-    # Between slices: {0,1}x..., or a pair.
+    # Between slices groups of slices, not of devices: {0,1}x..., or a pair.
     if match := re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes):
         return [_ints(match[1])]
     if match := re.search(r"_xla_megascale_target=\{+([\d,]+)(?:->([\d,]+))?", attributes):

@@ -99,9 +99,7 @@ _OF_DRIVERS = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """The kind of a target such as ``"v5e:4x4"``, or of a ``jax.Device.device_kind``.
-
-    None where its figures are unknown, as for a CPU.
+    """The kind of a target or a ``jax.Device.device_kind``; None if unknown, as for a CPU.
 
     >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
     ('h200', 'a100-80', None)
@@ -170,10 +168,7 @@ _A100_ACHIEVED = Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
 
 
 def _tpu(usable: float, nominal: float) -> Achieved:
-    """A TPU: 95 % of a link's usable bandwidth; 1 us a hop; 10 us over the network.
-
-    No share of matrix products is published; it is taken as 1.
-    """
+    """95 % of a link's usable bandwidth, 1 us a hop, 10 us over the network; all of products."""
     link = 0.95 * usable / nominal
     return Achieved(1.0, link, _SCALING, kernel=0.0, link_hop=1e-6, network_hop=10e-6)
 
@@ -192,10 +187,5 @@ _OF_KIND = {
 
 
 def achieved(device: DeviceKind) -> Achieved:
-    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe.
-
-    >>> from sharding.plan import kind_of
-    >>> round(achieved(kind_of("a100-80")).typical_matmul, 2)
-    0.74
-    """
+    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe."""
     return _OF_KIND.get(device.name, _PCIE)

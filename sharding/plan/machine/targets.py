@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.plan.machine._devices import KINDS
 
-__all__ = ["Target", "gpus", "mesh", "parse", "topology"]
+__all__ = ["Target", "mesh", "parse", "topology"]
 __dir__ = __all__.copy
 
 # Options of the topology that make one device per chip, where that is not the default.
@@ -73,13 +73,12 @@ class Target(NamedTuple):
     @property
     def mesh_axes(self) -> dict[str, int]:
         """Axes that suit its links: those of the torus, after one of slices or hosts."""
-        if self.kind not in _TPUS:
-            inner = {"data": self.shape[0] // self.groups}
-            return {"host": self.groups, **inner} if self.groups > 1 else inner
-        inner = {name: n for name, n in zip("xyz", self.shape, strict=False) if n > 1} or {"x": 1}
-        if self.kind in _CORES:
-            inner["core"] = _CORES[self.kind]
-        return {"slice": self.groups, **inner} if self.groups > 1 else inner
+        outer, inner = "host", {"data": self.shape[0] // self.groups}
+        if self.is_torus:
+            named = zip("xyz", self.shape, strict=False)
+            outer, inner = "slice", {name: n for name, n in named if n > 1} or {"x": 1}
+        inner |= {"core": _CORES[self.kind]} if self.kind in _CORES else {}
+        return {outer: self.groups, **inner} if self.groups > 1 else inner
 
 
 def parse(name: str, *, other_gpus: bool = False) -> Target:
@@ -95,8 +94,15 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     """
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
-    if match := re.fullmatch(rf"({'|'.join((*_GPUS, *_PLANNED))})x([1-9]\d*)", name):
-        return gpus(name, match[1], int(match[2]))
+    if match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name):
+        kind, num = match[1], int(match[2])
+        if other_gpus or kind in (*_GPUS, *_PLANNED):
+            host = KINDS[kind].node_size if kind in KINDS else 8
+            if num > host and num % host:
+                raise ValueError(
+                    f"{name!r}: more GPUs than one host's must be a multiple of {host}."
+                )
+            return Target(kind, (num,), max(1, num // host))
     tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
     if match := re.fullmatch(tpus, name):
         shape = tuple(int(size) for size in match[2].split("x"))
@@ -104,17 +110,7 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
             known = ", ".join("x".join(map(str, sizes)) for sizes in _SHAPES[match[1]])
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
         return Target(match[1], shape, int(match[3] or 1))
-    if other_gpus and (match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name)):
-        return gpus(name, match[1], int(match[2]))
     raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
-
-
-def gpus(name: str, kind: str, num: int) -> Target:
-    """A number of GPUs of one kind, known or not, in full hosts."""
-    host = KINDS[kind].node_size if kind in KINDS else 8
-    if num > host and num % host:
-        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}.")
-    return Target(kind, (num,), max(1, num // host))
 
 
 def topology(name: str) -> list[jax.Device]:
@@ -176,12 +172,8 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
             f"{slices} slices."
         )
     else:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (shape[0] // slices, *shape[1:]),
-            (slices, *[1] * (len(shape) - 1)),
-            devices,
-            allow_split_physical_axes=True,
-        )
+        sizes = (shape[0] // slices, *shape[1:]), (slices, *[1] * (len(shape) - 1))
+        grid = mesh_utils.create_hybrid_device_mesh(*sizes, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape))
 
 

@@ -73,11 +73,7 @@ class LayerWork(NamedTuple):
 
 
 class Roofline:
-    """Seconds of operations on a device.
-
-    If ``ideal``, matrix products take their operations at the peak, and all else nothing: a lower
-    bound of any implementation.
-    """
+    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak."""
 
     def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
         reached: Achieved = achieved(device)

@@ -197,13 +197,7 @@ class TracedModel:
         return float(max(layers, default=0)), float(num_bytes(outside))
 
     def traced(self, size: int, dtype: Any, recompute: str) -> Traced:
-        """What a micro-batch of some examples computes and stores.
-
-        Args:
-          size: examples of one device.
-          dtype: of the parameters.
-          recompute: ``"none"``, ``"full"``, or a preset.
-        """
+        """What a micro-batch of one device computes and stores; parameters are of a dtype."""
         layer = self._layer(recompute)
         loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
         work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
@@ -218,10 +212,9 @@ class TracedModel:
         return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
 
     def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
-        """Temporaries of the backward pass of a layer: the gradient of the largest array.
-
-        Where it is computed again, also what products read and write, without what is saved.
-        """
+        """Bytes of temporaries of the backward pass of a layer."""
+        # The gradient of the largest array; where it is computed again, also what products read and
+        # write, without what is saved.
         if recompute == "none":
             return max(map(num_bytes, stored_by(self.apply_layer, *call)), default=0)
         products = products_of(self.apply_layer, *call)

@@ -124,10 +124,7 @@ def verify(
 def planned_wire(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> float:
-    """Bytes that one device sends in a step, without what optimizers send.
-
-    ``tx`` is that of ``transformation_of(plan, ...)``.
-    """
+    """Bytes that one device sends in a step, without what optimizers send."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
@@ -181,14 +178,7 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
 def planned_flops(
     model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
 ) -> float:
-    """Operations of matrix products of one device in a step, with those that run again.
-
-    >>> from sharding.plan import MODELS
-    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "full")]
-    >>> none, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
-    >>> round(full / none, 3)
-    1.26
-    """
+    """Operations of matrix products of one device in a step, with those that run again."""
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
     tokens = float(plan.microbatch * plan.microbatches * model.length)
