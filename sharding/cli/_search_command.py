@@ -68,7 +68,10 @@ def run_search(options: argparse.Namespace) -> int:
         if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
         notes += _compared(verified, written)
-        show([*result.tables(), *_tables(verified)], notes)
+        rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
+        columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
+        programs = [Table("compiled for the target", columns, rows)] if rows else []
+        show(result.tables() + programs, notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
@@ -174,12 +177,6 @@ def _verified(
         verified[i] = verify(file, model, tx, memory=result.memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified
-
-
-def _tables(verified: dict[int, Verification]) -> list[Table]:
-    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-    columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
-    return [Table("compiled for the target", columns, rows)] if rows else []
 
 
 def _compared(verified: dict[int, Verification], written: int | None) -> list[str]:

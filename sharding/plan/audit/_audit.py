@@ -11,13 +11,13 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
 from sharding.plan._format import Printed, Table, count, percent, seconds, size
 from sharding.plan.audit._hlo import Program
-from sharding.plan.audit._liveness import Buffer, at_peak, is_tiled, temporary_bytes
+from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._scopes import PHASES, phase_of, shortened
 from sharding.plan.audit._warnings import warnings_of
-from sharding.plan.audit._wire import Collective, axes_of_groups, collectives_of
+from sharding.plan.audit._wire import Collective, axes_of_groups, collectives
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 
 # Less than this share of the memory left, and a warning is issued.
@@ -232,25 +232,22 @@ def audit(
         raise ValueError(
             f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
         )
-    if isinstance(compiled, str):
-        text, memory, placed = compiled, None, []
-    else:
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        placed = jax.tree.leaves(compiled.input_shardings)
-    program = Program(text)
+    program, memory, placed = Program(compiled), None, []
+    if not isinstance(compiled, str):
+        memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
     if mesh is None:
         meshes = (x.mesh for x in placed if isinstance(x, NamedSharding))
         mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    collectives, (work, unknown_loops) = collectives_of(program), costs(program)
+    sent, (work, unknown_loops) = collectives(program), costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
-    about += _widened(arguments, collectives, placed)
-    temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
+    about += _widened(arguments, sent, placed)
+    temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
-    warnings = warnings_of(program, collectives, buffers, arguments, source)
+    warnings = warnings_of(program, sent, buffers, arguments, source)
     warnings += [
         f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
     ]
@@ -265,7 +262,7 @@ def audit(
         temporaries=temporaries,
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
-        traffic=_traffic(collectives, mesh),
+        traffic=_traffic(sent, mesh),
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),

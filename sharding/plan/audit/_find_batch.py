@@ -78,8 +78,7 @@ def find_batch(
     the middle, where lines do not halve the interval.
 
     Args:
-      make_step: a function of the batch size that returns the step, lowered or compiled, or its
-        ``Audit``.
+      make_step: returns the step of a batch size, lowered or compiled, or its ``Audit``.
       device: the kind of device, or the name of a target, whose memory is the limit.
       memory: bytes of memory, instead of the device's.
       headroom: the share of the memory that is left free, from 0 to below 1.
@@ -95,8 +94,7 @@ def find_batch(
       >>> import jax, jax.numpy as jnp
       >>> from sharding.plan import find_batch
       >>> def make_step(batch):
-      ...     x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
-      ...     return jax.jit(lambda x: x * 2).lower(x)
+      ...     return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((batch, 1024), "f4"))
       >>> find_batch(make_step, memory=2**20).batch  # of 8 KiB each, in 90 % of a MiB
       115
     """

@@ -62,12 +62,14 @@ Table = dict[str, Instruction]  # of one computation, by name, in the order of i
 
 
 class Program:
-    """The computations of an HLO text."""
+    """The computations of a compiled program, or of its text."""
 
-    def __init__(self, text: str):
+    def __init__(self, compiled: Any):
+        text = compiled if isinstance(compiled, str) else compiled.as_text()
         self.computations: dict[str, Table] = {}
         self.roots: dict[str, str] = {}
         self.entry = ""
+        self.tiled = ":T(" in text  # the layouts of TPUs, whose memory consists of tiles
         header = text.split("\n", 1)[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))

@@ -169,12 +169,7 @@ def copied_argument(instr: Instruction, table: Table) -> str:
 
 def temporaries_of(compiled: Any) -> int:
     """Bytes of device memory that a program needs beside its arguments and results."""
-    return int(temporary_bytes(compiled.memory_analysis(), tiled=is_tiled(compiled.as_text())))
-
-
-def is_tiled(text: str) -> bool:
-    """Whether a program has the layouts of TPUs, whose memory consists of tiles."""
-    return ":T(" in text
+    return int(temporary_bytes(compiled.memory_analysis(), tiled=":T(" in compiled.as_text()))
 
 
 def temporary_bytes(memory: Any, *, tiled: bool) -> float:

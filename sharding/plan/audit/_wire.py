@@ -64,18 +64,12 @@ def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
 
 
 def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a compiled program, in program order."""
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return collectives_of(Program(text), branches)
-
-
-def collectives_of(program: Program, branches: str = "dearest") -> list[Collective]:
-    if branches not in _BRANCHES:
-        raise ValueError(f"branches must be one of {', '.join(_BRANCHES)}, got {branches!r}.")
-    return _collectives_of_frame(Frame(program, program.entry), 1, _BRANCHES[branches])
-
-
-_BRANCHES: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
+    """Every collective of a compiled program, or of its text, in program order."""
+    choices: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
+    if branches not in choices:
+        raise ValueError(f"branches must be one of {', '.join(choices)}, got {branches!r}.")
+    program = compiled if isinstance(compiled, Program) else Program(compiled)
+    return _collectives_of_frame(Frame(program, program.entry), 1, choices[branches])
 
 
 def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) -> list[Collective]:

@@ -188,9 +188,8 @@ class Machine:
     def groups(self, sizes: tuple[int, ...]) -> list[Group]:
         """One group for each kind of parallelism, the first over the nearest devices.
 
-        In nodes, groups of the first size are neighbours, those of the second are as far from each
-        other as the first is large, and so on. In a torus each takes axes of its size, or a part of
-        an axis, whose ends are then not joined; the last one takes the slices.
+        In a torus each takes axes of its size, or a part of an axis, whose ends are then not
+        joined; the last one takes the slices.
 
         Raises:
           ValueError: the product of the sizes is not the number of devices.

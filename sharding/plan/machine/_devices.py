@@ -87,10 +87,10 @@ _KINDS = (
     _kind("mi300x", 192e9, 5300, 1307.4, 7 * 128 / 2, None, 64, source=_AMD, num_links=7),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-# jax's names that differ from the kind's.
-_OF_JAX = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
-# Drivers' names that differ from the kind's; other forms of these GPUs have other figures.
-_OF_DRIVERS = {
+# Names of jax and of drivers that differ from the kind's; other forms of these GPUs have other
+# figures.
+_OTHER_NAMES = {
+    **{r"v5 lite": "v5e", r"v5": "v5p", r"v6 lite": "v6e"},
     r"a100-sxm4-(40|80)gb": r"a100-\1",
     r"h100 80gb hbm3": "h100",
     r"h100 pcie": "h100-pcie",
@@ -104,9 +104,8 @@ def kind_of(name: str) -> DeviceKind | None:
     >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
     ('h200', 'a100-80', None)
     """
-    text = _OF_JAX.get(name.lower(), name.lower())
-    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", text)
-    for pattern, kind in _OF_DRIVERS.items():
+    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", name.lower())
+    for pattern, kind in _OTHER_NAMES.items():
         text = re.sub(f"^{pattern}$", kind, text)
     match = re.fullmatch(rf"({'|'.join(KINDS)})(x\d+|:.*)?", text)
     return KINDS[match[1]] if match else None

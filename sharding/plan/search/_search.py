@@ -126,10 +126,9 @@ class SearchResult(Printed):
 
 def _parts(step: StepSeconds) -> str:
     """What a step waits for, longest first; nothing below 1 %."""
-    parts = {name: getattr(step, name) for name in PARTS_OF_STEP}
-    order = sorted(parts, key=lambda name: -parts[name])
+    parts = sorted(((name, getattr(step, name)) for name in PARTS_OF_STEP), key=lambda x: -x[1])
     least = 0.01 * step.no_overlap
-    return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
+    return ", ".join(f"{name} {seconds(value)}" for name, value in parts if value > least)
 
 
 def search(
@@ -336,9 +335,8 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     device = device or kind_of(target)
     if device is None:
         raise ValueError(f"a search needs the figures of {target}: give device=.")
-    if parsed.is_torus:
-        return Machine(device, parsed.num_devices, parsed.shape, parsed.groups)
-    return Machine(device, parsed.num_devices)
+    torus = (parsed.shape, parsed.groups) if parsed.is_torus else ()
+    return Machine(device, parsed.num_devices, *torus)
 
 
 def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
