@@ -27,7 +27,7 @@ import sharding as shd
 from sharding.pipeline import Costs, Schedule
 from sharding.plan import targets
 from sharding.plan.audit._hlo import Program
-from sharding.plan.audit._program_costs import costs_of
+from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._wire import collectives
 
 MIB = 2**20
@@ -165,9 +165,9 @@ def flops_of_branches(compiled: Any) -> float:
         for table in program.computations.values()
         for it in table.values()
         if it.op == "conditional"
-        for name in it.branches
+        for name in it.called
     ]
-    return sum(cost.matmul_flops for name in names for cost in costs_of(program, name))
+    return sum(cost.matmul_flops for name in names for cost in costs(program, name)[0])
 
 
 def row(case: Case) -> str:

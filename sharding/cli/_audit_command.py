@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from sharding._zero import Zero
-from sharding.cli import _options as opts
-from sharding.cli._model_activations import check_remat, note_on, planned_model
+from sharding.cli import _setup as opts
+from sharding.cli._load import load
+from sharding.cli._model_activations import note_on, planned_model
+from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
-from sharding.plan._format import show
+from sharding.plan._format import Table, show
 from sharding.plan._plot import plot_audits
 from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
@@ -56,11 +58,11 @@ def run_audit(options: argparse.Namespace) -> int:
         rows = {name: audited.to_dict() for name, audited in audits.items()}
         for name, search in searches.items():
             rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
-        opts.print_json(rows)
+        print_json(rows)
     else:
         _show_audits(options, audits, searches)
     if options.plot and audits:
-        opts.save(plot_audits, audits, options.plot)
+        save(plot_audits, audits, options.plot)
     fits = [audited.fits for audited in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
@@ -107,21 +109,20 @@ def _stages(options: argparse.Namespace) -> list[int]:
 def _show_audits(
     options: argparse.Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
 ) -> None:
+    def named(name: str, tables: list[Table]) -> list[Table]:
+        return [table._replace(title=f"{name}: {table.title}") for table in tables]
+
     for name, audited in audits.items():
         batch = f", batch {searches[name].batch}" if name in searches else ""
-        tables = [
-            table._replace(title=f"{name}{batch}: {table.title}") for table in audited.tables()
-        ]
         notes = audited.sentences
         if audited.kind is None:
             notes.append(
                 f"Whether it fits, and how long it takes at least, is not known: no figures of "
                 f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link."
             )
-        show(tables, notes)
+        show(named(f"{name}{batch}", audited.tables()), notes)
     for name, search in searches.items():
-        tables = [table._replace(title=f"{name}: {table.title}") for table in search.tables()]
-        show(tables, [f"{name}: {search.sentence}"])
+        show(named(name, search.tables()), [f"{name}: {text}" for text in search.sentences])
 
 
 def _report(tried: Tried) -> None:
@@ -140,7 +141,7 @@ def _steps(
     mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
         mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
-        make = opts.load(options.step, "--step")
+        make = load(options.step, "--step")
         device = opts.device_of(options)
 
         def audit_step(batch: int) -> Audit:
@@ -152,8 +153,8 @@ def _steps(
     setup = opts.setup_of(options)
     if setup.model is None:
         raise ValueError(
-            "audit compiles a step, so --model must be one of "
-            f"{', '.join(MODELS)}; of a model of your own give the step: --step."
+            f"audit compiles a step, so --model must be one of {', '.join(MODELS)}; of a model of "
+            "your own give the step: --step."
         )
     if not options.hybrid and options.replica_axis:
         raise ValueError("--replica-axis is read with --hybrid only: give both, or neither.")
@@ -180,7 +181,6 @@ def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, bat
     plan = setup.plan(zero)
     planned = None
     if options.remat is not None:
-        check_remat(options, setup)
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)
     return audit(
@@ -195,7 +195,6 @@ def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, bat
 def _lowered(
     options: argparse.Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
 ) -> jax.stages.Lowered:
-    """The lowered step of a named model."""
     model = setup.model
     assert model is not None
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
@@ -220,9 +219,8 @@ def _compiled(make: Callable[[int], Audit], batch: int) -> Audit:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        lines = [
-            line.strip() for line in str(error).splitlines() if "xceed" in line or "Used" in line
-        ]
+        lines = str(error).splitlines()
+        told = [line.strip() for line in lines if "xceed" in line or "Used" in line]
         raise ValueError(
-            f"the step does not fit, so that its compiler gave up: {' '.join(lines[:2])}"
+            f"the step does not fit, so that its compiler gave up: {' '.join(told[:2])}"
         ) from error

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.cli._options import Setup, add_options, dtype_of, target_of
+from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._tiles import num_bytes
@@ -18,33 +18,18 @@ from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan
 
 
-def add_remat_option(group: Any, what: str) -> None:
-    """Adds ``--remat``."""
-    rest = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
-    add_options(group, {"--remat BYTES": f"{what} {rest}"})
-
-
-def check_remat(options: argparse.Namespace, setup: Setup) -> None:
-    """Raises where ``--remat`` cannot be read."""
-    if setup.model is None:
-        raise ValueError("--remat plans the layers of a model by name: give one as --model.")
-    if options.remat != "auto":
-        in_bytes(options.remat)
-    elif setup.device is None:
-        raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
-
-
 def planned_model(
     options: argparse.Namespace, setup: Setup, plan: Plan, stage: str
 ) -> tuple[StackPlan, float]:
     """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
 
-    Embedding, logits and loss are compiled with the layers: where they are large, less is left for
-    what the layers store. The second result is bytes of activations and temporaries of the loss.
+    The second result is bytes of activations and temporaries of the loss.
     """
-    model = setup.model
-    assert model is not None
-    auto = options.remat == "auto"
+    model, auto = setup.model, options.remat == "auto"
+    if model is None:
+        raise ValueError("--remat plans the layers of a model by name: give one as --model.")
+    if auto and setup.device is None:
+        raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
     budget = _memory_for_layers(setup, plan, stage) if auto else in_bytes(options.remat)
     on_cpu = target_of(options).kind == "cpu"
     kind, device = device_of_target("cpu:1" if on_cpu else options.target)
@@ -97,7 +82,6 @@ def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
 
 
 def note_on(planned: RematPlan, activations: float) -> str:
-    """A sentence on a plan."""
     return (
         f"Activations: layers store {planned.summary} and need {size(planned.peak)}, the whole "
         f"loss {size(activations)} in a program compiled for one device; {planned.extra_time:.0%} "

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import optax
 
 import optax_ext
-from sharding.cli import _options as opts
-from sharding.cli._model_activations import check_remat, note_on, planned_model
-from sharding.plan._format import show, size
+from sharding.cli import _setup as opts
+from sharding.cli._model_activations import note_on, planned_model
+from sharding.cli._output import save, show_or_json
+from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
 from sharding.plan.cost._estimate_pipeline import estimate_pipeline
-from sharding.plan.cost._pipeline_schedules import SCHEDULES
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -39,7 +39,6 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = setup.plan(setup.zero, state_format=options.state)
     planned = None
     if options.remat is not None:
-        check_remat(options, setup)
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
         planned, activations = planned_model(options, setup, plan, stage)
@@ -69,12 +68,9 @@ def run_plan(options: argparse.Namespace) -> int:
 
     # The command compares all stages: no one of them is requested.
     plan = dataclasses.replace(plan, notes=tuple(notes), requested="")
-    if options.json:
-        opts.print_json(plan.to_dict())
-    else:
-        show(plan.tables(), plan.notes)
+    show_or_json(options, plan)
     if options.plot:
-        opts.save(plot_plans, {"": plan}, options.plot)
+        save(plot_plans, {"": plan}, options.plot)
     return 2 if plan.fits is False else 0
 
 
@@ -103,7 +99,6 @@ def _beside_adamw(options: argparse.Namespace, setup: opts.Setup, plan: Plan) ->
 
 
 def _what_would_fit(options: argparse.Namespace, setup: opts.Setup) -> list[str]:
-    """Changes that each alone make the model fit."""
     zero, state = setup.zero, options.state
     fitting = []
 
@@ -134,21 +129,6 @@ def _what_would_fit(options: argparse.Namespace, setup: opts.Setup) -> list[str]
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
 _NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
-
-
-def pipeline_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a pipeline."""
-    helps = {
-        "--pipeline N": "plan N pipeline stages with ZeRO over their replicas, and compare them "
-        "with ZeRO alone; --microbatches are those of a pipeline (default: 4 N)",
-        "--schedule": "of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
-        "--chunks V": "groups of layers on each device, with --schedule interleaved (default: 2)",
-        "--stage": "of ZeRO over the replicas (default: 1)",
-        "--no-remat": "keep all activations of a layer",
-        "--efficiency SHARE": "of the peak that compute reaches (default: 0.5)",
-    }
-    group, stages = parser.add_argument_group("pipeline"), {"choices": ["0", "1", "2", "3"]}
-    opts.add_options(group, helps, schedule={"choices": SCHEDULES}, stage=stages)
 
 
 def run_pipeline(options: argparse.Namespace) -> int:
@@ -188,10 +168,7 @@ def run_pipeline(options: argparse.Namespace) -> int:
         efficiency=options.efficiency or 0.5,
         state_format=options.state,
     )
-    if options.json:
-        opts.print_json(plan.to_dict())
-    else:
-        show(plan.tables(), plan.notes)
+    show_or_json(options, plan)
     return 0 if plan.recommended else 2
 
 

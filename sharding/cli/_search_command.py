@@ -10,8 +10,9 @@ from typing import Any
 
 import optax
 
-import optax_ext
-from sharding.cli import _options as opts
+from sharding.cli import _load as loading
+from sharding.cli import _setup as opts
+from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.machine._devices import DeviceKind
@@ -19,41 +20,8 @@ from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._plan_file import PlanFile
-from sharding.plan.search._plan_space import KEPT
-from sharding.plan.search._search import HEADROOM, SearchResult, search
+from sharding.plan.search._search import SearchResult, search
 from sharding.plan.search._verify import Verification, verify
-
-
-def search_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the search, but for those of model, machine and output."""
-    helps = {
-        "--batch N": "of all devices in a step: sequences such as 1024, or tokens such as "
-        "4M-tokens (units of 2^20), in full sequences",
-        "--length TOKENS": "of a sequence (default: as the model has it)",
-        "--keep NAME=VALUE": f"compare only plans with this value; names are {', '.join(KEPT)}",
-        "--no-offload": "keep the optimizer state in device memory",
-        "--state": "compare plans with this lossy format of the optimizer state, too",
-        "--stochastic-rounding": "compare plans with lossy stochastic rounding of the parameters, "
-        "too",
-        "--sync NAME": "compare plans with this lossy synchronization of gradients, too: "
-        "'powersgd(RANK)', 'qsgd(8)' or 'qsgd(4)'",
-        "--asynchronous": "compare lossy pipelines without a flush, too, whose gradients are one "
-        "update late",
-        "--headroom SHARE": f"of the memory that is left to the allocator (default: {HEADROOM})",
-        "--top N": "plans to list (default: 5)",
-        "--write FILE": "write the best plan as JSON, with the code that builds it",
-        "--verify N": "compile the first N plans for the target, and drop those that do not hold",
-    }
-    several: dict[str, Any] = {"action": "append", "default": []}
-    opts.add_options(
-        *(parser.add_argument_group("batch and plans"), helps),
-        batch={"dest": "global_batch", "required": True, "type": None},
-        state=several | {"choices": optax_ext.STATE_FORMATS},
-        **dict.fromkeys(("keep", "sync"), several),
-        headroom={"default": HEADROOM},
-        top={"default": 5},
-        verify={"default": 0},
-    )
 
 
 def run_search(options: argparse.Namespace) -> int:
@@ -64,7 +32,7 @@ def run_search(options: argparse.Namespace) -> int:
         opts.compile_on_cpu(target)
     if not options.model:
         raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
-    model, tx = _model_of(options), opts.optimizer_of(options.optimizer)
+    model, tx = _model_of(options), loading.optimizer_of(options.optimizer)
     length, dtype = options.length or model.length, opts.dtype_of(options)
     lossless = "master" if options.master else "plain"
     result = search(
@@ -92,7 +60,7 @@ def run_search(options: argparse.Namespace) -> int:
         for i, beside in verified.items():
             figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
-        opts.print_json(figures)
+        print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
         plans = tuple(result.plans[i] for i in holding)
@@ -100,7 +68,10 @@ def run_search(options: argparse.Namespace) -> int:
         if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
         notes += _compared(verified, written)
-        show([*result.tables(), *_tables(verified)], notes)
+        rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
+        columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
+        programs = [Table("compiled for the target", columns, rows)] if rows else []
+        show(result.tables() + programs, notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
@@ -108,10 +79,10 @@ def run_search(options: argparse.Namespace) -> int:
         if holding[0] in verified:
             program = {"memory": verified[holding[0]].memory}
             file = dataclasses.replace(file, promised=file.promised | program)
-        with opts.writing("--write", options.write):
+        with writing("--write", options.write):
             file.write(options.write)
     if options.plot:
-        opts.save(plot_search, result, options.plot)
+        save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         print(
@@ -140,9 +111,8 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
 
 
 def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
-    """The model of a name, or one of a module's own."""
     if ":" not in options.model:
-        _, model = opts.params_of_model(options.model, opts.dtype_of(options), options.length)
+        _, model = loading.params_of_model(options.model, opts.dtype_of(options), options.length)
         if model is None:
             raise ValueError(
                 f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
@@ -150,14 +120,10 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
             )
         return model
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
-    made: Decoder | TracedModel = opts.load_made(options.model, "--model", kinds, name)
+    made: Decoder | TracedModel = loading.load_made(options.model, "--model", kinds, name)
     if isinstance(made, TracedModel):
-        try:
+        with loading.users_code(f"--model {options.model}: its loss of one example failed"):
             made.traced(1, opts.dtype_of(options), "none")
-        except Exception as error:  # of the user's code
-            raise ValueError(
-                f"--model {options.model}: its loss of one example failed: {opts.in_short(error)}."
-            ) from error
     elif made.biased and (options.length or 0) > made.length:
         raise ValueError(
             f"{options.model} has {made.length} positions, --length {options.length} was requested."
@@ -166,7 +132,6 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
 
 
 def _sequences(text: str, length: int) -> int:
-    """The number of sequences in ``--batch``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
     if not match or (match[2] and not match[3]) or not float(match[1]):
         raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
@@ -180,7 +145,6 @@ def _sequences(text: str, length: int) -> int:
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:
-    """The values of ``--keep``."""
     kept: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -213,12 +177,6 @@ def _verified(
         verified[i] = verify(file, model, tx, memory=result.memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified
-
-
-def _tables(verified: dict[int, Verification]) -> list[Table]:
-    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-    columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
-    return [Table("compiled for the target", columns, rows)] if rows else []
 
 
 def _compared(verified: dict[int, Verification], written: int | None) -> list[str]:

@@ -1,8 +1,9 @@
 """Numbers and tables as text."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 # To show tables and pictures.
 NEED = "pip install 'optax-ext[cli]'"
@@ -17,14 +18,26 @@ class Table(NamedTuple):
 
 
 class Printed:
-    """Prints its ``tables()``, and its ``notes`` below them, if it has any."""
+    """A dataclass that prints its ``tables()``, and its ``sentences``, or notes, below them."""
+
+    derived: ClassVar[tuple[str, ...]] = ()  # properties that ``to_dict`` has beside the fields
 
     def tables(self) -> list[Table]:
         """The tables to print."""
         raise NotImplementedError
 
+    @property
+    def sentences(self) -> Sequence[str]:
+        """What to print below the tables."""
+        return getattr(self, "notes", ())
+
     def __str__(self) -> str:
-        return "\n".join([text_of(self.tables()), *getattr(self, "notes", ())])
+        return "\n".join([text_of(self.tables()), *self.sentences])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        fields: Any = self
+        return dataclasses.asdict(fields) | {name: getattr(self, name) for name in self.derived}
 
 
 def size(nbytes: float) -> str:
@@ -47,11 +60,9 @@ def _in_units(value: float, step: int, units: Sequence[str]) -> str:
 
 def seconds(value: float) -> str:
     """A time in a unit that suits it."""
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        scaled = value * factor
-        if scaled >= 1 or unit == "us":
-            return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
-    raise AssertionError
+    factor, unit = (1, "s") if value >= 1 else (1e3, "ms") if value * 1e3 >= 1 else (1e6, "us")
+    scaled = value * factor
+    return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
 
 
 def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:
@@ -74,15 +85,10 @@ def text_of(tables: Sequence[Table]) -> str:
     """Tables as aligned text."""
     blocks = []
     for table in tables:
-        lines = [tuple(table.columns), *map(tuple, table.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
-        block = [table.title]
-        for line in lines:
-            cells = [
-                cell.ljust(width) if i == 0 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            block.append("  " + " ".join(cells).rstrip())
+        block, (first, *others) = [table.title], _widths(table)
+        for name, *line in (table.columns, *table.rows):
+            cells = [cell.rjust(width) for cell, width in zip(line, others, strict=True)]
+            block.append("  " + " ".join([name.ljust(first), *cells]).rstrip())
         blocks.append("\n".join(block))
     return "\n\n".join(blocks)
 
@@ -104,7 +110,9 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
     except ImportError:
         raise ValueError(f"tables need rich: {NEED}. Or request --json.") from None
     # On a terminal, its width; else 80 columns, or as many as the widest table has.
-    width = None if sys.stdout.isatty() else max([80, *map(_width, tables)])
+    # It has a space between columns and at both ends.
+    widest = max([80, *(sum(_widths(table)) + len(table.columns) + 1 for table in tables)])
+    width = None if sys.stdout.isatty() else widest
     console = console or Console(width=width, highlight=False)
     for table in tables:
         console.print(escape(table.title), style="italic")  # rich breaks titles of narrow tables
@@ -119,7 +127,5 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
         console.print(escape(note), style="yellow" if note.startswith("warning") else None)
 
 
-def _width(table: Table) -> int:
-    """Characters of a line, with a space between columns and at both ends."""
-    columns = zip(table.columns, *table.rows, strict=True)
-    return 1 + sum(max(map(len, cells)) + 1 for cells in columns)
+def _widths(table: Table) -> list[int]:
+    return [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]

@@ -73,9 +73,8 @@ def plot_search(found: SearchResult) -> Any:
     rejected = [(plan.seconds, plan.memory / gib) for plan in found.rejected]
     axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
     if rejected:
-        axes.scatter(
-            *zip(*rejected, strict=True), color=_COLORS["temporaries"], marker="x", label="does not"
-        )
+        style = {"color": _COLORS["temporaries"], "marker": "x", "label": "does not"}
+        axes.scatter(*zip(*rejected, strict=True), **style)
     axes.axhline(found.memory / gib, color="black", linestyle="--", label="memory of a device")
     axes.axvline(found.bound, color="gray", linestyle=":", label="bound")
     axes.set_xlabel("predicted seconds a step")
@@ -100,9 +99,7 @@ def _figure(bars: list[int]) -> tuple[Any, Any]:
 
 def _legend(figure: Any) -> None:
     """One legend for all panels, beside them."""
-    shown: dict[str, Any] = {}
-    for axes in figure.axes:
-        shown |= {bars.get_label(): bars for bars in axes.containers}
+    shown = {bars.get_label(): bars for axes in figure.axes for bars in axes.containers}
     labels = [part for part in reversed(_COLORS) if part in shown]
     handles = [shown[part] for part in labels]
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -111,7 +108,7 @@ def _legend(figure: Any) -> None:
 def _bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str
 ) -> None:
-    bottom: dict[str, float] = dict.fromkeys(bars, 0.0)
+    bottom = dict.fromkeys(bars, 0.0)
     for part, color in _COLORS.items():
         heights = [values.get(part, 0.0) / 2**30 for values in bars.values()]
         if any(heights):

@@ -1,7 +1,7 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -9,15 +9,15 @@ from jax.sharding import NamedSharding
 
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Table, count, percent, seconds, size, text_of
+from sharding.plan._format import Printed, Table, count, percent, seconds, size
 from sharding.plan.audit._hlo import Program
-from sharding.plan.audit._liveness import Buffer, at_peak, is_tiled, temporary_bytes
+from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._scopes import PHASES, phase_of, shortened
 from sharding.plan.audit._warnings import warnings_of
-from sharding.plan.audit._wire import Collective, axes_of_groups, collectives_of
+from sharding.plan.audit._wire import Collective, axes_of_groups, collectives
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 
 # Less than this share of the memory left, and a warning is issued.
@@ -38,15 +38,9 @@ class Traffic:
     across_slices: bool  # whether they leave a TPU slice
     scope: str  # the operation that the dearest one was compiled from
 
-    def cells(self) -> tuple[str, ...]:
-        """A row of the table of traffic."""
-        over = "slices" if self.across_slices else "+".join(self.axes)
-        figures = (str(self.count), size(self.wire_bytes), shortened(self.scope))
-        return (self.phase, self.op, over, self.dtype, *figures)
-
 
 @dataclasses.dataclass(frozen=True)
-class Audit:
+class Audit(Printed):
     """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON."""
 
     devices: int  #: the number of devices that run the program
@@ -69,6 +63,11 @@ class Audit:
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
     #: the loops over the ticks of a pipeline; None where none was given
     pipeline: PipelineAudit | None = None
+
+    derived = (
+        *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
+        "tokens_per_second",
+    )
 
     @property
     def memory(self) -> float:
@@ -118,25 +117,16 @@ class Audit:
         return self.tokens / slowest if self.tokens and slowest else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        names = ("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds")
-        figures = {name: getattr(self, name) for name in (*names, "tokens_per_second")}
-        pipeline = {"pipeline": self.pipeline and self.pipeline.to_dict()}
-        return dataclasses.asdict(self) | pipeline | figures
+        return super().to_dict() | {"pipeline": self.pipeline and self.pipeline.to_dict()}
 
     def tables(self) -> list[Table]:
         """The tables to print: memory, traffic, the pipeline if there is one, and work."""
-        tables = [self._memory_table(), self._traffic_table()]
-        tables += [self.pipeline.table()] if self.pipeline else []
-        tables.append(self._work_table())
+        pipeline = self.pipeline.tables() if self.pipeline else []
+        tables = [self._memory_table(), self._traffic_table(), *pipeline, self._work_table()]
         return [table for table in tables if table.rows]
-
-    def __str__(self) -> str:
-        return "\n".join([text_of(self.tables()), *self.sentences])
 
     @property
     def sentences(self) -> list[str]:
-        """Warnings and notes, to be printed below the tables."""
         warnings = [f"warning: {text}" for text in self.warnings]
         return warnings + [f"note: {text}" for text in self.notes]
 
@@ -155,14 +145,20 @@ class Audit:
         if self.host:
             rows.append(("in host memory", size(self.host)))
         if self.kind is not None:
-            verdict = "fits" if self.fits else "DOES NOT FIT"
-            if self.fits and (self.headroom or 0) < _LEAST_LEFT:
-                verdict = "fits, barely"
+            tight = (self.headroom or 0) < _LEAST_LEFT
+            verdict = ("fits, barely" if tight else "fits") if self.fits else "DOES NOT FIT"
             rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
 
     def _traffic_table(self) -> Table:
-        rows = [row.cells() for row in self.traffic if row.wire_bytes > 1e-3 * self.wire_bytes]
+        rows: list[tuple[str, ...]] = [
+            (
+                *(row.phase, row.op, "slices" if row.across_slices else "+".join(row.axes)),
+                *(row.dtype, str(row.count), size(row.wire_bytes), shortened(row.scope)),
+            )
+            for row in self.traffic
+            if row.wire_bytes > 1e-3 * self.wire_bytes
+        ]
         # The sum of all, and the plan's.
         if rows:
             rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
@@ -204,12 +200,11 @@ def audit(
     Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
 
     Args:
-      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``, which is then
-        compiled; or of its ``compile()``, in which products of float32 matrices are not found any
-        more; or the text of that, which contains neither temporaries nor host memory.
+      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``; or of its
+        ``compile()``, without products of float32 matrices; or the text of that, without
+        temporaries and host memory.
       mesh: names the axes of collectives; by default the mesh of the arguments.
-      device: the kind of device, as its figures or as the name of a target; by default that of the
-        arguments.
+      device: figures, or the name of a target; by default those of the arguments' devices.
       expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
         plus ``pipeline_wire``.
       parts: a regular expression of argument names for each part; the first match counts. By
@@ -237,26 +232,22 @@ def audit(
         raise ValueError(
             f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
         )
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    program = Program(text)
-    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    program, memory, placed = Program(compiled), None, []
+    if not isinstance(compiled, str):
+        memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
     if mesh is None:
-        mesh = pipeline.mesh if pipeline else None
-        if not isinstance(compiled, str):
-            shardings = jax.tree.leaves(compiled.input_shardings)
-            meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
-            mesh = next(meshes, mesh)
+        meshes = (x.mesh for x in placed if isinstance(x, NamedSharding))
+        mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    collectives, (work, unknown_loops) = collectives_of(program), costs(program)
+    sent, (work, unknown_loops) = collectives(program), costs(program)
     buffers = at_peak(program)
-    phases = [phase_of(cost.scope) for cost in work]
-    placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
+    by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
-    about += _widened(arguments, collectives, placed)
-    temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
+    about += _widened(arguments, sent, placed)
+    temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
-    warnings = warnings_of(program, collectives, buffers, arguments, source)
+    warnings = warnings_of(program, sent, buffers, arguments, source)
     warnings += [
         f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
     ]
@@ -266,15 +257,15 @@ def audit(
         devices=program.num_devices,
         kind=_device_kind(device, mesh),
         arguments=dict.fromkeys(parts, 0.0)
-        | _sums([x.part for x in arguments if x.part], (x.nbytes for x in arguments if x.part)),
+        | _sums((x.part, x.nbytes) for x in arguments if x.part),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
         temporaries=temporaries,
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
-        traffic=_traffic(collectives, mesh),
-        flops=_sums(phases, (cost.flops for cost in work)),
-        products=_sums(phases, (cost.matmul_flops for cost in work)),
-        nbytes=_sums(phases, (cost.nbytes for cost in work)),
+        traffic=_traffic(sent, mesh),
+        flops=_sums((phase, cost.flops) for phase, cost in by_phase),
+        products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
+        nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
         expected_wire=expected_wire,
         warnings=(),
         notes=tuple(about),
@@ -286,10 +277,9 @@ def audit(
     return dataclasses.replace(result, warnings=tuple(warnings))
 
 
-def _sums(names: Sequence[str], values: Iterable[float]) -> dict[str, float]:
-    """Sums by name."""
+def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
-    for name, value in zip(names, values, strict=True):
+    for name, value in values:
         total[name] = total.get(name, 0.0) + value
     return total
 
@@ -344,41 +334,33 @@ def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traff
 
 
 def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
-    """Bytes of temporaries by use, read from the phases that make and read them.
+    """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
 
-    The sum is scaled down to ``limit``: the compiler may write a buffer into the memory of a
-    result, where it is no temporary.
-    """
-    total: dict[str, float] = {}
-    for buffer in buffers:
+    def use(buffer: Buffer) -> str:
         made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
         if buffer.copy_of:
-            use = "copies of arguments"
-        elif made in ("gather", "update"):
-            use = {"gather": "gathered parameters", "update": "the update"}[made]
-        elif made == "gradient sync" or read & {"gradient sync", "update"}:
-            use = "gradients"
-        elif made == "forward" and "backward" in read:
-            use = "saved activations"
-        else:
-            use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
-        total[use] = total.get(use, 0.0) + buffer.nbytes
+            return "copies of arguments"
+        if made in ("gather", "update"):
+            return {"gather": "gathered parameters", "update": "the update"}[made]
+        if made == "gradient sync" or read & {"gradient sync", "update"}:
+            return "gradients"
+        if made == "forward" and "backward" in read:
+            return "saved activations"
+        return {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
+
+    total = _sums((use(buffer), buffer.nbytes) for buffer in buffers)
     estimate = sum(total.values())
+    # The compiler may write a buffer into the memory of a result, where it is no temporary.
     if limit is not None and estimate > limit:
         total = {use: value * limit / estimate for use, value in total.items()}
     return total
 
 
 def _tight(result: Audit) -> str:
-    """A warning where a step fits with next to nothing left, or does not fit."""
     assert result.kind is not None
-    left = result.kind.memory - result.memory
+    name, left = result.kind.name, result.kind.memory - result.memory
     if result.fits:
-        return (
-            f"the step fits a {result.kind.name} with only {size(left)} ({result.headroom:.0%}) to "
-            "spare: allocators and libraries need some of it"
-        )
-    return (
-        f"the step needs {size(result.memory)} on each device, {size(-left)} more than a "
-        f"{result.kind.name} has"
-    )
+        spare = f"{size(left)} ({result.headroom:.0%}) to spare"
+        return f"the step fits a {name} with only {spare}: allocators and libraries need some of it"
+    needs = f"{size(result.memory)} on each device"
+    return f"the step needs {needs}, {size(-left)} more than a {name} has"

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from sharding.plan._format import Table, size, text_of
+from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.machine._devices import DeviceKind, kind_of
 
@@ -17,8 +17,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One size of batch."""
-
     batch: int  # the size
     # bytes that one device needs; infinite where the compiler failed without a figure
     memory: float
@@ -26,7 +24,7 @@ class Tried:
 
 
 @dataclasses.dataclass(frozen=True)
-class FoundBatch:
+class FoundBatch(Printed):
     """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried."""
 
     batch: int  #: the largest size that fits; 0 where none does
@@ -42,13 +40,11 @@ class FoundBatch:
         return (1 - self.headroom) * self.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures but the audit, ready for JSON."""
         names = ("batch", "memory", "headroom", "usable", "complete")
         tried = [dataclasses.asdict(size) for size in self.tried]
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
-        """The table to print: all sizes that were tried."""
         rows = [
             (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
             for step in self.tried
@@ -57,15 +53,11 @@ class FoundBatch:
         return [Table(title, ("batch", "needs", ""), rows)]
 
     @property
-    def sentence(self) -> str:
-        """The result in words."""
+    def sentences(self) -> list[str]:
         if not self.batch:
-            return f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"
+            return [f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"]
         more = "" if self.complete else "; larger ones were not tried"
-        return f"the largest batch that fits is {self.batch} on each device{more}"
-
-    def __str__(self) -> str:
-        return f"{text_of(self.tables())}\n{self.sentence}"
+        return [f"the largest batch that fits is {self.batch} on each device{more}"]
 
 
 def find_batch(
@@ -86,8 +78,7 @@ def find_batch(
     the middle, where lines do not halve the interval.
 
     Args:
-      make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
-        makes it, or compiled, or its ``Audit``.
+      make_step: returns the step of a batch size, lowered or compiled, or its ``Audit``.
       device: the kind of device, or the name of a target, whose memory is the limit.
       memory: bytes of memory, instead of the device's.
       headroom: the share of the memory that is left free, from 0 to below 1.
@@ -103,8 +94,7 @@ def find_batch(
       >>> import jax, jax.numpy as jnp
       >>> from sharding.plan import find_batch
       >>> def make_step(batch):
-      ...     x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
-      ...     return jax.jit(lambda x: x * 2).lower(x)
+      ...     return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((batch, 1024), "f4"))
       >>> find_batch(make_step, memory=2**20).batch  # of 8 KiB each, in 90 % of a MiB
       115
     """
@@ -119,9 +109,7 @@ def find_batch(
         raise ValueError(f"headroom must be from 0 to below 1, got {headroom}.")
     if not 1 <= start <= limit:
         raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
-    usable = (1 - headroom) * memory
-    tried: dict[int, Tried] = {}
-    best: Audit | None = None
+    usable, tried, best = (1 - headroom) * memory, dict[int, Tried](), None
     low, high = 0, limit + 1  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + 1 < high and (low or start not in tried):

@@ -3,10 +3,17 @@
 import math
 import operator
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 _MAX_TRIPS = 1 << 20
+# Attributes that name the computations of an operation.
+_CALLS = {
+    "while": ("body",),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+}
 ARITHMETIC = frozenset(
     (
         *("add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder"),
@@ -34,10 +41,9 @@ class Instruction(NamedTuple):
         return match[1].replace("\\'", "'") if match else ""
 
     @property
-    def branches(self) -> list[str]:
-        """The computations that a conditional chooses from."""
-        keys = ("branch_computations", "true_computation", "false_computation")
-        return [name for key in keys for name in self.callees(key)]
+    def called(self) -> list[str]:
+        """The computations that it runs: the body of a loop, branches to choose from, a call's."""
+        return [name for key in _CALLS.get(self.op, ()) for name in self.callees(key)]
 
     @property
     def element(self) -> int | None:
@@ -52,13 +58,18 @@ class Instruction(NamedTuple):
         return re.findall(r"[\w.\-]+", match[1] or match[2]) if match else []
 
 
-class Program:
-    """The computations of an HLO text."""
+Table = dict[str, Instruction]  # of one computation, by name, in the order of its schedule
 
-    def __init__(self, text: str):
-        self.computations: dict[str, dict[str, Instruction]] = {}
+
+class Program:
+    """The computations of a compiled program, or of its text."""
+
+    def __init__(self, compiled: Any):
+        text = compiled if isinstance(compiled, str) else compiled.as_text()
+        self.computations: dict[str, Table] = {}
         self.roots: dict[str, str] = {}
         self.entry = ""
+        self.tiled = ":T(" in text  # the layouts of TPUs, whose memory consists of tiles
         header = text.split("\n", 1)[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
@@ -81,17 +92,14 @@ class Program:
         if not self.entry:
             raise ValueError("expected the text of a compiled program, got one without ENTRY.")
 
-    def scope(self, instr: Instruction, table: dict[str, Instruction]) -> str:
+    def scope(self, instr: Instruction, table: Table) -> str:
         """The operation it was compiled from: its own scope, a callee's, or that of its operand."""
         for _ in range(8):  # operands of operands
             if instr.scope and instr.op != "parameter":
                 return instr.scope
-            called = instr.callees("calls") + (
-                instr.callees("to_apply") if instr.op == "call" else []
-            )
             inner = [
                 inside.scope
-                for name in called
+                for name in instr.callees("calls") + instr.called * (instr.op == "call")
                 for inside in self.computations[name].values()
                 if inside.scope and inside.op != "parameter"
             ]
@@ -115,7 +123,7 @@ def _parse(name: str, text: str) -> Instruction:
 
 
 def behind(
-    instr: Instruction, table: dict[str, Instruction], renames: Collection[str] = ("bitcast",)
+    instr: Instruction, table: Table, renames: Collection[str] = ("bitcast",)
 ) -> Instruction:
     """The instruction that made what others rename."""
     while instr.op in renames and instr.operands and instr.operands[0] in table:
@@ -167,19 +175,22 @@ class Frame:
     are evaluated on demand and remembered, so that a frame is for one set of arguments.
     """
 
-    def __init__(self, program: Program, computation: str, arguments: list[Any]):
-        self.program = program
-        self.computation = computation
+    def __init__(self, program: Program, computation: str, arguments: Sequence[Any] = ()):
+        self.program, self.computation, self.arguments = program, computation, arguments
         self.instructions = program.computations[computation]
-        self.arguments = arguments
         self.known: dict[str, Any] = {}
 
+    def inside(self, instr: Instruction) -> list["Frame"]:
+        """The computations that an instruction runs; branches with unknown arguments."""
+        arguments = [self.invariants(instr)] if instr.op == "while" else []
+        if instr.op in ("call", "async-start"):
+            arguments = [self.value(operand) for operand in instr.operands]
+        return [Frame(self.program, name, arguments) for name in instr.called]
+
     def result(self) -> Any:
-        """The value of the root."""
         return self.value(self.program.roots[self.computation])
 
     def value(self, name: str) -> Any:
-        """The value of an instruction."""
         if name not in self.known:
             self.known[name] = self._evaluate(self.instructions[name])
         return self.known[name]
@@ -219,10 +230,7 @@ class Frame:
         return None
 
     def invariants(self, loop: Instruction) -> Any:
-        """The loop's carry, with None for what an iteration changes.
-
-        They are what the body may rely on in every iteration, such as the length of an inner loop.
-        """
+        """The loop's carry, with None for what an iteration changes."""
         before = self.value(loop.operands[0])
         after = Frame(self.program, loop.callees("body")[0], [before]).result()
         if not isinstance(before, list) or not isinstance(after, list):
@@ -230,11 +238,8 @@ class Frame:
         return [a if a == b else None for a, b in zip(before, after, strict=True)]
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a loop runs; None where that is not constant.
-
-        XLA's own annotation, where there is one. Otherwise condition and body are evaluated on the
-        integers of the carry, iteration by iteration, until the condition is false.
-        """
+        """How often a loop runs; None where that is not constant."""
+        # XLA's own annotation; else iteration by iteration, until the condition is false.
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
         state = self.value(loop.operands[0])
@@ -250,13 +255,15 @@ class Frame:
 
 
 class Array(NamedTuple):
-    """One array of a type."""
-
     dtype: str  # as HLO names it
     dims: tuple[int, ...]  # its shape
     elements: int  # their number
     nbytes: float  # without padding
     space: int  # the memory space: 0 the device's main memory, 5 host memory, 1 a TPU's fast memory
+
+    @property
+    def floating(self) -> bool:
+        return re.match(r"b?f\d", self.dtype) is not None
 
 
 def arrays(text: str) -> Iterator[Array]:

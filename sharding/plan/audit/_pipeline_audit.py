@@ -3,13 +3,12 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Table, size, text_of
+from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._hlo import Array, Program
 from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
 from sharding.plan.cost._wire_and_flops import num_permutes
@@ -35,7 +34,7 @@ class StoredSlots:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineAudit:
+class PipelineAudit(Printed):
     """What the program of a pipeline runs, sends and keeps, beside what its schedule says."""
 
     schedule: str  #: its name
@@ -58,6 +57,8 @@ class PipelineAudit:
     copied_sums: float  #: bytes of the sums that a tick copies
     warnings: tuple[str, ...] = ()  #: in words
 
+    derived = ("wire_bytes", "kept", "excess")
+
     @property
     def wire_bytes(self) -> float:
         """Bytes that one device permutes in a step."""
@@ -73,12 +74,11 @@ class PipelineAudit:
         """Bytes of them more than the schedule needs."""
         return sum(kind.excess for kind in self.slots)
 
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        names = ("wire_bytes", "kept", "excess")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+    @property
+    def sentences(self) -> list[str]:
+        return [f"warning: {text}" for text in self.warnings]
 
-    def table(self) -> Table:
+    def tables(self) -> list[Table]:
         """A column for the schedule, one for the program, and the program's bytes."""
         live = " ".join(map(str, self.live)) if self.stages <= 8 else f"at most {max(self.live)}"
         needed = size(self.messages * self.message_bytes)
@@ -102,10 +102,7 @@ class PipelineAudit:
             f"Pipeline: {self.schedule}, {self.stages} stages, {self.microbatches} micro-batches, "
             f"{self.ticks} ticks"
         )
-        return Table(title, ("", "schedule", "program", "bytes"), rows)
-
-    def __str__(self) -> str:
-        return "\n".join([text_of([self.table()]), *(f"warning: {text}" for text in self.warnings)])
+        return [Table(title, ("", "schedule", "program", "bytes"), rows)]
 
 
 def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
@@ -158,7 +155,6 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
 
 
 def _messages_of(loop: TickLoop) -> list[list[Array]]:
-    """The arrays of each message of an iteration."""
     messages: dict[tuple[object, ...], list[Array]] = {}
     for permute in loop.permutes:
         messages.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)

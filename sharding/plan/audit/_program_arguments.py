@@ -21,8 +21,6 @@ _STATE_DTYPES = r"b?f\d|[us][48]\b"
 
 
 class Argument(NamedTuple):
-    """One argument of a program."""
-
     name: str  # as jax names it, such as ``state.params['w']``
     part: str  # one of ``PARTS``, or of the caller's
     array: Array  # its type on one device
@@ -32,7 +30,6 @@ class Argument(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """Bytes in the memory of one device."""
         return self.array.nbytes if self.array.space == 0 else 0.0
 
     @property
@@ -46,11 +43,9 @@ def arguments_of(
 ) -> tuple[list[Argument], list[str]]:
     """The arguments, and a note where their part was not found by name.
 
-    Of a training step, arguments of other names that come back are parameters if the loss reads
-    them, and optimizer state if the update alone does. Programs for TPUs do not contain the
-    ``shardings`` of their arguments.
+    Programs for TPUs do not contain the ``shardings`` of their arguments.
     """
-    results = _results(program)
+    results, notes = _results(program), []
     arguments, unnamed = [], []
     read = _read_by_loss(program, program.entry) if parts is PARTS else set()
     table = program.computations[program.entry]
@@ -59,7 +54,7 @@ def arguments_of(
         shardings = ()
     for instr in given:
         for array in arrays(instr.type):
-            part = next((p for p, pattern in parts.items() if re.search(pattern, instr.scope)), "")
+            part = next((p for p, name in parts.items() if re.search(name, instr.scope)), "")
             donated = int(instr.literal) in program.donated
             key = (array.dtype, array.dims)
             returned = donated or results[key] > 0
@@ -73,7 +68,6 @@ def arguments_of(
                 part = "parameters" if (int(instr.literal), None) in read else "optimizer state"
                 arguments[-1] = arguments[-1]._replace(part=part)
                 unnamed.append(arguments[-1].root)
-    notes = []
     if unnamed:
         notes = [
             "arguments of other names than params and opt_state come back, of "
@@ -89,10 +83,7 @@ def arguments_of(
 
 
 def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
-    """What of the parameters of a computation the loss and its gradient depend on.
-
-    Each is the number of a parameter, and a place if that is a tuple of which one array is needed.
-    """
+    """The parameters that the loss and its gradient depend on, with the place in one's tuple."""
     table = program.computations[name]
     read: set[tuple[int, int | None]] = set()
     needed: dict[str, set[int | None]] = {}  # of each instruction, places in its result
@@ -102,11 +93,10 @@ def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
 
     for instr in reversed(table.values()):
         places = needed.get(instr.name, set())
-        called = instr.branches or instr.callees("body") or instr.callees("calls")
-        called += instr.callees("to_apply") if instr.op == "call" else []
+        called, chooses = instr.called or instr.callees("calls"), instr.op == "conditional"
         for i, callee in enumerate(called, 1):
             for number, place in _read_by_loss(program, callee):
-                need(instr.operands[i if instr.branches else number], place)
+                need(instr.operands[i if chooses else number], place)
         if instr.op == "parameter":
             read |= {(int(instr.literal), place) for place in places}
         elif instr.op == "get-tuple-element" and places:

@@ -1,5 +1,6 @@
 """Floating-point operations and bytes of a compiled program; loops count by their trips."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from sharding.plan.audit._hlo import (
     Frame,
     Instruction,
     Program,
+    Table,
     arrays,
     behind,
     bytes_of,
@@ -29,8 +31,6 @@ _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|mat
 
 
 class Cost(NamedTuple):
-    """The cost of one instruction in all its runs on one device."""
-
     scope: str  # the operation it was compiled from
     # floating-point operations: two for each multiply-add of a matrix product, one for each
     # element of other arithmetic
@@ -39,70 +39,50 @@ class Cost(NamedTuple):
     nbytes: float  # bytes read from main memory and written to it
 
 
-def costs(program: Program) -> tuple[list[Cost], list[str]]:
+def costs(program: Program, computation: str = "") -> tuple[list[Cost], list[str]]:
     """The cost of each instruction, and the loops of unknown trip count, which count once.
 
-    A conditional counts as its dearest branch. A fusion that slices an operand reads the slice, and
-    one that updates an array in place writes the update.
+    A conditional counts as its dearest branch.
     """
     unknown: list[str] = []
-    return list(_costs_of_frame(program, Frame(program, program.entry, []), 1, unknown)), unknown
+    frame = Frame(program, computation or program.entry)
+    return list(_costs_of_frame(frame, 1, unknown)), unknown
 
 
-def costs_of(program: Program, name: str) -> list[Cost]:
-    """The cost of each instruction of one computation, such as the branch of a conditional."""
-    return list(_costs_of_frame(program, Frame(program, name, []), 1, []))
-
-
-def _costs_of_frame(
-    program: Program, frame: Frame, count: int, unknown: list[str]
-) -> Iterator[Cost]:
+def _costs_of_frame(frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
     """The costs of a computation that runs ``count`` times, and of its callees."""
-    table = frame.instructions
-
-    def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
-        return _costs_of_frame(program, Frame(program, name, arguments), count, unknown)
-
+    program, table = frame.program, frame.instructions
     for instr in table.values():
-        if instr.op == "while":
-            trips = frame.trip_count(instr)
+        if instr.called:
+            trips = frame.trip_count(instr) if instr.op == "while" else 1
             if trips is None:
                 unknown.append(instr.name)
             runs = count * (1 if trips is None else trips)
-            yield from inside(instr.callees("body")[0], runs, [frame.invariants(instr)])
-        elif instr.op == "conditional":
-            branches = [list(inside(name, count, [])) for name in instr.branches]
-            yield from max(branches, key=lambda b: (sum(c.flops for c in b), len(b)))
-        elif instr.op in ("call", "async-start"):
-            arguments = [frame.value(operand) for operand in instr.operands]
-            for name in instr.callees("to_apply") + instr.callees("calls"):
-                yield from inside(name, count, arguments)
+            inside = [list(_costs_of_frame(inner, runs, unknown)) for inner in frame.inside(instr)]
+            if instr.op == "conditional":
+                inside = [max(inside, key=lambda b: (sum(c.flops for c in b), len(b)))]
+            yield from itertools.chain(*inside)
         elif instr.op not in _FREE and not instr.op.endswith(("-done", "-update")):
             flops, matmul = _flops(instr, table, program)
             nbytes = _bytes(instr, table, program)
             if flops or nbytes:
-                yield Cost(
-                    program.scope(instr, table), count * flops, count * matmul, count * nbytes
-                )
+                figures = count * flops, count * matmul, count * nbytes
+                yield Cost(program.scope(instr, table), *figures)
 
 
 # --- Operations -----------------------------------------------------------------------------------
 
 
-def _flops(
-    instr: Instruction, table: dict[str, Instruction], program: Program
-) -> tuple[float, float]:
+def _flops(instr: Instruction, table: Table, program: Program) -> tuple[float, float]:
     """The floating-point operations of one instruction: all, and those of matrix products."""
     if instr.op == "fusion":
         inner = program.computations[instr.callees("calls")[0]]
         parts = [_flops(inside, inner, program) for inside in inner.values()]
         return sum(flops for flops, _ in parts), sum(products for _, products in parts)
     if instr.op == "dot" or (instr.op == "custom-call" and _MATMUL.search(instr.attributes)):
-        product = _dot(instr, table)
-        return product, product
+        return (_dot(instr, table),) * 2
     if instr.op == "convolution":
-        product = _convolution(instr, table)
-        return product, product
+        return (_convolution(instr, table),) * 2
     # One operation per element: of what is reduced, of the updates, of the result.
     if instr.op in ("reduce", "reduce-window"):
         # Operands are the arrays, then as many initial values.
@@ -114,11 +94,10 @@ def _flops(
 
 
 def _num_floating(text: str) -> int:
-    """The number of floating elements of a type."""
-    return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
+    return sum(a.elements for a in arrays(text) if a.floating)
 
 
-def _dot(instr: Instruction, table: dict[str, Instruction]) -> float:
+def _dot(instr: Instruction, table: Table) -> float:
     """Two operations for each element of the result and of the contracted dims."""
     # lhs_contracting_dims={1}, or ["1"] in the configuration of a library call.
     match = re.search(
@@ -129,7 +108,7 @@ def _dot(instr: Instruction, table: dict[str, Instruction]) -> float:
     return 2.0 * next(arrays(instr.type)).elements * math.prod(shape[d] for d in summed)
 
 
-def _convolution(instr: Instruction, table: dict[str, Instruction]) -> float:
+def _convolution(instr: Instruction, table: Table) -> float:
     """Two operations for each product of an input and a weight; padding and holes are free."""
     # dim_labels=b01f_01io->b01f: batch, spatial dims and features of input, kernel and output.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.attributes)
@@ -142,13 +121,12 @@ def _convolution(instr: Instruction, table: dict[str, Instruction]) -> float:
         re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", instr.attributes)
     )
     pairs = 1
-    for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):
-        options = {
-            key: window[key].split("x")[i] if key in window else default
-            for key, default in (("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
-        }
+    for i in range(len(window["size"].split("x")) if "size" in window else 0):
+        stride, holes, spread = (
+            int(window[key].split("x")[i]) if key in window else 1
+            for key in ("stride", "lhs_dilate", "rhs_dilate")
+        )
         low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-        stride, holes, spread = (int(options[k]) for k in ("stride", "lhs_dilate", "rhs_dilate"))
         inputs, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
         outputs = out[labels[3].index(str(i))]
         read = np.arange(outputs)[:, None] * stride - low + np.arange(taps)[None, :] * spread
@@ -163,8 +141,7 @@ def _convolution(instr: Instruction, table: dict[str, Instruction]) -> float:
 # --- Bytes ----------------------------------------------------------------------------------------
 
 
-def _types(instr: Instruction, table: dict[str, Instruction]) -> list[str]:
-    """The types of the operands."""
+def _types(instr: Instruction, table: Table) -> list[str]:
     return [table[name].type for name in instr.operands if name in table]
 
 
@@ -173,8 +150,7 @@ def _copied(part: str, source: str, target: str) -> float:
     return bytes_of(part) * float((main_bytes(source) > 0) + (main_bytes(target) > 0))
 
 
-def _bytes(instr: Instruction, table: dict[str, Instruction], program: Program) -> float:
-    """The bytes that one instruction reads from main memory and writes to it."""
+def _bytes(instr: Instruction, table: Table, program: Program) -> float:
     types = _types(instr, table)
     if instr.op == "fusion":
         name = instr.callees("calls")[0]
@@ -213,7 +189,7 @@ def read_by_fusion(instr: Instruction, operand: str, program: Program) -> float:
     return _read(inner, name, program)
 
 
-def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
+def _read(inner: Table, name: str, program: Program) -> float:
     """The bytes that the users of an instruction read of it: all, unless each one slices it."""
     total = 0.0
     for user in inner.values():
@@ -233,16 +209,13 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
     return total
 
 
-def _written(instr: Instruction, inner: dict[str, Instruction], root: str) -> float:
+def _written(instr: Instruction, inner: Table, root: str) -> float:
     """The bytes that a fusion writes: the update, of an array that it updates in place."""
     names = inner[root].operands if inner[root].op == "tuple" else [root]
     total = 0.0
     for name, target in zip(names, arrays(instr.type), strict=False):
-        if target.space:
-            continue
         source = behind(inner[name], inner)
-        if source.op == "dynamic-update-slice":
-            total += bytes_of(inner[source.operands[1]].type)
-        else:
-            total += target.nbytes
+        in_place = source.op == "dynamic-update-slice"
+        written = bytes_of(inner[source.operands[1]].type) if in_place else target.nbytes
+        total += 0.0 if target.space else written
     return total

@@ -8,6 +8,7 @@ result: gradients and sums.
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from sharding.plan.audit._hlo import (
     Frame,
     Instruction,
     Program,
+    Table,
     arrays,
     behind,
     bytes_of,
@@ -49,8 +51,6 @@ class Permute(NamedTuple):
 
 
 class TickLoop(NamedTuple):
-    """One loop over ticks."""
-
     instr: Instruction  # the loop
     computation: str  # that runs it
     runs: int  # how often it starts in a step
@@ -67,36 +67,31 @@ def tick_loops(
     Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
     ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
     """
-    loops = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
+    loops = list(_sending(Frame(program, program.entry), 1, mesh, axis))
     reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
     return [loop._replace(kept=tuple(reader.kept(loop.instr.name))) for loop in loops]
 
 
 def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[TickLoop]:
     """The loops that permute, of a computation that runs so often, and of its callees."""
-    program = frame.program
     for instr in frame.instructions.values():
-        if instr.op != "while":
-            for name in _callees(instr):
-                arguments = [frame.value(x) for x in instr.operands] if instr.op == "call" else []
-                yield from _sending(Frame(program, name, arguments), runs, mesh, axis)
-            continue
-        body, trips = instr.callees("body")[0], frame.trip_count(instr)
-        inside = Frame(program, body, [frame.invariants(instr)])
-        inner = list(_sending(inside, runs * (trips or 1), mesh, axis))
-        permutes = () if inner else tuple(_permutes(program, body, mesh, axis))
+        loops = instr.op == "while"
+        trips = frame.trip_count(instr) if loops else 1
+        inner = [
+            loop
+            for inside in frame.inside(instr)
+            for loop in _sending(inside, runs * (trips or 1), mesh, axis)
+        ]
         yield from inner
-        if permutes:
-            yield TickLoop(instr, frame.computation, runs, trips, permutes)
+        if loops and not inner:
+            permutes = tuple(_permutes(frame.program, instr.called[0], mesh, axis))
+            if permutes:
+                yield TickLoop(instr, frame.computation, runs, trips, permutes)
 
 
 def _callees(instr: Instruction) -> list[str]:
-    """The computations that an instruction runs once, loops and fusions aside."""
-    if instr.op == "conditional":
-        return instr.branches
-    if instr.op == "call":
-        return instr.callees("to_apply")
-    return instr.callees("calls") if instr.op == "async-start" else []
+    """The computations that an instruction runs once."""
+    return [] if instr.op == "while" else instr.called
 
 
 def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> Iterator[Permute]:
@@ -115,7 +110,7 @@ def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> I
                 yield Permute(tuple(pairs), _source(table, names[0]), sent)
 
 
-def _source(table: dict[str, Instruction], name: str) -> str:
+def _source(table: Table, name: str) -> str:
     """The instruction that made a value, perhaps in a tuple, before it was renamed or cast."""
     instr = table[name]
     while len(instr.operands) == 1 and instr.operands[0] in table:
@@ -125,8 +120,6 @@ def _source(table: dict[str, Instruction], name: str) -> str:
 
 @dataclasses.dataclass(eq=False)
 class _CarryReader:
-    """Reads what loops carry, and where it comes from and goes to."""
-
     program: Program
     loops: dict[str, TickLoop]
     microbatches: int
@@ -168,10 +161,8 @@ class _CarryReader:
     def _scope(self, loop: TickLoop, index: int) -> str:
         """The operation that writes an element; that of the first one, if iterations pass it on."""
         body = loop.instr.callees("body")[0]
-        name = self._root(body).operands[index]
-        if not self._passes(body, name, index):
-            table = self.program.computations[body]
-        else:
+        table, name = self.program.computations[body], self._root(body).operands[index]
+        if self._passes(body, name, index):
             table = self.program.computations[loop.computation]
             name = table[loop.instr.operands[0]].operands[index]
         return self.program.scope(behind(table[name], table, _RENAMES), table)
@@ -181,10 +172,7 @@ class _CarryReader:
     def _made_before(
         self, loop: TickLoop, index: int, array: Array, messages: set[tuple[int, ...]]
     ) -> bool:
-        """Whether an array that iterations only read was kept before.
-
-        It is from an earlier loop over ticks, or has computed activations of every micro-batch.
-        """
+        """Whether it is of an earlier loop, or has computed activations of every micro-batch."""
         table = self.program.computations[loop.computation]
         init = table[loop.instr.operands[0]]
         if init.op != "tuple":
@@ -199,12 +187,11 @@ class _CarryReader:
             return False
         return self._is_computed(table, instr)
 
-    def _is_computed(self, table: dict[str, Instruction], instr: Instruction) -> bool:
+    def _is_computed(self, table: Table, instr: Instruction) -> bool:
         """Whether a value is more than an argument that was moved, cast or gathered."""
         for _ in range(len(table)):
             called = [self.program.computations[name] for name in instr.callees("calls")]
-            inside = [instr, *(inner for computation in called for inner in computation.values())]
-            if any(map(_computes, inside)):
+            if any(map(_computes, itertools.chain([instr], *(x.values() for x in called)))):
                 return True
             operands = [table[name] for name in instr.operands if name in table]
             if not operands:
@@ -216,46 +203,39 @@ class _CarryReader:
 
     @functools.cached_property
     def _users(self) -> dict[tuple[str, str], list[Instruction]]:
-        """Readers of each instruction, by computation and name."""
-        users: dict[tuple[str, str], list[Instruction]] = {}
+        users = collections.defaultdict(list)
         for computation in {loop.computation for loop in self.loops.values()}:
             for instr in self.program.computations[computation].values():
                 for operand in dict.fromkeys(instr.operands):
-                    users.setdefault((computation, operand), []).append(instr)
+                    users[computation, operand].append(instr)
         return users
 
     def _is_read_after(self, name: str, index: int) -> bool:
         """Whether anything but loops over ticks reads an element after the last iteration."""
         computation = self.loops[name].computation
-        if self.program.roots[computation] == name:
-            return True
-        elements = self._users.get((computation, name), [])
-        return any(
+        return self.program.roots[computation] == name or any(
             self._is_read(computation, instr.name)
-            for instr in elements
+            for instr in self._users[computation, name]
             if instr.element in (index, None)
         )
 
     def _is_read(self, computation: str, name: str) -> bool:
-        if self.program.roots[computation] == name:
-            return True
-        for user in self._users.get((computation, name), []):
+        def reads(user: Instruction) -> bool:
             if user.op in _RENAMES:
-                if self._is_read(computation, user.name):
-                    return True
-            elif user.op != "tuple" or self._passes_on(computation, user, name):
+                return self._is_read(computation, user.name)
+            if user.op != "tuple":
                 return True
-        return False
+            # A tuple, unless it hands the value to loops over ticks that drop it.
+            readers = self._users[computation, user.name]
+            indices = [i for i, operand in enumerate(user.operands) if operand == name]
+            return not readers or any(
+                reader.name not in self.loops
+                or any(self._is_read_after(reader.name, i) for i in indices)
+                for reader in readers
+            )
 
-    def _passes_on(self, computation: str, carry: Instruction, name: str) -> bool:
-        """Whether a tuple hands a value to anything but loops over ticks that drop it."""
-        readers = self._users.get((computation, carry.name), [])
-        indices = [i for i, operand in enumerate(carry.operands) if operand == name]
-        return not readers or any(
-            reader.name not in self.loops
-            or any(self._is_read_after(reader.name, i) for i in indices)
-            for reader in readers
-        )
+        root = self.program.roots[computation]
+        return root == name or any(map(reads, self._users[computation, name]))
 
     # --- In the loop ------------------------------------------------------------------------------
 
@@ -265,15 +245,14 @@ class _CarryReader:
         computations = [body]
         for name in computations:
             table = self.program.computations[name]
-            here: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+            sources = []
             for instr in table.values():
                 computations += [callee for callee in _callees(instr) if callee not in computations]
                 if instr.op in ("copy", "copy-start"):
                     source = table[instr.operands[0]]
-                    array = next(arrays(source.type))
-                    if source.op in ("get-tuple-element", "parameter") and not array.space:
-                        here[array.dtype, array.dims] += 1
-            most |= here
+                    if source.op in ("get-tuple-element", "parameter"):
+                        sources.append(next(arrays(source.type)))
+            most |= collections.Counter((x.dtype, x.dims) for x in sources if not x.space)
         return most
 
 
@@ -281,4 +260,4 @@ def _computes(instr: Instruction) -> bool:
     """Whether an instruction computes data: no indices, no single number, no copy."""
     if instr.op not in _COMPUTES and not _KERNEL.search(instr.attributes):
         return False
-    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(instr.type))
+    return any(a.dims and a.floating for a in arrays(instr.type))

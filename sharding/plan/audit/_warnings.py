@@ -1,5 +1,6 @@
 """Likely mistakes in a compiled step, in words."""
 
+import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,7 @@ def warnings_of(
 ) -> list[str]:
     """A sentence for each part of a step that costs more than it should.
 
-    ``buffers`` are the temporaries at the peak; ``source`` is the StableHLO text that the program
-    was compiled from, empty where that is unknown.
+    ``buffers`` are the temporaries at the peak; ``source`` is StableHLO, empty where unknown.
     """
     notes = [*_all_reduced(program, collectives), *_gathered_by_update(collectives)]
     notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
@@ -37,7 +37,6 @@ def warnings_of(
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
-    """State that is not donated, so that the old and the new arrays are in memory at once."""
     doubled = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
     total = sum(argument.nbytes for argument in doubled)
     if total > _SMALL:
@@ -50,7 +49,6 @@ def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
 
 
 def _replicated_state(arguments: Sequence[Argument], num_devices: int) -> Iterator[str]:
-    """Optimizer state that is replicated on every device."""
     state = [a for a in arguments if a.part in ("optimizer state", "master weights")]
     total = sum(argument.nbytes for argument in state)
     replicated = sum(argument.nbytes for argument in state if argument.replicated)
@@ -69,7 +67,6 @@ _PRODUCT = re.compile(
 
 
 def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
-    """Products of float32 matrices in a program whose parameters are narrower."""
     params = [param for param in arguments if param.part == "parameters"]
     narrow = sum(param.nbytes for param in params if param.array.dtype in ("bf16", "f16"))
     if not source or narrow <= sum(param.nbytes for param in params) / 2:
@@ -93,7 +90,6 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
 
 
 def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterator[str]:
-    """All-reduces of which each device uses a shard, so that a reduce-scatter would do."""
     requested = sum(
         sent.wire_bytes
         for sent in collectives
@@ -118,15 +114,15 @@ def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterato
 def _sliced_afterwards(computation: str, program: Program) -> float:
     """Bytes of the all-reduces of one computation of which at most half is read."""
     table = program.computations[computation]
-    users: dict[str, list[Instruction]] = {}
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
     for instr in table.values():
         for operand in instr.operands:
-            users.setdefault(operand, []).append(instr)
+            users[operand].append(instr)
 
     def read(name: str, nbytes: float) -> float:
         """The bytes that are read of an array; infinite where no slice limits them."""
         total = math.inf if name == program.roots[computation] else 0.0
-        for user in users.get(name, []):
+        for user in users[name]:
             if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
                 total += read(user.name, nbytes)
             elif user.op in ("slice", "dynamic-slice"):
@@ -147,14 +143,9 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
 
 
 def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
-    """Full arrays that the optimizer gathers, but for matrices that it sends to their owners."""
-    moved = [
-        sent
-        for sent in collectives
-        if sent.op in ("all-gather", "all-to-all")
-        and phase_of(sent.scope) == "update"
-        and "/by_owner/" not in sent.scope
-    ]
+    gathers = [sent for sent in collectives if sent.op in ("all-gather", "all-to-all")]
+    by_update = [sent for sent in gathers if phase_of(sent.scope) == "update"]
+    moved = [sent for sent in by_update if "/by_owner/" not in sent.scope]  # to their owners
     total = sum(sent.wire_bytes for sent in moved)
     if total > _SMALL:
         dearest = max(moved, key=lambda sent: sent.wire_bytes)
@@ -166,37 +157,28 @@ def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
 
 
 def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
-    """Arrays that a loop over layers saves for the backward pass, layer by layer."""
     loops = [
-        (Frame(program, name, []).trip_count(instr), instr)
+        (Frame(program, name).trip_count(instr), instr)
         for name, table in program.computations.items()
         for instr in table.values()
         if instr.op == "while" and phase_of(instr.scope + "/") == "forward"
     ]
-    for steps, loop in loops:
-        if not steps or steps < 2:
-            continue
+    for steps, loop in ((steps, loop) for steps, loop in loops if steps and steps > 1):
         # Saved: written into an array with a dim for the layers.
         body = program.computations[loop.callees("body")[0]]
         saved = {"gather": 0.0, "forward": 0.0}
         for instr in body.values():
             for i, array in enumerate(arrays(instr.type) if instr.op != "tuple" else ()):
-                changed = changed_in_place(instr, i, program)
-                if changed and array.dims[:1] == (steps,):
-                    phase = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
+                update = changed_in_place(instr, i, program)
+                if update and array.dims[:1] == (steps,):
+                    phase = "gather" if phase_of(update[1].scope) == "gather" else "forward"
                     saved[phase] += array.nbytes
         # The carry from layer to layer has to be saved; jax.checkpoint saves nothing else.
         root = body[program.roots[loop.callees("body")[0]]]
-        carried = max(
-            (
-                array.nbytes
-                for name in root.operands
-                if body[name].op != "get-tuple-element"
-                for array in arrays(body[name].type)
-                if array.dims[:1] != (steps,)
-            ),
-            default=0.0,
-        )
+        changed = (body[name] for name in root.operands)
+        types = (x.type for x in changed if x.op != "get-tuple-element")
+        sizes = (x.nbytes for type in types for x in arrays(type) if x.dims[:1] != (steps,))
+        carried = max(sizes, default=0.0)
         for phase, least, what, remedy in (
             ("gather", 0.0, "gathered parameters", "reshard_after_forward=True"),
             ("forward", 1.5 * steps * carried, "activations", "jax.checkpoint around a layer"),
@@ -210,22 +192,18 @@ def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
 
 
 def _donated_and_copied(program: Program) -> Iterator[str]:
-    """Donated arguments that the program copies."""
     table = program.computations[program.entry]
-    donated = {
-        instr.scope
-        for instr in table.values()
-        if instr.op == "parameter" and int(instr.literal) in program.donated
-    }
+    given = [instr for instr in table.values() if instr.op == "parameter"]
+    donated = {instr.scope for instr in given if int(instr.literal) in program.donated}
     copies = [
-        (max(a.nbytes for a in arrays(instr.type)), copied_argument(instr, table))
+        (max(a.nbytes for a in arrays(instr.type)), name)
         for instr in table.values()
-        if copied_argument(instr, table) in donated
+        if (name := copied_argument(instr, table)) in donated
     ]
     total = sum(nbytes for nbytes, _ in copies)
     if total > _SMALL:
-        dearest = max(copies)[1]
         yield (
             f"{size(total)} of donated arguments are copied ({len(copies)} of them, the largest "
-            f"{dearest}): results that take over their memory are written before they are last read"
+            f"{max(copies)[1]}): results that take over their memory are written before they are "
+            "last read"
         )

@@ -13,13 +13,9 @@ from sharding.plan.audit._hlo import Frame, Instruction, Program, arrays
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 _UNCOUNTED = ("ragged-all-to-all", "collective-broadcast")
-_MEGASCALE = {  # the collectives between TPU slices, as their programs name them
-    "ALL_REDUCE": "all-reduce",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_GATHER": "all-gather",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+# The collectives between TPU slices, as their programs name them.
+_MEGASCALE = {kind.upper().replace("-", "_"): kind for kind in _KINDS}
+_MEGASCALE["ONE_TO_ONE"] = _MEGASCALE.pop("COLLECTIVE_PERMUTE")
 
 
 # A mesh by its axes, ['x'=4,'y'=2]; its devices follow where they are not in order.
@@ -68,47 +64,37 @@ def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
 
 
 def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a compiled program, in program order; see ``wire_bytes``."""
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return collectives_of(Program(text), branches)
+    """Every collective of a compiled program, or of its text, in program order."""
+    choices: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
+    if branches not in choices:
+        raise ValueError(f"branches must be one of {', '.join(choices)}, got {branches!r}.")
+    program = compiled if isinstance(compiled, Program) else Program(compiled)
+    return _collectives_of_frame(Frame(program, program.entry), 1, choices[branches])
 
 
-def collectives_of(program: Program, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a parsed program."""
-    if branches not in _BRANCHES:
-        raise ValueError(f"branches must be one of {', '.join(_BRANCHES)}, got {branches!r}.")
-    return _collectives_of_frame(program, Frame(program, program.entry, []), 1, _BRANCHES[branches])
-
-
-_BRANCHES: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
-
-
-def _collectives_of_frame(
-    program: Program, frame: Frame, count: int, choose: Callable[..., Any]
-) -> list[Collective]:
+def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees."""
+    program = frame.program
     counted: list[Collective] = []
     chains: set[str] = set()
 
-    def inside(name: str, count: int, arguments: list[Any]) -> list[Collective]:
-        return _collectives_of_frame(program, Frame(program, name, arguments), count, choose)
+    def inside(name: str, count: int, arguments: Sequence[Any] = ()) -> list[Collective]:
+        return _collectives_of_frame(Frame(program, name, arguments), count, choose)
 
     for instr in frame.instructions.values():
         if instr.op == "while":
-            carried = [frame.invariants(instr)]
-            body = inside(instr.callees("body")[0], count, carried)
-            condition = inside(instr.callees("condition")[0], count, carried)
-            if body or condition:
-                trips = frame.trip_count(instr)
-                if trips is None:
+            trips, carried = frame.trip_count(instr), [frame.invariants(instr)]
+            for key in ("body", "condition"):  # which runs once more
+                runs = 1 if trips is None else trips + (key == "condition")
+                called = inside(instr.callees(key)[0], count * runs, carried)
+                if called and trips is None:
                     raise ValueError(
                         f"wire bytes were requested, but the program does not say how often the "
                         f"loop %{instr.name} runs: give it a constant trip count, as lax.scan does."
                     )
-                counted += [_repeat(sent, trips) for sent in body if trips]
-                counted += [_repeat(sent, trips + 1) for sent in condition]
+                counted += called if runs else []
         elif instr.op == "conditional":
-            branches = [inside(name, count, []) for name in instr.branches]
+            branches = [inside(name, count) for name in instr.called]
             counted += choose(branches, key=lambda branch: sum(sent.wire_bytes for sent in branch))
         elif instr.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
@@ -134,8 +120,7 @@ def _continues(instr: Instruction, name: str, program: Program, chains: set[str]
     """Whether a fusion continues a collective that an earlier fusion started.
 
     TPU programs split an asynchronous collective into fusions that each repeat it: a start, several
-    ``async_collective_fusion``, and a done. Collectives with a ``chain_id`` in ``chains`` were seen
-    before; the ids of this fusion are added.
+    ``async_collective_fusion``, and a done. The ids of ``chains`` were seen before.
     """
     if instr.op != "fusion":
         return False
@@ -148,9 +133,8 @@ def _continues(instr: Instruction, name: str, program: Program, chains: set[str]
         seen = ids <= chains
         chains |= ids
         return seen
-    return name.startswith("async_collective_fusion") or instr.name.startswith(
-        "async-collective-done"
-    )
+    done = instr.name.startswith("async-collective-done")
+    return done or name.startswith("async_collective_fusion")
 
 
 def collective_op(instr: Instruction) -> str | None:
@@ -162,9 +146,9 @@ def collective_op(instr: Instruction) -> str | None:
         )
     if instr.op == "send":
         if match := re.search(r'_xla_megascale_transfer_type="(\w+)"', instr.attributes):
-            if match[1] not in _MEGASCALE:
-                raise ValueError(f"%{instr.name} is a transfer of unknown type {match[1]}.")
-            return _MEGASCALE[match[1]]
+            if kind := _MEGASCALE.get(match[1]):
+                return kind
+            raise ValueError(f"%{instr.name} is a transfer of unknown type {match[1]}.")
         return None if "is_host_transfer=true" in instr.attributes else "collective-permute"
     return op if op in _KINDS else None
 
@@ -195,7 +179,7 @@ def _measure(op: str, instr: Instruction, frame: Frame, count: int) -> Collectiv
         elements=shards * sum(array.elements for array in sent),
         group_size=size,
         runs=count,
-        wire_bytes=count * share * payload,
+        wire_bytes=count * (share * payload),
         across_slices=across and "megascale" in instr.attributes,
         scope=instr.scope or _scope_of_operand(op, instr, frame),
         groups=tuple(groups),
@@ -203,19 +187,14 @@ def _measure(op: str, instr: Instruction, frame: Frame, count: int) -> Collectiv
 
 
 def _scope_of_operand(op: str, instr: Instruction, frame: Frame) -> str:
-    """The scope of a collective that XLA left without one, such as those between slices.
-
-    A sum has that of its operand. A gather has none: the operand's says nothing of its purpose.
-    """
+    """The scope of a collective that XLA left without one, such as those between slices."""
+    # A sum has that of its operand. A gather has none: the operand's says nothing of its purpose.
     scope = "" if op == "all-gather" else frame.program.scope(instr, frame.instructions)
     return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
 def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
-    """The groups of a collective, from each notation of HLO; pairs of a permute.
-
-    Collectives between TPU slices have groups of slices, not of devices.
-    """
+    """The groups of a collective, from each notation of HLO; pairs of a permute."""
     # {{0,1},{1,2}}: source and target.
     if match := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
         pairs = re.findall(r"\{(\d+),(\d+)\}", match[1])
@@ -233,7 +212,7 @@ def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
         rf"replica_groups={_MESH}(?:, device_ids=\((.*?)\)(?= \{{))? \{{([^}}]*)\}}", attributes
     ):
         return _groups_of_mesh(match[1], match[2], match[3])
-    # Between slices: {0,1}x..., or a pair.
+    # Between slices groups of slices, not of devices: {0,1}x..., or a pair.
     if match := re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes):
         return [_ints(match[1])]
     if match := re.search(r"_xla_megascale_target=\{+([\d,]+)(?:->([\d,]+))?", attributes):
@@ -294,9 +273,3 @@ def _ints(text: str) -> tuple[int, ...]:
 
 def _rows(ids: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in ids.tolist()]
-
-
-def _repeat(collective: Collective, times: int) -> Collective:
-    return collective._replace(
-        runs=collective.runs * times, wire_bytes=collective.wire_bytes * times
-    )

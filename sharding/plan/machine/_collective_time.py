@@ -57,14 +57,9 @@ def collective_seconds(
     All-reduces take twice that, or less where a switch sums. Latency is that of a ring: a hop for
     each device of a node or axis, and one for each node.
 
-    Args:
-      operation: its kind.
-      nbytes: of the full array of a gather, scatter or reduction; of one device's operand of an
-        all-to-all or a permute.
-      group: the devices.
-      device: their kind.
-      ideal: whether links send at their peak, without latency, a lower bound. Over h nodes that
-        gathers in both levels at once: b max((g - 1) / g / W, (h - 1) / h / (g W_network)).
+    ``nbytes`` are those of the full array; of an all-to-all or a permute, of one device's operand.
+    ``ideal`` links send at their peak, without latency, a lower bound. Over h nodes that gathers in
+    both levels at once: b max((g - 1) / g / W, (h - 1) / h / (g W_network)).
 
     Raises:
       ValueError: the operation is unknown, or the group needs a network that the kind lacks.
@@ -83,7 +78,7 @@ def collective_seconds(
         return 0.0
     if isinstance(group, TorusGroup):
         return _over_torus(operation, nbytes, group, device, reached)
-    return _over_nodes(operation, nbytes, group, device, reached, hierarchical=ideal)
+    return _over_nodes(operation, nbytes, group, device, reached, ideal)
 
 
 def _ideal(reached: Achieved) -> Achieved:
@@ -111,22 +106,16 @@ def _over_nodes(
     group: NodeGroup,
     device: DeviceKind,
     reached: Achieved,
-    *,
     hierarchical: bool,
 ) -> float:
-    inside, nodes = min(group.inside, group.size), group.nodes
-    link = device.link * reached.link
+    inside, nodes, link = min(group.inside, group.size), group.nodes, device.link * reached.link
+    network = _network(device, reached) if nodes > 1 else math.inf
+    last_hop = reached.network_hop if nodes > 1 else reached.link_hop  # to the next node, or around
     if operation == "permute":
-        if nodes == 1:
-            return reached.start + reached.link_hop + nbytes / link
-        return reached.start + reached.network_hop + nbytes / _network(device, reached)
+        return reached.start + last_hop + nbytes / (link if nodes == 1 else network)
     full = nbytes + math.sqrt(reached.ramp * nbytes)
-    # Latency: the last hop in a node is to the first device of the next one.
-    if nodes > 1:
-        hops = nodes * ((inside - 1) * reached.link_hop + reached.network_hop)
-        network = _network(device, reached)
-    else:
-        hops, network = inside * reached.link_hop, math.inf
+    between = nodes * ((inside - 1) * reached.link_hop + last_hop)
+    hops = between if nodes > 1 else inside * last_hop
     if operation == "all-to-all":
         within = full * (inside - 1) / group.size / link
         return reached.start + hops + max(within, full * (1 - inside / group.size) / network)
@@ -199,9 +188,8 @@ class Machine:
     def groups(self, sizes: tuple[int, ...]) -> list[Group]:
         """One group for each kind of parallelism, the first over the nearest devices.
 
-        In nodes, groups of the first size are neighbours, those of the second are as far from each
-        other as the first is large, and so on. In a torus each takes axes of its size, or a part of
-        an axis, whose ends are then not joined; the last one takes the slices.
+        In a torus each takes axes of its size, or a part of an axis, whose ends are then not
+        joined; the last one takes the slices.
 
         Raises:
           ValueError: the product of the sizes is not the number of devices.

@@ -72,9 +72,7 @@ _KINDS = (
     _tpu_kind("v5p", 95 * _GIB, 2765, 459, 1200 / 2, 50 / 8, 16, num_links=6),
     _tpu_kind("v6e", 32 * _GIB, 1640, 918, 800 / 2, 800 / 8 / 8, 32, num_links=4),
     # jax shows a chip as two devices, each with half of it.
-    _tpu_kind(
-        *("tpu7x", 192 / 2 * _GIB, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, None), num_links=6
-    ),
+    _tpu_kind("tpu7x", 96 * _GIB, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, None, num_links=6),
     _kind("a100-40", 40e9, 1555, 312, 600 / 2, 200 / 8, 32, source=_A100),
     _kind("a100-80", 80e9, 2039, 312, 600 / 2, 200 / 8, 32, source=_A100),
     _kind("l40s", 48e9, 864, 362.05, 64 / 2, None, 32, source="NVIDIA L40S data sheet"),
@@ -89,10 +87,10 @@ _KINDS = (
     _kind("mi300x", 192e9, 5300, 1307.4, 7 * 128 / 2, None, 64, source=_AMD, num_links=7),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-# jax's names that differ from the kind's.
-_OF_JAX = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
-# Drivers' names that differ from the kind's; other forms of these GPUs have other figures.
-_OF_DRIVERS = {
+# Names of jax and of drivers that differ from the kind's; other forms of these GPUs have other
+# figures.
+_OTHER_NAMES = {
+    **{r"v5 lite": "v5e", r"v5": "v5p", r"v6 lite": "v6e"},
     r"a100-sxm4-(40|80)gb": r"a100-\1",
     r"h100 80gb hbm3": "h100",
     r"h100 pcie": "h100-pcie",
@@ -101,16 +99,13 @@ _OF_DRIVERS = {
 
 
 def kind_of(name: str) -> DeviceKind | None:
-    """The kind of a target such as ``"v5e:4x4"``, or of a ``jax.Device.device_kind``.
-
-    None where its figures are unknown, as for a CPU.
+    """The kind of a target or a ``jax.Device.device_kind``; None if unknown, as for a CPU.
 
     >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
     ('h200', 'a100-80', None)
     """
-    text = _OF_JAX.get(name.lower(), name.lower())
-    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", text)
-    for pattern, kind in _OF_DRIVERS.items():
+    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", name.lower())
+    for pattern, kind in _OTHER_NAMES.items():
         text = re.sub(f"^{pattern}$", kind, text)
     match = re.fullmatch(rf"({'|'.join(KINDS)})(x\d+|:.*)?", text)
     return KINDS[match[1]] if match else None
@@ -168,27 +163,20 @@ class Achieved:
 _RING = 345 / 450
 # PCIe of 16 lanes: 88 % one way.
 _PCIE = Achieved(0.80, 0.88, _BEKMAN)
+_A100_ACHIEVED = Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
 
 
 def _tpu(usable: float, nominal: float) -> Achieved:
-    """A TPU: 95 % of a link's usable bandwidth; 1 us a hop; 10 us over the network.
-
-    No share of matrix products is published; it is taken as 1.
-    """
-    return Achieved(
-        *(1.0, 0.95 * usable / nominal, _SCALING), kernel=0.0, link_hop=1e-6, network_hop=10e-6
-    )
+    """95 % of a link's usable bandwidth, 1 us a hop, 10 us over the network; all of products."""
+    link = 0.95 * usable / nominal
+    return Achieved(1.0, link, _SCALING, kernel=0.0, link_hop=1e-6, network_hop=10e-6)
 
 
 _OF_KIND = {
     "v4": _tpu(45, 45),
     "v5e": _tpu(45, 50),
-    "v5p": _tpu(90, 100),
-    "v6e": _tpu(90, 100),
-    "tpu7x": _tpu(90, 100),
-    **dict.fromkeys(
-        ("a100-40", "a100-80"), Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
-    ),
+    **dict.fromkeys(("v5p", "v6e", "tpu7x"), _tpu(90, 100)),
+    **dict.fromkeys(("a100-40", "a100-80"), _A100_ACHIEVED),
     "h100": Achieved(0.80, _RING, f"{_BEKMAN}; {_AUTOPARALLEL}", all_reduce=267 / 450),
     "h200": Achieved(0.80, 366 / 450, _BEKMAN, all_reduce=473 / 1.75 / 450),
     "b200": Achieved(0.78, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6),
@@ -198,10 +186,5 @@ _OF_KIND = {
 
 
 def achieved(device: DeviceKind) -> Achieved:
-    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe.
-
-    >>> from sharding.plan import kind_of
-    >>> round(achieved(kind_of("a100-80")).typical_matmul, 2)
-    0.74
-    """
+    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe."""
     return _OF_KIND.get(device.name, _PCIE)

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.plan.machine._devices import KINDS
 
-__all__ = ["Target", "gpus", "mesh", "parse", "topology"]
+__all__ = ["Target", "mesh", "parse", "topology"]
 __dir__ = __all__.copy
 
 # Options of the topology that make one device per chip, where that is not the default.
@@ -73,13 +73,12 @@ class Target(NamedTuple):
     @property
     def mesh_axes(self) -> dict[str, int]:
         """Axes that suit its links: those of the torus, after one of slices or hosts."""
-        if self.kind not in _TPUS:
-            inner = {"data": self.shape[0] // self.groups}
-            return {"host": self.groups, **inner} if self.groups > 1 else inner
-        inner = {name: n for name, n in zip("xyz", self.shape, strict=False) if n > 1} or {"x": 1}
-        if self.kind in _CORES:
-            inner["core"] = _CORES[self.kind]
-        return {"slice": self.groups, **inner} if self.groups > 1 else inner
+        outer, inner = "host", {"data": self.shape[0] // self.groups}
+        if self.is_torus:
+            named = zip("xyz", self.shape, strict=False)
+            outer, inner = "slice", {name: n for name, n in named if n > 1} or {"x": 1}
+        inner |= {"core": _CORES[self.kind]} if self.kind in _CORES else {}
+        return {outer: self.groups, **inner} if self.groups > 1 else inner
 
 
 def parse(name: str, *, other_gpus: bool = False) -> Target:
@@ -95,8 +94,15 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     """
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
-    if match := re.fullmatch(rf"({'|'.join((*_GPUS, *_PLANNED))})x([1-9]\d*)", name):
-        return gpus(name, match[1], int(match[2]))
+    if match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name):
+        kind, num = match[1], int(match[2])
+        if other_gpus or kind in (*_GPUS, *_PLANNED):
+            host = KINDS[kind].node_size if kind in KINDS else 8
+            if num > host and num % host:
+                raise ValueError(
+                    f"{name!r}: more GPUs than one host's must be a multiple of {host}."
+                )
+            return Target(kind, (num,), max(1, num // host))
     tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
     if match := re.fullmatch(tpus, name):
         shape = tuple(int(size) for size in match[2].split("x"))
@@ -104,28 +110,14 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
             known = ", ".join("x".join(map(str, sizes)) for sizes in _SHAPES[match[1]])
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
         return Target(match[1], shape, int(match[3] or 1))
-    if other_gpus and (match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name)):
-        return gpus(name, match[1], int(match[2]))
     raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
 
 
-def gpus(name: str, kind: str, num: int) -> Target:
-    """A number of GPUs of one kind, known or not, in full hosts."""
-    host = KINDS[kind].node_size if kind in KINDS else 8
-    if num > host and num % host:
-        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}.")
-    return Target(kind, (num,), max(1, num // host))
-
-
 def topology(name: str) -> list[jax.Device]:
-    """The devices of a target, for compiling only (those of ``cpu:n`` run too).
+    """The devices of a target in jax's order, for compiling only (those of ``cpu:n`` run too).
 
-    Args:
-      name: generation and shape of a TPU slice, ``"v5e:4x4"``; of several, ``"v5e:4x4*2"``; kind
-        and number of GPUs, ``"h200x8"``; or a number of virtual CPU devices, ``"cpu:8"``.
-
-    Returns:
-      The devices, in jax's order. ``mesh`` puts them into an order that suits their links.
+    ``name`` is generation and shape of a TPU slice, ``"v5e:4x4"``; of several, ``"v5e:4x4*2"``;
+    kind and number of GPUs, ``"h200x8"``; or a number of virtual CPU devices, ``"cpu:8"``.
 
     Raises:
       ValueError: the target is unknown, or its compiler is not installed.
@@ -135,26 +127,27 @@ def topology(name: str) -> list[jax.Device]:
     """
     target = parse(name)
     if target.kind == "cpu":
-        return _cpus(name, target.num_devices)
+        devices, num = jax.devices("cpu"), target.num_devices
+        if len(devices) < num:
+            raise ValueError(
+                f"{name!r} was requested, {len(devices)} CPU devices were found; set "
+                f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
+            )
+        return devices[:num]
     if not target.compiles:
         raise ValueError(
             f"{name!r} can be planned, not compiled for; targets to compile for are CPUs, TPUs "
             f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})."
         )
-    if target.kind in _GPUS:
-        return _gpus(name, target)
-    return _tpus(name, target)
+    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
+    return _gpus(name, target) if target.kind in _GPUS else _tpus(name, target)
 
 
 def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """A mesh of Auto axes over a target, in a device order that suits its links.
+    """A mesh of Auto axes over all devices of a target, in an order that suits its links.
 
     Over several slices the first axis runs across them, and its size is a multiple of their number.
-
-    Args:
-      name: the target, as in ``topology``.
-      shape: the size of each mesh axis; the product is the number of devices.
-      axis_names: their names.
 
     Raises:
       ValueError: as ``topology``; or the shape does not fit the devices.
@@ -179,32 +172,12 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
             f"{slices} slices."
         )
     else:
-        grid = mesh_utils.create_hybrid_device_mesh(
-            (shape[0] // slices, *shape[1:]),
-            (slices, *[1] * (len(shape) - 1)),
-            devices,
-            allow_split_physical_axes=True,
-        )
+        sizes = (shape[0] // slices, *shape[1:]), (slices, *[1] * (len(shape) - 1))
+        grid = mesh_utils.create_hybrid_device_mesh(*sizes, devices, allow_split_physical_axes=True)
     return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _cpus(name: str, num: int) -> list[jax.Device]:
-    devices = jax.devices("cpu")
-    if len(devices) < num:
-        raise ValueError(
-            f"{name!r} was requested, {len(devices)} CPU devices were found; set "
-            f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
-        )
-    return devices[:num]
-
-
-def _find_compilers() -> None:
-    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
-    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
-
-
 def _tpus(name: str, target: Target) -> list[jax.Device]:
-    _find_compilers()
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}.")
     # No query of a metadata server; two processes may compile at once.
@@ -223,7 +196,6 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
 
 
 def _gpus(name: str, target: Target) -> list[jax.Device]:
-    _find_compilers()
     layout = f"1x{target.groups}x{target.num_devices // target.groups}"
     try:
         return topologies.get_topology_desc(

@@ -101,29 +101,24 @@ def layer_costs(
     efficiency: float = 0.5,
     tensor: int = 1,
 ) -> list[LayerCost]:
-    """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
+    """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
     The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, the backward pass twice
     that, and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
-
     Activations are those that the vector-Jacobian product of the layer's code stores, without its
     parameters; attention materializes its scores. What is computed again is a temporary of the
-    backward pass. Devices that share a layer (``Decoder.specs``) each have its input and the sums
-    of its products; heads, scores, hidden values and logits are divided.
+    backward pass. A tied embedding counts as parameters of the head, too.
 
     Args:
       model: one of ``MODELS``.
       device: its peak figures.
       batch: sequences in a micro-batch.
-      length: tokens of a sequence; as the model has it where it is None.
+      length: tokens of a sequence; None: the model's.
       dtype: of parameters and activations.
       recompute: whether each layer stores its input only; or the name of a preset of MaxText, such
         as ``"minimal"``, whose values it stores, too.
       efficiency: the share of the peak that is reached, in (0, 1].
-      tensor: devices that share each layer; costs are those of one of them.
-
-    Returns:
-      ``model.layers + 2`` costs. A tied embedding counts as parameters of the head, too.
+      tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
 
     Raises:
       ValueError: the efficiency is out of range, or so many devices cannot share the model.

@@ -48,7 +48,6 @@ class KernelSeconds(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.matmul + self.elementwise + self.overhead
 
     def __add__(self, other: "KernelSeconds") -> "KernelSeconds":  # type: ignore[override]
@@ -64,8 +63,6 @@ class KernelSeconds(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """One layer, for one micro-batch."""
-
     forward: KernelSeconds  # its forward pass
     backward: KernelSeconds  # its backward pass, without recomputation
     weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
@@ -76,11 +73,7 @@ class LayerWork(NamedTuple):
 
 
 class Roofline:
-    """Seconds of operations on a device.
-
-    If ``ideal``, matrix products take their operations at the peak, and all else nothing: a lower
-    bound of any implementation.
-    """
+    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak."""
 
     def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
         reached: Achieved = achieved(device)
@@ -120,17 +113,11 @@ def layer_work(
     """The time of one layer on one of ``tensor`` devices that share it.
 
     Matrix products take their operations at the typical share of the peak, or the reading of their
-    operands, whichever is longer. Element-wise passes take their bytes, in 16 bits: each norm reads
-    and writes the residual stream, a branch is added to it (with dropout), the activation reads the
-    hidden values once and writes them, queries, keys, values and their result change layout once.
-    Materialized scores are read and written by a softmax, and by dropout. Backward passes read the
+    operands, whichever is longer. Element-wise passes take their bytes, in 16 bits: norms and
+    residuals of the stream, with dropout; the activation; a change of layout of queries, keys,
+    values and their result; softmax and dropout of materialized scores. Backward passes read the
     inputs and the gradients of the same operations. With ``sequence_parallel`` norms and residuals
     are shared, too.
-
-    >>> from sharding.plan import MODELS, kind_of
-    >>> work = layer_work(MODELS["llama2-7b"], kind_of("h100"), microbatch=1, length=4096)
-    >>> round(1e3 * work.forward.matmul, 2), round(1e3 * work.forward.elementwise, 2)
-    (3.22, 1.0)
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
@@ -164,33 +151,20 @@ def layer_work(
     forward += unit.passes(heads * 2 * _ITEM, 4)
     backward += unit.passes(heads * 2 * _ITEM, 4)
 
-    core, core_backward = _attention(model, unit, microbatch, length, tensor, implementation)
-    # Of fused attention nothing is spared.
-    products["context"] = KernelSeconds()
-    if implementation.attention == "materialized":
-        heads = microbatch * model.heads / tensor
-        products["context"] = unit.matmul(length, length, model.queries // model.heads, heads)
-    return LayerWork(forward + core, backward + core_backward, weight, core, products)
-
-
-def _attention(
-    model: Decoder,
-    unit: Roofline,
-    microbatch: int,
-    length: int,
-    tensor: int,
-    implementation: Implementation,
-) -> tuple[KernelSeconds, KernelSeconds]:
-    """Scores, softmax and the product with the values: forward, and backward."""
-    head, heads = model.queries // model.heads, microbatch * model.heads / tensor
+    # Attention: scores, softmax and the product with the values.
+    head, num_heads = model.queries // model.heads, microbatch * model.heads / tensor
+    scores = num_heads * length * length
     if implementation.attention == "fused":
-        flops = 4.0 * heads * length * length * head / 2  # half of the pairs is masked
-        return unit.fused_attention(flops), unit.fused_attention(_FUSED_BACKWARD * flops)
-    products = unit.matmul(length, head, length, heads) + unit.matmul(length, length, head, heads)
-    scores = heads * length * length
-    dropout = 2 * _ITEM + _MASK if implementation.dropout else 0
-    forward = products + unit.passes(scores * (2 * _ITEM + dropout), 2)
-    return forward, products * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
+        products["context"] = KernelSeconds()  # nothing is spared
+        flops = 4.0 * scores * head / 2  # half of the pairs is masked
+        core, core_backward = (unit.fused_attention(n * flops) for n in (1, _FUSED_BACKWARD))
+    else:
+        products["context"] = unit.matmul(length, length, head, num_heads)
+        both = unit.matmul(length, head, length, num_heads) + products["context"]
+        dropout = 2 * _ITEM + _MASK if implementation.dropout else 0
+        core = both + unit.passes(scores * (2 * _ITEM + dropout), 2)
+        core_backward = both * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
+    return LayerWork(forward + core, backward + core_backward, weight, core, products)
 
 
 @functools.lru_cache(maxsize=4096)

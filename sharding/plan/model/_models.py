@@ -55,47 +55,37 @@ class Decoder:
     def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
         """Parameters of one dtype."""
 
-        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
             name = str(path[-1].key)
-            if name == "scale":
-                return jnp.ones(shape, dtype)
-            if name.endswith("bias"):
-                return jnp.zeros(shape, dtype)
-            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+            if name == "scale" or name.endswith("bias"):
+                return jnp.full(x.shape, float(name == "scale"), dtype)
+            return 0.02 * jax.random.normal(jax.random.key(0), x.shape, dtype)
 
-        return jax.tree_util.tree_map_with_path(draw, self._shapes(), is_leaf=_is_shape)
+        return jax.tree_util.tree_map_with_path(draw, self.abstract(dtype))
 
     def _shapes(self) -> dict[str, Any]:
-        """Shapes of the parameters."""
-        width = self.width
-        layer: dict[str, Any] = {
-            "attention_norm": _norm_shapes(width, self.biased),
+        width, hidden, gated, biased = self.width, self.hidden, self.gated, self.biased
+        norm = {"scale": (width,)} | ({"bias": (width,)} if biased else {})
+        matrices: dict[str, tuple[int, ...]] = {
             "query": (width, self.queries),
             "key": (width, self.keys),
             "value": (width, self.keys),
             "out": (self.queries, width),
-            "mlp_norm": _norm_shapes(width, self.biased),
-            "up": (width, self.hidden),
-            "down": (self.hidden, width),
+            "up": (width, hidden),
+            "down": (hidden, width),
+            **({"gate": (width, hidden)} if gated else {}),
         }
-        if self.gated:
-            layer["gate"] = (width, self.hidden)
-        if self.biased:
-            layer |= {f"{name}_bias": s[1:] for name, s in layer.items() if _is_shape(s)}
+        biases = {f"{name}_bias": shape[1:] for name, shape in matrices.items() if biased}
+        layer: Any = {"attention_norm": norm, "mlp_norm": norm, **matrices, **biases}
         if self.scan:
-            layers: Any = jax.tree.map(lambda s: (self.layers, *s), layer, is_leaf=_is_shape)
-        else:
-            layers = [layer] * self.layers
-        shapes = {
+            layer = jax.tree.map(lambda s: (self.layers, *s), layer, is_leaf=_is_shape)
+        return {
             "embed": (self.vocabulary, width),
-            "layers": layers,
-            "norm": _norm_shapes(width, self.biased),
+            "layers": layer if self.scan else [layer] * self.layers,
+            "norm": norm,
+            **({"positions": (self.length, width)} if biased else {}),
+            **({} if self.tied else {"unembed": (width, self.vocabulary)}),
         }
-        if self.biased:
-            shapes["positions"] = (self.length, width)
-        if not self.tied:
-            shapes["unembed"] = (width, self.vocabulary)
-        return shapes
 
     def abstract(self, dtype: Any = jnp.float32, shards: int = 1) -> dict[str, Any]:
         """The parameters' shapes and dtypes; those of one of ``shards`` devices, as ``specs`` says.
@@ -110,8 +100,7 @@ class Decoder:
 
         def of_device(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             entries = itertools.zip_longest(x.shape, spec)
-            shape = tuple(size // shards if entry else size for size, entry in entries)
-            return jax.ShapeDtypeStruct(shape, x.dtype)
+            return x.update(shape=tuple(n // shards if entry else n for n, entry in entries))
 
         return params if shards == 1 else jax.tree.map(of_device, params, self.specs(shards=shards))
 
@@ -119,10 +108,9 @@ class Decoder:
         """Partition specs of the parameters, for devices that share each layer as in Megatron-LM.
 
         Queries, keys and values are sharded by heads, the MLP by its hidden values, the embedding
-        and the output matrix by tokens. The rest is replicated, and so is the residual stream: the
-        products with ``out`` and ``down`` are summed over the devices.
-
-        Tables whose tokens the ``shards`` devices of the axis do not divide are left unsharded.
+        and the output matrix by tokens, if the ``shards`` devices of the axis divide these. The
+        rest is replicated, and so is the residual stream: the products with ``out`` and ``down``
+        are summed over the devices.
 
         Raises:
           ValueError: the devices cannot share heads or hidden values equally.
@@ -133,8 +121,8 @@ class Decoder:
         [('model',), (None, 'model'), (None, 'model')]
 
         References:
-          Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro: Megatron-LM: Training Multi-Billion
-          Parameter Language Models Using Model Parallelism, 2019, arXiv 1909.08053, section 3.
+          Shoeybi et al.: Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+          Parallelism, 2019, arXiv 1909.08053, section 3.
         """
         for name in ("heads", "kv_heads", "hidden"):
             if getattr(self, name) % shards:
@@ -256,10 +244,8 @@ class Decoder:
     ) -> Callable[..., Any]:
         """The mean cross entropy of the next token, ``loss(params, tokens)``.
 
-        Args:
-          layer: replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
-          stack: replaces the loop over layers: ``stack(params, x)`` with stacked parameters, such
-            as ``remat.plan(...).apply(zero)``.
+        ``layer`` replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``; ``stack``
+        the loop over stacked layers: ``stack(params, x)``, such as ``remat.plan(...).apply(zero)``.
         """
         layer = layer or self.apply_layer
 
@@ -294,10 +280,6 @@ def _is_shape(x: Any) -> bool:
     return isinstance(x, tuple)
 
 
-def _norm_shapes(width: int, biased: bool) -> dict[str, tuple[int, ...]]:
-    return {"scale": (width,), "bias": (width,)} if biased else {"scale": (width,)}
-
-
 def _rotate(x: jax.Array) -> jax.Array:
     """Rotary positions; ``x`` is (batch, length, ..., head)."""
     half = x.shape[-1] // 2
@@ -314,7 +296,6 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def gpt2(layers: int, width: int, heads: int) -> Decoder:
-    """A model of GPT-2's shape."""
     return Decoder(
         layers, width, heads, heads, 4 * width, 50257, 1024, gated=False, tied=True, biased=True
     )

@@ -31,19 +31,13 @@ PARTLY = (
 
 
 def saved_parts(recompute: str) -> tuple[str, ...]:
-    """The keys of ``SAVED_PARTS`` whose results are saved.
-
-    >>> saved_parts("save_dot_except_mlp")
-    ('qkv', 'out')
-    """
+    """The keys of ``SAVED_PARTS`` whose results are saved."""
     return tuple(part for part, name in SAVED_PARTS.items() if name in PRESETS[recompute][0])
 
 
 def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
-    """Elements that a layer stores beside its input, for one token, on one of ``tensor`` devices.
-
-    The output of attention is summed over the devices, and each has all of it.
-    """
+    """Elements that a layer stores beside its input, for a token, on one of ``tensor`` devices."""
+    # The output of attention is summed over the devices, and each has all of it.
     elements = {part: x.number * x.columns for part, x in model.matrices.items()}
     elements["context"] = model.queries
     return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))
@@ -55,15 +49,8 @@ def attention_flops(model: Decoder, length: int) -> float:
 
 
 def flops_again(model: Decoder, recompute: str, length: int) -> float:
-    """Operations of matrix products that a backward pass computes again, for a token and layer.
-
-    Scores are always computed again; the last product of a layer never is, since nothing reads its
-    result.
-
-    >>> from sharding.plan import MODELS
-    >>> [flops_again(MODELS["llama2-7b"], name, 2048) // 1e6 for name in ("full", "minimal")]
-    [348.0, 33.0]
-    """
+    """Operations of matrix products that a backward pass computes again, for a token and layer."""
+    # Scores always are; the last product of a layer never is, since nothing reads its result.
     scores = attention_flops(model, length) / 2
     again = {part: 2.0 * math.prod(x) for part, x in model.matrices.items() if part != "down"}
     again["context"] = scores

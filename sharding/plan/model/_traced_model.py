@@ -4,7 +4,7 @@ import dataclasses
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -43,12 +43,10 @@ class Work(NamedTuple):
         return Work(*map(operator.sub, self, other))
 
     def times(self, count: int) -> "Work":
-        """The work of ``count`` runs."""
         return Work(*(value * count for value in self))
 
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
-    """The work of a function; arguments may be abstract."""
     return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
 
 
@@ -83,7 +81,6 @@ def work_of_equation(
 
 
 def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
-    """The work of a traced function."""
     total = Work(0.0, 0.0)
     for eqn in jaxpr.eqns:
         operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
@@ -102,19 +99,15 @@ def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     """The types of what the matrix products of a function read and write, without parameters."""
     traced = jax.make_jaxpr(fn)(params, *args).jaxpr
     own = traced.invars[: len(jax.tree.leaves(params))]
-    return [var.aval for var in _operands_of_products(traced) if var not in own]
 
+    def touched(jaxpr: Jaxpr) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            for inner in inner_jaxprs(eqn):
+                yield from touched(inner)
+            if eqn.primitive.name == "dot_general":
+                yield from (var for var in (*eqn.invars, *eqn.outvars) if not hasattr(var, "val"))
 
-def _operands_of_products(jaxpr: Jaxpr) -> list[Any]:
-    """The variables that matrix products read and write, each once; not literals."""
-    operands: dict[Any, None] = {}
-    for eqn in jaxpr.eqns:
-        for inner in inner_jaxprs(eqn):
-            operands |= dict.fromkeys(_operands_of_products(inner))
-        if eqn.primitive.name == "dot_general":
-            variables = (*eqn.invars, *eqn.outvars)
-            operands |= dict.fromkeys(v for v in variables if not hasattr(v, "val"))
-    return list(operands)
+    return [var.aval for var in dict.fromkeys(touched(traced)) if var not in own]
 
 
 _Layer = Callable[..., Any]
@@ -142,20 +135,18 @@ class TracedModel:
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from sharding.plan import TracedModel, search
-      >>> def apply_layer(w, x):
-      ...     return x + jnp.tanh(x @ w)
       >>> def make_loss(layer):
       ...     def loss(params, x):
       ...         y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
-      ...         return jnp.mean((y @ params["out"]) ** 2)
+      ...         return jnp.mean(y**2)
       ...     return loss
-      >>> def init(dtype):
-      ...     layers = jnp.zeros((16, 4096, 4096), dtype)
-      ...     return {"layers": layers, "out": jnp.zeros((4096, 8), dtype)}
-      >>> example = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
-      >>> model = TracedModel(init, apply_layer, make_loss, example)
-      >>> found = search(model, optax.adamw(1e-3), "h100x8", sequences=2**15)
-      >>> found.best.plan.pipe
+      >>> model = TracedModel(
+      ...     init=lambda dtype: {"layers": jnp.zeros((16, 4096, 4096), dtype)},
+      ...     apply_layer=lambda w, x: x + jnp.tanh(x @ w),
+      ...     make_loss=make_loss,
+      ...     example=jax.ShapeDtypeStruct((4096,), jnp.bfloat16),
+      ... )
+      >>> search(model, optax.adamw(1e-3), "h100x8", sequences=2**15).best.plan.pipe
       1
     """
 
@@ -200,13 +191,7 @@ class TracedModel:
         return float(max(layers, default=0)), float(num_bytes(outside))
 
     def traced(self, size: int, dtype: Any, recompute: str) -> Traced:
-        """What a micro-batch of some examples computes and stores.
-
-        Args:
-          size: examples of one device.
-          dtype: of the parameters.
-          recompute: ``"none"``, ``"full"``, or a preset.
-        """
+        """What a micro-batch of one device computes and stores; parameters are of a dtype."""
         layer = self._layer(recompute)
         loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
         work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
@@ -221,10 +206,9 @@ class TracedModel:
         return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
 
     def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
-        """Temporaries of the backward pass of a layer: the gradient of the largest array.
-
-        Where it is computed again, also what products read and write, without what is saved.
-        """
+        """Bytes of temporaries of the backward pass of a layer."""
+        # The gradient of the largest array; where it is computed again, also what products read and
+        # write, without what is saved.
         if recompute == "none":
             return max(map(num_bytes, stored_by(self.apply_layer, *call)), default=0)
         products = products_of(self.apply_layer, *call)

@@ -27,7 +27,6 @@ class ChosenPlan:
 
     @property
     def lossy(self) -> bool:
-        """Whether it approximates the step of the transformation."""
         return self.plan.lossy
 
     @property
@@ -56,9 +55,7 @@ class ChosenPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        names = ("tokens_per_second", "lossy")
-        figures = {name: getattr(self, name) for name in names}
+        figures = {"tokens_per_second": self.tokens_per_second, "lossy": self.lossy}
         return dataclasses.asdict(self) | {"seconds": self.seconds.to_dict()} | figures
 
 
@@ -67,11 +64,7 @@ COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
 
 
 def cells(plan: ParallelPlan) -> tuple[str, ...]:
-    """A plan in the cells of a table, under ``PLAN_COLUMNS``.
-
-    >>> cells(ParallelPlan(data=64, tensor=4, stage=3, replicas=8, microbatches=2, offload=True))
-    ('3: 8 x 8, host', '4', '-', '2 of 1', 'input')
-    """
+    """A plan in the cells of a table, under ``PLAN_COLUMNS``."""
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
     zero += ", spread" if plan.spread else ""
@@ -104,12 +97,12 @@ def short(plan: ParallelPlan) -> str:
         replicas += " that share the state" if plan.spread else ""
         words.append(f"stage {plan.stage} over {plan.shards}{replicas}")
     noun = "micro-batch" if plan.microbatches == 1 else "micro-batches"
-    words.append(f"{plan.microbatches} {noun} of {plan.microbatch}")
-    words.append(f"recompute {plan.recompute}")
-    words += ["offload"] if plan.offload else []
-    words += [f"state in {plan.state_format}"] if plan.state_format else []
-    words += {"master": ["master weights"], "stochastic": ["stochastic rounding"]}.get(
-        plan.weights, []
-    )
-    words += [f"gradients by {plan.sync}"] if plan.sync else []
-    return "; ".join(words)
+    words += [f"{plan.microbatches} {noun} of {plan.microbatch}", f"recompute {plan.recompute}"]
+    weights = {"master": "master weights", "stochastic": "stochastic rounding"}
+    words += [
+        "offload" * plan.offload,
+        f"state in {plan.state_format}" if plan.state_format else "",
+        weights.get(plan.weights, ""),
+        f"gradients by {plan.sync}" if plan.sync else "",
+    ]
+    return "; ".join(filter(None, words))

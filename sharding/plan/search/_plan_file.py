@@ -129,19 +129,12 @@ class PlanFile:
         """What ``jax.checkpoint`` stores of a layer; None for its input alone."""
         return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
 
-    def layer(self, zero: Zero, model: Decoder | TracedModel) -> Any:
-        """The layer of a loss without a pipeline."""
-        if self.plan.checkpoints_layers:
-            return jax.checkpoint(zero.gathered(model.apply_layer), policy=self.policy)
-        return zero.gathered(model.apply_layer, policy=self.policy)
-
     def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
         """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
         if not isinstance(model, Decoder):
             raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
-        block: Any = model.block
-        if self.plan.checkpoints_layers:
-            block = jax.checkpoint(block, policy=self.policy)
+        stored: Any = jax.checkpoint(model.block, policy=self.policy)
+        block = stored if self.plan.checkpoints_layers else model.block
         return Pipeline(
             *(mesh, self.schedule()),
             num_layers=self.layers,
@@ -155,10 +148,9 @@ class PlanFile:
         """The lines that build the step of the plan.
 
         ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
-        transformation. Where devices share layers, ``param_specs`` are those of the model.
-        Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init`` takes their
-        ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous pipeline is
-        100 updates, from ``training.init(pipeline.stack(params))``, on batches
+        transformation. Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init``
+        takes their ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous
+        pipeline is 100 updates, from ``training.init(pipeline.stack(params))``, on batches
         [updates, micro-batches, sequences, tokens].
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
@@ -172,7 +164,7 @@ class PlanFile:
         loss = model.make_loss(layer)
         step = zero.train_step(loss, tx=tx, microbatches=4)
         """
-        plan, axes = self.plan, self.mesh_axes
+        plan, axes, names = self.plan, self.mesh_axes, self.saved
         fields = [f"stage={plan.stage}", "axis='data'"]
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
@@ -182,9 +174,12 @@ class PlanFile:
             "import jax, optax_ext, sharding as shd",
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
-            *self._arrangement(),
-            *([] if plan.asynchronous else [f"zero = shd.Zero(mesh, {', '.join(fields)})"]),
         ]
+        if self.axis_order != tuple(axes):
+            order = tuple(map([*axes].index, self.axis_order))
+            moved = f"mesh.devices.transpose{order}, {self.axis_order}"
+            lines.append(f"mesh = jax.sharding.Mesh({moved}, axis_types=auto)")
+        lines += [] if plan.asynchronous else [f"zero = shd.Zero(mesh, {', '.join(fields)})"]
         if plan.tensor > 1:
             specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
             use = "pipeline.param_specs(params, param_specs)" if plan.pipe > 1 else "zero.init"
@@ -194,21 +189,19 @@ class PlanFile:
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
         wrap = WRAPPERS.get(plan.weights)
         lines += [f"tx = optax_ext.{wrap}(tx)"] if wrap else []
-        names = self.saved
         policy = ", policy=policy" if names else ""
         if names:
             lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
+        gathered = "" if plan.checkpoints_layers else policy
+        layer = "model.block" if plan.pipe > 1 else f"zero.gathered(model.apply_layer{gathered})"
+        layer = f"jax.checkpoint({layer}{policy})" if plan.checkpoints_layers else layer
         if plan.pipe > 1:
             sizes = [plan.pipe, plan.microbatches]
             sizes += [plan.chunks] if plan.schedule == "interleaved" else []
             name = "aligned" if plan.asynchronous else plan.schedule  # of an evaluation
-            made = schedule_call(name, *sizes)
-            block = "model.block"
-            if plan.checkpoints_layers:
-                block = f"jax.checkpoint(model.block{policy})"
             lines += [
-                f"schedule = shd.pipeline.{made}",
-                f"block = {block}",
+                f"schedule = shd.pipeline.{schedule_call(name, *sizes)}",
+                f"block = {layer}",
                 "pipeline = shd.Pipeline(",
                 f"    mesh, schedule, num_layers={self.layers},",
                 "    embed=model.embed, block=block, head=model.head, recompute=False,",
@@ -224,25 +217,12 @@ class PlanFile:
             else:
                 lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
             return lines
-        if plan.checkpoints_layers:
-            layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
-        else:
-            layer = f"zero.gathered(model.apply_layer{policy})"
         lines += [
             f"layer = {layer}",
             "loss = model.make_loss(layer)",
             f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
         ]
         return lines
-
-    def _arrangement(self) -> list[str]:
-        """The line that arranges the mesh, if it must be."""
-        axes = tuple(self.mesh_axes)
-        if self.axis_order == axes:
-            return []
-        order = tuple(map(axes.index, self.axis_order))
-        devices = f"mesh.devices.transpose{order}"
-        return [f"mesh = jax.sharding.Mesh({devices}, {self.axis_order}, axis_types=auto)"]
 
 
 def lowered_step(
@@ -252,7 +232,7 @@ def lowered_step(
 
     Of an asynchronous pipeline it is the first two updates.
     """
-    plan, zero = file.plan, file.zero(mesh)
+    plan, zero, specs = file.plan, file.zero(mesh), file.param_specs(model)
     if plan.asynchronous:
         return _lowered_updates(file, mesh, model, tx)
     pipeline = file.pipeline(mesh, model) if plan.pipe > 1 else None
@@ -263,12 +243,14 @@ def lowered_step(
         return params, tx.init(params)
 
     if pipeline:
-        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], file.param_specs(model))
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], specs)
         step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     else:
-        specs = file.param_specs(model)
-        loss_fn = model.make_loss(file.layer(zero, model))
-        step = zero.train_step(loss_fn, tx=tx, microbatches=plan.microbatches)
+        if plan.checkpoints_layers:
+            layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=file.policy)
+        else:
+            layer = zero.gathered(model.apply_layer, policy=file.policy)
+        step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
     return step.lower(state, model.batch(plan.sequences))
 
@@ -276,18 +258,11 @@ def lowered_step(
 def _lowered_updates(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
-    """The first updates of an asynchronous pipeline."""
     pipeline = file.pipeline(mesh, model)
     training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)
 
     def placed(tree: Any, specs: Any) -> Any:
-        return jax.tree.map(
-            lambda x, spec: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
-            ),
-            tree,
-            specs,
-        )
+        return jax.tree.map(lambda x, s: x.update(sharding=NamedSharding(mesh, s)), tree, specs)
 
     params = jax.eval_shape(lambda: pipeline.stack(model.init(file.dtype)))
     params = placed(params, pipeline.param_specs(params))
@@ -295,6 +270,6 @@ def _lowered_updates(
     opt_state = placed(opt_state, jax.tree.map(lambda _: P(pipeline.axis), opt_state))
     tokens = model.batch(file.plan.sequences)
     shape = (LOWERED_UPDATES, file.plan.microbatches, file.plan.microbatch, *tokens.shape[1:])
-    batches = placed(jax.ShapeDtypeStruct(shape, tokens.dtype), P())
+    batches = placed(tokens.update(shape=shape), P())
     run = jax.jit(training.run, donate_argnums=0)
     return run.lower(AsyncState(params, opt_state), batches)

@@ -23,9 +23,8 @@ from sharding.plan.model._traced_model import TracedModel
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
-    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
-    *("even", "recompute"),
-    *OF_STATE,
+    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "even"),
+    *("recompute", *OF_STATE),
 )
 # What the synchronization of gradients depends on, beside the number of devices.
 _OF_SYNC = ("stage", "replicas", "sync")
@@ -40,12 +39,10 @@ class PlanGroup:
     variants: tuple[dict[str, Any], ...]
 
     def plans(self) -> Iterator[ParallelPlan]:
-        """The plans."""
         for variant in self.variants:
             yield dataclasses.replace(self.passes, **variant)
 
     def values(self, name: str) -> set[Any]:
-        """The values of a field of its plans."""
         if name in OF_STATE:
             return {variant[name] for variant in self.variants}
         return {getattr(self.passes, name)}
@@ -53,14 +50,10 @@ class PlanGroup:
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpace:
-    """All plans of a step.
+    """All plans of a step: devices and sequences are shared in all divisors.
 
-    Devices and sequences are shared in all divisors; those that share layers must divide the heads
-    and the hidden values. Stages 1 to 3 have all numbers of replicas, which share gradients and
-    state or do not. Stage 3 without a pipeline has layers that are computed again, but for what
-    they save, as ``Zero.gathered`` does. A pipeline has each schedule, ``"interleaved"`` each
-    number of chunks for which there are layers; those that split backward passes compute nothing
-    again. Chunks have the layers with which a step is fastest, or equal ones where these are fewer.
+    Chunks of a pipeline have the layers with which a step is fastest, or equal ones where these are
+    fewer.
     """
 
     model: Decoder | TracedModel  # the model
@@ -101,29 +94,24 @@ class PlanSpace:
         variants = functools.cache(self._variants)  # of data parallelism
 
         @functools.cache
-        def compresses(**fields: Any) -> bool:
-            return self.compresses(ParallelPlan(**fields))
+        def compresses(data: int, *fields: Any) -> bool:
+            named = dict(zip(_OF_SYNC, fields, strict=True))
+            return self.compresses(ParallelPlan(data=data, **named))
 
         for passes in self._passes():
             if any(getattr(passes, k) != keep[k] for k in keep if k not in OF_STATE):
                 continue
             # Layers that gather their parameters are computed again.
             gathers = passes.pipe == 1 and passes.recompute == "none"
+            alone = passes.pipe * passes.tensor == 1
             possible = tuple(
-                variant
-                for variant in variants(passes.data)
-                if not (gathers and variant["stage"] == 3)
-                and not (
-                    passes.asynchronous and (variant["offload"] or variant["weights"] != "plain")
-                )
-                and (
-                    variant["sync"] is None
-                    or (
-                        passes.pipe * passes.tensor == 1
-                        and compresses(data=passes.data, **{k: variant[k] for k in _OF_SYNC})
-                    )
-                )
-                and all(variant[name] == value for name, value in of_state.items())
+                x
+                for x in variants(passes.data)
+                if not (gathers and x["stage"] == 3)
+                and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
+                and (alone or not x["sync"])
+                and (not x["sync"] or compresses(passes.data, *(x[name] for name in _OF_SYNC)))
+                and all(x[name] == value for name, value in of_state.items())
             )
             if possible and (not passes.even or self.spares(passes)):
                 yield PlanGroup(passes, possible)
@@ -168,7 +156,6 @@ class PlanSpace:
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
-        """Stages of a pipeline, and devices that share each layer."""
         model = self.model
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
@@ -177,20 +164,17 @@ class PlanSpace:
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
-        """Schedules of a pipeline, with their chunks."""
         if pipe == 1:
             yield {}
             return
         for schedule in SCHEDULES:
             if schedule in SPLIT_SCHEDULES and recompute != "none":
                 continue
-            if schedule != "interleaved":
-                chunks = chunks_of(schedule)
-                if pipe * chunks <= self.model.layers:
-                    yield {"schedule": schedule, "chunks": chunks}
-            elif microbatches % pipe == 0:
-                for chunks in range(2, self.model.layers // pipe + 1):
-                    yield {"schedule": schedule, "chunks": chunks}
+            first = last = chunks_of(schedule)
+            if schedule == "interleaved":
+                first, last = 2, 0 if microbatches % pipe else self.model.layers
+            for chunks in range(first, min(last, self.model.layers // pipe) + 1):
+                yield {"schedule": schedule, "chunks": chunks}
         alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
         if self.asynchronous and alone and microbatches >= 2 * pipe - 1:
             for schedule in ASYNC_SCHEDULES:
@@ -198,7 +182,6 @@ class PlanSpace:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

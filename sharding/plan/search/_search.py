@@ -28,6 +28,7 @@ from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan,
 HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
 # Of equal times the first.
+_Bytes = Callable[[ParallelPlan], float]  # those of a plan, or of its passes
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
@@ -72,13 +73,14 @@ class SearchResult(Printed):
         """The fastest plan."""
         return self.plans[0]
 
+    derived = ("gap",)
+
     @property
     def gap(self) -> float:
         """How much longer the best plan takes than the bound, as a share of the bound."""
         return self.best.seconds.seconds / self.bound - 1
 
     def tables(self) -> list[Table]:
-        """The tables to print."""
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
@@ -94,13 +96,13 @@ class SearchResult(Printed):
     def notes(self) -> tuple[str, ...]:
         """What the figures mean."""
         best = self.best.seconds
-        several = "sequences" if self.sequences > 1 else "sequence"
         update = (
             f"The update of the best plan computes products of {self.of_update:.0%} of the step's "
             "operations, which are in its time, and in no planned operations."
         )
         return (
-            f"A step has {self.sequences:,} {several} of {self.length:,} tokens.",
+            f"A step has {self.sequences:,} sequence{'s' * (self.sequences > 1)} of "
+            f"{self.length:,} tokens.",
             f"Best: {self.best.summary}.",
             *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
@@ -119,17 +121,14 @@ class SearchResult(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        plans = [plan.to_dict() for plan in self.plans]
-        return dataclasses.asdict(self) | {"plans": plans, "gap": self.gap}
+        return super().to_dict() | {"plans": [plan.to_dict() for plan in self.plans]}
 
 
 def _parts(step: StepSeconds) -> str:
     """What a step waits for, longest first; nothing below 1 %."""
-    parts = {name: getattr(step, name) for name in PARTS_OF_STEP}
-    order = sorted(parts, key=lambda name: -parts[name])
+    parts = sorted(((name, getattr(step, name)) for name in PARTS_OF_STEP), key=lambda x: -x[1])
     least = 0.01 * step.no_overlap
-    return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
+    return ", ".join(f"{name} {seconds(value)}" for name, value in parts if value > least)
 
 
 def search(
@@ -156,15 +155,14 @@ def search(
     """The fastest plans for a model on a machine.
 
     Plans are timed by ``step_seconds``; in the order of their times they are checked for memory,
-    until ``top`` fit: the result is that of an exhaustive search. A group of plans is expanded when
-    its lower bound reaches the head of the queue. No plan that fits goes below ``bound``, whatever
-    shares of the peak programs reach.
+    until ``top`` fit: the result is that of an exhaustive search. No plan that fits goes below
+    ``bound``, whatever shares of the peak programs reach.
 
     Args:
       model: one of ``MODELS``, a ``Decoder`` of one's own, or a ``TracedModel``: any parameters and
         loss, for plans without pipelines.
       tx: the transformation.
-      target: the name of a machine, as ``sharding.targets`` has them.
+      target: the name of a machine, one of ``sharding.targets``.
       sequences: of all devices in a step; of a ``TracedModel`` examples.
       length: tokens of a sequence; None: the model's.
       dtype: of the parameters, of 16 bits; on CPUs also of 32.
@@ -174,8 +172,7 @@ def search(
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
         are one update late (PipeDream-2BW), which is lossy.
-      state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``. Lossy choices, all
-        but None, are searched only on request.
+      state_formats: of the optimizer state, of ``optax_ext.STATE_FORMATS``; lossy but for None.
       weights: what updates parameters of 16 bits; see ``ParallelPlan``.
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
         plans without pipelines and shared layers.
@@ -211,9 +208,8 @@ def search(
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
     costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
-    costs: PlanCosts = costs_of(
-        *(model, tx, machine), length=length, dtype=dtype, implementation=implementation
-    )
+    options = {"length": length, "dtype": dtype, "implementation": implementation}
+    costs: PlanCosts = costs_of(model, tx, machine, **options)
     space = plan_space.PlanSpace(
         model,
         machine.num_devices,
@@ -242,13 +238,13 @@ def search(
     chosen: list[tuple[StepSeconds, ParallelPlan]] = []
     rejected: list[RejectedPlan] = []
 
-    def too_large(group: plan_space.PlanGroup) -> bool:
-        return least(group.passes) > budget
+    def too_large(passes: ParallelPlan) -> bool:
+        return least(passes) > budget
 
-    def skip(group: plan_space.PlanGroup) -> bool:
-        return len(rejected) == top and too_large(group)
+    def skip(passes: ParallelPlan) -> bool:
+        return len(rejected) == top and too_large(passes)
 
-    for step, plan in _in_order(costs, groups, skip=skip):
+    for step, plan in _in_order(costs, groups, skip):
         nbytes = held(plan)
         if nbytes <= budget:
             chosen.append((step, plan))
@@ -258,7 +254,7 @@ def search(
             break
     if not chosen:
         raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
-    bounds = _in_order(costs, groups, skip=too_large, ideal=True)
+    bounds = _in_order(costs, groups, too_large, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if held(plan) <= budget)
 
     tokens = float(sequences * length)
@@ -290,18 +286,14 @@ def search(
 
 
 def _frontier(
-    costs: PlanCosts,
-    groups: Sequence[plan_space.PlanGroup],
-    held: Callable[[ParallelPlan], float],
-    least: Callable[[ParallelPlan], float],
+    costs: PlanCosts, groups: Sequence[plan_space.PlanGroup], held: _Bytes, least: _Bytes
 ) -> list[FrontierPlan]:
-    """The plans that no other one beats in both time and memory."""
     points: list[FrontierPlan] = []
 
-    def skip(group: plan_space.PlanGroup) -> bool:
-        return bool(points) and least(group.passes) >= points[-1].memory
+    def skip(passes: ParallelPlan) -> bool:
+        return bool(points) and least(passes) >= points[-1].memory
 
-    for step, plan in _in_order(costs, groups, skip=skip):
+    for step, plan in _in_order(costs, groups, skip):
         if not points or held(plan) < points[-1].memory:
             if points and points[-1].seconds == step.seconds:
                 points.pop()  # as fast, and takes more
@@ -312,52 +304,42 @@ def _frontier(
 def _in_order(
     costs: PlanCosts,
     groups: Sequence[plan_space.PlanGroup],
-    *,
-    skip: Callable[[plan_space.PlanGroup], bool],
+    skip: Callable[[ParallelPlan], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
-    """All plans by their times, or by bounds if ``ideal``; of equal ones the simpler first.
-
-    A group is in the queue with the time of its passes, which none of its plans goes below; its
-    plans come into the queue when it has its turn, and is not skipped.
-    """
+    """All plans by their times, or by bounds if ``ideal``; of equal ones the simpler first."""
+    # A group is in the queue with the time of its passes, which none of its plans goes below; its
+    # plans come into the queue when it has its turn, and is not skipped.
     passes = [costs.passes(group.passes, ideal=ideal) for group in groups]
     # Groups come before plans of the same time.
-    queue: list[tuple[float, tuple[int, ...], int, StepSeconds | None, ParallelPlan | None]] = [
-        (work.least_overlapped if ideal else work.least, (), number, None, None)
+    queue: list[tuple[float, tuple[int, ...], int, tuple[StepSeconds, ParallelPlan] | None]] = [
+        (work.least_overlapped if ideal else work.least, (), number, None)
         for number, work in enumerate(passes)
     ]
     heapq.heapify(queue)
-    number = len(queue)
+    numbers = itertools.count(len(queue))
     while queue:
-        _, _, i, step, plan = heapq.heappop(queue)
-        if step is not None and plan is not None:
-            yield step, plan
-        elif not skip(groups[i]):
+        _, _, i, timed = heapq.heappop(queue)
+        if timed is not None:
+            yield timed
+        elif not skip(groups[i].passes):
             for plan in groups[i].plans():
                 step = costs.seconds(plan, passes[i], ideal=ideal)
                 time = step.full_overlap if ideal else step.seconds
-                heapq.heappush(queue, (time, _simpler_first(plan), number, step, plan))
-                number += 1
+                entry = (time, _simpler_first(plan), next(numbers), (step, plan))
+                heapq.heappush(queue, entry)
 
 
 def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
-    """The machine of a target's name.
-
-    >>> machine_of("v5e:16x16*2").slices
-    2
-    """
     parsed = targets.parse(target, other_gpus=device is not None)
     device = device or kind_of(target)
     if device is None:
         raise ValueError(f"a search needs the figures of {target}: give device=.")
-    if parsed.is_torus:
-        return Machine(device, parsed.num_devices, parsed.shape, parsed.groups)
-    return Machine(device, parsed.num_devices)
+    torus = (parsed.shape, parsed.groups) if parsed.is_torus else ()
+    return Machine(device, parsed.num_devices, *torus)
 
 
 def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
-    """Raises unless times are known for parameters of this dtype."""
     cpu = targets.parse(target, other_gpus=True).kind == "cpu"
     if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
         raise ValueError(
@@ -376,7 +358,6 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
 
 
 def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str:
-    """Why there is no plan."""
     every = list(space.groups())
     if not every:
         return (
@@ -386,15 +367,15 @@ def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str
         )
     parts = []
     for name, value in (keep or {}).items():
-        known = sorted({value for group in every for value in group.values(name)}, key=str)
-        if name == "schedule" and value in ASYNC_SCHEDULES and value not in known:
-            parts.append(
-                f"schedule={value!r} needs asynchronous=True (--asynchronous), as many stages as "
-                "devices, 2 micro-batches a stage less one, and plain weights"
+        known = sorted(set().union(*(group.values(name) for group in every)), key=str)
+        asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
+        reason = f"is none of {', '.join(map(str, known))}{asked}"
+        if name == "schedule" and value in ASYNC_SCHEDULES:
+            reason = (
+                "needs asynchronous=True (--asynchronous), as many stages as devices, 2 "
+                "micro-batches a stage less one, and plain weights"
             )
-        elif value not in known:
-            asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
-            parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}{asked}")
+        parts += [] if value in known else [f"{name}={value!r} {reason}"]
     reason = "; ".join(parts) or "each value is possible alone, not all of them together"
     return f"no plan has what is kept: {reason}."
 
@@ -402,18 +383,16 @@ def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str
 def _nothing_fits(
     target: str,
     groups: Sequence[plan_space.PlanGroup],
-    least: Callable[[ParallelPlan], float],
-    held: Callable[[ParallelPlan], float],
+    least: _Bytes,
+    held: _Bytes,
     budget: float,
     headroom: float,
 ) -> str:
-    """Which plan comes closest, and by how much it fails."""
     first, *others = sorted(groups, key=lambda group: least(group.passes))
     smallest = min(first.plans(), key=held)
     for group in others:
-        if least(group.passes) >= held(smallest):
-            break
-        smallest = min(smallest, *group.plans(), key=held)
+        if least(group.passes) < held(smallest):
+            smallest = min(smallest, *group.plans(), key=held)
     number = sum(len(group.variants) for group in groups)
     return (
         f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "

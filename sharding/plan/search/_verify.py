@@ -46,10 +46,9 @@ class Verification:
     @property
     def failures(self) -> tuple[str, ...]:
         """What does not hold; empty where the plan does."""
-        reasons = []
-        if self.memory > self.available:
-            excess = size(self.memory - self.available)
-            reasons.append(f"needs {size(self.memory)}, {excess} too much")
+        excess, reasons = self.memory - self.available, []
+        if excess > 0:
+            reasons.append(f"needs {size(self.memory)}, {size(excess)} too much")
         if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
             reasons.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
         if abs(self.flops / self.planned_flops - 1) > FLOPS:
@@ -111,8 +110,7 @@ def verify(
         memory=audited.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
         wire=audited.wire_bytes - update_wire,
-        planned_flops=_planned_flops(file, model)
-        + (sync_of_plan(plan, model.abstract(jnp.dtype(file.dtype))).flops if plan.sync else 0.0),
+        planned_flops=_planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
@@ -124,10 +122,7 @@ def verify(
 def planned_wire(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> float:
-    """Bytes that one device sends in a step, without what optimizers send.
-
-    ``tx`` is that of ``transformation_of(plan, ...)``.
-    """
+    """Bytes that one device sends in a step, without what optimizers send."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
@@ -144,13 +139,12 @@ def planned_wire(
         batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
         sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
     if isinstance(model, Decoder) and plan.tensor > 1:
-        schedule = file.schedule() if plan.pipe > 1 else None
         sent += of_program.tensor_wire(
             *(model, plan),
             length=file.length,
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
-            schedule=schedule,
+            schedule=file.schedule() if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
     zero_plan = estimate(
@@ -168,7 +162,9 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
     plan = file.plan
     if plan.pipe == 1 or isinstance(model, TracedModel):
-        return planned_flops(model, plan, file.dtype)
+        params = model.abstract(jnp.dtype(file.dtype))
+        by_sync = sync_of_plan(plan, params).flops if plan.sync else 0.0
+        return planned_flops(model, plan, file.dtype) + by_sync
     schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
     return of_program.pipeline_flops(
         *(model, schedule, max(file.layers)),
@@ -181,21 +177,12 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
 def planned_flops(
     model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
 ) -> float:
-    """Operations of matrix products of one device in a step, with those that run again.
-
-    >>> from sharding.plan import MODELS
-    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "full")]
-    >>> none, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
-    >>> round(full / none, 3)
-    1.26
-    """
+    """Operations of matrix products of one device in a step, with those that run again."""
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
     tokens = float(plan.microbatch * plan.microbatches * model.length)
     _, head = model.layer_flops(tokens, model.length)
     layers = (model.flops(tokens, model.length) - head) / plan.tensor
-    step = layers + head / model.shards_of_tokens(plan.tensor)
-    if plan.recompute == "none":
-        return step
-    again = flops_again(model, plan.recompute, model.length) / plan.tensor
-    return step + tokens * model.layers * again
+    recomputes = plan.recompute != "none"
+    again = flops_again(model, plan.recompute, model.length) / plan.tensor if recomputes else 0.0
+    return layers + head / model.shards_of_tokens(plan.tensor) + tokens * model.layers * again

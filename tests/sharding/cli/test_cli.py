@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh
 import optax_ext
 import sharding
 from sharding.cli import main
-from sharding.cli._options import optimizer_of
+from sharding.cli._load import optimizer_of
 from sharding.plan import estimate
 from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._models import MODELS, Decoder, count_to_params

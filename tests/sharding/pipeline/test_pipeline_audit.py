@@ -110,7 +110,7 @@ def test_table_and_json():
     found = audited(make(one_f_one_b(4, 8)))
     assert found.pipeline.sums == 8 * LAYER / 4 + SHARED
     assert "Pipeline: 1f1b-aligned, 4 stages, 8 micro-batches, 28 ticks" in str(found)
-    rows = {row[0].strip(): row[1:] for row in found.pipeline.table().rows}
+    rows = {row[0].strip(): row[1:] for row in found.pipeline.tables()[0].rows}
     assert rows["permutes"] == ("28", "28", "448 KiB")
     assert rows["of which the busiest stage needs"] == ("16", "", "256 KiB")
     assert rows["live activations, by stage"] == ("7 5 3 1", "", "")

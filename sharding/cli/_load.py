@@ -1,0 +1,104 @@
+"""Models and optimizers of the command line: by name, or as MODULE:ATTRIBUTE of the user's code."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+
+import optax_ext
+from sharding.plan.model._models import MODELS, Decoder, count_to_params
+from sharding.step.owners._by_owner import by_owner
+
+
+def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
+    """Abstract parameters, and the model where it is one of ``MODELS``."""
+    if ":" in text:
+        with users_code(f"--model {text} must make parameters without arguments, but failed"):
+            return jax.eval_shape(load(text, "--model")), None
+    if model := MODELS.get(text):
+        if length and not model.biased:
+            model = dataclasses.replace(model, length=length)
+        elif length and length > model.length:
+            raise ValueError(
+                f"{text} has {model.length} positions, --length {length} was requested."
+            )
+        return model.abstract(dtype), model
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
+    if not match:
+        raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}.")
+    scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+    count = float(match[1]) * scale
+    if not 1 <= count <= 1e15:
+        raise ValueError(f"--model {text!r}: from 1 to 1e15 parameters can be planned.")
+    return count_to_params(round(count), dtype), None
+
+
+def optimizer_of(text: str) -> optax.GradientTransformation:
+    """A transformation by its name, or by the path of one or of a function that makes one."""
+    if ":" in text:
+        return load_made(text, "--optimizer", optax.GradientTransformation, "optimizer")
+    if text == "muon":  # optax.contrib.muon takes arrays of two dims: not stacked layers
+        matrices = by_owner(optax.contrib.muon(1e-3), factoring=optax_ext.flax_transformer())
+        inner = {True: matrices, False: optax.adamw(1e-3)}
+        return optax.partition(inner, optax_ext.hidden_matrices)
+    makers = {
+        name: getattr(module, name)
+        for module in (optax.contrib, optax, optax_ext)
+        for name in dir(module)
+        if name.islower() and not name.startswith("_") and callable(getattr(module, name))
+    }
+    for options in ({"learning_rate": 1e-3}, {}) if text in makers else ():
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            made = makers[text](**options)
+            if isinstance(made, optax.GradientTransformation):
+                return made
+    # Those that look like optimizers: they take a learning rate.
+    code = {name: getattr(inspect.unwrap(x), "__code__", None) for name, x in makers.items()}
+    known = [name for name in makers if "learning_rate" in getattr(code[name], "co_varnames", ())]
+    raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, known)}.")
+
+
+def _nearest(text: str, names: Any) -> str:
+    near = difflib.get_close_matches(text, list(names), n=4, cutoff=0.4)
+    return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(names))}"
+
+
+def load_made(path: str, option: str, kind: Any, name: str) -> Any:
+    """What ``module:attribute`` names, or makes without arguments; of this kind."""
+    made = load(path, option)
+    if not isinstance(made, kind):
+        with users_code(f"{option} {path} must make one without arguments, but failed"):
+            made = made()
+    if not isinstance(made, kind):
+        raise ValueError(f"{option} {path} made no {name}, but {made!r}.")
+    return made
+
+
+def load(path: str, option: str) -> Any:
+    """What ``module:attribute`` names; modules of the working folder, too."""
+    module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    with users_code(f"{option} {path}"):  # the module runs
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+@contextlib.contextmanager
+def users_code(failed: str) -> Iterator[None]:
+    """Raises an error of a user's code in one line, after these words."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{failed}: {reason}.") from error

@@ -1,0 +1,186 @@
+"""What the options of a command say: target, device, mesh, dtypes, and a ``Setup`` of them all."""
+
+import argparse
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sharding._zero import Zero
+from sharding.cli._load import optimizer_of, params_of_model
+from sharding.plan.cost._estimate import Plan, estimate
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._models import Decoder
+from sharding.step._precision import Precision
+
+# The options that make an unknown device known.
+FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model, its optimizer and its ``Zero``, as the options say."""
+
+    params: Any  # abstract parameters
+    model: Decoder | None  # the model, where it is one of ``MODELS``
+    tx: optax.GradientTransformation  # the transformation, without ``--state``
+    zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
+    device: DeviceKind | None  # its figures, where they are known
+    batch: int  # sequences of one device in a micro-batch
+    microbatches: int  # the number of micro-batches
+    length: int  # tokens of a sequence; 0 where that is unknown
+    activations: float | None = None  # bytes of one device, where they are planned
+
+    @property
+    def sequences(self) -> int:
+        return self.batch * self.microbatches
+
+    def plan(
+        self,
+        zero: Zero,
+        tx: optax.GradientTransformation | None = None,
+        state_format: str | None = None,
+    ) -> Plan:
+        """The plan of a ``Zero``, with another transformation or a format of its state."""
+        tokens = float(self.sequences * self.length)
+        num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        flops = self.model.flops(tokens, self.length) if self.model else 6.0 * num_params * tokens
+        return estimate(
+            *(self.params, tx or self.tx, zero),
+            microbatches=self.microbatches,
+            batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
+            state_format=state_format,
+            device=self.device,
+            gathered_once=self.model.gathered_once if self.model else None,
+            tokens=tokens * zero.num_devices,
+            flops=flops,
+            activations=self.activations,
+        )
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
+    if not options.model:
+        raise ValueError("--model is missing: a number, a name, or module:function.")
+    params, model = params_of_model(options.model, dtype_of(options), options.length)
+    tx = optimizer_of(options.optimizer)
+    axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
+    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
+    zero = Zero(
+        *(mesh, 3),
+        axis=tuple(name for name in axis if name not in replica),
+        replica_axis=replica or None,
+        precision=Precision(
+            compute=_floating_dtype("--compute-dtype", options.compute_dtype),
+            reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
+        ),
+    )
+    return Setup(
+        params=params,
+        model=model,
+        tx=optax_ext.master_weights(tx) if options.master else tx,
+        zero=zero,
+        device=device_of(options),
+        batch=options.batch or 1,
+        microbatches=options.microbatches,
+        length=options.length or (model.length if model else 0),
+    )
+
+
+def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes))
+
+
+def target_of(options: argparse.Namespace) -> targets.Target:
+    """The target; GPUs of any name where their figures are given."""
+    try:
+        return targets.parse(options.target, other_gpus=bool(options.memory))
+    except ValueError as error:
+        if not str(error).startswith("unknown target"):
+            raise
+        raise ValueError(
+            f"{error} Any other can be planned as NAMExNUMBER with its figures: {FIGURES}."
+        ) from None
+
+
+def compile_on_cpu(target: targets.Target) -> None:
+    """Compiles on this machine's CPUs, of which a target of CPUs has as many as it names."""
+    jax.config.update("jax_platforms", "cpu")
+    if target.kind == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.num_devices)
+
+
+def check_positive(options: argparse.Namespace) -> None:
+    names = ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link", "network")
+    for name in (*names, "pipeline", "chunks", "efficiency"):
+        value = getattr(options, name, None)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value}.")
+
+
+def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[str, int]:
+    """The sizes of the mesh's axes: of ``--mesh``, else those that suit the target."""
+    if not options.mesh:
+        return target.mesh_axes
+    axes: dict[str, int] = {}
+    for part in options.mesh.split(","):
+        match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
+        if not match:
+            raise ValueError(f"--mesh must look like x=4,y=8, got {options.mesh!r}.")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {options.mesh}: axis {match[1]!r} is named twice.")
+        axes[match[1]] = int(match[2])
+    if math.prod(axes.values()) != target.num_devices:
+        sizes = " * ".join(map(str, axes.values()))
+        raise ValueError(
+            f"--mesh {options.mesh}: {sizes} = {math.prod(axes.values())} devices requested, but "
+            f"{options.target} has {target.num_devices}."
+        )
+    return axes
+
+
+def dtype_of(options: argparse.Namespace) -> Any:
+    # XLA:CPU widens the sums of bfloat16.
+    default = "float32" if options.target.startswith("cpu") else "bfloat16"
+    return _floating_dtype("--dtype", options.dtype or default)
+
+
+def _floating_dtype(option: str, name: str | None) -> Any:
+    if name is None:
+        return None
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"{option} {name!r} is no dtype; bfloat16 and float32 are.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{option} must be a floating dtype, got {dtype}.")
+    return dtype
+
+
+def device_of(options: argparse.Namespace) -> DeviceKind | None:
+    """The figures of the target, replaced by those that are given."""
+    units = {"memory": 2**30, "bandwidth": 1e9, "tflops": 1e12, "link": 1e9, "network": 1e9}
+    given = {
+        {"tflops": "flops"}.get(name, name): getattr(options, name) * unit
+        for name, unit in units.items()
+        if getattr(options, name)
+    }
+    known = kind_of(options.target)
+    if known is not None:
+        return dataclasses.replace(known, **given)
+    if "memory" not in given:
+        if given:
+            raise ValueError(
+                f"nothing is known of {options.target}: beside --bandwidth, --tflops, --link and "
+                "--network a device needs --memory GIB."
+            )
+        return None
+    figures: dict[str, Any] = {"name": target_of(options).kind, "network": None, "source": "given"}
+    figures |= dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
+    return DeviceKind(**(figures | given))
