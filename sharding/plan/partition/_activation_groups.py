@@ -5,10 +5,20 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from sharding.plan._format import size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import least_maximum, per_stage, stage_tables
+from sharding.plan.partition._balanced_stages import (
+    least_maximum,
+    over_ranges,
+    path,
+    per_stage,
+    stage_tables,
+    stages_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,32 +52,30 @@ def activation_groups(
       Beaumont, Eyraud-Dubois, Shilova: Pipelined Model Parallelism: Complexity Results and Memory
       Considerations, Euro-Par 2021; MadPipe, IPDPS Workshops 2022.
     """
-    transfers = _padded(loads, transfers)
-    if max(*loads, *transfers, 0.0) > period:
-        raise ValueError(
-            f"the period {period} is shorter than the largest load, {max(*loads, *transfers, 0.0)}."
-        )
-    group, filled = 1, 0.0
-    groups = []
-    for load, transfer in zip(reversed(loads), reversed(transfers), strict=True):
-        group, filled = _fill(group, filled, transfer, period)  # of the link after the stage
+    chain = _chain(loads, transfers)
+    if max(chain) > period:
+        raise ValueError(f"the period {period} is shorter than the largest load, {max(chain)}.")
+    group, filled, groups = 1, 0.0, []
+    for load in chain:
         group, filled = _fill(group, filled, load, period)
-        groups.append(group)
-    return tuple(reversed(groups))
+        groups.append(int(group))
+    return tuple(groups[:0:-2])
 
 
-def _padded(loads: Sequence[float], transfers: Sequence[float]) -> list[float]:
-    """One transfer for each stage, 0 after the last."""
+def _chain(loads: Sequence[float], transfers: Sequence[float]) -> list[float]:
+    """Transfers and loads in turn, from the last stage to the first: as groups are filled."""
     if not loads:
         raise ValueError("loads are empty; a pipeline needs at least one stage.")
     if transfers and len(transfers) != len(loads) - 1:
         raise ValueError(f"transfers must have {len(loads) - 1} values, got {len(transfers)}.")
-    return [*transfers, 0.0] if transfers else [0.0] * len(loads)
+    after = [*transfers, 0.0] if transfers else [0.0] * len(loads)
+    return [float(x) for pair in zip(loads, after, strict=True) for x in pair][::-1]
 
 
-def _fill(group: int, filled: float, load: float, period: float) -> tuple[int, float]:
-    """The group of the next stage or link, and how full it is then."""
-    return (group, filled + load) if filled + load <= period else (group + 1, load)
+def _fill(group: Any, filled: Any, load: Any, period: float) -> tuple[Any, Any]:
+    """The groups of the next stages or links, and how full they are then."""
+    fits = filled + load <= period
+    return np.where(fits, group, group + 1), np.where(fits, filled + load, load)
 
 
 def least_period(
@@ -97,13 +105,9 @@ def least_period(
     def fits(period: float) -> bool:
         groups = activation_groups(loads, period, transfers=transfers)
         needs = zip(static, groups, stored, memory, strict=True)
-        return all(
-            fixed + group * activations <= limit for fixed, group, activations, limit in needs
-        )
+        return all(fixed + group * each <= limit for fixed, group, each, limit in needs)
 
-    # Sums are taken from the last stage to the first, as groups are filled.
-    after = _padded(loads, transfers)
-    chain = [float(x) for pair in zip(loads, after, strict=True) for x in pair][::-1]
+    chain = _chain(loads, transfers)
     sums = {x for i in range(len(chain)) for x in itertools.accumulate(chain[i:])}
     candidates = sorted(x for x in sums if x >= max(chain))
     # Longer periods have no larger groups.
@@ -137,8 +141,7 @@ def memory_aware_stages(
         parameters for a byte of parameters.
 
     Raises:
-      ValueError: there are fewer layers than stages, a number is out of range, or no partition
-        fits, at any period.
+      ValueError: there are fewer layers than stages, a number is out of range, or nothing fits.
 
     >>> layers = [LayerCost(1.0, 2.0, activation_bytes=1.0)] * 8
     >>> [memory_aware_stages(layers, 4, memory=m).period for m in (8, 6, 2)]
@@ -151,72 +154,53 @@ def memory_aware_stages(
     limits = per_stage("memory", memory, num_stages, math.inf)
     speeds = per_stage("speeds", speeds, num_stages, 1.0)
     links = per_stage("links", links, num_stages - 1, math.inf)
-    # Memory with one micro-batch in flight, and how much each further one needs.
-    tables = stage_tables(layers, speeds, links, [1] * num_stages, param_factor)
-    more = stage_tables(layers, speeds, links, [2] * num_stages, param_factor).memory
-    compute, transfer, once = (table.tolist() for table in tables)
-    twice = more.tolist()
+    # Memory without activations, and of those of one micro-batch.
+    compute, transfer, static = stage_tables(layers, speeds, links, [0] * num_stages, param_factor)
+    stored = over_ranges(np.add, [layer.activation_bytes for layer in layers])  # (L + 1, L + 1)
+    none = 2 * num_stages + 1.0  # a group that no stage has
 
-    def found_at(period: float, strictly: bool) -> tuple[int, ...] | None:
-        """Boundaries of a partition with this period, or with a shorter one."""
-        period = math.nextafter(period, 0.0) if strictly else period
-        count = len(layers)
+    def found_at(period: float) -> GroupedStages | None:
+        """A partition with this period, or with a shorter one, at its own least period."""
         # By the first layer of a suffix: its first group, how full it is, and the next boundary.
-        states: dict[int, tuple[int, float]] = {count: (1, 0.0)}
-        choices: list[dict[int, int]] = []
+        groups = np.full(len(layers) + 1, none)
+        groups[-1], filled, choices = 1, np.zeros(len(layers) + 1), []
         for s in reversed(range(num_stages)):
-            best: dict[int, tuple[int, float]] = {}
-            choice: dict[int, int] = {}
-            for j, (group, filled) in states.items():
-                if transfer[s][j] > period and s < num_stages - 1:
-                    continue
-                linked = _fill(group, filled, transfer[s][j], period)
-                for i in range(s, j):
-                    if compute[s][i][j] > period:
-                        continue
-                    state = _fill(*linked, compute[s][i][j], period)
-                    needed = once[s][i][j] + (state[0] - 1) * (twice[s][i][j] - once[s][i][j])
-                    if needed <= limits[s] and state < best.get(i, (math.inf, 0.0)):
-                        best[i], choice[i] = state, j
-            states = best
-            choices.append(choice)
-        if 0 not in states:
+            linked = _fill(groups, filled, transfer[s], period)
+            found, full = _fill(*linked, compute[s], period)  # (L + 1, L + 1)
+            fits = static[s] + (found * stored) <= limits[s]
+            fits &= (np.maximum(compute[s], transfer[s]) <= period) & (groups < none)
+            found = np.where(fits, found, none)
+            groups = found.min(1)
+            full = np.where(found == groups[:, None], full, math.inf)
+            filled = full.min(1)
+            choices.append(full.argmin(1))
+        if groups[0] >= none:
             return None
-        boundaries = [0]
-        for choice in reversed(choices):
-            boundaries.append(choice[boundaries[-1]])
-        return tuple(boundaries)
-
-    def grouped(boundaries: tuple[int, ...]) -> GroupedStages:
-        """A partition at its own least period."""
-        ranges = list(enumerate(itertools.pairwise(boundaries)))
-        loads = [compute[s][i][j] for s, (i, j) in ranges]
-        between = [transfer[s][j] for s, (_, j) in ranges[:-1]]
-        one = [once[s][i][j] for s, (i, j) in ranges]
-        stored = [twice[s][i][j] - once[s][i][j] for s, (i, j) in ranges]
-        static = [held - more for held, more in zip(one, stored, strict=True)]
-        period = least_period(loads, static, stored, limits, transfers=between)
-        groups = activation_groups(loads, period, transfers=between)
-        held = zip(static, groups, stored, strict=True)
-        return GroupedStages(boundaries, groups, tuple(x + g * a for x, g, a in held), period)
+        boundaries = path(choices[::-1], 0)
+        ranges = stages_of(boundaries)
+        loads = [float(compute[index]) for index in ranges]
+        between = [float(transfer[s, j]) for s, _, j in ranges[:-1]]
+        fixed = [float(static[index]) for index in ranges]
+        each = [float(stored[i, j]) for _, i, j in ranges]
+        least = least_period(loads, fixed, each, limits, transfers=between)
+        numbers = activation_groups(loads, least, transfers=between)
+        held = zip(fixed, numbers, each, strict=True)
+        return GroupedStages(boundaries, numbers, tuple(x + g * a for x, g, a in held), least)
 
     # All layers and links in one group: the longest period that can help.
-    slowest = sum(max(row[i][i + 1] for row in compute) for i in range(len(layers)))
-    high = slowest + sum(map(max, transfer))
-    start = found_at(high, strictly=False)
-    if start is None:
-        over = tables.memory - [[[limit]] for limit in limits]
-        excess, _ = least_maximum(over)
+    slowest = np.diagonal(compute, 1, 1, 2).max(0).sum()
+    best = found_at(float(slowest + transfer.max(1).sum()))
+    if best is None:
+        excess, _ = least_maximum(static + stored - np.array(limits)[:, None, None])
         raise ValueError(
             f"no partition into {num_stages} stages fits, even with one micro-batch in flight: the "
             f"one that exceeds the memory least lacks {size(excess)} on one device."
         )
-    best = grouped(start)
     low = 0.0
     while best.period - low > 1e-3 * best.period:
         middle = (low + best.period) / 2
-        shorter = found_at(middle, strictly=False)
-        low, best = (middle, best) if shorter is None else (low, grouped(shorter))
-    while shorter := found_at(best.period, strictly=True):
-        best = grouped(shorter)
+        shorter = found_at(middle)
+        low, best = (middle, best) if shorter is None else (low, shorter)
+    while shorter := found_at(math.nextafter(best.period, 0.0)):
+        best = shorter
     return best
