@@ -1,7 +1,6 @@
 """Schedules of a pipeline by name: micro-batches in flight, bubble, time of a step."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
@@ -25,15 +24,13 @@ SCHEDULES = tuple(name for name in ALL_SCHEDULES if name != "chimera")
 # Without a flush between steps: gradients are of older parameters, which is lossy.
 ASYNC_SCHEDULES = ("2bw",)
 
-_CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
-
 # What runs in a tick: operations, and whether it is the last chunk that runs them.
 _Tick = frozenset[tuple[Op, bool]]
 
 
 def chunks_of(schedule: str, chunks: int | None = None) -> int:
     """Groups of layers on each device; None: 2 where there may be several, else 1."""
-    return chunks or (2 if schedule == "interleaved" else _CHUNKS.get(schedule, 1))
+    return chunks or (2 if schedule in ("interleaved", "zb-v") else 1)
 
 
 def check_schedule(
@@ -109,11 +106,9 @@ def max_in_flight(
 ) -> int:
     """How many micro-batches have activations on a stage at once; chunks where it has several.
 
-    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``, which is
-    DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only, and
-    for ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than
-    there are. Those that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S
-    chunks (``zb-v``) on every stage.
+    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``;
+    2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for
+    ``interleaved``; up to S for ``zb-h1``, and 2 S chunks for ``zb-v``; at most all.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
@@ -124,7 +119,7 @@ def max_in_flight(
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _live(schedule, num_stages, _steady(num_stages, microbatches))[stage]
+        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[0][stage]
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
@@ -149,7 +144,7 @@ def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1)
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _program_slots(schedule, num_stages, _steady(num_stages, microbatches))
+        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[1]
     most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
     return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
 
@@ -157,8 +152,8 @@ def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1)
 def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
     """The idle share of a step whose operations take equal times.
 
-    (S - 1) / (V M + S - 1); (S - 1) / (3 V M + S - 1) where backward passes are split and
-    micro-batches enough; 0 without a flush.
+    (S - 1) / (V M + S - 1), of many micro-batches whose backward passes are split
+    (S - 1) / (3 V M + S - 1); 0 without a flush.
 
     >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
     (0.2, 0.1111111111111111)
@@ -181,13 +176,11 @@ def lockstep_seconds(
 ) -> float:
     """The time of a step whose ticks end on all devices at once, without transfers.
 
-    A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
-    device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
-    ``interleaved`` take (V M + S - 1) (F + B), as a tick has either forward or backward passes;
-    where the last chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L +
-    (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b`` has both in every tick but its first S:
-    S F + (2 M + S - 2) max(F, B). Those that split the backward pass have about
-    (3 V M + S - 1) max(F, B, W). ``2bw`` has M (F + B) between two updates, which are not in it.
+    A tick lasts as long as its slowest operation. With seconds F, B and W of the slowest chunk's
+    passes, ``gpipe``, ``aligned`` and ``interleaved`` take (V M + S - 1) (F + B); where the last
+    chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) +
+    ((V - 1) M + S - 1) B. ``1f1b`` takes S F + (2 M + S - 2) max(F, B); those that split the
+    backward pass about (3 V M + S - 1) max(F, B, W); ``2bw`` M (F + B) between two updates.
 
     Args:
       schedule: its name.
@@ -197,9 +190,8 @@ def lockstep_seconds(
       backward: B; where backward passes are split, of their first half.
       chunks: V.
       weight: W, of the second half of a split backward pass.
-      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: it
-      is
-        like the others.
+      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: as
+        of the others.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)
@@ -210,16 +202,12 @@ def lockstep_seconds(
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ("1f1b", *SPLIT_SCHEDULES):
-        of_last = (forward, backward, weight) if last is None else (0, *last)
-        operations = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
-        cost = {
-            (op, is_last): seconds
-            for is_last, all_seconds in ((False, (forward, backward, weight)), (True, of_last))
-            for op, seconds in zip(operations, all_seconds, strict=True)
-        }
+        cost = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}
+        of_last = dict(zip(cost, (0, *last) if last else cost.values(), strict=True))
         ticks = _ticks(schedule, num_stages, microbatches)
         return sum(
-            number * max(cost[running] for running in tick) for tick, number in ticks.items()
+            number * max((of_last if is_last else cost)[op] for op, is_last in tick)
+            for tick, number in ticks.items()
         )
     if schedule in ASYNC_SCHEDULES:
         return microbatches * (forward + max(backward, last[0] if last else 0))
@@ -255,10 +243,6 @@ def _steady(num_stages: int, microbatches: int) -> int:
     return min(microbatches, 2 * num_stages + 2)
 
 
-def _made(schedule: str, num_stages: int, microbatches: int) -> Schedule:
-    return schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
-
-
 @functools.cache
 def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, int]:
     """Ticks by what runs in them."""
@@ -268,7 +252,7 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
         before = _ticks(schedule, num_stages, steady - 1)
         more = microbatches - steady
         return {tick: n + more * (n - before.get(tick, 0)) for tick, n in counts.items()}
-    table = _made(schedule, num_stages, microbatches)
+    table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
     # A bit for each operation of the last chunk, and for each of the others.
     place = table.routes[0][-1]
     last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
@@ -281,23 +265,26 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
 
 
 @functools.cache
-def _live(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
-    return _made(schedule, num_stages, microbatches).check().live
+def _figures_of(schedule: str, num_stages: int, microbatches: int) -> tuple[tuple[int, ...], Slots]:
+    """Micro-batches in flight by stage, and slots."""
+    table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
+    program = instructions(table, recompute=False)
+    slots = Slots(program.num_messages, program.num_residuals, program.num_crossing)
+    return table.check().live, slots
 
 
-@functools.cache
-def _program_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
-    program = instructions(_made(schedule, num_stages, microbatches), recompute=False)
-    return Slots(program.num_messages, program.num_residuals, program.num_crossing)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSeconds:
+class LayerSeconds(NamedTuple):
     """What a layer adds to a tick of a pipeline."""
 
     forward: float  # seconds of its forward pass
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
+
+    def lockstep(self, lockstep: Callable[..., float], head: float, most: int, last: int) -> float:
+        """A step by ``lockstep`` whose chunks have ``most`` layers, and the last one the head."""
+        forward, backward, weight = self
+        of_last = last * (forward + backward) + head, last * weight
+        return lockstep(most * forward, most * backward, weight=most * weight, last=of_last)
 
 
 def layers_of_chunks(
@@ -310,7 +297,7 @@ def layers_of_chunks(
     """Layers of every chunk but the last one, at most, and of the last one, which has the head.
 
     Chunks have the numbers with the least time by ``lockstep``, the ``lockstep_seconds`` of the
-    schedule; None: equal numbers as far as possible. ``head`` is seconds, forward and backward.
+    schedule; None: equal numbers as far as possible. ``head`` is seconds of both passes.
 
     >>> layer = LayerSeconds(1.0, 2.0)
     >>> layers_of_chunks(80, 8, layer, head=9.0)
@@ -326,22 +313,12 @@ def layers_of_chunks(
     largest = layers - chunks + 1  # every chunk has a layer
 
     def time(most: int) -> tuple[float, int]:
-        last = of_last(layers, chunks, most)
-        return (
-            lockstep(
-                layer.forward * most,
-                layer.backward * most,
-                weight=layer.weight * most,
-                last=(last * both + head, layer.weight * last),
-            ),
-            most,
-        )
+        return layer.lockstep(lockstep, head, most, of_last(layers, chunks, most)), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
     # near it, the time is least: it is convex in the number of their layers.
     both = layer.forward + layer.backward
-    tick = max(layer.forward, layer.backward, layer.weight)
-    level = round((layers * both + head) / (tick + (chunks - 1) * both))
+    level = round((layers * both + head) / (max(layer) + (chunks - 1) * both))
     most = min(max(level, 1), largest)
     for step in (-1, 1):
         while 1 <= most + step <= largest and time(most + step) < time(most):

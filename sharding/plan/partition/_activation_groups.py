@@ -170,10 +170,9 @@ def memory_aware_stages(
             fits = static[s] + (found * stored) <= limits[s]
             fits &= (np.maximum(compute[s], transfer[s]) <= period) & (groups < none)
             found = np.where(fits, found, none)
-            groups = found.min(1)
-            full = np.where(found == groups[:, None], full, math.inf)
-            filled = full.min(1)
-            choices.append(full.argmin(1))
+            choice = np.lexsort((full, found))[:, :1]
+            groups, filled = (np.take_along_axis(x, choice, 1)[:, 0] for x in (found, full))
+            choices.append(choice[:, 0])
         if groups[0] >= none:
             return None
         boundaries = path(choices[::-1], 0)
