@@ -53,11 +53,7 @@ class Plan(Printed):
     requested: str = ""  #: the name of the stage that the ``Zero`` runs
 
     def stage(self, name: str) -> StagePlan:
-        """The stage of this name, such as ``plan.requested`` or ``"3 hybrid"``.
-
-        Raises:
-          ValueError: if no stage has this name.
-        """
+        """The stage of this name, such as ``plan.requested``; a ``ValueError`` if there is none."""
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             names = ", ".join(map(repr, stages))
@@ -76,10 +72,7 @@ class Plan(Printed):
         return None if self.device is None else 1 - stage.peak / self.device.memory
 
     def seconds(self, stage: StagePlan) -> dict[str, float]:
-        """The least time of a step by its bounds, at peak; empty where work or device is unknown.
-
-        Traffic to other replicas takes the network where the mesh has an axis of hosts or slices.
-        """
+        """The least time of a step by its bounds; empty where work or device is unknown."""
         if self.device is None or not self.flops:
             return {}
         slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
@@ -162,9 +155,9 @@ def estimate(
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
     With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
-    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Stages shard
-    over all data-parallel axes; with a ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"``
-    as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards (Rajbhandari
+    et al., ZeRO, SC 2020, section 5). With a ``replica_axis`` there are ``"3 hybrid"`` and ``"3
+    spread"`` as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
 
     Args:
       params: parameters, abstract or real.
@@ -196,11 +189,6 @@ def estimate(
       >>> plan = estimate(params, optax.adam(1e-3), zero)
       >>> [round(stage.memory / 2**20) for stage in plan.stages]
       [512, 260, 134, 8]
-      >>> plan.requested
-      'stage 3'
-
-    References:
-      Rajbhandari et al.: ZeRO, SC 2020, arXiv 1910.02054, section 5.
     """
     tx = with_state_format(tx, state_format)
     if activations is not None and not 0 <= activations < math.inf:

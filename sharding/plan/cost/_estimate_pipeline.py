@@ -253,7 +253,7 @@ def estimate_pipeline(
     steps = []
     for of_last in (last, *(schedules.of_last(model.layers, number, most) for most in fewer)):
         counts = schedules.all_chunks(model.layers, number, of_last)
-        taken = layer.lockstep(lockstep, head, max(counts[:-1]), of_last)
+        taken = layer.step(lockstep, head, max(counts[:-1]), of_last)
         stages = stages_of.pipeline_stages(
             *(estimates, costs, schedules.ranges_of(counts)),
             schedule=schedule,

@@ -83,11 +83,11 @@ def lost_time(
     recovery: Callable[[int], float] | None = None,
     lost_machines: Mapping[int, float] | None = None,
 ) -> LostTime:
-    """The share of training time that failures and checkpoints take.
+    """The share of training time that failures and checkpoints take (GEMINI, SOSP 2023).
 
-    With a checkpoint every T seconds that can be restored w seconds later, a failure loses, as
-    GEMINI counts, w + T / 2 + restart + reading. Of T = s + b seconds, s of them steps and b
-    blocked, at failure rate f = num_machines / machine_mtbf the share that brings progress is
+    With a checkpoint every T seconds that can be restored w seconds later, a failure loses
+    w + T / 2 + restart + reading. Of T = s + b seconds, s of them steps and b blocked, at failure
+    rate f = num_machines / machine_mtbf the share that brings progress is
 
     f s exp(-f (w + restart + reading)) / (exp(f T) - 1),
 
@@ -102,16 +102,13 @@ def lost_time(
       restart: seconds from a failure until processes can read a checkpoint.
       disk_bandwidth: of the storage in bytes per second, for all machines together.
       disk_interval: steps between checkpoints on disk.
-      disk_blocking: seconds for which training waits at a checkpoint, which is then written while
-        it goes on; None: training waits until the checkpoint is written.
+      disk_blocking: seconds for which training waits at a checkpoint; None: until it is written.
       peer_interval: steps between snapshots.
       peer_overhead: seconds by which a snapshot delays training.
       peer_restore: seconds in which the state is restored from memory.
-      disk_interval_with_peers: steps between checkpoints on disk beside snapshots; None: as
-        without.
+      disk_interval_with_peers: steps between checkpoints on disk beside snapshots; None: the same.
       replicas: machines that store each shard, in groups; ignored if ``recovery`` is given.
-      recovery: from the number of machines lost at once to the probability that no shard is lost:
-        ``store.describe(state).recovery_probability``.
+      recovery: from the number of machines lost at once to the probability that no shard is lost.
       lost_machines: the probability that a failure loses so many machines, by their number, 0 for
         killed processes whose machines keep their memory; None: one in every failure.
 
@@ -119,20 +116,14 @@ def lost_time(
       ValueError: for a number outside its range, probabilities that do not add up to 1, or an
         interval within which a checkpoint is not written.
 
-    >>> lost = lost_time(
-    ...     7e12, num_machines=128, machine_mtbf=250 * 86_400, step=20.0, restart=300.0,
+    >>> print(lost_time(7e12, num_machines=128, machine_mtbf=250 * 86_400, step=20.0, restart=300.0,
     ...     disk_bandwidth=20e9, disk_interval=90, disk_blocking=10.0, peer_interval=5,
-    ...     peer_overhead=0.2, peer_restore=10.0, disk_interval_with_peers=540,
-    ... )
-    >>> print(lost)
+    ...     peer_overhead=0.2, peer_restore=10.0, disk_interval_with_peers=540))
     0.512 failures a day; peers recover 100.00% of them
       checkpoints         steps between overhead lost a failure time lost
       disk                           90    0.55%        1,905 s     1.67%
       disk, best interval            92    0.54%        1,925 s     1.67%
       peers and disk                  5    0.29%          460 s     0.56%
-
-    References:
-      Wang et al., GEMINI, SOSP 2023. Young, CACM 1974. Daly, FGCS 2006.
     """
     rare = disk_interval if disk_interval_with_peers is None else disk_interval_with_peers
     whole = {"num_machines": num_machines, "disk_interval": disk_interval}

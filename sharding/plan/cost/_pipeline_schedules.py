@@ -66,37 +66,23 @@ def check_schedule(
 
 
 def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush.
-
-    >>> schedule_of("interleaved", 2, 4, chunks=3).num_chunks
-    3
-    """
+    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ASYNC_SCHEDULES:
         return make_schedule("aligned", num_stages, microbatches)
-    more = [chunks] if schedule == "interleaved" else []
+    more = (chunks,) * (schedule == "interleaved")
     return make_schedule(schedule, num_stages, microbatches, *more)
 
 
 def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
-    """How many layers a device sends others in a step, and gradients of layers.
-
-    >>> layers_sent("aligned", 4, [3, 2, 2, 1]), layers_sent("aligned", 4, [2, 2, 2, 2])
-    ((1.0, 1.0), (0.0, 0.0))
-    """
+    """How many layers a device sends others in a step, and gradients of layers."""
     stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
     own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
     return StageRows("pipe", layer_of_row(own, counts)).sent((sum(counts), num_stages))
 
 
 def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:
-    """The stage of a group of layers: they go around the stages, or down and up again (``zb-v``).
-
-    >>> [stage_of_chunk("interleaved", 2, i) for i in range(4)]
-    [0, 1, 0, 1]
-    >>> [stage_of_chunk("zb-v", 2, i) for i in range(4)]
-    [0, 1, 1, 0]
-    """
+    """The stage of a chunk: they go around the stages, or down and up again (``zb-v``)."""
     around, stage = divmod(chunk, num_stages)
     return num_stages - 1 - stage if schedule == "zb-v" and around % 2 else stage
 
@@ -109,13 +95,10 @@ def max_in_flight(
     With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``;
     2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for
     ``interleaved``; up to S for ``zb-h1``, and 2 S chunks for ``zb-v``; at most all.
+    Sources: GPipe, NeurIPS 2019; DAPPLE, PPoPP 2021; Megatron-LM, SC 2021; Zero Bubble, ICLR 2024.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
-
-    References:
-      Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.:
-      Megatron-LM, SC 2021. Qi et al.: Zero Bubble Pipeline Parallelism, ICLR 2024.
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
@@ -137,11 +120,7 @@ class Slots(NamedTuple):
 
 
 def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:
-    """Slots of a program, without those of no use.
-
-    >>> slots_of("aligned", 4, 16), slots_of("zb-h1", 4, 16)
-    (Slots(messages=2, residuals=7, crossing=0), Slots(messages=2, residuals=4, crossing=4))
-    """
+    """Slots of a program, without those of no use."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
         return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[1]
@@ -176,29 +155,20 @@ def lockstep_seconds(
 ) -> float:
     """The time of a step whose ticks end on all devices at once, without transfers.
 
-    A tick lasts as long as its slowest operation. With seconds F, B and W of the slowest chunk's
-    passes, ``gpipe``, ``aligned`` and ``interleaved`` take (V M + S - 1) (F + B); where the last
-    chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) +
-    ((V - 1) M + S - 1) B. ``1f1b`` takes S F + (2 M + S - 2) max(F, B); those that split the
-    backward pass about (3 V M + S - 1) max(F, B, W); ``2bw`` M (F + B) between two updates.
+    A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
+    device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
+    ``interleaved`` take (V M + S - 1) (F + B); where the last chunk runs both of its own in one
+    tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b``
+    takes S F + (2 M + S - 2) max(F, B); those that split the backward pass about
+    (3 V M + S - 1) max(F, B, W); ``2bw`` M (F + B) between two updates.
 
-    Args:
-      schedule: its name.
-      num_stages: S.
-      microbatches: M.
-      forward: F.
-      backward: B; where backward passes are split, of their first half.
-      chunks: V.
-      weight: W, of the second half of a split backward pass.
-      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: as
-        of the others.
+    ``weight`` is W, the second half of a split backward pass; ``last`` B and W of the last chunk
+    where its forward pass is in B, as in ``Pipeline``.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)
-    >>> [lockstep_seconds("aligned", 4, 8, 1, 2, last=(b, 0)) for b in (2, 3)]
-    [32, 40]
-    >>> lockstep_seconds("zb-h1", 4, 8, 1, 1, weight=1)
-    27
+    >>> lockstep_seconds("aligned", 4, 8, 1, 2, last=(3, 0))
+    40
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ("1f1b", *SPLIT_SCHEDULES):
@@ -220,13 +190,7 @@ def lockstep_seconds(
 
 
 def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Ticks in which some device computes: twice (V M + S - 1), where no backward pass is split.
-
-    Of an asynchronous schedule those between two updates.
-
-    >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, 2), num_ticks("zb-h1", 4, 8)
-    (22, 38, 27)
-    """
+    """Ticks of a step, or between updates, in which some device computes."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
         return sum(_ticks(schedule, num_stages, microbatches).values())
@@ -280,7 +244,7 @@ class LayerSeconds(NamedTuple):
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
 
-    def lockstep(self, lockstep: Callable[..., float], head: float, most: int, last: int) -> float:
+    def step(self, lockstep: Callable[..., float], head: float, most: int, last: int) -> float:
         """A step by ``lockstep`` whose chunks have ``most`` layers, and the last one the head."""
         forward, backward, weight = self
         of_last = last * (forward + backward) + head, last * weight
@@ -296,14 +260,8 @@ def layers_of_chunks(
 ) -> tuple[int, int]:
     """Layers of every chunk but the last one, at most, and of the last one, which has the head.
 
-    Chunks have the numbers with the least time by ``lockstep``, the ``lockstep_seconds`` of the
-    schedule; None: equal numbers as far as possible. ``head`` is seconds of both passes.
-
-    >>> layer = LayerSeconds(1.0, 2.0)
-    >>> layers_of_chunks(80, 8, layer, head=9.0)
-    (10, 10)
-    >>> layers_of_chunks(80, 8, layer, 9.0, functools.partial(lockstep_seconds, "aligned", 8, 64))
-    (11, 3)
+    By the least time of ``lockstep``, the ``lockstep_seconds`` of the schedule; None: as equal as
+    possible. ``head`` is seconds of both passes.
     """
     if chunks == 1:
         return layers, layers
@@ -313,7 +271,7 @@ def layers_of_chunks(
     largest = layers - chunks + 1  # every chunk has a layer
 
     def time(most: int) -> tuple[float, int]:
-        return layer.lockstep(lockstep, head, most, of_last(layers, chunks, most)), most
+        return layer.step(lockstep, head, most, of_last(layers, chunks, most)), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
     # near it, the time is least: it is convex in the number of their layers.
@@ -327,12 +285,12 @@ def layers_of_chunks(
 
 
 def of_last(layers: int, chunks: int, most: int) -> int:
-    """Layers of the last chunk where the others have at most so many; at least 1."""
+    """Layers of the last chunk, at least 1, where the others have at most so many."""
     return max(1, layers - (chunks - 1) * most)
 
 
 def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
-    """Layers of each of ``number`` chunks, of which the last one has some.
+    """Layers of each of ``number`` chunks, ``last`` of them in the last one.
 
     >>> all_chunks(32, 8, 3)
     (4, 4, 4, 4, 4, 4, 5, 3)
@@ -350,16 +308,10 @@ def ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
     >>> ranges_of((2, 2, 1))  # the embedding is the first of them, the head the last
     [(0, 3), (3, 5), (5, 7)]
     """
-    bounds = [0]
-    for i, number in enumerate(chunks):
-        bounds.append(bounds[-1] + number + (i == 0) + (i == len(chunks) - 1))
-    return list(itertools.pairwise(bounds))
+    inner = [1 + number for number in itertools.accumulate(chunks)]
+    return list(itertools.pairwise([0, *inner[:-1], inner[-1] + 1]))
 
 
 def rows_of(layers: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Decoder layers of each chunk, whose ranges count the embedding and the head, too.
-
-    >>> rows_of(12, [(0, 7), (7, 14)])
-    [6, 6]
-    """
+    """Decoder layers of each chunk, whose ranges count the embedding and the head, too."""
     return [min(j, layers + 1) - max(i, 1) for i, j in ranges]

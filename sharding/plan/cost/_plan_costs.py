@@ -37,10 +37,8 @@ TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.spec
 class PlanCosts:
     """Memory and time of plans of one model; what plans share is computed once.
 
-    Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
-    that the code of the model stores on one of the devices that share a layer. They are freed
-    before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new parameters
-    beside the old ones. All of a pipeline is that of ``pipeline_stages``.
+    Bytes of parameters, gradients, state and batch are those of ``estimate``, all of a pipeline
+    those of ``pipeline_stages``; activations are those that the code of the model stores.
     """
 
     _CACHED = ("_tx", "_plan", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced")
@@ -167,7 +165,7 @@ class PlanCosts:
         return tuple(recompute)
 
     def least(self, plan: ParallelPlan) -> float:
-        """Bytes that the fullest device has at least, whatever ZeRO does: for its activations."""
+        """Bytes that the fullest device has at least, whatever ZeRO does."""
         if plan.pipe == 1:
             return self.activations(dataclasses.replace(plan, stage=0)) + self.batch(plan)
         stage = self.stages(plan)[0]  # at stage 0
@@ -186,18 +184,15 @@ class PlanCosts:
         )
 
     def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
-        """The time of a step with these passes; see ``step_seconds``."""
         sync = self.sync(plan) if plan.sync else None
         return with_state(
             *(plan, self.machine, work), sync=sync, products=self.products(plan), ideal=ideal
         )
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
-        """The compressed synchronization of a plan's gradients."""
         return self._synced(_placed(plan))
 
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Layers of each chunk."""
         return self.passes(plan).chunks
 
     def spares(self, plan: ParallelPlan) -> bool:
@@ -219,7 +214,6 @@ class PlanCosts:
         )
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
-        """The transformation of plans, whose ``init`` is traced once for equal parameters."""
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
         return tx._replace(init=jax.jit(tx.init))
 
@@ -316,10 +310,7 @@ def _recompute(plan: ParallelPlan) -> bool | str:
 
 
 def zero_of(plan: ParallelPlan) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
-
-    Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
-    """
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline."""
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
     sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
     return Zero(

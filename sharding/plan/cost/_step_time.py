@@ -58,8 +58,8 @@ class StepSeconds:
     def seconds(self) -> float:
         """The prediction.
 
-        Computing that can run beside the collectives of data parallelism does, and both slow each
-        other down on GPUs; the host link runs beside the update. All else is waited for.
+        ``hideable`` computing runs beside ``data``, and both slow each other down on GPUs; the host
+        link runs beside the update. All else is waited for.
         """
         passes = self.compute + self.tensor + self.bubble + self.transfers
         both = self._both(self.data - self.exposed) + self.exposed
@@ -151,8 +151,7 @@ def step_seconds(
     Devices that share a layer are nearest to each other, then those of ZeRO, its replicas, and the
     stages of a pipeline, whose layers are shared so that a step is as fast as possible. A pipeline
     takes ``lockstep_seconds``, and a transfer in each tick; ZeRO sends what ``estimate`` says, once
-    in a step of a pipeline; the update reads parameters, gradients and state and writes parameters
-    and state. Products in it, as in Muon's, are known to ``search`` alone.
+    in a step of a pipeline. Products in the update, as in Muon's, are known to ``search`` alone.
 
     Args:
       model: its dims.
@@ -192,13 +191,7 @@ def passes(
     implementation: layer_time.Implementation = layer_time.COMPILED,
     ideal: bool = False,
 ) -> Passes:
-    """The passes of a step, alike for plans that differ in ZeRO, replicas, offload and state alone.
-
-    >>> from sharding.plan import MODELS, kind_of
-    >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
-    >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
-    (4, 4, 4, 4, 5, 5, 5, 1)
-    """
+    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
     wire, device = _wire_of(plan, machine, ideal), machine.device
     options: Any = {"microbatch": plan.microbatch, "length": length}
     options |= {"implementation": implementation, "ideal": ideal}
@@ -302,8 +295,7 @@ def with_state(
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
 
-    Nothing hides the compressed ``sync`` of the plan, and what it moves counts as part of the
-    update, as do operations of matrix ``products`` of a device.
+    Nothing hides the compressed ``sync``, and what it moves counts as part of the update.
     """
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
@@ -343,16 +335,12 @@ def with_state(
 def _recomputed(
     layer: layer_time.LayerWork, plan: ParallelPlan, implementation: layer_time.Implementation
 ) -> layer_time.KernelSeconds:
-    """What a layer computes again in its backward pass.
-
-    All of its forward pass but the products that are saved, and in a compiled program the last one,
-    whose result nothing reads.
-    """
+    """What a layer computes again in its backward pass."""
     if plan.recompute == "none":
         return layer_time.KernelSeconds()
     if plan.recompute == "selective":
         return layer.attention
-    again = layer.forward
+    again = layer.forward  # but for products that are saved, or whose result nothing reads
     for part in saved_parts(plan.recompute):
         again -= layer.products[part]
     return again - layer.products["down"] if implementation.lockstep else again
@@ -387,16 +375,12 @@ def _tensor_seconds(
 def _data_seconds(
     plan: ParallelPlan, layers: float, params: float, wire: _Wire
 ) -> tuple[float, float]:
-    """Collectives of data parallelism, and the share of computing that can run beside them.
-
-    Gradients of the last micro-batch are reduced beside its backward pass, two thirds of a
-    micro-batch; stages 2 and 3 reduce in every one; stage 3 gathers in every pass.
-    """
+    """Collectives of data parallelism, and the share of computing that can run beside them."""
     if plan.data == 1:
         return 0.0, 0.0
     held, reduced = params * plan.param_bytes, params * plan.grad_bytes
     times = plan.microbatches if plan.pipe == 1 else 1
-    last = 2 / 3 / plan.microbatches
+    last = 2 / 3 / plan.microbatches  # gradients are reduced beside the last backward pass
     if plan.sync and plan.replicas == 1:  # which takes the place of the sums
         return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0
     if plan.stage == 0:
@@ -412,6 +396,6 @@ def _data_seconds(
         scatter = layers * wire("reduce-scatter", reduced / layers, "shards")
         return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
     gather = wire("all-gather", held, "shards")
-    if plan.stage == 2 and plan.pipe == 1:
+    if plan.stage == 2 and plan.pipe == 1:  # reduces in every backward pass
         return times * scatter + gather + replicas, 2 / 3
     return scatter + gather + replicas, last

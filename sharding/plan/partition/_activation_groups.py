@@ -37,8 +37,8 @@ def activation_groups(
     """How many micro-batches have activations on each stage, if one begins every ``period``.
 
     Groups of consecutive stages and links are filled from the last stage, each as long as its loads
-    sum to at most the period; a stage of group g stores the activations of g micro-batches. No
-    periodic schedule with this period stores fewer on any stage.
+    sum to at most the period; a stage of group g stores the activations of g micro-batches, the
+    fewest of all periodic schedules (Beaumont, Eyraud-Dubois, Shilova, Euro-Par 2021).
 
     Args:
       loads: seconds of a forward and a backward pass, by stage.
@@ -47,10 +47,6 @@ def activation_groups(
 
     >>> activation_groups([3, 3, 3, 3], 6), activation_groups([3, 3, 3, 3], 9)
     ((2, 2, 1, 1), (2, 1, 1, 1))
-
-    References:
-      Beaumont, Eyraud-Dubois, Shilova: Pipelined Model Parallelism: Complexity Results and Memory
-      Considerations, Euro-Par 2021; MadPipe, IPDPS Workshops 2022.
     """
     chain = _chain(loads, transfers)
     if max(chain) > period:
@@ -88,8 +84,7 @@ def least_period(
 ) -> float:
     """The least period of a partition whose stages fit their memory; inf where none does.
 
-    A stage of group g holds static + g x stored bytes. Groups change only at periods that are sums
-    of consecutive loads, so that these are all candidates.
+    A stage of group g holds static + g x stored bytes.
 
     Args:
       loads: as for ``activation_groups``.
@@ -107,6 +102,7 @@ def least_period(
         needs = zip(static, groups, stored, memory, strict=True)
         return all(fixed + group * each <= limit for fixed, group, each, limit in needs)
 
+    # Groups change only at periods that are sums of consecutive loads.
     chain = _chain(loads, transfers)
     sums = {x for i in range(len(chain)) for x in itertools.accumulate(chain[i:])}
     candidates = sorted(x for x in sums if x >= max(chain))
@@ -126,10 +122,7 @@ def memory_aware_stages(
 ) -> GroupedStages:
     """The partition with the least period of 1F1B* under a limit of memory, exactly.
 
-    For a given period the state of a suffix of layers is its first group and how full this group
-    is; a smaller pair, in lexicographic order, is never worse for the stages before. Periods are
-    bisected; each partition that is found lowers the bound to its own least period, until no
-    partition has a shorter one.
+    The search is that of MadPipe (Beaumont et al., IPDPS Workshops 2022), without rounded loads.
 
     Args:
       layers: their costs.
@@ -146,9 +139,6 @@ def memory_aware_stages(
     >>> layers = [LayerCost(1.0, 2.0, activation_bytes=1.0)] * 8
     >>> [memory_aware_stages(layers, 4, memory=m).period for m in (8, 6, 2)]
     [6.0, 9.0, 24.0]
-
-    References:
-      As ``activation_groups``; the search over partitions without the papers' rounding of loads.
     """
     check_layers(layers, num_stages)
     limits = per_stage("memory", memory, num_stages, math.inf)
@@ -161,7 +151,8 @@ def memory_aware_stages(
 
     def found_at(period: float) -> GroupedStages | None:
         """A partition with this period, or with a shorter one, at its own least period."""
-        # By the first layer of a suffix: its first group, how full it is, and the next boundary.
+        # By the first layer of a suffix: its first group, how full it is, and the next boundary. A
+        # smaller pair, in lexicographic order, is never worse for the stages before.
         groups = np.full(len(layers) + 1, none)
         groups[-1], filled, choices = 1, np.zeros(len(layers) + 1), []
         for s in reversed(range(num_stages)):
@@ -195,6 +186,7 @@ def memory_aware_stages(
             f"no partition into {num_stages} stages fits, even with one micro-batch in flight: the "
             f"one that exceeds the memory least lacks {size(excess)} on one device."
         )
+    # Each partition that is found lowers the bound to its own least period.
     low = 0.0
     while best.period - low > 1e-3 * best.period:
         middle = (low + best.period) / 2

@@ -72,8 +72,7 @@ def least_maximum(
 ) -> tuple[float, tuple[int, ...]]:
     """The partition whose largest cost is least: that cost, and S + 1 boundaries from 0 to L.
 
-    Costs are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is
-    impossible; the result is inf where no partition is possible.
+    ``costs`` are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where impossible.
     """
     # best[s + 1][j] = min over i of combine(best[s][i], costs[s][i][j])
     best = np.full(costs.shape[1], np.inf)
@@ -166,8 +165,9 @@ def balanced_stages(
     """The partition into stages of consecutive layers with the least period, exactly.
 
     best[s + 1][j] = min over i of max(best[s][i], period(s, i, j)), over ranges of layers that fit
-    the memory of stage s; of equal ones that with the least sum of squares of the stages' periods.
-    Per micro-batch a link moves the output of a layer, and its gradient back.
+    the memory of stage s (Narayanan et al., PipeDream, SOSP 2019, section 3.1); of equal ones that
+    with the least sum of squares of the stages' periods. Per micro-batch a link moves the output of
+    a layer, and its gradient back.
 
     Args:
       layers: their costs.
@@ -187,9 +187,6 @@ def balanced_stages(
     >>> layers = [LayerCost(1.0, 2.0)] * 6
     >>> balanced_stages(layers, 2, speeds=[1, 2]).boundaries
     (0, 2, 6)
-
-    References:
-      Narayanan et al.: PipeDream, SOSP 2019, section 3.1, for straight pipelines.
     """
     check_layers(layers, num_stages)
     if schedule == "interleaved":

@@ -38,11 +38,9 @@ def allocate_workers(
 ) -> tuple[tuple[int, ...], ...]:
     """The nodes of the devices of each virtual worker.
 
-    - ``"node"``: each node is a virtual worker.
-    - ``"equal"``: each node gives every one of ``num_workers`` the same number of devices; None: as
-      many workers as nodes.
-    - ``"hybrid"``: the node with the most compute is paired with that with the least, and so on;
-      each pair is two virtual workers with half of the devices of both. A node that is left is one.
+    By ``"node"`` each node is one. By ``"equal"`` each node gives every one of ``num_workers``
+    (None: as many as nodes) as many devices. By ``"hybrid"`` the node with the most compute is
+    paired with that with the least, and so on, each pair two workers; a node that is left is one.
 
     Raises:
       ValueError: the policy is unknown, or devices cannot be shared equally.
@@ -135,7 +133,7 @@ def hetpipe(
     Throughput is the number of workers times the rate of the slowest; N is the smallest with the
     highest. A stage stores the activations of N minibatches, the last one those of one. Local
     staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1. The time of pushing and pulling
-    parameters is not counted.
+    parameters is not counted (Park et al., HetPipe, USENIX ATC 2020).
 
     Args:
       layers: costs of one minibatch.
@@ -153,13 +151,9 @@ def hetpipe(
       ValueError: nothing fits, no policy can share the devices, or there are too many orders.
 
     >>> nodes = [Node(1, 100.0, speed=2.0), Node(1, 100.0)]
-    >>> plan = hetpipe([LayerCost(1.0, 2.0)] * 3, nodes, network=1e9, policies=["equal"],
-    ...                num_workers=1)
+    >>> plan = hetpipe([LayerCost(1.0, 2.0)] * 3, nodes, network=1e9, num_workers=1)
     >>> plan.workers[0].boundaries, plan.num_concurrent
     ((0, 2, 3), 2)
-
-    References:
-      Park et al.: HetPipe, USENIX ATC 2020.
     """
     check_layers(layers)
     if clock_distance < 0:
@@ -242,11 +236,7 @@ def _fastest(
     order: Sequence[int],
     number: int,
 ) -> tuple[VirtualWorker | None, float]:
-    """The partition with the highest rate, or None; and the bytes that are missing at least.
-
-    The rate is the inverse of max(period, latency / N). The least latency falls with the period
-    that is allowed, so that the best pair is where they cross.
-    """
+    """The partition with the highest rate, or None; and the bytes that are missing at least."""
     links = [nodes[a].link if a == b else network for a, b in itertools.pairwise(order)]
     in_flight = [number] * (len(order) - 1) + [1]
     speeds = [nodes[i].speed for i in order]
@@ -274,7 +264,7 @@ def _fastest(
         return worker is not None and worker.latency / number <= period
 
     candidates = np.unique(limit[np.isfinite(limit)]).tolist()
-    # The first period that is at least its latency / N; if there is none, the longest.
+    # The first period that is at least its latency / N, which falls with it; else the longest.
     low = bisect.bisect_left(candidates[:-1], True, key=crossed)
     around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
     return max(filter(None, around), key=lambda worker: (worker.rate, -worker.latency)), 0.0

@@ -54,7 +54,8 @@ def pipedream_stages(
 ) -> PipeDreamPlan:
     """Stages and their replicas for a hierarchy of equal workers, with the least period.
 
-    At level k, m components with links of B_k bytes per second process layers i to j - 1:
+    At level k, m components with links of B_k bytes per second process layers i to j - 1
+    (Narayanan et al., PipeDream, SOSP 2019, section 3.1):
 
     - T_k(i, j, m) = max(A_{k-1}(i, j, m_{k-1}), 2 (m - 1) / m x param_bytes / B_k) / m as one stage
       with m replicas, where A_0 is the compute of the layers;
@@ -71,9 +72,6 @@ def pipedream_stages(
         of parameters.
       overlap: whether replicas compute while they synchronize; if not, both times are added.
 
-    Returns:
-      A ``PipeDreamPlan`` that uses all workers.
-
     Raises:
       ValueError: a level is out of range, or nothing fits.
 
@@ -83,9 +81,6 @@ def pipedream_stages(
       stage layers replicas
       0        0-0        1
       1        1-1        2
-
-    References:
-      Narayanan et al.: PipeDream, SOSP 2019, section 3.1.
     """
     check_layers(layers)
     _check_levels(levels, memory)

@@ -79,7 +79,7 @@ def two_bw(
     """Enumerates configurations of 2BW, each with its best partition, under a limit of memory.
 
     With w x d = n devices and micro-batches of b sequences, m = global_batch / (w b) of them in a
-    batch, w b / throughput is
+    batch, w b / throughput is (Narayanan et al., ICML 2021, section 4)
 
     max over stages of max(compute(b) + transfers(b), 2 (w - 1) / w x param_bytes / (m B_width)).
 
@@ -105,9 +105,6 @@ def two_bw(
     >>> plan = two_bw(layers, 4, global_batch=16, microbatches=[1], memory=150.0, link=1e3)
     >>> [(choice.width, choice.depth) for choice in plan.choices]
     [(1, 4), (2, 2), (1, 4), (2, 2)]
-
-    References:
-      Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, section 4.
     """
     check_layers(layers)
     for name, value in (("num_devices", num_devices), ("memory", memory), ("link", link)):
