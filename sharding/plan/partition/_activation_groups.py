@@ -11,14 +11,7 @@ import numpy as np
 
 from sharding.plan._format import size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import (
-    least_maximum,
-    over_ranges,
-    path,
-    per_stage,
-    stage_tables,
-    stages_of,
-)
+from sharding.plan.partition import _balanced_stages as dp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +134,13 @@ def memory_aware_stages(
     [6.0, 9.0, 24.0]
     """
     check_layers(layers, num_stages)
-    limits = per_stage("memory", memory, num_stages, math.inf)
-    speeds = per_stage("speeds", speeds, num_stages, 1.0)
-    links = per_stage("links", links, num_stages - 1, math.inf)
+    limits = dp.per_stage("memory", memory, num_stages, math.inf)
+    speeds = dp.per_stage("speeds", speeds, num_stages, 1.0)
+    links = dp.per_stage("links", links, num_stages - 1, math.inf)
     # Memory without activations, and of those of one micro-batch.
-    compute, transfer, static = stage_tables(layers, speeds, links, [0] * num_stages, param_factor)
-    stored = over_ranges(np.add, [layer.activation_bytes for layer in layers])  # (L + 1, L + 1)
+    idle = [0] * num_stages
+    compute, transfer, static = dp.stage_tables(layers, speeds, links, idle, param_factor)
+    stored = dp.over_ranges(np.add, [layer.activation_bytes for layer in layers])  # (L + 1, L + 1)
     none = 2 * num_stages + 1.0  # a group that no stage has
 
     def found_at(period: float) -> GroupedStages | None:
@@ -166,8 +160,8 @@ def memory_aware_stages(
             choices.append(choice[:, 0])
         if groups[0] >= none:
             return None
-        boundaries = path(choices[::-1], 0)
-        ranges = stages_of(boundaries)
+        boundaries = dp.path(choices[::-1], 0)
+        ranges = dp.stages_of(boundaries)
         loads = [float(compute[index]) for index in ranges]
         between = [float(transfer[s, j]) for s, _, j in ranges[:-1]]
         fixed = [float(static[index]) for index in ranges]
@@ -181,7 +175,7 @@ def memory_aware_stages(
     slowest = np.diagonal(compute, 1, 1, 2).max(0).sum()
     best = found_at(float(slowest + transfer.max(1).sum()))
     if best is None:
-        excess, _ = least_maximum(static + stored - np.array(limits)[:, None, None])
+        excess, _ = dp.least_maximum(static + stored - np.array(limits)[:, None, None])
         raise ValueError(
             f"no partition into {num_stages} stages fits, even with one micro-batch in flight: the "
             f"one that exceeds the memory least lacks {size(excess)} on one device."

@@ -11,13 +11,7 @@ import numpy as np
 
 from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import (
-    least_maximum,
-    least_sum,
-    periods,
-    stage_tables,
-    stages_of,
-)
+from sharding.plan.partition import _balanced_stages as dp
 
 _MOST_ORDERS = 1000
 POLICIES = ("node", "equal", "hybrid")
@@ -170,34 +164,28 @@ def hetpipe(
         if longest > len(layers):
             reasons.append(f"{policy}: {longest} devices of a worker share {len(layers)} layers.")
             continue
-        candidate, reason = _best_of(allocation, max_concurrent, fastest, search_order)
+        most = max_concurrent or 2 * longest
+        candidate, reason = _best_of(allocation, most, fastest, search_order)
         if candidate is None:
             reasons.append(f"{policy}: {reason}")
         elif best is None or candidate[0] > best[0] * (1 + 1e-12):
             best = (*candidate, policy)
     if best is None:
         raise ValueError(f"no policy has a plan. {' '.join(reasons)}")
-    throughput, num_concurrent, workers, policy = best
-    local = num_concurrent - 1
-    return HetPipePlan(
-        policy=policy,
-        workers=workers,
-        num_concurrent=num_concurrent,
-        throughput=throughput,
-        local_staleness=local,
-        global_staleness=(clock_distance + 1) * (local + 1) + local - 1,
-    )
+    throughput, number, workers, policy = best
+    ahead = (clock_distance + 1) * number + number - 2
+    return HetPipePlan(policy, workers, number, throughput, number - 1, ahead)
 
 
 def _best_of(
     allocation: Sequence[tuple[int, ...]],
-    max_concurrent: int | None,
+    most: int,
     find: Callable[[Sequence[int], int], tuple[VirtualWorker | None, float]],
     search_order: bool,
 ) -> tuple[tuple[float, int, tuple[VirtualWorker, ...]] | None, str]:
     """Throughput, minibatches in a pipeline and workers of an allocation; or why there is none."""
     best: tuple[float, int, tuple[VirtualWorker, ...]] | None = None
-    for number in range(1, (max_concurrent or 2 * max(map(len, allocation))) + 1):
+    for number in range(1, most + 1):
         solved: dict[tuple[int, ...], VirtualWorker] = {}
         for devices in dict.fromkeys(allocation):
             found = [find(o, number) for o in (_orders(devices) if search_order else [devices])]
@@ -240,31 +228,26 @@ def _fastest(
     links = [nodes[a].link if a == b else network for a, b in itertools.pairwise(order)]
     in_flight = [number] * (len(order) - 1) + [1]
     speeds = [nodes[i].speed for i in order]
-    tables = stage_tables(layers, speeds, links, in_flight, param_factor)
+    tables = dp.stage_tables(layers, speeds, links, in_flight, param_factor)
     limits = np.array([nodes[i].memory for i in order])[:, None, None]
     # Of a stage, and the link after it.
-    limit = np.where(tables.memory <= limits, periods(tables, overlap=True), np.inf)
-    if math.isinf(least_maximum(limit)[0]):
-        return None, least_maximum(tables.memory - limits)[0]
+    limit = np.where(tables.memory <= limits, dp.periods(tables, overlap=True), np.inf)
+    shortest, _ = dp.least_maximum(limit)
+    if math.isinf(shortest):
+        return None, dp.least_maximum(tables.memory - limits)[0]
     time = tables.compute + tables.transfer[:, None, :]
 
-    def at(period: float) -> VirtualWorker | None:
+    def at(period: float) -> VirtualWorker:
         """The partition of least latency with this period at most."""
-        least, boundaries = least_sum(np.where(limit <= period, time, np.inf))
-        if math.isinf(least):
-            return None
-        ranges = stages_of(boundaries)
+        _, boundaries = dp.least_sum(np.where(limit <= period, time, np.inf))
+        ranges = dp.stages_of(boundaries)
         period = max(float(limit[index]) for index in ranges)
         latency = sum(float(time[index]) for index in ranges)
         rate = min(1 / period, number / latency) if period else math.inf
         return VirtualWorker(tuple(order), boundaries, period, latency, rate)
 
-    def crossed(period: float) -> bool:
-        worker = at(period)
-        return worker is not None and worker.latency / number <= period
-
-    candidates = np.unique(limit[np.isfinite(limit)]).tolist()
+    candidates = np.unique(limit[np.isfinite(limit) & (limit >= shortest)]).tolist()
     # The first period that is at least its latency / N, which falls with it; else the longest.
-    low = bisect.bisect_left(candidates[:-1], True, key=crossed)
+    low = bisect.bisect_left(candidates[:-1], True, key=lambda x: at(x).latency / number <= x)
     around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
-    return max(filter(None, around), key=lambda worker: (worker.rate, -worker.latency)), 0.0
+    return max(around, key=lambda worker: (worker.rate, -worker.latency)), 0.0

@@ -83,7 +83,18 @@ def pipedream_stages(
       1        1-1        2
     """
     check_layers(layers)
-    _check_levels(levels, memory)
+    if not levels:
+        raise ValueError("levels are empty; give (workers, bytes per second) of at least one.")
+    for number, link in levels:
+        if number < 1 or not link > 0:
+            raise ValueError(
+                f"a level needs at least 1 component and a link above 0, got {(number, link)}."
+            )
+    if memory is not None and len(levels) > 1:
+        raise ValueError(
+            f"memory is checked for one level of workers, got {len(levels)} levels; the number of "
+            "micro-batches in flight is not known of several."
+        )
     count = len(layers)
     _, _, params, stored, output, working, *_ = np.array([*map(dataclasses.astuple, layers)]).T
     params, stored = over_ranges(np.add, params), over_ranges(np.add, stored)  # (L + 1, L + 1)
@@ -113,21 +124,6 @@ def pipedream_stages(
             f"need {size(held[0, count])} together."
         )
     return PipeDreamPlan(_stages_at(solved, len(levels) - 1, 0, count), period)
-
-
-def _check_levels(levels: Sequence[tuple[int, float]], memory: float | None) -> None:
-    if not levels:
-        raise ValueError("levels are empty; give (workers, bytes per second) of at least one.")
-    for number, link in levels:
-        if number < 1 or not link > 0:
-            raise ValueError(
-                f"a level needs at least 1 component and a link above 0, got {(number, link)}."
-            )
-    if memory is not None and len(levels) > 1:
-        raise ValueError(
-            f"memory is checked for one level of workers, got {len(levels)} levels; the number of "
-            "micro-batches in flight is not known of several."
-        )
 
 
 class _Level(NamedTuple):

@@ -4,19 +4,13 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sharding.plan._format import Printed, Table, count, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import (
-    least_maximum,
-    over_ranges,
-    periods,
-    stage_tables,
-    stages_of,
-)
+from sharding.plan.partition import _balanced_stages as dp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,17 +104,22 @@ def two_bw(
     for name, value in (("num_devices", num_devices), ("memory", memory), ("link", link)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
+    for sequences in microbatches:
+        if sequences < 1:
+            raise ValueError(f"microbatches must be at least 1, got {sequences}.")
     host = devices_per_host or num_devices
     network = network or link
-    params = over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
+    params = dp.over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
     choices, least, tried = [], math.inf, 0
-    for width, depth, sequences in _shapes(num_devices, len(layers), global_batch, microbatches):
-        m = global_batch // (width * sequences)
+    for width, sequences in itertools.product(range(1, num_devices + 1), microbatches):
+        depth, over = divmod(num_devices, width)
+        m, left = divmod(global_batch, width * sequences)
+        if over or left or depth > min(m, len(layers)):
+            continue
         faster = efficiency(sequences) if efficiency else 1.0
         # Seconds of both passes; bytes of parameters, activations, outputs and temporaries.
         factors = (*[sequences / faster] * 2, 1, *[sequences] * 3)
         scaled = [LayerCost(*map(operator.mul, dataclasses.astuple(x), factors)) for x in layers]
-        in_flight = range(depth, 0, -1)
         inners = ("depth", "width") if num_devices > host and min(width, depth) > 1 else ("depth",)
         for recompute, inner in itertools.product((False, True), inners):
             # Links of the pipeline, and of the replicas.
@@ -128,14 +127,15 @@ def two_bw(
             within = link if (depth if inner == "depth" else width) <= host else network
             between, wide = (within, outer) if inner == "depth" else (outer, within)
             links = [between] * (depth - 1)
-            tables = stage_tables(scaled, [1.0] * depth, links, in_flight, param_factor, recompute)
+            in_order = scaled, [1.0] * depth, links, range(depth, 0, -1)
+            tables = dp.stage_tables(*in_order, param_factor, recompute)
             sync = 2 * (width - 1) / width * params / wide / m
-            costs = np.maximum(periods(tables, overlap=False), sync)
-            least, tried = min(least, least_maximum(tables.memory)[0]), tried + 1
-            period, bounds = least_maximum(np.where(tables.memory <= memory, costs, np.inf))
+            costs = np.maximum(dp.periods(tables, overlap=False), sync)
+            least, tried = min(least, dp.least_maximum(tables.memory)[0]), tried + 1
+            period, bounds = dp.least_maximum(np.where(tables.memory <= memory, costs, np.inf))
             if math.isinf(period):
                 continue
-            held = max(float(tables.memory[index]) for index in stages_of(bounds))
+            held = max(float(tables.memory[index]) for index in dp.stages_of(bounds))
             rate = width * sequences / period if period else math.inf
             choices.append(
                 TwoBWChoice(width, depth, sequences, recompute, inner, bounds, period, rate, held)
@@ -153,19 +153,3 @@ def two_bw(
         )
     choices.sort(key=lambda c: (-c.throughput, c.memory, c.width, c.microbatch, c.recompute))
     return TwoBWPlan(tuple(choices))
-
-
-def _shapes(
-    num_devices: int, num_layers: int, global_batch: int, microbatches: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Width, depth and micro-batch of all configurations that 2BW takes."""
-    for width in range(1, num_devices + 1):
-        depth, remainder = divmod(num_devices, width)
-        if remainder or depth > num_layers:
-            continue
-        for sequences in microbatches:
-            if sequences < 1:
-                raise ValueError(f"microbatches must be at least 1, got {sequences}.")
-            count, left = divmod(global_batch, width * sequences)
-            if not left and count >= depth:
-                yield width, depth, sequences
