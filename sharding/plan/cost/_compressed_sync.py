@@ -1,6 +1,5 @@
 """Compressed gradient synchronization in closed form: what it sends, moves and holds."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -28,8 +27,7 @@ class SyncedArray(NamedTuple):
     scattered: bool  # whether each device needs its shard of the mean only
 
 
-@dataclasses.dataclass(frozen=True)
-class SyncWork:
+class SyncWork(NamedTuple):
     """A synchronization of all gradients, on one device, once in a step."""
 
     # collectives with the bytes of their arrays, as ``collective_seconds`` takes them
@@ -54,14 +52,8 @@ def sync_work(name: str, arrays: Sequence[SyncedArray], devices: int) -> SyncWor
     """What a synchronization of these gradients takes.
 
     PowerSGD of rank r sums r (rows + columns) numbers of each matrix, if that is less than half of
-    it; QSGD exchanges codes of some bits and a scale for each block, and gathers those of the mean
-    where all devices need it. All other gradients are summed as they are. All dims of an array but
-    the last two are stacks of matrices.
-
-    >>> gradient = SyncedArray((32, 4096, 11008), 2 * 32 * 4096 * 11008, scattered=False)
-    >>> dense = 2 * gradient.nbytes * 7 / 8
-    >>> round(dense / sync_work("powersgd(4)", [gradient], 8).sent(8))
-    373
+    it; QSGD exchanges codes and a scale for each block, and gathers those of the mean where all
+    devices need it. Other gradients are summed. Leading dims are stacks of matrices.
     """
     kind, number = _kind_and_number(name)
     sums: list[tuple[Operation, float]] = []

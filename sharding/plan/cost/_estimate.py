@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,14 @@ _DENSE_SYNC = (
 )
 
 
+# Rows of memory in a table, and the fields of a stage that they show.
+_PARTS = (
+    *(("parameters", "params"), ("gradients", "grads"), ("optimizer state", "opt_state")),
+    *(("master weights", "master"), ("- in host memory", "host"), ("gradient sync", "sync")),
+    *(("batch", "batch"), ("total", "memory"), ("+ not yet reduced", "unreduced")),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan(Printed):
     """The stages side by side; ``str()`` makes a table of it, ``to_dict()`` JSON."""
@@ -45,11 +53,7 @@ class Plan(Printed):
     requested: str = ""  #: the name of the stage that the ``Zero`` runs
 
     def stage(self, name: str) -> StagePlan:
-        """The stage of this name, such as ``plan.requested`` or ``"3 hybrid"``.
-
-        Raises:
-          ValueError: if no stage has this name.
-        """
+        """The stage of this name, such as ``plan.requested``; a ``ValueError`` if there is none."""
         stages = {stage.name: stage for stage in self.stages}
         if name not in stages:
             names = ", ".join(map(repr, stages))
@@ -64,18 +68,11 @@ class Plan(Printed):
         return min(stage.peak for stage in self.stages) <= self.device.memory
 
     def headroom(self, stage: StagePlan) -> float | None:
-        """The share of the device's memory that a stage leaves free.
-
-        Activations take it, unless they are counted.
-        """
+        """The share of the device's memory that a stage leaves free."""
         return None if self.device is None else 1 - stage.peak / self.device.memory
 
     def seconds(self, stage: StagePlan) -> dict[str, float]:
-        """The least time of a step by its bounds; empty where work or device is unknown.
-
-        A device computes, moves and sends at its peak; nothing is computed twice. Traffic to other
-        replicas takes the network where the mesh has an axis of hosts or slices.
-        """
+        """The least time of a step by its bounds; empty where work or device is unknown."""
         if self.device is None or not self.flops:
             return {}
         slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
@@ -107,21 +104,10 @@ class Plan(Printed):
     def tables(self) -> list[Table]:
         """The table to print: a column for each stage."""
         # Memory: parts that no stage has are left out.
-        parts: list[tuple[str, Callable[[StagePlan], float]]] = [
-            ("parameters", lambda s: s.params),
-            ("gradients", lambda s: s.grads),
-            ("optimizer state", lambda s: s.opt_state),
-            ("master weights", lambda s: s.master),
-            ("- in host memory", lambda s: -s.host),
-            ("gradient sync", lambda s: s.sync),
-            ("batch", lambda s: s.batch),
-            ("total", lambda s: s.memory),
-            ("+ not yet reduced", lambda s: s.unreduced),
-        ]
         rows = [
-            (name, *(size(value(stage)) for stage in self.stages))
-            for name, value in parts
-            if any(value(stage) for stage in self.stages)
+            (name, *(size(-value if field == "host" else value) for value in values))
+            for name, field in _PARTS
+            if any(values := [getattr(stage, field) for stage in self.stages])
         ]
         activations = (stage.activations for stage in self.stages)
         rows.append(("+ activations", *("?" if x is None else size(x) for x in activations)))
@@ -130,31 +116,25 @@ class Plan(Printed):
             name = f"left of {size(self.device.memory)}"
             rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
 
-        # Traffic and times.
+        # Traffic, and lower bounds of times; unknown ones are left out.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
         for name, bytes_sent in (("replicas", "network"), ("host memory", "host_wire")):
             sent = [getattr(stage, bytes_sent) for stage in self.stages]
             rows += [(f"  to {name}", *map(size, sent))] if any(sent) else []
-        rows += self._times()
-
-        mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
-        title = f"{self.num_params:,} parameters on {mesh}: one device"
-        marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
-        return [Table(title, ("", *marked), rows)]
-
-    def _times(self) -> list[tuple[str, ...]]:
-        """Rows of lower bounds; unknown ones are left out."""
         bounds = [self.seconds(stage) for stage in self.stages]
-        names = ("compute", "memory", "wire", "network")
-        rows = [
+        rows += [
             (f"{name}, at least", *(seconds(b[name]) if name in b else "" for b in bounds))
-            for name in names
+            for name in ("compute", "memory", "wire", "network")
             if any(name in b for b in bounds)
         ]
         best = [self.tokens_per_second(stage) for stage in self.stages]
         if any(best):
             rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
-        return rows
+
+        mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
+        title = f"{self.num_params:,} parameters on {mesh}: one device"
+        marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
+        return [Table(title, ("", *marked), rows)]
 
 
 def estimate(
@@ -175,32 +155,27 @@ def estimate(
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
     With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
-    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Stages shard
-    over all data-parallel axes; with a ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"``
-    as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards (Rajbhandari
+    et al., ZeRO, SC 2020, section 5). With a ``replica_axis`` there are ``"3 hybrid"`` and ``"3
+    spread"`` as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
 
     Args:
       params: parameters, abstract or real.
       tx: the transformation.
       zero: the ``Zero`` to plan; its mesh may be abstract.
-      param_specs: how parameters are sharded over other axes; see ``Zero.specs``.
+      param_specs: how parameters are sharded over other axes, as for ``Zero.specs``.
       microbatches: how many are accumulated.
       batch: bytes of one device's batch.
-      state_format: one of ``optax_ext.STATE_FORMATS``: the plan is that of
-        ``low_precision_state(tx, ...)``; None leaves the state as it is.
+      state_format: one of ``optax_ext.STATE_FORMATS``, as ``low_precision_state(tx, ...)`` has it.
       device: the device to compare with; arrays are counted as they fill its memory.
       gathered_once: a regular expression of the paths of parameters outside the layers that
         ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
         stage 2 reduces their gradients layer by layer. None: stage 3 gathers all twice, and stage 2
         reduces all after the backward pass.
-      activations: bytes of activations and temporaries of one device and one micro-batch, such as
-        the ``peak`` of a ``sharding.remat.plan``, without parameters that stage 3 gathers. None:
-        activations are not counted.
+      activations: bytes of activations and temporaries of one device and one micro-batch, without
+        parameters that stage 3 gathers. None: activations are not counted.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
-
-    Returns:
-      A ``Plan``; ``print`` it.
 
     Raises:
       ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
@@ -214,12 +189,6 @@ def estimate(
       >>> plan = estimate(params, optax.adam(1e-3), zero)
       >>> [round(stage.memory / 2**20) for stage in plan.stages]
       [512, 260, 134, 8]
-      >>> plan.requested
-      'stage 3'
-
-    References:
-      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
-      Parameter Models, SC 2020, arXiv 1910.02054, section 5.
     """
     tx = with_state_format(tx, state_format)
     if activations is not None and not 0 <= activations < math.inf:
@@ -294,10 +263,8 @@ def _stage_plans(
     )
 
 
-# The share of the memory that a recommended stage leaves for activations.
-_ROOM = 0.2
-# A warning is issued where a stage leaves less than this share, which is also what a recommended
-# stage leaves where activations are counted.
+_ROOM = 0.2  # the share of the memory that a recommended stage leaves for activations
+# Less than this share left free is warned of; what is recommended where activations are counted.
 _TIGHT = 0.1
 
 
@@ -353,11 +320,7 @@ def tight_notes(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[
 
 
 def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
-    """DeepSpeed's bytes of one device for Adam at stage 2: 4 P + 16 P / n, and 2 P + 18 P / n.
-
-    References:
-      DeepSpeed's page on memory requirements, and estimate_zero2_model_states_mem_needs.
-    """
+    """Bytes of one device for Adam at stage 2 by DeepSpeed's page on memory, and by its code."""
     return {
         "documentation": 4 * num_params + 16 * num_params / devices,
         "code": 2 * num_params + 18 * num_params / devices,
@@ -384,10 +347,8 @@ def why_wider(
     other: optax.GradientTransformation,
     names: tuple[str, str] = ("it", "AdamW"),
 ) -> str:
-    """A sentence where the state of one optimizer is wider than that of another; else empty.
-
-    The moments of optax have the dtype of their parameters, bfloat16 as well.
-    """
+    """A sentence where the state of one optimizer is wider than that of another; else empty."""
+    # The moments of optax have the dtype of their parameters, bfloat16 as well.
     mine, theirs = (_widest(params, transformation) for transformation in (tx, other))
     if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
         return ""

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -94,23 +93,15 @@ class PipelinePlan(Printed):
         work = [
             (
                 *(str(number), _layers_text(stage), seconds(stage.forward + stage.backward)),
-                str(stage.in_flight),
-                *map(size, (stage.permuted, stage.synced, stage.summed)),
+                *(str(stage.in_flight), *map(size, (stage.permuted, stage.synced, stage.summed))),
             )
             for number, stage in enumerate(self.stages)
         ]
         sent = ("to stages", "to replicas", "summed")
         headers = ("stage", "layers", "micro-batch", "in flight", *sent)
-        return [
-            Table(title, (*columns, f"left of {size(self.device.memory)}"), [memory]),
-            Table("Work and bytes sent in a step", headers, work),
-            self._steps(),
-        ]
 
-    def _steps(self) -> Table:
-        """Both steps side by side."""
+        # Both steps side by side. The bubble is where the slowest stage is idle.
         both = (self.pipeline, self.alternative)
-        # Where the slowest stage is idle.
         slowest = max(stage.forward + stage.backward for stage in self.stages)
         bubble = self.lockstep - self.microbatches * slowest
         rows = [
@@ -126,7 +117,11 @@ class PipelinePlan(Printed):
             ("memory", *(size(step.memory) for step in both)),
         ]
         names = [f"{x.name} *" if x.name == self.recommended else x.name for x in both]
-        return Table("One step", ("", *names), rows)
+        return [
+            Table(title, (*columns, f"left of {size(self.device.memory)}"), [memory]),
+            Table("Work and bytes sent in a step", headers, work),
+            Table("One step", ("", *names), rows),
+        ]
 
 
 def _layers_text(stage: stages_of.PipelineStage) -> str:
@@ -156,14 +151,10 @@ def estimate_pipeline(
     """What a pipeline would hold, send and take, beside ZeRO on the same devices.
 
     The layers are shared among the stages so that a step is as fast as possible, with the embedding
-    in the first and the head in the last chunk. Each stage has as many replicas as devices are
-    left, which are neighbours, and over which ``zero`` runs its stage. Ticks end on all devices at
-    once, as in one compiled program (see ``lockstep_seconds``), and wait for one transfer between
-    stages. All devices hold what the fullest stage needs, and the embedding and the head. Gradients
-    of all micro-batches are accumulated unsharded and reduced once per step.
-
-    ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
-    micro-batches on each, at its fastest stage of those that fit.
+    in the first and the head in the last chunk. Ticks end on all devices at once
+    (``lockstep_seconds``), and wait for one transfer between stages. All devices hold what the
+    fullest stage needs, and the embedding and the head. ``zero`` runs over the replicas of a stage,
+    which are neighbours. ZeRO alone trains on the same sequences with all devices.
 
     Args:
       model: one of ``MODELS``.
@@ -203,8 +194,7 @@ def estimate_pipeline(
             f"schedule {schedule!r} has no flush: search(..., asynchronous=True) plans it."
         )
     schedules.check_schedule(schedule, num_stages, microbatches, chunks, model.layers)
-    split = schedule in schedules.SPLIT_SCHEDULES
-    if split and recompute:
+    if schedule in schedules.SPLIT_SCHEDULES and recompute:
         raise ValueError(
             f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
             "recompute=False, on the command line --no-remat."
@@ -235,7 +225,6 @@ def estimate_pipeline(
         shard_state_over_replicas=False,
     )
 
-    # The stages.
     estimates = stages_of.StageEstimates(
         *(model, with_state_format(tx, state_format), replicas),
         num_stages=num_stages,
@@ -245,47 +234,43 @@ def estimate_pipeline(
     )
 
     # A layer in the middle, and the head; lookups take no time.
-    weight = costs[1].weight if split else 0.0
+    weight = costs[1].weight if schedule in schedules.SPLIT_SCHEDULES else 0.0
     layer = schedules.LayerSeconds(costs[1].forward, costs[1].backward - weight, weight)
     head = costs[-1].forward + costs[-1].backward
-    num_chunks = num_stages * chunks
+    number = num_stages * chunks
     lockstep = functools.partial(
         schedules.lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
     )
-    _, last = schedules.layers_of_chunks(model.layers, num_chunks, layer, head, lockstep)
-    fastest = schedules.ranges_of(schedules.all_chunks(model.layers, num_chunks, last))
+    _, last = schedules.layers_of_chunks(model.layers, number, layer, head, lockstep)
     message = max(cost.output_bytes for cost in costs)
     ticks = schedules.num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
 
-    def step_of(ranges: list[tuple[int, int]]) -> tuple[Any, float, StepTime]:
-        """The stages, and the step without and with what they send."""
-        *others, last = schedules.rows_of(model.layers, ranges)
-        taken = lockstep(
-            layer.forward * max(others),
-            layer.backward * max(others),
-            weight=weight * max(others),
-            last=((layer.forward + costs[1].backward - weight) * last + head, weight * last),
-        )
+    # Every device holds as many layers as the largest chunk has, and stages of unequal numbers of
+    # layers send them: fewer layers in all chunks but the last, which has the head, may be better.
+    first = max(schedules.all_chunks(model.layers, number, last))
+    fewer = range(first - 1, math.ceil(model.layers / number) - 1, -1)
+    steps = []
+    for of_last in (last, *(schedules.of_last(model.layers, number, most) for most in fewer)):
+        counts = schedules.all_chunks(model.layers, number, of_last)
+        taken = layer.step(lockstep, head, max(counts[:-1]), of_last)
         stages = stages_of.pipeline_stages(
-            estimates, costs, ranges, schedule=schedule, microbatches=microbatches
+            *(estimates, costs, schedules.ranges_of(counts)),
+            schedule=schedule,
+            microbatches=microbatches,
         )
         # Collectives: with the replicas, which are neighbours, then over all stages.
         wire = links.collective_seconds(stages[0].synced, num_replicas)
         wire += links.permute_seconds(stages[0].summed)
         held = stages[0].memory
-        fits = held <= device.memory
-        return stages, taken, StepTime("pipeline", taken + transfers, wire, held, fits)
-
-    # Stages of unequal numbers of layers send them: equal ones may be faster.
-    smaller = _smaller(model.layers, num_chunks, max(schedules.rows_of(model.layers, fastest)))
-    steps = [step_of(ranges) for ranges in (fastest, *smaller)]
+        step = StepTime("pipeline", taken + transfers, wire, held, held <= device.memory)
+        steps.append((stages, taken, step))
     fitting = [step for step in steps if step[2].fits]
     stages, taken, pipeline = min(fitting or steps[:1], key=lambda step: step[2].exposed)
 
     # ZeRO, with the same sequences on all devices.
     per_device = math.ceil(microbatches / num_stages)
-    alternative = estimate(
+    alternatives = estimate(
         *(model.abstract(dtype), tx, zero),
         microbatches=per_device,
         batch=4.0 * per_device * batch * (length + 1),
@@ -294,7 +279,6 @@ def estimate_pipeline(
         gathered_once=model.gathered_once,
     )
 
-    total = sum(cost.forward + cost.backward for cost in costs)
     plan = PipelinePlan(
         device=device,
         num_replicas=num_replicas,
@@ -304,25 +288,14 @@ def estimate_pipeline(
         chunks=chunks,
         stages=stages,
         bubble=schedules.bubble_share(schedule, num_stages, microbatches, chunks),
-        ideal=microbatches * total / num_stages,
+        ideal=microbatches * sum(x.forward + x.backward for x in costs) / num_stages,
         lockstep=taken,
         transfers=transfers,
         pipeline=pipeline,
-        alternative=_fastest_zero(alternative, costs, links, per_device),
+        alternative=_fastest_zero(alternatives, costs, links, per_device),
         tokens=float(num_replicas * microbatches * batch * length),
     )
     return dataclasses.replace(plan, notes=tuple(_notes(plan, links, message, ticks, efficiency)))
-
-
-def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int, int]]]:
-    """The fastest ranges with ever fewer layers in the largest chunk, all but the last as large.
-
-    Every device holds as many layers as the largest chunk has. The last one has the head.
-    """
-    for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
-        yield schedules.ranges_of(
-            schedules.all_chunks(layers, num_chunks, schedules.of_last(layers, num_chunks, most))
-        )
 
 
 def _fastest_zero(
@@ -350,7 +323,7 @@ def _fastest_zero(
 def _verdict(plan: PipelinePlan, links: stages_of.Links) -> str:
     """Whether to pipeline, with figures."""
     pipe, zero, name = plan.pipeline, plan.alternative, plan.device.name
-    memory = size(plan.device.memory)
+    memory, several = size(plan.device.memory), links.groups > 1
     if not pipe.fits and not zero.fits:
         return (
             f"Neither fits a {name} with {memory}: the pipeline needs {size(pipe.memory)} on its "
@@ -366,9 +339,8 @@ def _verdict(plan: PipelinePlan, links: stages_of.Links) -> str:
             f"Do not pipeline: its fullest device needs {size(pipe.memory)} of {memory}; "
             f"{zero.name} needs {size(zero.memory)}."
         )
-    where = f"On {links.devices} devices"
-    several = links.groups > 1
-    where += f" in {links.groups} groups of fast links" if several else " that share fast links"
+    how = f"in {links.groups} groups of fast links" if several else "that share fast links"
+    where = f"On {links.devices} devices {how}"
     lost = plan.lockstep - plan.ideal + plan.transfers
     behind = f"bubble, unequal stages and transfers cost the pipeline {seconds(lost)}"
     if zero.exposed <= pipe.overlapped:

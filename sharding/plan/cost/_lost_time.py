@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -16,9 +17,7 @@ class CheckpointLoss:
 
     interval: int  #: steps between checkpoints; with peers, between snapshots
     overhead: float  #: the share of a run without failures in which training waits for checkpoints
-    #: seconds lost by a failure on average: training since the restored checkpoint, and what
-    #: passes until training resumes
-    lost: float
+    lost: float  #: seconds lost by a failure on average, until training resumes
     share: float  #: the share of all time that brings no progress, for both reasons
 
 
@@ -30,14 +29,12 @@ class LostTime(Printed):
     recovered: float  #: the share of failures after which peers have the state
     disk: CheckpointLoss  #: checkpoints on disk at the given interval
     best_disk: CheckpointLoss  #: checkpoints on disk at the interval that loses least
-    #: snapshots in the memory of peers, and checkpoints on disk for failures after which
-    #: shards are lost
-    peers: CheckpointLoss
+    peers: CheckpointLoss  #: snapshots in the memory of peers, and checkpoints on disk beside them
 
     def tables(self) -> list[Table]:
         """The table to print."""
         ways = {"disk": self.disk, "disk, best interval": self.best_disk}
-        ways["peers and disk"] = self.peers
+        ways |= {"peers and disk": self.peers}
         rows = [
             (name, f"{x.interval:,}", f"{x.overhead:.2%}", seconds(x.lost), f"{x.share:.2%}")
             for name, x in ways.items()
@@ -54,7 +51,7 @@ class _Period(NamedTuple):
     blocked: float  # seconds for which training then waits
     delay: float  # seconds after that until the checkpoint can be restored
 
-    def progress(self, failures: float, restart: float) -> float:
+    def progress(self, failures: float = 0.0, restart: float = 0.0) -> float:
         """Training by the time it takes, with so many failures a second."""
         x = failures * (self.training + self.blocked)
         if not x:
@@ -86,23 +83,16 @@ def lost_time(
     recovery: Callable[[int], float] | None = None,
     lost_machines: Mapping[int, float] | None = None,
 ) -> LostTime:
-    """The share of training time that failures and checkpoints take.
+    """The share of training time that failures and checkpoints take (GEMINI, SOSP 2023).
 
-    Failures come at a rate f = num_machines / machine_mtbf, at any time. With a checkpoint every T
-    seconds that can be restored w seconds later, a failure loses, as GEMINI counts,
-
-    w + T / 2 + restart + reading,
-
-    where w is the time to write a checkpoint that is written while training goes on, and 0 where
-    training waits for it. A period has T = s + b seconds, s of them steps and b blocked. With
-    failures during restarts and while lost steps are repeated, the share of time that brings
-    progress is
+    With a checkpoint every T seconds that can be restored w seconds later, a failure loses
+    w + T / 2 + restart + reading. Of T = s + b seconds, s of them steps and b blocked, at failure
+    rate f = num_machines / machine_mtbf the share that brings progress is
 
     f s exp(-f (w + restart + reading)) / (exp(f T) - 1),
 
-    of which Young's interval sqrt(2 b / f) is the best one for small f b; ``best_disk`` has the
-    exact one, or the least at which writing keeps pace. A snapshot counts once the next one begins.
-    With peers, failures that they recover from slow the steps between checkpoints on disk down.
+    whose best interval for small f b is Young's, sqrt(2 b / f). A snapshot counts once the next one
+    begins. Failures that peers recover from slow the steps between checkpoints on disk down.
 
     Args:
       state_bytes: of the state, all machines together.
@@ -112,39 +102,28 @@ def lost_time(
       restart: seconds from a failure until processes can read a checkpoint.
       disk_bandwidth: of the storage in bytes per second, for all machines together.
       disk_interval: steps between checkpoints on disk.
-      disk_blocking: seconds for which training waits at a checkpoint that is then written while it
-        goes on; None: training waits until the checkpoint is written.
+      disk_blocking: seconds for which training waits at a checkpoint; None: until it is written.
       peer_interval: steps between snapshots.
       peer_overhead: seconds by which a snapshot delays training.
       peer_restore: seconds in which the state is restored from memory.
-      disk_interval_with_peers: steps between checkpoints on disk beside snapshots; None: as
-        without.
+      disk_interval_with_peers: steps between checkpoints on disk beside snapshots; None: the same.
       replicas: machines that store each shard, in groups; ignored if ``recovery`` is given.
-      recovery: from the number of machines lost at once to the probability that no shard is lost:
-        ``store.describe(state).recovery_probability``.
-      lost_machines: the probability that a failure loses so many machines, by their number; 0 for
-        killed processes whose machines keep their memory. By default, one in every failure.
+      recovery: from the number of machines lost at once to the probability that no shard is lost.
+      lost_machines: the probability that a failure loses so many machines, by their number, 0 for
+        killed processes whose machines keep their memory; None: one in every failure.
 
     Raises:
       ValueError: for a number outside its range, probabilities that do not add up to 1, or an
         interval within which a checkpoint is not written.
 
-    >>> lost = lost_time(
-    ...     7e12, num_machines=128, machine_mtbf=250 * 86_400, step=20.0, restart=300.0,
+    >>> print(lost_time(7e12, num_machines=128, machine_mtbf=250 * 86_400, step=20.0, restart=300.0,
     ...     disk_bandwidth=20e9, disk_interval=90, disk_blocking=10.0, peer_interval=5,
-    ...     peer_overhead=0.2, peer_restore=10.0, disk_interval_with_peers=540,
-    ... )
-    >>> print(lost)
+    ...     peer_overhead=0.2, peer_restore=10.0, disk_interval_with_peers=540))
     0.512 failures a day; peers recover 100.00% of them
       checkpoints         steps between overhead lost a failure time lost
       disk                           90    0.55%        1,905 s     1.67%
       disk, best interval            92    0.54%        1,925 s     1.67%
       peers and disk                  5    0.29%          460 s     0.56%
-
-    References:
-      Wang et al., GEMINI, SOSP 2023. Young, A First Order Approximation to the Optimum Checkpoint
-      Interval, CACM 1974. Daly, A Higher Order Estimate of the Optimum Checkpoint Interval, FGCS
-      2006.
     """
     rare = disk_interval if disk_interval_with_peers is None else disk_interval_with_peers
     whole = {"num_machines": num_machines, "disk_interval": disk_interval}
@@ -162,11 +141,19 @@ def lost_time(
             raise ValueError(f"{name} must be at least 0 and finite, got {value}.")
     if recovery is None:
         holders = place_replicas(range(num_machines), replicas)
+        recovery = functools.partial(recovery_probability, holders, num_machines)
+    lost_machines = lost_machines or {1: 1.0}
+    for lost, probability in lost_machines.items():
+        if not 0 <= lost <= num_machines or not 0 <= probability <= 1:
+            raise ValueError(
+                f"lost_machines must have probabilities of 0 to {num_machines} lost machines, got "
+                f"{probability} for {lost}."
+            )
+    total = math.fsum(lost_machines.values())
+    if not math.isclose(total, 1.0, rel_tol=1e-6):
+        raise ValueError(f"the probabilities of lost_machines must add up to 1, got {total:g}.")
+    recovered = min(1.0, math.fsum(p * recovery(lost) for lost, p in lost_machines.items()))
 
-        def recovery(lost: int) -> float:
-            return recovery_probability(holders, num_machines, lost)
-
-    recovered = _recovered(recovery, lost_machines or {1: 1.0}, num_machines)
     transfer = state_bytes / disk_bandwidth
     from_disk, from_peers = restart + transfer, restart + peer_restore
     blocked, delay = (transfer, 0.0) if disk_blocking is None else (disk_blocking, transfer)
@@ -181,8 +168,7 @@ def lost_time(
 
     def on_disk(interval: int) -> CheckpointLoss:
         period = _Period(interval * step, blocked, delay)
-        overhead = 1 - period.progress(0.0, 0.0)
-        share = 1 - period.progress(failures, from_disk)
+        overhead, share = 1 - period.progress(), 1 - period.progress(failures, from_disk)
         return CheckpointLoss(interval, overhead, period.lost(from_disk), share)
 
     def is_long(interval: int) -> bool:
@@ -198,11 +184,11 @@ def lost_time(
     speed = snapshots.progress(failures * recovered, from_peers)
     again = _Period(blocked, 0.0, 0.0).progress(failures * recovered, from_peers) if blocked else 1
     files = _Period(rare * step / speed, blocked / again, delay) if speed and again else None
-    pace = snapshots.progress(0.0, 0.0)
+    pace = snapshots.progress()
     alone = _Period(rare * step / pace, blocked, delay)  # without failures
     peers = CheckpointLoss(
         peer_interval,
-        1 - pace * alone.progress(0.0, 0.0),
+        1 - pace * alone.progress(),
         recovered * snapshots.lost(from_peers) + (1 - recovered) * alone.lost(from_disk),
         1 - speed * files.progress(failures * (1 - recovered), from_disk) if files else 1.0,
     )
@@ -213,19 +199,3 @@ def lost_time(
         min(map(on_disk, sorted(near)), key=lambda loss: loss.share),
         peers,
     )
-
-
-def _recovered(
-    recovery: Callable[[int], float], lost_machines: Mapping[int, float], num_machines: int
-) -> float:
-    """The probability that peers have the state after a failure."""
-    for lost, probability in lost_machines.items():
-        if not 0 <= lost <= num_machines or not 0 <= probability <= 1:
-            raise ValueError(
-                f"lost_machines must have probabilities of 0 to {num_machines} lost machines, got "
-                f"{probability} for {lost}."
-            )
-    total = math.fsum(lost_machines.values())
-    if not math.isclose(total, 1.0, rel_tol=1e-6):
-        raise ValueError(f"the probabilities of lost_machines must add up to 1, got {total:g}.")
-    return min(1.0, math.fsum(p * recovery(lost) for lost, p in lost_machines.items()))

@@ -1,7 +1,6 @@
 """Schedules of a pipeline by name: micro-batches in flight, bubble, time of a step."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
@@ -25,15 +24,13 @@ SCHEDULES = tuple(name for name in ALL_SCHEDULES if name != "chimera")
 # Without a flush between steps: gradients are of older parameters, which is lossy.
 ASYNC_SCHEDULES = ("2bw",)
 
-_CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
-
 # What runs in a tick: operations, and whether it is the last chunk that runs them.
 _Tick = frozenset[tuple[Op, bool]]
 
 
 def chunks_of(schedule: str, chunks: int | None = None) -> int:
     """Groups of layers on each device; None: 2 where there may be several, else 1."""
-    return chunks or (2 if schedule == "interleaved" else _CHUNKS.get(schedule, 1))
+    return chunks or (2 if schedule in ("interleaved", "zb-v") else 1)
 
 
 def check_schedule(
@@ -69,37 +66,23 @@ def check_schedule(
 
 
 def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush.
-
-    >>> schedule_of("interleaved", 2, 4, chunks=3).num_chunks
-    3
-    """
+    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ASYNC_SCHEDULES:
         return make_schedule("aligned", num_stages, microbatches)
-    more = [chunks] if schedule == "interleaved" else []
+    more = (chunks,) * (schedule == "interleaved")
     return make_schedule(schedule, num_stages, microbatches, *more)
 
 
 def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
-    """How many layers a device sends others in a step, and gradients of layers.
-
-    >>> layers_sent("aligned", 4, [3, 2, 2, 1]), layers_sent("aligned", 4, [2, 2, 2, 2])
-    ((1.0, 1.0), (0.0, 0.0))
-    """
+    """How many layers a device sends others in a step, and gradients of layers."""
     stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
     own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
     return StageRows("pipe", layer_of_row(own, counts)).sent((sum(counts), num_stages))
 
 
 def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:
-    """The stage of a group of layers: they go around the stages, or down and up again (``zb-v``).
-
-    >>> [stage_of_chunk("interleaved", 2, i) for i in range(4)]
-    [0, 1, 0, 1]
-    >>> [stage_of_chunk("zb-v", 2, i) for i in range(4)]
-    [0, 1, 1, 0]
-    """
+    """The stage of a chunk: they go around the stages, or down and up again (``zb-v``)."""
     around, stage = divmod(chunk, num_stages)
     return num_stages - 1 - stage if schedule == "zb-v" and around % 2 else stage
 
@@ -109,22 +92,17 @@ def max_in_flight(
 ) -> int:
     """How many micro-batches have activations on a stage at once; chunks where it has several.
 
-    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``, which is
-    DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only, and
-    for ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than
-    there are. Those that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S
-    chunks (``zb-v``) on every stage.
+    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``;
+    2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for
+    ``interleaved``; up to S for ``zb-h1``, and 2 S chunks for ``zb-v``; at most all.
+    Sources: GPipe, NeurIPS 2019; DAPPLE, PPoPP 2021; Megatron-LM, SC 2021; Zero Bubble, ICLR 2024.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
-
-    References:
-      Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.:
-      Megatron-LM, SC 2021. Qi et al.: Zero Bubble Pipeline Parallelism, ICLR 2024.
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _live(schedule, num_stages, _steady(num_stages, microbatches))[stage]
+        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[0][stage]
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
@@ -142,14 +120,10 @@ class Slots(NamedTuple):
 
 
 def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:
-    """Slots of a program, without those of no use.
-
-    >>> slots_of("aligned", 4, 16), slots_of("zb-h1", 4, 16)
-    (Slots(messages=2, residuals=7, crossing=0), Slots(messages=2, residuals=4, crossing=4))
-    """
+    """Slots of a program, without those of no use."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _program_slots(schedule, num_stages, _steady(num_stages, microbatches))
+        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[1]
     most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
     return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
 
@@ -157,8 +131,8 @@ def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1)
 def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
     """The idle share of a step whose operations take equal times.
 
-    (S - 1) / (V M + S - 1); (S - 1) / (3 V M + S - 1) where backward passes are split and
-    micro-batches enough; 0 without a flush.
+    (S - 1) / (V M + S - 1), of many micro-batches whose backward passes are split
+    (S - 1) / (3 V M + S - 1); 0 without a flush.
 
     >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
     (0.2, 0.1111111111111111)
@@ -183,43 +157,27 @@ def lockstep_seconds(
 
     A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
     device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
-    ``interleaved`` take (V M + S - 1) (F + B), as a tick has either forward or backward passes;
-    where the last chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L +
-    (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b`` has both in every tick but its first S:
-    S F + (2 M + S - 2) max(F, B). Those that split the backward pass have about
-    (3 V M + S - 1) max(F, B, W). ``2bw`` has M (F + B) between two updates, which are not in it.
+    ``interleaved`` take (V M + S - 1) (F + B); where the last chunk runs both of its own in one
+    tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b``
+    takes S F + (2 M + S - 2) max(F, B); those that split the backward pass about
+    (3 V M + S - 1) max(F, B, W); ``2bw`` M (F + B) between two updates.
 
-    Args:
-      schedule: its name.
-      num_stages: S.
-      microbatches: M.
-      forward: F.
-      backward: B; where backward passes are split, of their first half.
-      chunks: V.
-      weight: W, of the second half of a split backward pass.
-      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: it
-      is
-        like the others.
+    ``weight`` is W, the second half of a split backward pass; ``last`` B and W of the last chunk
+    where its forward pass is in B, as in ``Pipeline``.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)
-    >>> [lockstep_seconds("aligned", 4, 8, 1, 2, last=(b, 0)) for b in (2, 3)]
-    [32, 40]
-    >>> lockstep_seconds("zb-h1", 4, 8, 1, 1, weight=1)
-    27
+    >>> lockstep_seconds("aligned", 4, 8, 1, 2, last=(3, 0))
+    40
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ("1f1b", *SPLIT_SCHEDULES):
-        of_last = (forward, backward, weight) if last is None else (0, *last)
-        operations = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
-        cost = {
-            (op, is_last): seconds
-            for is_last, all_seconds in ((False, (forward, backward, weight)), (True, of_last))
-            for op, seconds in zip(operations, all_seconds, strict=True)
-        }
+        cost = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}
+        of_last = dict(zip(cost, (0, *last) if last else cost.values(), strict=True))
         ticks = _ticks(schedule, num_stages, microbatches)
         return sum(
-            number * max(cost[running] for running in tick) for tick, number in ticks.items()
+            number * max((of_last if is_last else cost)[op] for op, is_last in tick)
+            for tick, number in ticks.items()
         )
     if schedule in ASYNC_SCHEDULES:
         return microbatches * (forward + max(backward, last[0] if last else 0))
@@ -232,13 +190,7 @@ def lockstep_seconds(
 
 
 def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Ticks in which some device computes: twice (V M + S - 1), where no backward pass is split.
-
-    Of an asynchronous schedule those between two updates.
-
-    >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, 2), num_ticks("zb-h1", 4, 8)
-    (22, 38, 27)
-    """
+    """Ticks of a step, or between updates, in which some device computes."""
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
         return sum(_ticks(schedule, num_stages, microbatches).values())
@@ -255,10 +207,6 @@ def _steady(num_stages: int, microbatches: int) -> int:
     return min(microbatches, 2 * num_stages + 2)
 
 
-def _made(schedule: str, num_stages: int, microbatches: int) -> Schedule:
-    return schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
-
-
 @functools.cache
 def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, int]:
     """Ticks by what runs in them."""
@@ -268,7 +216,7 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
         before = _ticks(schedule, num_stages, steady - 1)
         more = microbatches - steady
         return {tick: n + more * (n - before.get(tick, 0)) for tick, n in counts.items()}
-    table = _made(schedule, num_stages, microbatches)
+    table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
     # A bit for each operation of the last chunk, and for each of the others.
     place = table.routes[0][-1]
     last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
@@ -281,23 +229,26 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
 
 
 @functools.cache
-def _live(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
-    return _made(schedule, num_stages, microbatches).check().live
+def _figures_of(schedule: str, num_stages: int, microbatches: int) -> tuple[tuple[int, ...], Slots]:
+    """Micro-batches in flight by stage, and slots."""
+    table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
+    program = instructions(table, recompute=False)
+    slots = Slots(program.num_messages, program.num_residuals, program.num_crossing)
+    return table.check().live, slots
 
 
-@functools.cache
-def _program_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
-    program = instructions(_made(schedule, num_stages, microbatches), recompute=False)
-    return Slots(program.num_messages, program.num_residuals, program.num_crossing)
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSeconds:
+class LayerSeconds(NamedTuple):
     """What a layer adds to a tick of a pipeline."""
 
     forward: float  # seconds of its forward pass
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
+
+    def step(self, lockstep: Callable[..., float], head: float, most: int, last: int) -> float:
+        """A step by ``lockstep`` whose chunks have ``most`` layers, and the last one the head."""
+        forward, backward, weight = self
+        of_last = last * (forward + backward) + head, last * weight
+        return lockstep(most * forward, most * backward, weight=most * weight, last=of_last)
 
 
 def layers_of_chunks(
@@ -309,14 +260,8 @@ def layers_of_chunks(
 ) -> tuple[int, int]:
     """Layers of every chunk but the last one, at most, and of the last one, which has the head.
 
-    Chunks have the numbers with the least time by ``lockstep``, the ``lockstep_seconds`` of the
-    schedule; None: equal numbers as far as possible. ``head`` is seconds, forward and backward.
-
-    >>> layer = LayerSeconds(1.0, 2.0)
-    >>> layers_of_chunks(80, 8, layer, head=9.0)
-    (10, 10)
-    >>> layers_of_chunks(80, 8, layer, 9.0, functools.partial(lockstep_seconds, "aligned", 8, 64))
-    (11, 3)
+    By the least time of ``lockstep``, the ``lockstep_seconds`` of the schedule; None: as equal as
+    possible. ``head`` is seconds of both passes.
     """
     if chunks == 1:
         return layers, layers
@@ -326,22 +271,12 @@ def layers_of_chunks(
     largest = layers - chunks + 1  # every chunk has a layer
 
     def time(most: int) -> tuple[float, int]:
-        last = of_last(layers, chunks, most)
-        return (
-            lockstep(
-                layer.forward * most,
-                layer.backward * most,
-                weight=layer.weight * most,
-                last=(last * both + head, layer.weight * last),
-            ),
-            most,
-        )
+        return layer.step(lockstep, head, most, of_last(layers, chunks, most)), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
     # near it, the time is least: it is convex in the number of their layers.
     both = layer.forward + layer.backward
-    tick = max(layer.forward, layer.backward, layer.weight)
-    level = round((layers * both + head) / (tick + (chunks - 1) * both))
+    level = round((layers * both + head) / (max(layer) + (chunks - 1) * both))
     most = min(max(level, 1), largest)
     for step in (-1, 1):
         while 1 <= most + step <= largest and time(most + step) < time(most):
@@ -350,12 +285,12 @@ def layers_of_chunks(
 
 
 def of_last(layers: int, chunks: int, most: int) -> int:
-    """Layers of the last chunk where the others have at most so many; at least 1."""
+    """Layers of the last chunk, at least 1, where the others have at most so many."""
     return max(1, layers - (chunks - 1) * most)
 
 
 def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
-    """Layers of each of ``number`` chunks, of which the last one has some.
+    """Layers of each of ``number`` chunks, ``last`` of them in the last one.
 
     >>> all_chunks(32, 8, 3)
     (4, 4, 4, 4, 4, 4, 5, 3)
@@ -373,16 +308,10 @@ def ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
     >>> ranges_of((2, 2, 1))  # the embedding is the first of them, the head the last
     [(0, 3), (3, 5), (5, 7)]
     """
-    bounds = [0]
-    for i, number in enumerate(chunks):
-        bounds.append(bounds[-1] + number + (i == 0) + (i == len(chunks) - 1))
-    return list(itertools.pairwise(bounds))
+    inner = [1 + number for number in itertools.accumulate(chunks)]
+    return list(itertools.pairwise([0, *inner[:-1], inner[-1] + 1]))
 
 
 def rows_of(layers: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Decoder layers of each chunk, whose ranges count the embedding and the head, too.
-
-    >>> rows_of(12, [(0, 7), (7, 14)])
-    [6, 6]
-    """
+    """Decoder layers of each chunk, whose ranges count the embedding and the head, too."""
     return [min(j, layers + 1) - max(i, 1) for i, j in ranges]

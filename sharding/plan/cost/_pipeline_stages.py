@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
-from sharding.placement._specs import expand_specs, is_spec, with_axis
+from sharding.placement._specs import expand_specs, with_axis
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import estimate_stage
 from sharding.plan.cost._stage_plan import StagePlan
@@ -22,8 +22,7 @@ from sharding.plan.model._layer_costs import LayerCost
 from sharding.plan.model._models import Decoder
 
 
-@dataclasses.dataclass(frozen=True)
-class Links:
+class Links(NamedTuple):
     """Groups of devices, such as hosts or slices, and the links within and between them."""
 
     groups: int  # their number
@@ -32,25 +31,23 @@ class Links:
     network: float  # bytes per second that it sends to other groups
 
     def permute_seconds(self, nbytes: float) -> float:
-        """The time of sending to the next stage; the slowest link determines it."""
+        """The time of sending to the next stage, by the slowest link."""
         return nbytes / (self.network if self.groups > 1 else self.link)
 
     def collective_seconds(self, nbytes: float, devices: int) -> float:
-        """The time in which each of some neighbouring devices sends ``nbytes`` in collectives.
-
-        Across h groups of g devices each array is reduced or gathered within the groups first: of
-        (n - 1) / n of an array, (g - 1) / g stay within, and (h - 1) / (h g) leave.
-        """
+        """The time in which each of some neighbouring devices sends ``nbytes`` in collectives."""
         inside = self.devices // self.groups
         if devices <= inside:
             return nbytes / self.link
+        # Arrays are reduced or gathered within h groups of g devices first: of (n - 1) / n of an
+        # array, (g - 1) / g stay within, and (h - 1) / (h g) leave.
         groups = math.ceil(devices / inside)
         outside = (groups - 1) / (groups * inside) / ((devices - 1) / devices)
         return max(nbytes * (1 - outside) / self.link, nbytes * outside / self.network)
 
 
 def links_of(zero: Zero, device: DeviceKind) -> Links:
-    """The links of a mesh whose axis of hosts or slices, if there are several, has that name."""
+    """The links of a mesh, which has an axis ``"host"`` or ``"slice"`` if there are several."""
     shape = dict(zero.mesh.shape)
     groups = shape.get("host", 1) * shape.get("slice", 1)
     return Links(groups, math.prod(shape.values()), device.link, device.network or device.link)
@@ -64,24 +61,20 @@ class PipelineStage:
     embedding and the head, and slots of the stage with most in flight.
     """
 
-    #: consecutive layers by chunk: the first, and the one after the last
-    layers: tuple[tuple[int, int], ...]
+    layers: tuple[tuple[int, int], ...]  #: by chunk: the first, and the one after the last
     forward: float  #: seconds of all chunks
     backward: float  #: seconds of all chunks
-    #: micro-batches whose activations it needs at once; chunks of them where it has several
-    in_flight: int
+    in_flight: int  #: micro-batches whose activations it needs at once; chunks if it has several
     #: parameters, with those that stage 3 gathers, those of unequal stages, and versions
     params: float
-    #: gradients that are accumulated over micro-batches, and the copies that branches of a
-    #: program return on all devices but TPUs
-    grads: float
+    grads: float  #: gradients that are accumulated, and what branches return of them but on TPUs
     state: float  #: optimizer state and master weights in device memory
     activations: float  #: of the micro-batches in flight, and temporaries of one backward pass
     batch: float  #: the device's part of the batch
     permuted: float  #: bytes that it needs to send to other stages in a step
     synced: float  #: bytes that it sends to the replicas of its stage in a step
-    #: bytes that it sends to the other stages in the sum of the gradients of the embedding
-    #: and of the head, which all of them hold, and for the layers of unequal stages
+    #: bytes that it sends to other stages for the gradients of the embedding and the head, which
+    #: all of them hold, and for the layers of unequal stages
     summed: float
 
     @property
@@ -121,14 +114,12 @@ class StageEstimates:
         specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
         specs = expand_specs(specs, params)
 
-        def over_stages(spec: Any, x: Any) -> Any:
+        def over_stages(x: Any, spec: Any) -> Any:
             uneven = layers % self.num_stages
             dim = other_dim(x.shape, self.num_stages, spec) if uneven else 0
             return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
 
-        specs["layers"] = jax.tree.map(
-            over_stages, specs["layers"], params["layers"], is_leaf=is_spec
-        )
+        specs["layers"] = jax.tree.map(over_stages, params["layers"], specs["layers"])
         return estimate_stage(
             *(params, self.tx, self.zero),
             param_specs=specs,
@@ -146,11 +137,7 @@ def pipeline_stages(
     schedule: str,
     microbatches: int,
 ) -> tuple[PipelineStage, ...]:
-    """The devices of a pipeline whose forward passes store what ``costs`` say.
-
-    ``ranges`` has of each chunk the first layer, and the one after the last; for where they are see
-    ``stage_of_chunk``.
-    """
+    """The devices of a pipeline whose forward passes store what ``costs`` say."""
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
     counts = schedules.rows_of(model.layers, ranges)
@@ -215,10 +202,11 @@ def pipeline_stages(
         # Of activations, and of their gradients.
         sent = sum(stage_of[v + 1] != s for v in numbers if v + 1 < len(ranges))
         sent += sum(stage_of[v - 1] != s for v in numbers if v)
+        mine = [cost for i, j in own for cost in costs[i:j]]
         return PipelineStage(
             layers=own,
-            forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
-            backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
+            forward=sum(cost.forward for cost in mine),
+            backward=sum(cost.backward for cost in mine),
             in_flight=schedules.max_in_flight(schedule, num_stages, s, microbatches, chunks),
             params=held.params + gathered + moved + versions,
             grads=sums + copied,

@@ -2,22 +2,19 @@
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 import optax_ext
 from sharding._zero import Zero
-from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
-from sharding.plan.cost._estimate import estimate, estimate_stage, with_state_format
+from sharding.plan.cost._estimate import Plan, estimate, estimate_stage, with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ranges_of
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
@@ -40,11 +37,11 @@ TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.spec
 class PlanCosts:
     """Memory and time of plans of one model; what plans share is computed once.
 
-    Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
-    that the code of the model stores on one of the devices that share a layer. They are freed
-    before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new parameters
-    beside the old ones. All of a pipeline is that of ``pipeline_stages``.
+    Bytes of parameters, gradients, state and batch are those of ``estimate``, all of a pipeline
+    those of ``pipeline_stages``; activations are those that the code of the model stores.
     """
+
+    _CACHED = ("_tx", "_plan", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced")
 
     def __init__(
         self,
@@ -58,15 +55,8 @@ class PlanCosts:
     ):
         self.model, self.tx, self.machine = model, tx, machine
         self.length, self.dtype, self.implementation = length, jnp.dtype(dtype), implementation
-        # Caches of this object alone.
-        self._tx = functools.cache(self._transformation)
-        self._plan = functools.cache(lambda plan: estimate(**self._arguments(plan)))
-        self._stage = functools.cache(lambda plan: estimate_stage(**self._arguments(plan)))
-        self._stages = functools.cache(self._stage_estimates)
-        self._synced = functools.cache(lambda plan: sync_of_plan(plan, model.abstract(self.dtype)))
-        self._passes = functools.cache(self._passes_of)
-        self._costs = functools.cache(self._layer_costs)
-        self._products = functools.cache(self._products_of_update)
+        for name in self._CACHED:  # by this object alone
+            setattr(self, name, functools.cache(getattr(self, name)))
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -75,17 +65,14 @@ class PlanCosts:
         return (stage.opt_state + stage.master) / plan.num_params
 
     def products(self, plan: ParallelPlan) -> float:
-        """Operations of matrix products of a device in the update, as in Muon's.
-
-        Devices that share the state share them; all stages of a pipeline have the tables.
-        """
+        """Operations of matrix products of a device in the update, which share the state."""
         layers, tables = self._products()
         if plan.pipe * plan.tensor > 1:
             layers /= plan.pipe * plan.tensor
             tables /= self.model.shards_of_tokens(plan.tensor)
         return (layers + tables) / plan.shards_of_state
 
-    def _products_of_update(self) -> tuple[float, float]:
+    def _products(self) -> tuple[float, float]:
         """Products of the layers, and of all else; 0 where an update needs what a step has."""
         params = self.model.abstract(self.dtype)
         update = optax.with_extra_args_support(self.tx).update
@@ -125,11 +112,9 @@ class PlanCosts:
         return max(self._backward(plan, held), update) + self.batch(plan)
 
     def _backward(self, plan: ParallelPlan, held: StagePlan) -> float:
-        """Bytes of the backward pass of the last micro-batch.
-
-        Gradients of all layers are there from the first one on, but not yet beside the head; sums
-        over micro-batches always are.
-        """
+        """Bytes of the backward pass of the last micro-batch."""
+        # Gradients of all layers are there from the first one on, but not yet beside the head; sums
+        # over micro-batches always are.
         several = plan.microbatches > 1
         wide = max(1.0, 4 / self.dtype.itemsize) if several else 0.0
         if plan.spread and plan.stage == 3:
@@ -170,17 +155,17 @@ class PlanCosts:
         return pipeline_stages(
             self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
             self._costs(plan.microbatch, _recompute(plan), plan.tensor),
-            self.ranges(plan),
+            ranges_of(self.layers(plan)),
             schedule=plan.schedule,
             microbatches=plan.microbatches,
         )
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        """The forms of recomputation that differ."""
+        """Forms of recomputation that differ in what is stored or computed."""
         return tuple(recompute)
 
     def least(self, plan: ParallelPlan) -> float:
-        """Bytes that the fullest device has at least, whatever ZeRO does: for its activations."""
+        """Bytes that the fullest device has at least, whatever ZeRO does."""
         if plan.pipe == 1:
             return self.activations(dataclasses.replace(plan, stage=0)) + self.batch(plan)
         stage = self.stages(plan)[0]  # at stage 0
@@ -188,7 +173,7 @@ class PlanCosts:
 
     def passes(self, plan: ParallelPlan, *, ideal: bool = False) -> Passes:
         """The passes of a step; see ``step_seconds``."""
-        return self._passes(dataclasses.replace(plan, **_NO_STATE), ideal)
+        return self._passes_of(dataclasses.replace(plan, **_NO_STATE), ideal)
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         return passes(
@@ -199,35 +184,26 @@ class PlanCosts:
         )
 
     def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
-        """The time of a step with these passes; see ``step_seconds``."""
         sync = self.sync(plan) if plan.sync else None
         return with_state(
             *(plan, self.machine, work), sync=sync, products=self.products(plan), ideal=ideal
         )
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
-        """The compressed synchronization of a plan's gradients."""
         return self._synced(_placed(plan))
 
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Layers of each chunk."""
         return self.passes(plan).chunks
 
     def spares(self, plan: ParallelPlan) -> bool:
         """Whether the largest chunk has fewer layers than where a step is fastest."""
         return max(self.layers(plan)) < max(self.layers(dataclasses.replace(plan, even=False)))
 
-    def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
-        """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
-        return ranges_of(self.layers(plan))
-
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _layer_costs(
-        self, microbatch: int, recompute: bool | str, tensor: int
-    ) -> Sequence[LayerCost]:
+    def _costs(self, microbatch: int, recompute: bool | str, tensor: int) -> Sequence[LayerCost]:
         return layer_costs(
             *(self.model, self.machine.device),
             batch=microbatch,
@@ -237,10 +213,7 @@ class PlanCosts:
             tensor=tensor,
         )
 
-    def _transformation(
-        self, state_format: str | None, weights: str
-    ) -> optax.GradientTransformation:
-        """The transformation of plans, whose ``init`` is traced once for equal parameters."""
+    def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
         return tx._replace(init=jax.jit(tx.init))
 
@@ -255,7 +228,16 @@ class PlanCosts:
             "gathered_once": self.model.gathered_once,
         }
 
-    def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
+    def _plan(self, plan: ParallelPlan) -> Plan:
+        return estimate(**self._arguments(plan))
+
+    def _stage(self, plan: ParallelPlan) -> StagePlan:
+        return estimate_stage(**self._arguments(plan))
+
+    def _synced(self, plan: ParallelPlan) -> SyncWork:
+        return sync_of_plan(plan, self.model.abstract(self.dtype))
+
+    def _stages(self, plan: ParallelPlan) -> StageEstimates:
         return StageEstimates(
             *(self.model, self._tx(plan.state_format, plan.weights), zero_of(plan)),
             num_stages=plan.pipe,
@@ -266,15 +248,12 @@ class PlanCosts:
 
 
 _NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}
-_NO_STATE["state_bytes"] = 0.0
+_NO_STATE |= {"state_bytes": 0.0}
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
-    """A plan with nothing but that on which the bytes of parameters, gradients and state depend.
-
-    Replicas hold what devices without replicas hold, unless they share the state or have a
-    compressed sync.
-    """
+    """A plan with nothing but that on which the bytes of parameters, gradients and state depend."""
+    # Replicas hold what devices without them do, unless they share the state or have a sync.
     alike = not plan.spread and not plan.sync
     same = ("tensor", "pipe", "stage", "spread", "offload", "state_format", "weights", "sync")
     return ParallelPlan(
@@ -296,29 +275,27 @@ def transformation_of(
 
 def sync_of_plan(plan: ParallelPlan, params: Any) -> SyncWork:
     """The compressed synchronization of a plan."""
-    assert plan.sync is not None
+    assert plan.sync
     return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
 
 
 def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
     """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
     zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
-    rows = zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows
-    return [
-        SyncedArray(
-            shape=_shard(row, zero) if plan.replicas > 1 else row.shape,
-            nbytes=row.bytes_per_device
-            * (1 if plan.replicas > 1 else num_shards(zero.mesh, row.spec)),
-            scattered=plan.stage > 0 and plan.replicas == 1 and not row.note,
-        )
-        for row in rows
-        if row.part == "grads"
-    ]
+    arrays = []
+    for row in zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows:
+        if row.part == "grads" and plan.replicas > 1:
+            shape = NamedSharding(zero.mesh, row.spec).shard_shape(row.shape)
+            arrays.append(SyncedArray(shape, row.bytes_per_device, scattered=False))
+        elif row.part == "grads":
+            nbytes = row.bytes_per_device * num_shards(zero.mesh, row.spec)
+            arrays.append(SyncedArray(row.shape, nbytes, plan.stage > 0 and not row.note))
+    return arrays
 
 
 def sync_change(plan: ParallelPlan, params: Any) -> float:
     """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
-    assert plan.sync is not None
+    assert plan.sync
     devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
     dense = 0.0
     for gradient in arrays:
@@ -327,22 +304,13 @@ def sync_change(plan: ParallelPlan, params: Any) -> float:
     return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
-def _shard(row: Row, zero: Zero) -> tuple[int, ...]:
-    """The shape of one device's part of an array."""
-    entries = itertools.zip_longest(row.shape, row.spec)
-    return tuple(n // num_shards(zero.mesh, PartitionSpec(entry)) for n, entry in entries)
-
-
 def _recompute(plan: ParallelPlan) -> bool | str:
     """The recomputation of a plan as ``layer_costs`` takes it."""
     return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
 
 
 def zero_of(plan: ParallelPlan) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
-
-    Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
-    """
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline."""
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
     sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
     return Zero(
@@ -357,10 +325,7 @@ def zero_of(plan: ParallelPlan) -> Zero:
 
 
 class TracedCosts(PlanCosts):
-    """Memory and time of plans of a ``TracedModel``; arguments as those of ``PlanCosts``.
-
-    Two traces, of one and of two examples, are enough: everything is linear in the examples.
-    """
+    """Those of a ``TracedModel``, by traces of one and of two examples: all is linear in them."""
 
     model: TracedModel  # type: ignore[assignment]
 
@@ -368,10 +333,9 @@ class TracedCosts(PlanCosts):
         self, model: TracedModel, tx: optax.GradientTransformation, machine: Machine, **options: Any
     ):
         super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
-        self._traced = functools.cache(lambda size, form: self.model.traced(size, self.dtype, form))
-        params = jax.tree.leaves(model.abstract(self.dtype))
-        self._sizes = [float(math.prod(x.shape)) for x in params]
-        self._layer_bytes = functools.cache(lambda: self.model.layer_bytes(self.dtype))
+        self._traced = functools.cache(lambda size, form: model.traced(size, self.dtype, form))
+        self._sizes = [float(x.size) for x in jax.tree.leaves(model.abstract(self.dtype))]
+        self._layer_bytes = functools.cache(lambda: model.layer_bytes(self.dtype))
 
     def traced(self, size: int, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
@@ -379,24 +343,19 @@ class TracedCosts(PlanCosts):
         return Traced(*(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        """Forms that differ in what is stored or computed: a model may have none of the names."""
-        kinds: dict[Traced, str] = {}
+        kinds: dict[Traced, str] = {}  # a model may have none of the names
         for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
             kinds.setdefault(self._traced(1, form), form)
         return tuple(form for form in recompute if form in kinds.values())
 
     def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
-        """Bytes of what is stored, of temporaries, and of what stage 3 gathers.
-
-        These are a layer, or what is outside of layers, and gradients of the same size. ``grads``
-        are beside the temporaries.
-        """
+        """Bytes of what is stored, of temporaries, and of what stage 3 gathers."""
+        # It gathers a layer, or what is outside of layers, and has gradients of the same size.
         traced = self.traced(plan.microbatch, plan.recompute)
         layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
         return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
 
     def batch(self, plan: ParallelPlan) -> float:
-        """Bytes of a device's part of the batch."""
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:

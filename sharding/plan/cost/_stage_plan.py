@@ -1,5 +1,6 @@
 """One stage of ZeRO in closed form: the bytes that one device holds and sends."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -54,10 +55,7 @@ class StagePlan:
 
     @property
     def peak(self) -> float:
-        """The memory of a step: ``memory``, unreduced gradients, and activations if counted.
-
-        A scan over layers needs all of it; layers that are unrolled can need less.
-        """
+        """``memory``, unreduced gradients, and activations if counted."""
         return self.memory + self.unreduced + (self.activations or 0.0)
 
 
@@ -69,22 +67,13 @@ def name_of(zero: Zero) -> str:
 
 
 def variants_of(zero: Zero) -> dict[str, Zero]:
-    """The Zeros to compare, by the names of their stages.
-
-    Stages 0 to 3 over all data-parallel axes; with a ``replica_axis`` both hybrids of stage 3; and
-    ``zero`` itself.
-    """
+    """The Zeros to compare by name: stages 0 to 3, hybrids if there are replicas, and itself."""
     replicas = axes_of(zero.replica_axis)
-    flat = {
-        "axis": (*replicas, *axes_of(zero.axis)),
-        "replica_axis": None,
-        "shard_state_over_replicas": False,
-    }
+    flat: dict[str, Any] = {"replica_axis": None, "shard_state_over_replicas": False}
+    flat |= {"axis": (*replicas, *axes_of(zero.axis))}
     variants = [_at_stage(zero, stage, **flat) for stage in range(4)]
-    if replicas:
-        variants += [
-            _at_stage(zero, 3, shard_state_over_replicas=spread) for spread in (False, True)
-        ]
+    for spread in (False, True) if replicas else ():
+        variants.append(_at_stage(zero, 3, shard_state_over_replicas=spread))
     return {name_of(variant): variant for variant in variants} | {name_of(zero): zero}
 
 
@@ -110,15 +99,11 @@ def stage_plan(
     gathered_once: str | None = None,
     activations: float | None = None,
 ) -> StagePlan:
-    """The plan of one stage, by its placement; options are those of ``estimate``.
-
-    ``local`` is the placement at stage 0: arrays sharded by the user's axes alone.
-    """
+    """The plan of one stage, by its placement and that at stage 0, where the user's axes shard."""
     wire, network = _wire(zero, placed, local, microbatches, gathered_once)
     parts = _memory(zero, padded_to_tiles(placed, tile), local, microbatches, gathered_once)
-    return StagePlan(
-        name, **parts, batch=batch, wire=wire, network=network, activations=activations
-    )
+    sent = {"wire": wire, "network": network}
+    return StagePlan(name, batch=batch, activations=activations, **parts, **sent)
 
 
 # --- Memory ---------------------------------------------------------------------------------------
@@ -130,8 +115,9 @@ def _memory(
     """The fields of a ``StagePlan`` about memory, but for the batch."""
     # Optimizer state.
     rows = [row for row in placed.rows if row.part == "opt_state"]
-    master = sum(row.bytes_per_device for row in rows if _is_master(row))
-    opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
+    opt_state = sum(row.bytes_per_device for row in rows)
+    masters = [row for row in rows if "master" in re.split(r"\W+", row.path)]
+    master = sum(row.bytes_per_device for row in masters)
 
     # Gradients of one micro-batch, full, in the dtype of the loss.
     full: dict[str, tuple[float, tuple[int, ...]]] = {}  # bytes and shape, by path
@@ -166,17 +152,16 @@ def _memory(
     else:
         unreduced = 0.0
 
-    params = placed.bytes_per_device["params"]
-    host = placed.host_bytes_per_device
+    params, host = placed.bytes_per_device["params"], placed.host_bytes_per_device
     return {
         "params": params,
         "grads": grads,
         "unreduced": unreduced,
-        "opt_state": opt_state,
+        "opt_state": opt_state - master,
         "master": master,
         "host": host,
         "host_wire": 2 * host,
-        "moved": 3 * microbatches * full_grads + 2 * (params + opt_state + master - host),
+        "moved": 3 * microbatches * full_grads + 2 * (params + opt_state - host),
         "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
     }
 
@@ -188,28 +173,27 @@ def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) 
     """
     pattern = flax_transformer().stacked or "(?!)"
     names = {path: path[: named.end()] for path in full if (named := re.search(pattern, path))}
-    modules: dict[str, list[tuple[int, ...]]] = {}
+    modules = collections.defaultdict(list)
     for path, name in names.items():
-        modules.setdefault(name, []).append(full[path][1])
-    layers: dict[str, float] = {}
+        modules[name].append(full[path][1])
+    # Arrays of stacked layers have a first dim of one size, and others.
+    stacked = {
+        name
+        for name, shapes in modules.items()
+        if len({shape[:1] for shape in shapes}) == 1
+        and (min(map(len, shapes)) > 1 or max(map(len, shapes)) > 2)
+    }
+    layers: dict[str, float] = collections.defaultdict(float)
     always = 0.0
     for path, (nbytes, shape) in full.items():
         if re.search(outside, path):
             always += nbytes
-            continue
-        if path in names and _are_stacked(modules[names[path]]):
-            name, nbytes = names[path], nbytes / max(shape[0], 1)
+        elif names.get(path) in stacked:
+            layers[names[path]] += nbytes / max(shape[0], 1)
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)
-            name = numbered[0] if numbered else path
-        layers[name] = layers.get(name, 0.0) + nbytes
+            layers[numbered[0] if numbered else path] += nbytes
     return always + max(layers.values(), default=0.0)
-
-
-def _are_stacked(shapes: list[tuple[int, ...]]) -> bool:
-    """Whether arrays have a first dim of one size, and others; numbers of a layer have none."""
-    ranks = [len(shape) for shape in shapes]
-    return len({shape[:1] for shape in shapes}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
 
 
 def _dtype_if_floating(row: Row) -> Any:
@@ -219,10 +203,6 @@ def _dtype_if_floating(row: Row) -> Any:
     except TypeError:  # of random keys
         return None
     return dtype if jnp.issubdtype(dtype, jnp.floating) else None
-
-
-def _is_master(row: Row) -> bool:
-    return "master" in re.split(r"\W+", row.path)
 
 
 # --- Wire bytes -----------------------------------------------------------------------------------
@@ -270,10 +250,8 @@ def _wire(
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: Any, elements: float) -> float:
-    """Bytes of one full parameter as stage 3 gathers it: in the dtype of the loss, or in codes.
-
-    Stacked layers count as one array, though a scan gathers them one by one.
-    """
+    """Bytes of one full parameter as stage 3 gathers it: in the dtype of the loss, or in codes."""
+    # Stacked layers count as one array, though a scan gathers them one by one.
     bits = zero.precision.gather_bits
     shard = row.bytes_per_device / dtype.itemsize  # elements
     if not bits or len(row.shape) < 2 or shard < BLOCK_SIZE:

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._wire_and_flops import SCALAR, tensor_sums
-from sharding.plan.machine._collective_time import Group, Machine, Operation, collective_seconds
+from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
 from sharding.plan.machine._devices import achieved
 from sharding.plan.model import _layer_time as layer_time
 from sharding.plan.model._models import Decoder
@@ -58,8 +58,8 @@ class StepSeconds:
     def seconds(self) -> float:
         """The prediction.
 
-        Computing that can run beside the collectives of data parallelism does, and both slow each
-        other down on GPUs; the host link runs beside the update. All else is waited for.
+        ``hideable`` computing runs beside ``data``, and both slow each other down on GPUs; the host
+        link runs beside the update. All else is waited for.
         """
         passes = self.compute + self.tensor + self.bubble + self.transfers
         both = self._both(self.data - self.exposed) + self.exposed
@@ -97,16 +97,6 @@ _GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 _HOST_LINK = 0.88
 
 
-class _Groups(NamedTuple):
-    """The devices of each kind of parallelism; ``replicas`` are further apart than ``shards``."""
-
-    tensor: Group
-    shards: Group
-    replicas: Group
-    data: Group
-    pipe: Group
-
-
 @dataclasses.dataclass(frozen=True)
 class Passes:
     """Forward and backward passes of all micro-batches of a step, whatever ZeRO does."""
@@ -131,12 +121,20 @@ class Passes:
         return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
 
 
-# Seconds of a collective: of its operation, its bytes and its devices.
-_Wire = Callable[[Operation, float, Group], float]
+# Seconds of a collective: of its operation, its bytes, and the kind of parallelism.
+_Wire = Callable[[Operation, float, str], float]
 
 
-def _wire_of(machine: Machine, ideal: bool) -> _Wire:
-    return functools.partial(collective_seconds, device=machine.device, ideal=ideal)
+def _wire_of(plan: ParallelPlan, machine: Machine, ideal: bool) -> _Wire:
+    # Stages of a pipeline are where they are without replicas; these are further apart than shards.
+    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
+    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
+    groups = {"tensor": tensor, "shards": shards, "replicas": replicas, "data": data, "pipe": pipe}
+
+    def wire(operation: Operation, nbytes: float, over: str) -> float:
+        return collective_seconds(operation, nbytes, groups[over], machine.device, ideal=ideal)
+
+    return wire
 
 
 def step_seconds(
@@ -150,22 +148,10 @@ def step_seconds(
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
-    Layers are shared so that a step is as fast as possible, with the head in the last chunk; if the
-    implementation is not in lockstep, equally. Devices that share a layer are nearest to each
-    other, then those of ZeRO, its replicas, and the stages of a pipeline.
-
-    - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
-      in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
-      gathers of inputs more in the backward pass. One more each for sharded tables.
-    - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
-      and the collectives that ``tensor_sums`` counts.
-    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. One compiled program holds
-      the embedding and the head on all devices, which sum their gradients over the stages; stages
-      of unequal numbers of layers send each other some, and their gradients.
-    - ZeRO sends what ``estimate`` says; in a pipeline once in a step. Replicas reduce their shards,
-      or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by layer.
-    - The update reads parameters, gradients and state and writes parameters and state. Products in
-      it, as in Muon's, are known to ``search`` alone.
+    Devices that share a layer are nearest to each other, then those of ZeRO, its replicas, and the
+    stages of a pipeline, whose layers are shared so that a step is as fast as possible. A pipeline
+    takes ``lockstep_seconds``, and a transfer in each tick; ZeRO sends what ``estimate`` says, once
+    in a step of a pipeline. Products in the update, as in Muon's, are known to ``search`` alone.
 
     Args:
       model: its dims.
@@ -205,33 +191,18 @@ def passes(
     implementation: layer_time.Implementation = layer_time.COMPILED,
     ideal: bool = False,
 ) -> Passes:
-    """The passes of a step, alike for plans that differ in ZeRO, replicas, offload and state alone.
-
-    >>> from sharding.plan import MODELS, kind_of
-    >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
-    >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
-    (4, 4, 4, 4, 5, 5, 5, 1)
-    """
-    groups, wire = _groups(plan, machine), _wire_of(machine, ideal)
-    options: Any = {
-        "microbatch": plan.microbatch,
-        "length": length,
-        "implementation": implementation,
-        "ideal": ideal,
-    }
+    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
+    wire, device = _wire_of(plan, machine, ideal), machine.device
+    options: Any = {"microbatch": plan.microbatch, "length": length}
+    options |= {"implementation": implementation, "ideal": ideal}
     layer = layer_time.layer_work(
-        *(model, machine.device),
-        tensor=plan.tensor,
-        sequence_parallel=plan.sequence_parallel,
-        **options,
+        model, device, tensor=plan.tensor, sequence_parallel=plan.sequence_parallel, **options
     )
     head_forward, head_backward = layer_time.head_work(
-        model, machine.device, tensor=model.shards_of_tokens(plan.tensor), **options
+        model, device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
     again = _recomputed(layer, plan, implementation)
-    sent, sent_back, sent_head = _tensor_seconds(
-        model, plan, length, groups.tensor, wire, implementation.lockstep
-    )
+    sent, sent_back, sent_head = _tensor_seconds(model, plan, length, wire, implementation.lockstep)
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
@@ -253,10 +224,10 @@ def passes(
         lockstep=lockstep if implementation.lockstep and not plan.even else None,
     )
     of_most, of_last = (
-        tuple(
+        [
             _launched(work * number, launch)
             for work in (layer.forward, layer.backward + again - weight, weight)
-        )
+        ]
         for number in (most, last)
     )
     of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
@@ -284,31 +255,29 @@ def passes(
         message = float(_ITEM * plan.microbatch * length * model.width)
         message /= 1 if implementation.lockstep else plan.tensor
         ticks = schedules.num_ticks(plan.schedule, plan.pipe, count, chunks)
-        transfers = ticks * wire("permute", message, groups.pipe)
+        transfers = ticks * wire("permute", message, "pipe")
 
     # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
     # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
     # the fullest stage has at least, however layers are shared.
     held = model.layers / plan.pipe if ideal else max(most, last) * chunks
     tables = 1 if model.tied else 2
+    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)  # parameters
+    counts = schedules.all_chunks(model.layers, plan.pipe * chunks, last)
     if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
-        shared = _GRADIENT_SUM * tables * _table_params(model, plan)
-        transfers += wire("all-reduce", shared, groups.pipe)
+        transfers += wire("all-reduce", _GRADIENT_SUM * tables * table, "pipe")
         if held * plan.pipe > model.layers:  # unequal stages send each other their layers
-            counts = schedules.all_chunks(model.layers, plan.pipe * chunks, last)
             there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
-            sent = plan.param_bytes * there + _GRADIENT_SUM * back
-            sent *= _stage_params(model, 1.0, plan, tables=0)
-            transfers += wire("permute", sent, groups.pipe)
+            moved = plan.param_bytes * there + _GRADIENT_SUM * back
+            transfers += wire("permute", moved * (model.layer_elements / plan.tensor), "pipe")
             held = model.layers / plan.pipe
     elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
-    params = _stage_params(model, held, plan, tables=tables)
     return Passes(
         work=work * count,
         layers=held,
-        params=params,
-        chunks=schedules.all_chunks(model.layers, plan.pipe * plan.chunks, last),
+        params=held * model.layer_elements / plan.tensor + tables * table,
+        chunks=counts,
         tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
@@ -326,24 +295,25 @@ def with_state(
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
 
-    Nothing hides the compressed ``sync`` of the plan, and what it moves counts as part of the
-    update, as do operations of matrix ``products`` of a device.
+    Nothing hides the compressed ``sync``, and what it moves counts as part of the update.
     """
-    groups, wire = _groups(plan, machine), _wire_of(machine, ideal)
+    wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
-    data, hideable = _data_seconds(plan, step_passes.layers, params, groups, wire)
-    exposed = 0.0
-    if sync is not None:
-        over = groups.data if plan.replicas == 1 else groups.replicas
-        exposed = sum(wire(operation, nbytes, over) for operation, nbytes in sync.sums)
+    data, hideable = _data_seconds(plan, step_passes.layers, params, wire)
+    over = "data" if plan.replicas == 1 else "replicas"
+    exposed = sum(wire(*each, over) for each in sync.sums) if sync else 0.0
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
-    reached = 1.0 if ideal else achieved(machine.device).memory
-    update = params * touched / shards
-    if sync and not ideal:
-        update += sync.moved
-    update /= machine.device.bandwidth * reached
-    update += products / layer_time.Roofline(machine.device, layer_time.COMPILED, ideal=ideal).flops
+    update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
+    update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
+    update += products / layer_time.Roofline(device, layer_time.COMPILED, ideal=ideal).flops
+    # State from host memory, and back at the same time.
+    host = 0.0
+    if plan.offload:
+        if device.host_link is None:
+            raise ValueError(f"the host link of a {device.name} is not known; offload needs it.")
+        speed = device.host_link * (1.0 if ideal else _HOST_LINK)
+        host = params / shards * plan.state_bytes / speed
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -356,32 +326,21 @@ def with_state(
         data=data + exposed,
         exposed=exposed,
         update=update,
-        host=_host_seconds(plan, params / shards, machine, ideal),
+        host=host,
         hideable=hideable * work.seconds,
         interference=not machine.torus,
     )
 
 
-def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
-    # Stages of a pipeline are where they are without replicas.
-    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
-    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
-    return _Groups(tensor, shards, replicas, data, pipe)
-
-
 def _recomputed(
     layer: layer_time.LayerWork, plan: ParallelPlan, implementation: layer_time.Implementation
 ) -> layer_time.KernelSeconds:
-    """What a layer computes again in its backward pass.
-
-    All of its forward pass but the products that are saved, and in a compiled program the last one,
-    whose result nothing reads.
-    """
+    """What a layer computes again in its backward pass."""
     if plan.recompute == "none":
         return layer_time.KernelSeconds()
     if plan.recompute == "selective":
         return layer.attention
-    again = layer.forward
+    again = layer.forward  # but for products that are saved, or whose result nothing reads
     for part in saved_parts(plan.recompute):
         again -= layer.products[part]
     return again - layer.products["down"] if implementation.lockstep else again
@@ -394,77 +353,49 @@ def _launched(work: layer_time.KernelSeconds, launch: float) -> layer_time.Kerne
 
 
 def _tensor_seconds(
-    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire, compiled: bool
+    model: Decoder, plan: ParallelPlan, length: int, wire: _Wire, compiled: bool
 ) -> tuple[float, float, float]:
-    """Collectives among the devices that share layers: of a layer forward, backward, of the ends.
-
-    The ends are the head, and without a pipeline the lookup in the embedding.
-    """
+    """Collectives of devices that share layers: of a layer forward, backward, and of the ends."""
     if plan.tensor == 1:
         return 0.0, 0.0, 0.0
     sums = tensor_sums(model, plan, compiled=compiled)
     stream = float(_ITEM * plan.microbatch * length * model.width)
-    summed = wire("all-reduce", stream, group)
+    summed = wire("all-reduce", stream, "tensor")
     ends = (sums.head + (sums.lookup if plan.pipe == 1 else 0)) * summed
-    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), group)
+    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), "tensor")
     if not plan.sequence_parallel:
         return sums.forward * summed, sums.backward * summed, ends
-    gather = wire("all-gather", stream, group)
-    forward = 2 * (wire("reduce-scatter", stream, group) + gather)
+    gather = wire("all-gather", stream, "tensor")
+    forward = 2 * (wire("reduce-scatter", stream, "tensor") + gather)
     backward = forward + 2 * gather
     again = plan.recompute not in ("none", "selective")
     return forward, backward + (forward if again else 0.0), ends
 
 
-def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: int) -> float:
-    """Parameters of a device with some layers and some of the embedding and the output matrix."""
-    return layers * model.layer_elements / plan.tensor + tables * _table_params(model, plan)
-
-
-def _table_params(model: Decoder, plan: ParallelPlan) -> float:
-    """Parameters of the embedding on one device."""
-    return model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-
-
 def _data_seconds(
-    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
+    plan: ParallelPlan, layers: float, params: float, wire: _Wire
 ) -> tuple[float, float]:
-    """Collectives of data parallelism, and the share of computing that can run beside them.
-
-    Gradients of the last micro-batch are reduced beside its backward pass, two thirds of a
-    micro-batch; stages 2 and 3 reduce in every one; stage 3 gathers in every pass.
-    """
+    """Collectives of data parallelism, and the share of computing that can run beside them."""
     if plan.data == 1:
         return 0.0, 0.0
     held, reduced = params * plan.param_bytes, params * plan.grad_bytes
     times = plan.microbatches if plan.pipe == 1 else 1
-    last = 2 / 3 / plan.microbatches
+    last = 2 / 3 / plan.microbatches  # gradients are reduced beside the last backward pass
     if plan.sync and plan.replicas == 1:  # which takes the place of the sums
-        return wire("all-gather", held, groups.data) if plan.stage else 0.0, 0.0
+        return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0
     if plan.stage == 0:
-        return wire("all-reduce", reduced, groups.data), last
-    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, groups.replicas)
+        return wire("all-reduce", reduced, "data"), last
+    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, "replicas")
     if plan.spread:
-        replicas = wire("reduce-scatter", reduced / plan.shards, groups.replicas)
-        replicas += wire("all-gather", held / plan.shards, groups.replicas)
-    scatter = wire("reduce-scatter", reduced, groups.shards)
+        replicas = wire("reduce-scatter", reduced / plan.shards, "replicas")
+        replicas += wire("all-gather", held / plan.shards, "replicas")
+    scatter = wire("reduce-scatter", reduced, "shards")
     if plan.stage == 3:
         # A layer at a time, for the forward pass and for the backward pass.
-        gather = layers * wire("all-gather", held / layers, groups.shards)
-        scatter = layers * wire("reduce-scatter", reduced / layers, groups.shards)
+        gather = layers * wire("all-gather", held / layers, "shards")
+        scatter = layers * wire("reduce-scatter", reduced / layers, "shards")
         return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
-    gather = wire("all-gather", held, groups.shards)
-    if plan.stage == 2 and plan.pipe == 1:
+    gather = wire("all-gather", held, "shards")
+    if plan.stage == 2 and plan.pipe == 1:  # reduces in every backward pass
         return times * scatter + gather + replicas, 2 / 3
     return scatter + gather + replicas, last
-
-
-def _host_seconds(plan: ParallelPlan, params: float, machine: Machine, ideal: bool) -> float:
-    """Optimizer state from host memory, and back at the same time."""
-    if not plan.offload:
-        return 0.0
-    if machine.device.host_link is None:
-        raise ValueError(
-            f"the host link of a {machine.device.name} is not known; offload needs it."
-        )
-    return params * plan.state_bytes / (machine.device.host_link * (1.0 if ideal else _HOST_LINK))

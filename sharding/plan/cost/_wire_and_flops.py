@@ -1,15 +1,13 @@
 """What the program of a pipeline sends: known from its schedule, before anything is compiled."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sharding.pipeline import Op, Schedule
 from sharding.pipeline._instructions import Code, Instructions, instructions
-from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_executor import versions_of
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
@@ -22,11 +20,7 @@ from sharding.step._microbatches import split_microbatches
 
 
 def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
-    """The sum over all ticks of what their dearest branch takes.
-
-    All devices run one program, and each tick of its loops counts as its dearest branch, whatever a
-    stage runs there. Forward passes store residuals.
-    """
+    """The sum over all ticks of what their dearest branch takes, which all devices count."""
     return sum(
         len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
         for segment in instructions(schedule, recompute=False).segments
@@ -44,14 +38,7 @@ def pipeline_flops(
 ) -> float:
     """Operations of matrix products in a step's program, as ``audit`` counts them.
 
-    Each tick counts as ``over_ticks`` says, and each chunk as the one with most layers: ``rows``.
-
-    >>> from sharding.pipeline import one_f_one_b
-    >>> from sharding.plan import MODELS
-    >>> model, schedule = MODELS["llama2-7b"], one_f_one_b(4, 64)
-    >>> flops = pipeline_flops(model, schedule, 8, microbatch=1, recompute="none")
-    >>> round(flops * 4 / model.flops(2048.0 * 64, 2048), 2)
-    1.51
+    Each chunk counts as the one with most layers: ``rows``.
     """
     tokens = float(microbatch * model.length)
     of_layer, head = model.layer_flops(tokens, model.length)
@@ -62,14 +49,11 @@ def pipeline_flops(
     again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
     again /= tensor
     head /= model.shards_of_tokens(tensor)
+    others = {Op.FORWARD: rows * layer, Op.UPDATE: 0.0, Op.WEIGHT: rows * weight}
 
     def of(code: Code) -> float:
-        if code.op == Op.FORWARD:
-            return rows * layer
-        if code.op == Op.UPDATE:
-            return 0.0
-        if code.op == Op.WEIGHT:
-            return rows * weight
+        if code.op in others:
+            return others[code.op]
         # The last chunk runs its forward pass in its backward pass, beside the head.
         return rows * (first + again) + (rows * layer + head if code.last else 0.0)
 
@@ -82,14 +66,12 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     A permute of one activation in each tick and direction in which any stage sends; an all-reduce
     of the gradients of shared parameters over the stages; with two routes (Chimera) a permute of
     the layers, and one of their gradients; where stages have unequal numbers of layers, what of
-    these and of their gradients is elsewhere. Added to ``StagePlan.wire`` it is what a step of
-    ``Zero.train_step(pipeline.loss)`` sends, with ``gather="step"``.
+    these and of their gradients is elsewhere. Add it to ``StagePlan.wire``.
 
     Args:
       pipeline: the pipeline. Its mesh may have data axes; an axis of tensor parallelism sends more.
       params: stacked, real or abstract; all of them trained.
-      batch: real or abstract, of one replica of the pipeline: that of a step, divided by the sizes
-        of the data axes.
+      batch: real or abstract, of one replica of the pipeline.
       specs: of the parameters, as ``pipeline.param_specs`` makes them; None: other axes shard none.
 
     Raises:
@@ -109,58 +91,46 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
       >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
       7552.0
     """
-    stages = pipeline.schedule.num_stages
+    mesh, stages = pipeline.mesh, pipeline.schedule.num_stages
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
-    shared, of_shared = (
-        {name: x for name, x in tree.items() if name != pipeline.layers}
-        for tree in (stacked, specs)
-    )
 
-    def of_device(tree: Any, specs: Any) -> float:
-        """Bytes of the shards of one device."""
-        shards = jax.tree.map(lambda x, s: num_bytes(x) / num_shards(pipeline.mesh, s), tree, specs)
-        return sum(jax.tree.leaves(shards))
+    def shared_sent(x: Any, spec: Any) -> float:
+        return 2 * (stages - 1) / stages * num_bytes(_as_sum(x)) / num_shards(mesh, spec)
 
-    program = lowered(pipeline.schedule, pipeline.recompute)
-    permuted = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
-    summed = 2 * (stages - 1) / stages * of_device(jax.tree.map(_as_sum, shared), of_shared)
-    layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
-    sums = jax.tree.map(_as_sum, layers)
-    replicas = moved = 0.0  # moved: of stages with unequal numbers of layers
-    if len(pipeline.schedule.routes) > 1:
-        replicas = of_device(layers, of_layers) + of_device(sums, of_layers)
-    for tree, back in ((layers, 0), (sums, 1)):
+    def layers_sent(x: Any, spec: Any) -> float:
+        own, of_sum = num_bytes(x), num_bytes(_as_sum(x))
+        replicas = (own + of_sum) / num_shards(mesh, spec)
+        # Of unequal numbers of layers; other axes shard them.
+        others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {pipeline.axis}))
+        there, back = pipeline._rows.sent(x.shape)
+        moved = (there * own + back * of_sum) / x.shape[0] / others
+        return moved + (replicas if len(pipeline.schedule.routes) > 1 else 0.0)
 
-        def sent(x: Any, spec: Any, back: int = back) -> float:
-            """Bytes of the layers that a device sends; other axes shard them."""
-            others = num_shards(
-                pipeline.mesh, only_axes(spec, {*pipeline.mesh.axis_names} - {pipeline.axis})
-            )
-            return pipeline._rows.sent(x.shape)[back] * num_bytes(x) / x.shape[0] / others
-
-        moved += sum(jax.tree.leaves(jax.tree.map(sent, tree, of_layers)))
-    return float(permuted + summed + replicas + moved)
+    shared = {name: x for name, x in stacked.items() if name != pipeline.layers}
+    program = instructions(pipeline.schedule, pipeline.recompute)
+    sent = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
+    for name, tree in stacked.items():
+        of = layers_sent if name == pipeline.layers else shared_sent
+        sent += sum(jax.tree.leaves(jax.tree.map(of, tree, specs[name])))
+    return float(sent)
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
     """Bytes that one device sends for all updates of an asynchronous pipeline.
 
-    A permute of one activation in each tick and direction; after the last update an all-reduce of
-    the shared parameters, which one stage has, to all stages. ``batch`` is that of one update.
+    Permutes, and an all-reduce of the shared parameters after the last update. ``batch`` is that of
+    one update.
     """
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
-    permuted = num_permutes(lowered(schedule, pipeline.recompute, versions_of(schedule)))
+    permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
     stages = schedule.num_stages
     sent = permuted * num_bytes(_message(pipeline, shared, batch))
     return float(sent + 2 * (stages - 1) / stages * num_bytes(shared))
 
 
 def num_permutes(program: Instructions) -> int:
-    """How many activations a device permutes in a step.
-
-    In each tick one in each direction, if any stage sends that way in the same phase of the loop.
-    """
+    """How many activations a device permutes in a step, wherever any stage sends in a phase."""
     return sum(
         len(segment.tables["code"]) * len({phase.right, phase.left} - {()})
         for segment in program.segments
@@ -170,12 +140,11 @@ def num_permutes(program: Instructions) -> int:
 
 def _message(pipeline: Pipeline, shared: Any, batch: Any) -> list[Any]:
     """The types of the activations of one micro-batch."""
-    count = pipeline.schedule.num_microbatches
 
     def embedded(shared: Any, batch: Any) -> Any:
-        microbatch = jax.tree.map(lambda x: x[0], split_microbatches(batch, count))
+        microbatches = split_microbatches(batch, pipeline.schedule.num_microbatches)
         key = (jax.random.key(0),) if pipeline.rngs else ()
-        return pipeline.embed(shared, microbatch, *key)
+        return pipeline.embed(shared, jax.tree.map(lambda x: x[0], microbatches), *key)
 
     return jax.tree.leaves(jax.eval_shape(embedded, shared, batch))
 
@@ -188,15 +157,14 @@ def _as_sum(x: Any) -> jax.ShapeDtypeStruct:
 SCALAR = 4  # bytes: losses are computed in 32 bits
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorSums:
+class TensorSums(NamedTuple):
     """All-reduces of one micro-batch among the devices that share each layer."""
 
-    forward: int  # of the residual stream in the forward pass of a layer
-    backward: int  # of it in the backward pass of a layer, with those that recomputation repeats
-    lookup: int  # of it where the embedding is sharded
-    head: int  # of it in the backward pass of a sharded output matrix
-    scalars: int  # of one number a token in the loss of sharded logits
+    forward: int = 0  # of the residual stream in the forward pass of a layer
+    backward: int = 0  # of it in the backward pass of a layer, with those that are repeated
+    lookup: int = 0  # of it where the embedding is sharded
+    head: int = 0  # of it in the backward pass of a sharded output matrix
+    scalars: int = 0  # of one number a token in the loss of sharded logits
 
 
 def tensor_sums(
@@ -204,18 +172,13 @@ def tensor_sums(
 ) -> TensorSums:
     """How often devices that share each layer sum the residual stream.
 
-    Forward: after ``out`` and after ``down``. Backward: the gradients of the input of attention and
-    of that of the MLP. Recomputation of a layer repeats the first sum, unless its result is saved;
-    in a step that is not one program (``compiled``) the second, too. A loss of sharded logits sums
-    the exponentials and the logit of the label, and takes the maximum. XLA ``adds_first`` the
-    gradients of one input, as by queries, keys and values, on GPUs and TPUs, not on CPUs.
-
-    >>> from sharding.plan import MODELS
-    >>> tensor_sums(MODELS["llama2-7b"], ParallelPlan(tensor=8, recompute="full"))
-    TensorSums(forward=2, backward=3, lookup=1, head=1, scalars=3)
+    Forward: after ``out`` and ``down``. Backward: the gradients of the inputs of attention and MLP,
+    each added first by XLA on GPUs and TPUs (``adds_first``). Recomputation repeats the first sum,
+    unless its result is saved; in a step that is not one ``compiled`` program the second, too. A
+    loss of sharded logits sums exponentials and the logit of the label, and takes the maximum.
     """
     if plan.tensor == 1:
-        return TensorSums(0, 0, 0, 0, 0)
+        return TensorSums()
     again = 1 if compiled else 2
     if plan.recompute in ("none", "selective") or "out" in saved_parts(plan.recompute):
         again = 0
@@ -236,9 +199,7 @@ def tensor_wire(
 ) -> float:
     """Bytes that one device of a compiled program sends for these sums in a step.
 
-    In the ring convention: 2 (n - 1) / n of each array among n devices. Of a pipeline, the sums of
-    each tick of its program, whose chunks have at most ``rows`` layers. There is no sequence
-    parallelism; elements of the residual stream have ``itemsize`` bytes.
+    Elements of the residual stream have ``itemsize`` bytes, chunks at most ``rows`` layers.
     """
     sums = tensor_sums(model, plan, adds_first=adds_first)
     stream = float(plan.microbatch * length * model.width * itemsize)
@@ -250,9 +211,8 @@ def tensor_wire(
         if code.op == Op.FORWARD:
             return (rows * sums.forward + (sums.lookup if code.first else 0)) * stream
         # The last chunk runs its forward pass in its backward pass, beside the head.
-        return rows * sums.backward * stream + (
-            rows * sums.forward * stream + head if code.last else 0.0
-        )
+        backward = rows * sums.backward * stream
+        return backward + (rows * sums.forward * stream + head if code.last else 0.0)
 
     if schedule is None:
         layers = model.layers * (sums.forward + sums.backward)

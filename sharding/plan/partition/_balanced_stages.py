@@ -32,15 +32,13 @@ def stage_tables(
     param_factor: float,
     recompute: bool = False,
 ) -> StageTables:
-    """Tables for S stages of these speeds, relative to the device of the costs.
+    """Tables for S stages of these relative speeds, and S - 1 links in bytes per second.
 
-    ``links`` are the S - 1 between them, in bytes per second; ``in_flight`` the micro-batches that
-    have activations on each stage; a byte of parameters takes ``param_factor`` bytes. If
-    ``recompute``, stages store the input of their first layer, and compute their forward pass
-    again.
+    ``in_flight`` micro-batches have activations on each stage. If ``recompute``, stages store the
+    input of their first layer, and compute their forward pass again.
     """
     fields = np.array([dataclasses.astuple(layer) for layer in layers], float).T  # (8, L)
-    forward, backward, params, stored, output, *_ = fields
+    forward, backward, params, stored, output, working, *_ = fields
     seconds = forward + backward + (forward if recompute else 0.0)  # (L,)
     compute = np.stack([of_layers(over_ranges(np.add, seconds) / speed) for speed in speeds])
     received = np.concatenate([[0.0], output])  # (L + 1,), by the first layer of a stage
@@ -48,8 +46,7 @@ def stage_tables(
     transfer = 2.0 * per_byte[:, None] * received  # (S, L + 1)
 
     held = param_factor * over_ranges(np.add, params)
-    working = over_ranges(np.maximum, [layer.working_bytes for layer in layers])
-    stash = over_ranges(np.add, stored)
+    working, stash = over_ranges(np.maximum, working), over_ranges(np.add, stored)
     if recompute:
         stash, working = np.broadcast_to(received[:, None], held.shape), working + stash
     memory = np.stack([of_layers(held + number * stash + working) for number in in_flight])
@@ -70,22 +67,14 @@ def over_ranges(combine: np.ufunc, values: Any) -> np.ndarray:
     return result
 
 
-def least_maximum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
+def least_maximum(
+    costs: np.ndarray, combine: np.ufunc = np.maximum, start: float = -np.inf
+) -> tuple[float, tuple[int, ...]]:
     """The partition whose largest cost is least: that cost, and S + 1 boundaries from 0 to L.
 
-    Costs are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is
-    impossible; the result is inf where no partition is possible.
+    ``costs`` are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where impossible.
     """
-    return _least(costs, np.maximum, -np.inf)
-
-
-def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """The partition whose sum of costs is least, as ``least_maximum`` returns it."""
-    return _least(costs, np.add, 0.0)
-
-
-def _least(costs: np.ndarray, combine: np.ufunc, start: float) -> tuple[float, tuple[int, ...]]:
-    """best[s + 1][j] = min over i of combine(best[s][i], costs[s][i][j]), and the way there."""
+    # best[s + 1][j] = min over i of combine(best[s][i], costs[s][i][j])
     best = np.full(costs.shape[1], np.inf)
     best[0] = start
     choices = []
@@ -93,11 +82,25 @@ def _least(costs: np.ndarray, combine: np.ufunc, start: float) -> tuple[float, t
         candidates = combine(best[:, None], cost)  # (L + 1, L + 1)
         choices.append(candidates.argmin(0))
         best = candidates.min(0)
-    # Back from the last layer.
-    bounds = [len(choices[-1]) - 1]
-    for choice in reversed(choices):
+    return float(best[-1]), path(choices[::-1], len(best) - 1)[::-1]
+
+
+def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The partition whose sum of costs is least, as ``least_maximum`` returns it."""
+    return least_maximum(costs, np.add, 0.0)
+
+
+def path(choices: Sequence[np.ndarray], start: int) -> tuple[int, ...]:
+    """The boundaries from one on, each of which chooses the next."""
+    bounds = [start]
+    for choice in choices:
         bounds.append(int(choice[bounds[-1]]))
-    return float(best[-1]), tuple(reversed(bounds))
+    return tuple(bounds)
+
+
+def stages_of(boundaries: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The indices of a partition in ``StageTables``: stage, first layer, and the one after."""
+    return [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
 
 
 def per_stage(
@@ -106,13 +109,12 @@ def per_stage(
     """One number above 0 for each stage or link, of a number for all, a sequence or None."""
     if value is None:
         value = default
-    if isinstance(value, int | float):
-        value = [value] * number
-    numbers = tuple(float(x) for x in value)
+    numbers = [value] * number if isinstance(value, int | float) else value
+    numbers = tuple(float(x) for x in numbers)
     if len(numbers) != number:
         raise ValueError(f"{name} must have {number} values, got {len(numbers)}.")
     for x in numbers:
-        if not x > 0 or math.isnan(x):
+        if not x > 0:
             raise ValueError(f"{name} must be above 0, got {x}.")
     return numbers
 
@@ -139,15 +141,10 @@ class StagePartition(Printed):
 
     def tables(self) -> list[Table]:
         """The table to print: a row for each stage."""
+        sent = [*map(seconds, self.transfers), ""]
         rows = [
-            (
-                str(stage),
-                layer_range(self.layers(stage)),
-                seconds(self.compute[stage]),
-                seconds(self.transfers[stage]) if stage < len(self.transfers) else "",
-                size(self.memory[stage]),
-            )
-            for stage in range(len(self.compute))
+            (str(s), layer_range(self.layers(s)), seconds(time), sent[s], size(self.memory[s]))
+            for s, time in enumerate(self.compute)
         ]
         title = f"{len(self.compute)} stages, a micro-batch every {seconds(self.period)}"
         return [Table(title, ("stage", "layers", "compute", "transfer", "memory"), rows)]
@@ -167,14 +164,10 @@ def balanced_stages(
 ) -> StagePartition:
     """The partition into stages of consecutive layers with the least period, exactly.
 
-    The period is the largest of all stages. With ``overlap`` that of a stage is its compute, or the
-    time of a link beside it where that is longer; without, as on slow and unequal networks, its
-    compute and both of its links together. Per micro-batch a link moves the output of a layer, and
-    its gradient back.
-
     best[s + 1][j] = min over i of max(best[s][i], period(s, i, j)), over ranges of layers that fit
-    the memory of stage s. Of several partitions with the least period it is the one with the least
-    sum of squares of the stages' periods.
+    the memory of stage s (Narayanan et al., PipeDream, SOSP 2019, section 3.1); of equal ones that
+    with the least sum of squares of the stages' periods. Per micro-batch a link moves the output of
+    a layer, and its gradient back.
 
     Args:
       layers: their costs.
@@ -182,23 +175,18 @@ def balanced_stages(
       speeds: of the devices, relative to that of the costs; None: all 1.
       links: bytes per second from each stage to the next; None: transfers take no time.
       memory: bytes of each device; None: unlimited.
-      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``: see ``max_in_flight``.
-      microbatches: in a step; None: as many as fill the pipeline, and for ``"gpipe"`` the number
-        of stages.
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``, for the micro-batches in flight.
+      microbatches: in a step; None: as many as fill the pipeline.
       param_factor: bytes of parameters, gradients and optimizer state for a byte of parameters.
-      overlap: whether devices compute while they send and receive.
+      overlap: whether devices compute while they send and receive; if not, the period of a stage is
+        its compute and both of its links together.
 
     Raises:
-      ValueError: there are fewer layers than stages, a number is out of range, or no partition
-        fits.
+      ValueError: there are fewer layers than stages, a number is out of range, or nothing fits.
 
     >>> layers = [LayerCost(1.0, 2.0)] * 6
     >>> balanced_stages(layers, 2, speeds=[1, 2]).boundaries
     (0, 2, 6)
-
-    References:
-      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      section 3.1, for straight pipelines.
     """
     check_layers(layers, num_stages)
     if schedule == "interleaved":
@@ -210,7 +198,7 @@ def balanced_stages(
         raise ValueError(f"schedule must be 'gpipe', '1f1b' or 'aligned', got {schedule!r}.")
     if microbatches is None:
         microbatches = num_stages if schedule == "gpipe" else 2 * num_stages
-    tables = stage_tables(
+    compute, transfer, held = tables = stage_tables(
         layers,
         per_stage("speeds", speeds, num_stages, 1.0),
         per_stage("links", links, num_stages - 1, math.inf),
@@ -218,18 +206,25 @@ def balanced_stages(
         param_factor,
     )
     limits = np.array(per_stage("memory", memory, num_stages, math.inf))  # (S,)
-    costs = periods(tables, overlap=overlap)
-    costs = np.where(tables.memory <= limits[:, None, None], costs, np.inf)
+    costs = np.where(held <= limits[:, None, None], periods(tables, overlap=overlap), np.inf)
     period, boundaries = least_maximum(costs)
     if math.isinf(period):
-        raise ValueError(_excess(tables.memory, limits))
+        over = np.where(np.isfinite(held), held, 0) - limits[:, None, None]
+        excess, boundaries = least_maximum(np.where(np.isfinite(held), over, np.inf))
+        needed = [held[index] for index in stages_of(boundaries)]
+        worst = int(np.argmax(needed - limits))
+        raise ValueError(
+            f"no partition into {num_stages} stages fits: the one that exceeds the memory least "
+            f"needs {size(needed[worst])} on stage {worst} and has {size(limits[worst])}, "
+            f"{size(excess)} too little."
+        )
     _, boundaries = least_sum(np.where(costs <= period, costs**2, np.inf))
-    ranges = [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
+    ranges = stages_of(boundaries)
     return StagePartition(
         boundaries=boundaries,
-        compute=tuple(float(tables.compute[index]) for index in ranges),
-        transfers=tuple(float(tables.transfer[s, j]) for s, _, j in ranges[:-1]),
-        memory=tuple(float(tables.memory[index]) for index in ranges),
+        compute=tuple(float(compute[index]) for index in ranges),
+        transfers=tuple(float(transfer[s, j]) for s, _, j in ranges[:-1]),
+        memory=tuple(float(held[index]) for index in ranges),
         period=period,
     )
 
@@ -241,16 +236,3 @@ def periods(tables: StageTables, *, overlap: bool) -> np.ndarray:
         return np.maximum(tables.compute, after)
     before = np.concatenate([np.zeros((1, tables.transfer.shape[1])), tables.transfer[:-1]])
     return tables.compute + before[:, :, None] + after
-
-
-def _excess(memory: np.ndarray, limits: np.ndarray) -> str:
-    """A sentence on how much is missing in the partition that exceeds its memory least."""
-    over = np.where(np.isfinite(memory), memory, 0) - limits[:, None, None]
-    excess, boundaries = least_maximum(np.where(np.isfinite(memory), over, np.inf))
-    needed = [memory[s, boundaries[s], boundaries[s + 1]] for s in range(len(limits))]
-    worst = int(np.argmax(needed - limits))
-    return (
-        f"no partition into {len(limits)} stages fits: the one that exceeds the memory least needs "
-        f"{size(needed[worst])} on stage {worst} and has {size(limits[worst])}, {size(excess)} too "
-        "little."
-    )

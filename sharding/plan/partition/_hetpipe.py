@@ -2,19 +2,18 @@
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import least_maximum, least_sum, periods, stage_tables
+from sharding.plan.partition import _balanced_stages as dp
 
 _MOST_ORDERS = 1000
-
-
 POLICIES = ("node", "equal", "hybrid")
 
 
@@ -33,11 +32,9 @@ def allocate_workers(
 ) -> tuple[tuple[int, ...], ...]:
     """The nodes of the devices of each virtual worker.
 
-    - ``"node"``: each node is a virtual worker.
-    - ``"equal"``: each node gives every one of ``num_workers`` the same number of devices; None: as
-      many workers as nodes.
-    - ``"hybrid"``: the node with the most compute is paired with that with the least, and so on;
-      each pair is two virtual workers with half of the devices of both. A node that is left is one.
+    By ``"node"`` each node is one. By ``"equal"`` each node gives every one of ``num_workers``
+    (None: as many as nodes) as many devices. By ``"hybrid"`` the node with the most compute is
+    paired with that with the least, and so on, each pair two workers; a node that is left is one.
 
     Raises:
       ValueError: the policy is unknown, or devices cannot be shared equally.
@@ -126,14 +123,11 @@ def hetpipe(
     """Allocates devices to virtual workers, and partitions the model for each of them, exactly.
 
     A virtual worker with N minibatches in its pipeline finishes min(1 / period, N / latency) of
-    them per second, where the period is that of its slowest stage or link and the latency the sum
-    of all. For each N its partition, and the order of its devices, is that with the highest rate
-    among those that fit. Workers progress at the pace of the slowest, so that throughput is their
-    number times its rate. N is the smallest with the highest throughput.
-
-    A stage holds the activations of at most N minibatches, the last stage those of one. Local
-    staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1 with clock distance D. The time
-    of pushing and pulling parameters is not counted.
+    them per second: the period is that of its slowest stage or link, the latency the sum of all.
+    Throughput is the number of workers times the rate of the slowest; N is the smallest with the
+    highest. A stage stores the activations of N minibatches, the last one those of one. Local
+    staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1. The time of pushing and pulling
+    parameters is not counted (Park et al., HetPipe, USENIX ATC 2020).
 
     Args:
       layers: costs of one minibatch.
@@ -147,25 +141,18 @@ def hetpipe(
         parameters.
       search_order: whether to try all orders of a worker's devices; else the given one.
 
-    Returns:
-      The ``HetPipePlan`` with the highest throughput; of equal ones the first policy.
-
     Raises:
       ValueError: nothing fits, no policy can share the devices, or there are too many orders.
 
     >>> nodes = [Node(1, 100.0, speed=2.0), Node(1, 100.0)]
-    >>> plan = hetpipe([LayerCost(1.0, 2.0)] * 3, nodes, network=1e9, policies=["equal"],
-    ...                num_workers=1)
+    >>> plan = hetpipe([LayerCost(1.0, 2.0)] * 3, nodes, network=1e9, num_workers=1)
     >>> plan.workers[0].boundaries, plan.num_concurrent
     ((0, 2, 3), 2)
-
-    References:
-      Park et al.: HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters,
-      USENIX ATC 2020.
     """
     check_layers(layers)
     if clock_distance < 0:
         raise ValueError(f"clock_distance must be at least 0, got {clock_distance}.")
+    fastest = functools.partial(_fastest, layers, nodes, network, param_factor)
     best, reasons = None, []
     for policy in policies:
         try:
@@ -173,63 +160,44 @@ def hetpipe(
         except ValueError as error:
             reasons.append(f"{policy}: {error}")
             continue
-        candidate, reason = _best_of(
-            layers, nodes, network, allocation, max_concurrent, param_factor, search_order
-        )
+        longest = max(map(len, allocation))
+        if longest > len(layers):
+            reasons.append(f"{policy}: {longest} devices of a worker share {len(layers)} layers.")
+            continue
+        most = max_concurrent or 2 * longest
+        candidate, reason = _best_of(allocation, most, fastest, search_order)
         if candidate is None:
             reasons.append(f"{policy}: {reason}")
         elif best is None or candidate[0] > best[0] * (1 + 1e-12):
             best = (*candidate, policy)
     if best is None:
         raise ValueError(f"no policy has a plan. {' '.join(reasons)}")
-    throughput, num_concurrent, workers, policy = best
-    local = num_concurrent - 1
-    return HetPipePlan(
-        policy=policy,
-        workers=workers,
-        num_concurrent=num_concurrent,
-        throughput=throughput,
-        local_staleness=local,
-        global_staleness=(clock_distance + 1) * (local + 1) + local - 1,
-    )
+    throughput, number, workers, policy = best
+    ahead = (clock_distance + 1) * number + number - 2
+    return HetPipePlan(policy, workers, number, throughput, number - 1, ahead)
 
 
 def _best_of(
-    layers: Sequence[LayerCost],
-    nodes: Sequence[Node],
-    network: float,
     allocation: Sequence[tuple[int, ...]],
-    max_concurrent: int | None,
-    param_factor: float,
+    most: int,
+    find: Callable[[Sequence[int], int], tuple[VirtualWorker | None, float]],
     search_order: bool,
 ) -> tuple[tuple[float, int, tuple[VirtualWorker, ...]] | None, str]:
     """Throughput, minibatches in a pipeline and workers of an allocation; or why there is none."""
     best: tuple[float, int, tuple[VirtualWorker, ...]] | None = None
-    reason = ""
-    longest = max_concurrent or 2 * max(map(len, allocation))
-    for number in range(1, longest + 1):
+    for number in range(1, most + 1):
         solved: dict[tuple[int, ...], VirtualWorker] = {}
         for devices in dict.fromkeys(allocation):
-            orders = _orders(devices) if search_order else [devices]
-            fastest, lacking = None, math.inf
-            for order in orders:
-                worker, excess = _fastest(layers, nodes, network, order, number, param_factor)
-                lacking = min(lacking, excess)
-                if worker and (fastest is None or worker.rate > fastest.rate):
-                    fastest = worker
-            if fastest is None and len(devices) > len(layers):
-                return None, f"{len(devices)} devices of a worker share {len(layers)} layers."
-            if fastest is None:
-                reason = f"a worker on nodes {devices} lacks {size(lacking)} on one device."
-                break
-            solved[devices] = fastest
-        else:
-            throughput = len(allocation) * min(worker.rate for worker in solved.values())
-            if best is None or throughput > best[0] * (1 + 1e-12):
-                best = throughput, number, tuple(solved[devices] for devices in allocation)
-            continue
-        break  # more minibatches need more memory
-    return best, reason
+            found = [find(o, number) for o in (_orders(devices) if search_order else [devices])]
+            workers = [worker for worker, _ in found if worker]
+            if not workers:  # more minibatches need more memory
+                lacking = size(min(excess for _, excess in found))
+                return best, f"a worker on nodes {devices} lacks {lacking} on one device."
+            solved[devices] = max(workers, key=lambda worker: worker.rate)
+        throughput = len(allocation) * min(worker.rate for worker in solved.values())
+        if best is None or throughput > best[0] * (1 + 1e-12):
+            best = throughput, number, tuple(solved[devices] for devices in allocation)
+    return best, ""
 
 
 def _orders(devices: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -242,65 +210,44 @@ def _orders(devices: tuple[int, ...]) -> list[tuple[int, ...]]:
             f"{len(devices)} devices of a virtual worker have {number:,} orders, more than "
             f"{_MOST_ORDERS:,}; pass search_order=False."
         )
-
-    def orders(remaining: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if not remaining:
-            yield ()
-        for i in dict.fromkeys(remaining):
-            k = remaining.index(i)
-            yield from ((i, *tail) for tail in orders(remaining[:k] + remaining[k + 1 :]))
-
-    return list(orders(tuple(sorted(devices))))
+    orders: set[tuple[int, ...]] = {()}
+    for i in devices:
+        orders = {(*x[:k], i, *x[k:]) for x in orders for k in range(len(x) + 1)}
+    return sorted(orders)
 
 
 def _fastest(
     layers: Sequence[LayerCost],
     nodes: Sequence[Node],
     network: float,
+    param_factor: float,
     order: Sequence[int],
     number: int,
-    param_factor: float,
 ) -> tuple[VirtualWorker | None, float]:
-    """The partition with the highest rate, or None; and the bytes that are missing at least.
-
-    The rate is the inverse of max(period, latency / N). The least latency falls with the period
-    that is allowed, so that the best pair is where they cross.
-    """
-    if len(order) > len(layers):
-        return None, math.inf
+    """The partition with the highest rate, or None; and the bytes that are missing at least."""
     links = [nodes[a].link if a == b else network for a, b in itertools.pairwise(order)]
     in_flight = [number] * (len(order) - 1) + [1]
     speeds = [nodes[i].speed for i in order]
-    tables = stage_tables(layers, speeds, links, in_flight, param_factor)
+    tables = dp.stage_tables(layers, speeds, links, in_flight, param_factor)
     limits = np.array([nodes[i].memory for i in order])[:, None, None]
-    fits = tables.memory <= limits
-    if not math.isfinite(least_maximum(np.where(fits, 0.0, np.inf))[0]):
-        return None, least_maximum(tables.memory - limits)[0]
-    limit = np.where(fits, periods(tables, overlap=True), np.inf)  # of a stage, the link after it
+    # Of a stage, and the link after it.
+    limit = np.where(tables.memory <= limits, dp.periods(tables, overlap=True), np.inf)
+    shortest, _ = dp.least_maximum(limit)
+    if math.isinf(shortest):
+        return None, dp.least_maximum(tables.memory - limits)[0]
     time = tables.compute + tables.transfer[:, None, :]
 
-    def at(period: float) -> tuple[float, tuple[int, ...]]:
-        """The least latency of partitions with this period at most."""
-        return least_sum(np.where(limit <= period, time, np.inf))
+    def at(period: float) -> VirtualWorker:
+        """The partition of least latency with this period at most."""
+        _, boundaries = dp.least_sum(np.where(limit <= period, time, np.inf))
+        ranges = dp.stages_of(boundaries)
+        period = max(float(limit[index]) for index in ranges)
+        latency = sum(float(time[index]) for index in ranges)
+        rate = min(1 / period, number / latency) if period else math.inf
+        return VirtualWorker(tuple(order), boundaries, period, latency, rate)
 
-    candidates = np.unique(limit[np.isfinite(limit)]).tolist()
-    # The first period that is at least its latency / N; if there is none, the longest.
-    low = bisect.bisect_left(candidates[:-1], True, key=lambda x: at(x)[0] / number <= x)
+    candidates = np.unique(limit[np.isfinite(limit) & (limit >= shortest)]).tolist()
+    # The first period that is at least its latency / N, which falls with it; else the longest.
+    low = bisect.bisect_left(candidates[:-1], True, key=lambda x: at(x).latency / number <= x)
     around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
-    _, boundaries = min(
-        around, key=lambda partition: (_slowest(limit, partition, number), partition[0])
-    )
-    ranges = list(enumerate(itertools.pairwise(boundaries)))
-    period = max(float(limit[s, i, j]) for s, (i, j) in ranges)
-    latency = sum(float(time[s, i, j]) for s, (i, j) in ranges)
-    rate = min(1 / period, number / latency) if period else math.inf
-    return VirtualWorker(tuple(order), boundaries, period, latency, rate), 0.0
-
-
-def _slowest(limit: np.ndarray, partition: tuple[float, tuple[int, ...]], number: int) -> float:
-    """Seconds per minibatch of a partition; inf where there is none."""
-    latency, boundaries = partition
-    if math.isinf(latency):
-        return math.inf
-    ranges = enumerate(itertools.pairwise(boundaries))
-    return max(latency / number, *(float(limit[s, i, j]) for s, (i, j) in ranges))
+    return max(around, key=lambda worker: (worker.rate, -worker.latency)), 0.0

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,15 +54,13 @@ def pipedream_stages(
 ) -> PipeDreamPlan:
     """Stages and their replicas for a hierarchy of equal workers, with the least period.
 
-    At level k, m components with links of B_k bytes per second process layers i to j - 1:
+    At level k, m components with links of B_k bytes per second process layers i to j - 1
+    (Narayanan et al., PipeDream, SOSP 2019, section 3.1):
 
     - T_k(i, j, m) = max(A_{k-1}(i, j, m_{k-1}), 2 (m - 1) / m x param_bytes / B_k) / m as one stage
       with m replicas, where A_0 is the compute of the layers;
     - A_k(i, j, m) = T_k(i, j, m), or the least over splits s and m' of
       max(T_k(i, s, m'), 2 output_bytes(s - 1) / B_k, A_k(s, j, m - m')).
-
-    The ring all-reduce of gradients has m - 1 of m shards in each of its two halves; a sync runs
-    once per micro-batch of each replica, as in PipeDream.
 
     Args:
       layers: their costs.
@@ -73,9 +72,6 @@ def pipedream_stages(
         of parameters.
       overlap: whether replicas compute while they synchronize; if not, both times are added.
 
-    Returns:
-      A ``PipeDreamPlan`` that uses all workers.
-
     Raises:
       ValueError: a level is out of range, or nothing fits.
 
@@ -85,40 +81,8 @@ def pipedream_stages(
       stage layers replicas
       0        0-0        1
       1        1-1        2
-
-    References:
-      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      section 3.1.
     """
     check_layers(layers)
-    _check_levels(levels, memory)
-    count = len(layers)
-    params = over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
-    output = np.array([0.0] + [layer.output_bytes for layer in layers])  # (L + 1,)
-    held = _held_bytes(layers, param_factor * params)
-
-    inner = of_layers(over_ranges(np.add, [x.forward + x.backward for x in layers]))
-    solved = []
-    for k, (number, link) in enumerate(levels):
-        level = _Level(
-            [_replicated(inner, params, m, link, overlap) for m in range(1, number + 1)],
-            2 * output / link,
-            [None if memory is None else held(n) <= memory for n in range(1, number + 1)],
-        )
-        # Only the highest level needs no ranges that end before the last layer.
-        inner = level.solve(slice(count, None) if k == len(levels) - 1 else slice(None))
-        solved.append(level)
-    period = float(inner[0, -1])
-    if math.isinf(period):
-        raise ValueError(
-            f"no plan fits {levels[0][0]} workers of {size(memory or 0.0)}: with one micro-batch "
-            f"in flight the largest layer needs {size(np.diag(held(1), 1).max())}, and all layers "
-            f"need {size(held(1)[0, count])} together."
-        )
-    return PipeDreamPlan(_stages_at(solved, len(levels) - 1, 0, count), period)
-
-
-def _check_levels(levels: Sequence[tuple[int, float]], memory: float | None) -> None:
     if not levels:
         raise ValueError("levels are empty; give (workers, bytes per second) of at least one.")
     for number, link in levels:
@@ -131,32 +95,44 @@ def _check_levels(levels: Sequence[tuple[int, float]], memory: float | None) -> 
             f"memory is checked for one level of workers, got {len(levels)} levels; the number of "
             "micro-batches in flight is not known of several."
         )
+    count = len(layers)
+    _, _, params, stored, output, working, *_ = np.array([*map(dataclasses.astuple, layers)]).T
+    params, stored = over_ranges(np.add, params), over_ranges(np.add, stored)  # (L + 1, L + 1)
+    static = param_factor * params + over_ranges(np.maximum, working)
+    output = np.concatenate([[0.0], output])  # (L + 1,)
+
+    inner = of_layers(over_ranges(np.add, [x.forward + x.backward for x in layers]))
+    solved = []
+    for k, (number, link) in enumerate(levels):
+        numbers = np.arange(1, number + 1)[:, None, None]
+        sync = 2 * (numbers - 1) / numbers * params / link
+        level = _Level(
+            (np.maximum(inner, sync) if overlap else inner + sync) / numbers,
+            2 * output / link,
+            static + numbers * stored <= (math.inf if memory is None else memory),
+            [],
+        )
+        # Only the highest level needs no ranges that end before the last layer.
+        inner = level.solve(slice(count, None) if k == len(levels) - 1 else slice(None))
+        solved.append(level)
+    period = float(inner[0, -1])
+    if math.isinf(period):
+        held = static + stored
+        raise ValueError(
+            f"no plan fits {levels[0][0]} workers of {size(memory or 0.0)}: with one micro-batch "
+            f"in flight the largest layer needs {size(np.diag(held, 1).max())}, and all layers "
+            f"need {size(held[0, count])} together."
+        )
+    return PipeDreamPlan(_stages_at(solved, len(levels) - 1, 0, count), period)
 
 
-def _held_bytes(layers: Sequence[LayerCost], static: np.ndarray) -> Callable[[int], np.ndarray]:
-    """The bytes of ranges of layers with a number of micro-batches in flight."""
-    stored = over_ranges(np.add, [layer.activation_bytes for layer in layers])
-    working = over_ranges(np.maximum, [layer.working_bytes for layer in layers])
-    return lambda in_flight: static + in_flight * stored + working
-
-
-def _replicated(
-    inner: np.ndarray, params: np.ndarray, m: int, link: float, overlap: bool
-) -> np.ndarray:
-    """T: seconds per micro-batch of ranges of layers on m replicas; (L + 1, L + 1)."""
-    sync = 2 * (m - 1) / m * params / link if m > 1 else 0.0
-    return (np.maximum(inner, sync) if overlap else inner + sync) / m
-
-
-@dataclasses.dataclass(eq=False)
-class _Level:
+class _Level(NamedTuple):
     """The least periods A of one level."""
 
-    stages: Sequence[np.ndarray]  # T by number of replicas
+    stages: np.ndarray  # T by number of replicas
     transfers: np.ndarray  # seconds of activations and gradients, by the first layer that receives
-    fits: Sequence[np.ndarray | None]  # ranges that fit, by micro-batches in flight; None: all do
-    # A by number of components; (L + 1, columns), where columns are ends of ranges
-    best: list[np.ndarray] = dataclasses.field(default_factory=list)
+    fits: np.ndarray  # which ranges, by micro-batches in flight
+    best: list[np.ndarray]  # A by number of components; (L + 1, columns), ends of ranges
 
     def solve(self, columns: slice) -> np.ndarray:
         """Fills ``best``, and returns that of all components."""
@@ -172,8 +148,7 @@ class _Level:
     def stage(self, replicas: int, components: int) -> np.ndarray:
         """T of a stage where this many components are left; inf where it does not fit."""
         fits = self.fits[-(-components // replicas) - 1]
-        seconds = self.stages[replicas - 1]
-        return seconds if fits is None else np.where(fits, seconds, np.inf)
+        return np.where(fits, self.stages[replicas - 1], np.inf)
 
 
 def _stages_at(levels: Sequence[_Level], k: int, i: int, j: int) -> tuple[ReplicatedStage, ...]:

@@ -3,19 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sharding.plan._format import Printed, Table, count, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import (
-    StageTables,
-    least_maximum,
-    over_ranges,
-    periods,
-    stage_tables,
-)
+from sharding.plan.partition import _balanced_stages as dp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,14 +73,12 @@ def two_bw(
     """Enumerates configurations of 2BW, each with its best partition, under a limit of memory.
 
     With w x d = n devices and micro-batches of b sequences, m = global_batch / (w b) of them in a
-    batch, a micro-batch takes
+    batch, w b / throughput is (Narayanan et al., ICML 2021, section 4)
 
-    max over stages of max(compute(b) + transfers(b), 2 (w - 1) / w x param_bytes / (m B_width)),
+    max over stages of max(compute(b) + transfers(b), 2 (w - 1) / w x param_bytes / (m B_width)).
 
-    and throughput is w b divided by it. Stage s of d holds param_factor bytes for a byte of
-    parameters, which includes two versions, and the activations of d - s micro-batches; with
-    ``recompute`` d - s inputs and the activations of one micro-batch. Two versions suffice where
-    m >= d.
+    Stage s of d stores the activations of d - s micro-batches; with ``recompute`` d - s inputs and
+    the activations of one. Two versions of the parameters suffice where m >= d.
 
     Args:
       layers: costs of a micro-batch of one sequence.
@@ -106,49 +99,47 @@ def two_bw(
     >>> plan = two_bw(layers, 4, global_batch=16, microbatches=[1], memory=150.0, link=1e3)
     >>> [(choice.width, choice.depth) for choice in plan.choices]
     [(1, 4), (2, 2), (1, 4), (2, 2)]
-
-    References:
-      Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training,
-      ICML 2021, section 4.
     """
     check_layers(layers)
     for name, value in (("num_devices", num_devices), ("memory", memory), ("link", link)):
         if not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
+    for sequences in microbatches:
+        if sequences < 1:
+            raise ValueError(f"microbatches must be at least 1, got {sequences}.")
     host = devices_per_host or num_devices
     network = network or link
+    params = dp.over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
     choices, least, tried = [], math.inf, 0
-    for width, depth, sequences in _shapes(num_devices, len(layers), global_batch, microbatches):
-        m = global_batch // (width * sequences)
+    for width, sequences in itertools.product(range(1, num_devices + 1), microbatches):
+        depth, over = divmod(num_devices, width)
+        m, left = divmod(global_batch, width * sequences)
+        if over or left or depth > min(m, len(layers)):
+            continue
         faster = efficiency(sequences) if efficiency else 1.0
-        scaled = [_of_microbatch(layer, sequences, faster) for layer in layers]
-        several = num_devices > host and min(width, depth) > 1
-        for recompute in (False, True):
-            for inner in ("depth", "width") if several else ("depth",):
-                # Links of the pipeline, and of the replicas.
-                filled = depth if inner == "depth" else width
-                outer = network if num_devices > host else link
-                within = link if filled <= host else network
-                between, wide = (within, outer) if inner == "depth" else (outer, within)
-                in_flight = [depth - s for s in range(depth)]
-                tables = stage_tables(
-                    *(scaled, [1.0] * depth, [between] * (depth - 1)),
-                    *(in_flight, param_factor, recompute),
-                )
-                costs = _with_sync(tables, scaled, width, m, wide)
-                needed, _ = least_maximum(tables.memory)
-                least, tried = min(least, needed), tried + 1
-                period, bounds = least_maximum(np.where(tables.memory <= memory, costs, np.inf))
-                if math.isinf(period):
-                    continue
-                ranges = enumerate(itertools.pairwise(bounds))
-                held = max(float(tables.memory[s, i, j]) for s, (i, j) in ranges)
-                rate = width * sequences / period if period else math.inf
-                choices.append(
-                    TwoBWChoice(
-                        width, depth, sequences, recompute, inner, bounds, period, rate, held
-                    )
-                )
+        # Seconds of both passes; bytes of parameters, activations, outputs and temporaries.
+        factors = (*[sequences / faster] * 2, 1, *[sequences] * 3)
+        scaled = [LayerCost(*map(operator.mul, dataclasses.astuple(x), factors)) for x in layers]
+        inners = ("depth", "width") if num_devices > host and min(width, depth) > 1 else ("depth",)
+        for recompute, inner in itertools.product((False, True), inners):
+            # Links of the pipeline, and of the replicas.
+            outer = network if num_devices > host else link
+            within = link if (depth if inner == "depth" else width) <= host else network
+            between, wide = (within, outer) if inner == "depth" else (outer, within)
+            links = [between] * (depth - 1)
+            in_order = scaled, [1.0] * depth, links, range(depth, 0, -1)
+            tables = dp.stage_tables(*in_order, param_factor, recompute)
+            sync = 2 * (width - 1) / width * params / wide / m
+            costs = np.maximum(dp.periods(tables, overlap=False), sync)
+            least, tried = min(least, dp.least_maximum(tables.memory)[0]), tried + 1
+            period, bounds = dp.least_maximum(np.where(tables.memory <= memory, costs, np.inf))
+            if math.isinf(period):
+                continue
+            held = max(float(tables.memory[index]) for index in dp.stages_of(bounds))
+            rate = width * sequences / period if period else math.inf
+            choices.append(
+                TwoBWChoice(width, depth, sequences, recompute, inner, bounds, period, rate, held)
+            )
     if not choices and tried:
         raise ValueError(
             f"none of {tried} configurations on {num_devices} devices fits {size(memory)}: the "
@@ -162,41 +153,3 @@ def two_bw(
         )
     choices.sort(key=lambda c: (-c.throughput, c.memory, c.width, c.microbatch, c.recompute))
     return TwoBWPlan(tuple(choices))
-
-
-def _shapes(
-    num_devices: int, num_layers: int, global_batch: int, microbatches: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
-    """Width, depth and micro-batch of all configurations that 2BW takes."""
-    for width in range(1, num_devices + 1):
-        depth, remainder = divmod(num_devices, width)
-        if remainder or depth > num_layers:
-            continue
-        for sequences in microbatches:
-            if sequences < 1:
-                raise ValueError(f"microbatches must be at least 1, got {sequences}.")
-            count, left = divmod(global_batch, width * sequences)
-            if not left and count >= depth:
-                yield width, depth, sequences
-
-
-def _of_microbatch(layer: LayerCost, sequences: int, efficiency: float) -> LayerCost:
-    """The cost of a micro-batch of several sequences."""
-    return LayerCost(
-        *(layer.forward * sequences / efficiency, layer.backward * sequences / efficiency),
-        param_bytes=layer.param_bytes,
-        activation_bytes=layer.activation_bytes * sequences,
-        output_bytes=layer.output_bytes * sequences,
-        working_bytes=layer.working_bytes * sequences,
-    )
-
-
-def _with_sync(
-    tables: StageTables, layers: Sequence[LayerCost], width: int, m: int, link: float
-) -> np.ndarray:
-    """Seconds of a micro-batch: compute and transfers, or the share of the sync of gradients."""
-    costs = periods(tables, overlap=False)
-    if width == 1:
-        return costs
-    params = over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
-    return np.maximum(costs, 2 * (width - 1) / width * params / link / m)
