@@ -84,7 +84,14 @@ def discrepancy_correction(
     def horizons(leaves: Leaves) -> list[Any]:
         forward = delays_of("delays", delays, leaves)
         backward = delays_of("backward_delays", backward_delays, leaves)
-        return list(map(_difference, leaves.paths, forward, backward))
+        out = [ahead - back for ahead, back in zip(forward, backward, strict=True)]
+        for i, horizon in enumerate(out):
+            if not isinstance(horizon, jax.core.Tracer) and (np.asarray(horizon) < 0).any():
+                raise ValueError(
+                    f"backward_delays exceeds delays for parameter {leaves.paths[i]!r}: got "
+                    f"{backward[i]} above {forward[i]}; the backward pass follows the forward pass."
+                )
+        return out
 
     def init(params: optax.Params) -> DiscrepancyCorrectionState:
         leaves = Leaves.of(params)
@@ -102,16 +109,6 @@ def discrepancy_correction(
         return updates, DiscrepancyCorrectionState(leaves.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _difference(path: str, forward: Any, backward: Any) -> Any:
-    difference = forward - backward
-    if not isinstance(difference, jax.core.Tracer) and (np.asarray(difference) < 0).any():
-        raise ValueError(
-            f"backward_delays exceeds delays for parameter {path!r}: got {backward} above "
-            f"{forward}; the backward pass follows the forward pass."
-        )
-    return difference
 
 
 def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params:

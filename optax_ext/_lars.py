@@ -26,12 +26,10 @@ class LarsMomentumState(NamedTuple):
     trace: optax.Updates  # the parameter's shape
 
 
-_Hyperparameters = collections.namedtuple(
-    "_Hyperparameters", "trust_coefficient weight_decay denominator"
-)
+_Hyper = collections.namedtuple("_Hyper", "trust_coefficient weight_decay denominator")
 
 
-def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
+def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds weight decay and the local learning rate."""
     decay, u = hyper.weight_decay, decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
@@ -66,7 +64,7 @@ def _scale_by_local_rate(
         leaves = Leaves.of(updates)
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
         decay = _validate.value_at(weight_decay, state.count)
-        hyper = _Hyperparameters(trust_coefficient, decay, denominator)
+        hyper = _Hyper(trust_coefficient, decay, denominator)
         step = _phases.run(PHASES, hyper, kinds, list(map(Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
         return leaves.unflatten([leaf.u for leaf in step]), ScaleByLarsState(count)

@@ -150,16 +150,12 @@ def _behind_barrier(factors: Any, after: Any) -> Any:
 
 def _plus_zero(factors: Any, after: Any) -> Any:
     """For CPUs, where XLA removes barriers before it eliminates common subexpressions."""
-    zero = _zero(jax.tree.leaves(after)[-1])
+    last = jax.tree.leaves(after)[-1]
+    zero = jax.lax.bitcast_convert_type(last[(0,) * last.ndim].astype(jnp.float32), jnp.uint32)
+    # XLA does not simplify two shifts, by 32 bits in all; one shift by 32 would be undefined.
+    for shift in (31, 1):
+        zero = jax.lax.shift_right_logical(zero, jnp.uint32(shift))
     return jax.tree.map(lambda a: a + zero.astype(a.dtype), factors)
-
-
-def _zero(after: jax.Array) -> jax.Array:
-    """Returns a uint32 zero that depends on ``after`` in a way XLA does not simplify."""
-    bits = jax.lax.bitcast_convert_type(after[(0,) * after.ndim].astype(jnp.float32), jnp.uint32)
-    for shift in (31, 1):  # 32 bits in all; one shift by 32 would be undefined
-        bits = jax.lax.shift_right_logical(bits, jnp.uint32(shift))
-    return bits
 
 
 # --- Forms ----------------------------------------------------------------------------------------

@@ -51,7 +51,13 @@ class Blocks:
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Returns the element of largest magnitude of each block, with its sign."""
-        return _from_order(self.reduce(jnp.max, _order(x), 0), x.dtype)
+        # Unsigned integers in the order of magnitude; positive values win ties. One reduction of
+        # them is enough: XLA for GPUs writes no array first.
+        bits = x.dtype.itemsize * 8
+        unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+        order = self.reduce(jnp.max, (unsigned << 1) | (1 - (unsigned >> (bits - 1))), 0)
+        unsigned = (order >> 1) | ((1 - (order & 1)) << (bits - 1))
+        return jax.lax.bitcast_convert_type(unsigned, x.dtype)
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
@@ -181,25 +187,6 @@ class _Scaled:
         return out if power is None else out ** (1 / power)
 
 
-def _order(x: jax.Array) -> jax.Array:
-    """Maps floats to unsigned integers in the order of magnitude; positive values win ties."""
-    # The largest element, with its sign, is one reduction: XLA for GPUs writes no array first.
-    bits = x.dtype.itemsize * 8
-    unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
-    return (unsigned << 1) | (1 - (unsigned >> (bits - 1)))
-
-
-def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
-    bits = order.dtype.itemsize * 8
-    return jax.lax.bitcast_convert_type((order >> 1) | ((1 - (order & 1)) << (bits - 1)), dtype)
-
-
-def _to_integer(level: jax.Array) -> jax.Array:
-    """Converts floats that are integers from 0 to 65,535: the lower bits of ``2^23 + level``."""
-    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + 2.0**23, jnp.uint32)
-    return bits & 0xFFFF
-
-
 def encode(
     x: jax.Array,
     fmt: Format,
@@ -235,8 +222,9 @@ def encode(
         level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
     elif scaled.map.zero:
         level = jnp.where(positive, jnp.maximum(level, 1), level)
-    level = _to_integer(level)
-    rest = None
+    # Integers of at most 16 bits: of 2^23 + level in float32 the lower bits are the level.
+    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + 2.0**23, jnp.uint32)
+    level, rest = bits & 0xFFFF, None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
     codes = level.astype(jnp.uint8)
@@ -248,7 +236,11 @@ def encode(
 
 def decode(q: Quantized, blocks: Any = None) -> jax.Array:
     if isinstance(q.format, BFloat16):
-        return _decode_bfloat16(q.codes, q.rest).astype(q.dtype)
+        if q.rest is None:
+            return q.codes.astype(jnp.float32).astype(q.dtype)
+        bits = jax.lax.bitcast_convert_type(q.codes, jnp.uint16).astype(jnp.uint32) << 16
+        bits = bits | (q.rest.astype(jnp.uint32) << 8)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(q.dtype)
     scaled = _Scaled(q.format, q.signed, q.shape, q.dtype, blocks)
     codes = q.codes
     if q.format.bits == 4:
@@ -278,10 +270,3 @@ def _encode_bfloat16(x: jax.Array, signed: bool, rounding: str, noise: Any) -> t
     if not signed and rest is None:
         codes = jnp.where(x > 0, jnp.maximum(codes, jnp.finfo(jnp.bfloat16).tiny), codes)
     return codes, rest
-
-
-def _decode_bfloat16(codes: jax.Array, rest: jax.Array | None) -> jax.Array:
-    if rest is None:
-        return codes.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
-    return jax.lax.bitcast_convert_type(bits | (rest.astype(jnp.uint32) << 8), jnp.float32)

@@ -73,7 +73,10 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
                 old, uniform = update.stored[output], None
                 if operands.noise:
                     at = 2 * list(update.stored).index(output)
-                    step, first = (_element(x, matrix) for x in operands.noise[at : at + 2])
+                    step, first = (
+                        jax.lax.dynamic_index_in_dim(x.reshape(-1), matrix, keepdims=False)
+                        for x in operands.noise[at : at + 2]
+                    )
                     index = _index(shape, update.shape[-1], row, operands.places)
                     uniform = uniform_at(index + first, step)
                 written.append(encode(new, old.format, old.signed, update.rounding, uniform))
@@ -105,10 +108,6 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
 def _matrices(x: jax.Array) -> jax.Array:
     """Returns an array of at most three dims: a reshape next to the loop may cost a copy."""
     return x if x.ndim < 4 else x.reshape(-1, *x.shape[-2:])  # (matrices, rows, columns)
-
-
-def _element(x: jax.Array, i: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x.reshape(-1), i, keepdims=False)
 
 
 def _index(shape: Any, columns: int, row: Any, places: Sequence[jax.Array]) -> jax.Array:

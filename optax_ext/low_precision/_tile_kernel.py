@@ -78,7 +78,8 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         interpret=update.interpret,
         name="low_precision_step",
     )(scalars, *jax.tree.map(lambda x: x.reshape(matrices(x)), (full, stored)))
-    return jax.tree.leaves(jax.tree.map(lambda x, like: x.reshape(like.shape), made, results))
+    pairs = zip(jax.tree.leaves(made), jax.tree.leaves(results), strict=True)
+    return [x.reshape(like.shape) for x, like in pairs]
 
 
 def _update_tile(
