@@ -14,11 +14,7 @@ _OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
 def read_csv(
     text: str, name: str
 ) -> tuple[list[list[Entry]], np.ndarray, tuple[Route, ...], tuple[int, ...]]:
-    """The orders of the stages, the table [3, ticks, stages], the routes, and which each takes.
-
-    Raises:
-      ScheduleError: see ``Schedule.from_csv``.
-    """
+    """The orders of the stages, the table [3, ticks, stages], the routes, and which each takes."""
     rows = [line.split(",") for line in text.strip().splitlines()]
     parsed: list[tuple[int, int, Op, int, int]] = []  # stage, tick, op, micro-batch, virtual stage
     first: dict[str, tuple[int, int, str]] = {}  # of each letter: stage, tick, entry
@@ -55,12 +51,11 @@ def read_csv(
                 f"{name}: row {stage}, column {tick}: micro-batch {microbatch} runs virtual stage "
                 f"{v} in row {stage_of[microbatch, v]} too."
             )
-    for microbatch in range(num_microbatches):
-        for v in range(num_virtual):
-            if (microbatch, v) not in stage_of:
-                raise ScheduleError(
-                    f"{name}: virtual stage {v} of micro-batch {microbatch} is in no row."
-                )
+    for microbatch, v in itertools.product(range(num_microbatches), range(num_virtual)):
+        if (microbatch, v) not in stage_of:
+            raise ScheduleError(
+                f"{name}: virtual stage {v} of micro-batch {microbatch} is in no row."
+            )
     stages = [tuple(stage_of[m, v] for v in range(num_virtual)) for m in range(num_microbatches)]
     distinct = list(dict.fromkeys(stages))
     route_of = tuple(map(distinct.index, stages))

@@ -1,19 +1,20 @@
 """The loss of a pipeline and its derivative: one run of a schedule gives both."""
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sharding.pipeline._executor import Buffers, Executor, own_columns, sum_totals
+from sharding.pipeline._executor import Buffers, Executor, sum_totals
 from sharding.pipeline._instructions import Instructions
-from sharding.pipeline._model import over_axis, spec_of_layers
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.placement._specs import AnyMesh, axes_of, is_spec
 
 if TYPE_CHECKING:
     from sharding.pipeline._pipeline import Pipeline
@@ -23,7 +24,6 @@ P = PartitionSpec
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss(pipeline: "Pipeline", params: tuple[Any, Any], microbatches: Any, key: Any) -> Any:
-    """``((sum, weight), aux)`` of an evaluation."""
     nothing = jax.tree.map(lambda _: False, params)
     return _run(pipeline, *pipeline._evaluation, params, nothing, microbatches, key)[0]
 
@@ -68,45 +68,30 @@ def _run(
     microbatches: Any,
     key: Any,
 ) -> tuple[Any, Any]:
-    """Runs a schedule over the pipeline's mesh axis.
-
-    Returns:
-      ``((sum, weight), aux)``, and gradients as the parameters: zeros of those not trained.
-    """
+    """``((sum, weight), aux)``, and gradients as the parameters: zeros of those not trained."""
     layers, shared = (LayerParams.of(*part) for part in zip(params, trained, strict=True))
-    tables = [segment.tables for segment in program.segments]
 
     def on_stage(shards: Any, shared: Any, microbatches: Any, key: Any, tables: Any) -> Any:
-        rows = jax.tree.map(
-            lambda x, like: _with_replicas(pipeline, pipeline._rows.to_stage(x, like.shape)),
-            shards,
-            params[0],
-        )
+        rows = jax.tree.map(pipeline._rows.to_stage, shards, params[0])
+        rows = jax.tree.map(functools.partial(_with_replicas, pipeline), rows)
         own = LayerParams.of(rows, trained[0]), LayerParams.of(shared, trained[1])
-        executor = Executor(pipeline, schedule, program, own[0], own[1], microbatches, key)
-        return _sum_over_stages(pipeline, executor.run(own_columns(tables)))
+        buffers = Executor(pipeline, schedule, program, *own, microbatches, key).run(tables)
+        return _sum_over_stages(pipeline, buffers)
 
     nothing, on_stages = P(), functools.partial(jax.tree.map, pipeline._rows.spec)
     leaves, of_shared = jax.tree.leaves(layers.trained), jax.tree.leaves(shared.trained)
-    mapped = over_axis(
-        pipeline,
-        on_stage,
-        (on_stages(params[0]), nothing, nothing, nothing, P(None, None, pipeline.axis)),
-        (nothing, on_stages(leaves), [nothing] * len(of_shared)),
-        (
-            nothing,
-            [spec_of_layers(pipeline, x) for x in leaves],
-            [jax.typeof(x).sharding.spec for x in of_shared],
-        ),
-    )
-    totals, *grads = mapped(*params, microbatches, key, jax.tree.map(jnp.asarray, tables))
+    in_specs = on_stages(params[0]), nothing, nothing, nothing, P(None, None, pipeline.axis)
+    out_specs = nothing, on_stages(leaves), nothing
+    of_layers = [spec_of_layers(pipeline, x) for x in leaves]
+    out_types = nothing, of_layers, [jax.typeof(x).sharding.spec for x in of_shared]
+    mapped = over_axis(pipeline, on_stage, in_specs, out_specs, out_types)
+    totals, *grads = mapped(*params, microbatches, key, program.tables())
     if schedule.forward_only:
         return totals, None
     return totals, tuple(map(_with_zeros, (layers, shared), grads))
 
 
 def _with_zeros(part: LayerParams, grads: Arrays) -> Any:
-    """The tree of gradients: zeros of leaves that are not trained."""
     trained = jax.tree.unflatten(jax.tree.structure(part.trained), grads)
     return LayerParams(trained, jax.tree.map(jnp.zeros_like, part.frozen)).tree
 
@@ -141,10 +126,50 @@ def _with_replicas(pipeline: "Pipeline", x: jax.Array) -> jax.Array:
 
 
 def _without_replicas(pipeline: "Pipeline", x: jax.Array) -> jax.Array:
-    """The transpose of ``_with_replicas``."""
     if len(pipeline.schedule.routes) == 1:
         return x
     own, replica = jnp.split(x, 2)
     back = [(there, here) for here, there in _mirror(pipeline)]
     with jax.named_scope("replicas"):
         return own + lax.ppermute(replica, pipeline.axis, back)
+
+
+# --- Functions over the axis of the stages --------------------------------------------------------
+
+
+def over_axis(
+    pipeline: "Pipeline", fn: Callable[..., Any], in_specs: Any, out_specs: Any, out_types: Any
+) -> Callable[..., Any]:
+    """A ``shard_map`` over the pipeline's axis; Explicit axes require types of its results."""
+    # Inside another shard_map and inside auto_axes, the mesh is that of the context.
+    given = jax.sharding.get_abstract_mesh().empty
+    given = given and AxisType.Explicit not in pipeline.mesh.axis_types
+    mapped: Callable[..., Any] = jax.shard_map(
+        fn,
+        mesh=pipeline.mesh if given else None,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={pipeline.axis},
+        check_vma=False,
+    )
+    # Called eagerly, a shard_map over some of the axes knows nothing of the others.
+    return jax.jit(on_auto_axes(pipeline.mesh, mapped, out_types))
+
+
+def on_auto_axes(mesh: AnyMesh, fn: Callable[..., Any], out_types: Any) -> Callable[..., Any]:
+    """A function inside which Explicit axes, of the context or of the mesh, are Auto."""
+    context = jax.sharding.get_abstract_mesh()
+    mesh = mesh if context.empty else context
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return fn
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
+
+
+def spec_of_layers(pipeline: "Pipeline", x: Any) -> PartitionSpec:
+    """The spec of stacked layers on Explicit axes and on that of the stages."""
+    spec = jax.typeof(x).sharding.spec
+    named = any(pipeline.axis in axes_of(entry) for entry in spec)
+    return spec if named else pipeline._rows.spec(x, spec)

@@ -9,17 +9,11 @@ from sharding.pipeline._operations import Costs, Op
 if TYPE_CHECKING:
     from sharding.pipeline._schedule import Schedule
 
-# The colours of the papers: forward blue, backward green, weights orange.
-_COLORS = {
-    Op.FORWARD: "#4c78c8",
-    Op.BACKWARD: "#59a868",
-    Op.WEIGHT: "#e0913a",
-    Op.UPDATE: "#c0504d",
-}
+# The colours of the papers: forward blue, backward green, weights orange; updates red.
+_COLORS = dict(zip(list(Op)[1:], ("#4c78c8", "#59a868", "#e0913a", "#c0504d"), strict=True))
 
 
 def draw(schedule: "Schedule", ax: Any, costs: Costs | None) -> Any:
-    """See ``Schedule.draw``."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import to_rgb
 

@@ -58,18 +58,11 @@ class Buffers(NamedTuple):
 
 
 def read_slot(tree: Any, i: Any) -> Any:
-    """The arrays at index i of their dim 0."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
 def write_slot(tree: Any, i: Any, new: Any) -> Any:
-    """The arrays with others at index i of their dim 0."""
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
-
-
-def own_columns(tables: Sequence[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-    """[iterations, phases, 1] of one stage to [iterations, phases]."""
-    return [{name: x[..., 0] for name, x in table.items()} for table in tables]
 
 
 def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
@@ -80,13 +73,12 @@ def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
 
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
+Params = tuple[LayerParams, LayerParams]  # the layers of one chunk, and the shared parameters
 Result = tuple[Any, ForLater, Buffers]  # of an operation: message (None: no use), for later, sums
 
 
 @dataclasses.dataclass
 class Executor:
-    """One stage of a pipeline."""
-
     pipeline: "Pipeline"
     schedule: Schedule
     program: Instructions
@@ -95,21 +87,20 @@ class Executor:
     microbatches: Any  # a tree of [micro-batches, ...]
     key: Any  # of the step; None without random numbers
 
-    def run(self, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
-        """Runs all ticks: for each segment, this stage's columns [iterations, phases]."""
-        return self._run_segments(self._empty_buffers(), tables)
+    def run(
+        self, tables: Sequence[dict[str, jax.Array]], buffers: Buffers | None = None
+    ) -> Buffers:
+        """Runs all ticks: for each segment, this stage's columns [iterations, phases, 1]."""
+        carry = buffers or self._empty_buffers()
+        for segment, table in zip(self.program.segments, tables, strict=True):
+            columns = {name: x[..., 0] for name, x in table.items()}
+            carry, _ = lax.scan(functools.partial(self._iteration, segment), carry, columns)
+        return carry
 
-    def _run_segments(self, buffers: Buffers, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
-        for segment, columns in zip(self.program.segments, tables, strict=True):
-            buffers, _ = lax.scan(functools.partial(self._iteration, segment), buffers, columns)
-        return buffers
-
-    def _iteration(
-        self, segment: Segment, buffers: Buffers, columns: Column
-    ) -> tuple[Buffers, None]:
+    def _iteration(self, segment: Segment, carry: Buffers, columns: Column) -> tuple[Buffers, None]:
         for i, phase in enumerate(segment.phases):
-            buffers = self._tick(phase, buffers, {k: v[i] for k, v in columns.items()})
-        return buffers, None
+            carry = self._tick(phase, carry, {k: v[i] for k, v in columns.items()})
+        return carry, None
 
     def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
         """One operation of this stage, then the messages of all stages."""
@@ -156,7 +147,6 @@ class Executor:
         return {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
 
     def _written(self, code: Code) -> set[str]:
-        """The buffers that an operation returns."""
         if code.op == Op.FORWARD:
             return {"totals"} if code.last and self.schedule.forward_only else set()
         if code.op == Op.WEIGHT:
@@ -166,7 +156,6 @@ class Executor:
         return names | ({"shared_grads"} if code.first or code.last else set())
 
     def _stores(self, code: Code) -> set[str]:
-        """What an operation stores for later; see ``ForLater``."""
         if code.op == Op.FORWARD:
             stores = not (self.pipeline.recompute or code.last or self.schedule.forward_only)
             return {"residuals"} if stores else set()
@@ -184,7 +173,8 @@ class Executor:
             if code.last:
                 y = self.stage.forward(params, x, scope)
                 sum_, others = self._head(shared, y, scope)
-                return None, ForLater(), self._with_totals(buffers, column, sum_, *others)
+                totals = Totals(sum_, *others)
+                return None, ForLater(), self._with_totals(buffers, column, totals)
             if self.pipeline.recompute or evaluating:
                 return self.stage.forward(params, x, scope), ForLater(), buffers
             y, residuals = self.stage.forward_storing(params, x, scope)
@@ -209,7 +199,7 @@ class Executor:
 
                 sum_, vjp, others = jax.vjp(head, shared.trained, y, has_aux=True)
                 grads, cotangent = vjp(jnp.ones_like(sum_))
-                buffers = self._with_totals(buffers, column, sum_, *others)
+                buffers = self._with_totals(buffers, column, Totals(sum_, *others))
                 buffers = buffers._replace(shared_grads=_add_grads(buffers.shared_grads, grads))
             else:
                 cotangent = read_slot(buffers.messages, column["cotangent"])
@@ -241,7 +231,6 @@ class Executor:
 
     @functools.cached_property
     def stage(self) -> Stage:
-        """The layers of a virtual stage."""
         counts = self.pipeline.layer_counts
         return Stage(self._layer, max(counts), uneven=min(counts) < max(counts))
 
@@ -285,10 +274,7 @@ class Executor:
             return self._embed(shared, scope)
         return read_slot(buffers.messages, column["input"])
 
-    def _params(
-        self, code: Code, buffers: Buffers, column: Column
-    ) -> tuple[LayerParams, LayerParams]:
-        """The layers of one chunk, and the shared parameters."""
+    def _params(self, code: Code, buffers: Buffers, column: Column) -> Params:
         del code, buffers
         return self._chunk_of(self.layers, column), self.shared
 
@@ -302,10 +288,8 @@ class Executor:
         )
 
     def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Any) -> Buffers:
-        """Adds gradients of one chunk, [layers, ...].
-
-        A sum inside the loop over layers would copy all sums into the loop and out of it.
-        """
+        """Adds gradients of one chunk, [layers, ...]."""
+        # A sum inside the loop over layers would copy all sums into the loop and out of it.
         sums = _add_grads(self._chunk_of(buffers.layer_grads, column), grads)
         if self.schedule.num_chunks > 1:
             start = column["chunk"] * self.stage.num_layers
@@ -316,22 +300,17 @@ class Executor:
             )
         return buffers._replace(layer_grads=sums)
 
-    def _with_totals(
-        self, buffers: Buffers, column: Column, sum_: Any, weight: Any, aux: Any
-    ) -> Buffers:
+    def _with_totals(self, buffers: Buffers, column: Column, new: Totals) -> Buffers:
         totals = buffers.totals
-        new_aux = write_slot(totals.aux, column["microbatch"], aux)
-        return buffers._replace(totals=Totals(totals.sum + sum_, totals.weight + weight, new_aux))
+        aux = write_slot(totals.aux, column["microbatch"], new.aux)
+        sums = totals.sum + new.sum, totals.weight + new.weight
+        return buffers._replace(totals=Totals(*sums, aux))
 
     # --- Shapes -----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _types(self) -> tuple[Any, Arrays, Arrays, Any]:
-        """Types of a message, the residuals and crossing values of a stage, and the head's result.
-
-        Raises:
-          ValueError: if embedding and layers do not return activations of one type.
-        """
+        """Types of a message, a stage's residuals and crossing values, and the head's result."""
         column = {name: jnp.zeros((), jnp.int32) for name in self.program.segments[0].tables}
 
         def every() -> Any:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sharding.pipeline._operations import Op, Place, Task
@@ -36,30 +38,23 @@ class Segment(NamedTuple):
 
 
 class Instructions(NamedTuple):
-    """A schedule for the executor.
+    """A schedule for the executor."""
 
-    Attributes:
-      segments: loops, one after the other.
-      num_messages: slots for activations and cotangents that wait; one more receives what nobody
-        expects.
-      num_residuals: slots for residuals from the forward to the backward pass; where there are
-        any, one more receives nothing of use in ticks that store none. Likewise
-      num_crossing: slots for what a split backward pass stores until ``WEIGHT``.
-      num_versions: slots for versions of the parameters, in an asynchronous pipeline.
-      last_version: for each stage, the slot of its last version.
-    """
-
-    segments: tuple[Segment, ...]
+    segments: tuple[Segment, ...]  # loops, one after the other
+    # Slots for activations and cotangents that wait; one more receives what nobody expects.
     num_messages: int
+    # Slots for residuals from the forward to the backward pass; where there are any, one more
+    # receives nothing of use in ticks that store none.
     num_residuals: int
-    num_crossing: int
-    num_versions: int = 0
-    last_version: tuple[int, ...] = ()
+    num_crossing: int  # likewise, for what a split backward pass stores until ``WEIGHT``
+    num_versions: int = 0  # slots for versions of the parameters, in an asynchronous pipeline
+    last_version: tuple[int, ...] = ()  # for each stage, the slot of its last version
+
+    def tables(self) -> list[dict[str, jax.Array]]:
+        return [jax.tree.map(jnp.asarray, segment.tables) for segment in self.segments]
 
 
 class Versions(NamedTuple):
-    """Where an asynchronous pipeline keeps versions of its parameters."""
-
     columns: dict[str, np.ndarray]  # slots that operations read and updates write, [ticks, stages]
     num_slots: int
     last: tuple[int, ...]  # for each stage, the slot of its last version
@@ -87,15 +82,7 @@ Arrivals = Sequence[dict[str, set[tuple[int, int]]]]
 def instructions(
     schedule: Schedule, recompute: bool, versions: Versions | None = None
 ) -> Instructions:
-    """Lowers a checked schedule.
-
-    Backward passes compute the forward pass again from its input (``recompute``), or forward passes
-    store residuals. Asynchronous pipelines have ``versions`` of the parameters.
-
-    Raises:
-      ValueError: if a stage sends to one that is not its neighbour, or routes are not such that the
-        second one has a replica of every stage's layers on one other stage.
-    """
+    """Lowers a checked schedule; an asynchronous one has ``versions`` of the parameters."""
     _check_replicas(schedule)
     # A message arrives at the end of a tick, after the last read in that tick; residuals are
     # written and read within the ticks of their stage, which has one operation a tick.
@@ -106,11 +93,9 @@ def instructions(
     slots |= residual_slots | crossing_slots
 
     shape = (schedule.num_ticks, schedule.num_stages)
-    table = {name: np.zeros(shape, np.int32) for name in _COLUMNS}
     counts = (num_messages,) * 3 + (num_residuals, num_crossing)
-    unused = dict(zip(_WRITTEN, counts, strict=True))
-    for name, slot in unused.items():
-        table[name][:] = slot
+    idle = {"code": -1} | dict(zip(_WRITTEN, counts, strict=True))
+    table = {name: np.full(shape, idle.get(name, 0), np.int32) for name in _COLUMNS}
 
     # Messages: where they arrive, and from which side.
     arrivals: Arrivals = [{name: set() for name in _ARRIVALS} for _ in range(schedule.num_ticks)]
@@ -123,15 +108,14 @@ def instructions(
         arrivals[stored.start][column].add((sender, stored.stage))
 
     # Operations: their branch, and the slots that they read and write.
-    codes = np.full(shape, -1)
     branches: dict[Code, int] = {}
     last = schedule.num_virtual_stages - 1
     for tick, stage, task in schedule.tasks():
         op, m, v = task
         code = Code(op, v == 0, v == last) if op != Op.UPDATE else Code(op, False, False)
-        codes[tick, stage] = branches.setdefault(code, len(branches))
         forward, backward, weight = (Task(o, m, v) for o in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT))
         values = {
+            "code": branches.setdefault(code, len(branches)),
             "microbatch": m,
             "chunk": schedule.chunk[tick, stage],
             "virtual_stage": v,
@@ -149,19 +133,15 @@ def instructions(
     if versions is not None:
         table |= versions.columns
     periods = (2,) if versions is None else (2, 3)
-    segments = tuple(
-        _segment(table, unused, codes, tuple(branches), arrivals, *ticks)
-        for ticks in _loops(arrivals, periods)
-    )
+    loops = _loops(arrivals, periods)
+    segments = tuple(_segment(table, idle, tuple(branches), arrivals, *ticks) for ticks in loops)
     more = () if versions is None else (versions.num_slots, versions.last)
     return Instructions(segments, num_messages, num_residuals, num_crossing, *more)
 
 
 def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Stored], ...]:
-    """Messages by their receivers, residuals, and what crosses between halves of backward passes.
-
-    Keys are ("input" or "cotangent", task that reads it), ("residual", ...), ("crossing", ...).
-    """
+    """Messages by their receivers, residuals, and what crosses between halves of backwards."""
+    # Keys: ("input" or "cotangent", the task that reads it), ("residual", ...), ("crossing", ...).
     when = {task: (tick, stage) for tick, stage, task in schedule.tasks()}
     last = schedule.num_virtual_stages - 1
     messages, residuals, crossing = [], [], []
@@ -188,7 +168,6 @@ def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Sto
 
 
 def _check_replicas(schedule: Schedule) -> None:
-    """Raises unless there is one route, or route r has chunk r of every stage and no other."""
     if len(schedule.routes) == 1:
         return
     for r, route in enumerate(schedule.routes):
@@ -215,7 +194,6 @@ def assign_slots(stored: Sequence[Stored]) -> tuple[dict[Any, int], int]:
 
 
 def _direction(schedule: Schedule, sender: int, receiver: int, kind: str) -> str:
-    """The column of the slot in which a message arrives."""
     distance = (receiver - sender) % schedule.num_stages
     if distance == 0:
         return "from_self"
@@ -230,12 +208,10 @@ def _direction(schedule: Schedule, sender: int, receiver: int, kind: str) -> str
 
 
 def _loops(arrivals: Arrivals, periods: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first tick, end, ticks per iteration) of loops in which ticks of one kind send one way.
-
-    Each tick of a loop runs the collectives of its phase whether messages are there or not. Aligned
-    tables send right in the first ticks of a period and left in the second ones, and nothing in
-    those of updates; GPipe's right first, then left.
-    """
+    """(first tick, end, ticks per iteration) of loops in which ticks of one kind send one way."""
+    # Each tick of a loop runs the collectives of its phase whether messages are there or not.
+    # Aligned tables send right in the first ticks of a period and left in the second ones; GPipe's
+    # right first, then left.
     sends = [{name for name, pairs in tick.items() if pairs} - {"from_self"} for tick in arrivals]
 
     def union(sets: Sequence[set[str]]) -> set[str]:
@@ -258,8 +234,7 @@ def _loops(arrivals: Arrivals, periods: Sequence[int]) -> Iterator[tuple[int, in
 
 def _segment(
     table: dict[str, np.ndarray],
-    unused: dict[str, int],
-    codes: np.ndarray,
+    idle: dict[str, int],
     branches: Sequence[Code],
     arrivals: Arrivals,
     start: int,
@@ -267,21 +242,16 @@ def _segment(
     period: int,
 ) -> Segment:
     """One loop over the ticks from ``start`` to ``stop``; idle ticks fill the last iteration."""
-    iterations = -(-(stop - start) // period)
-    padding = ((0, iterations * period - (stop - start)), (0, 0))
-
-    def by_phase(column: np.ndarray, idle: int) -> np.ndarray:
-        """[ticks, stages] to [iterations, phases, stages]."""
-        padded = np.pad(column[start:stop], padding, constant_values=idle)
-        return padded.reshape(iterations, period, -1)
-
-    tables = {name: by_phase(column, unused.get(name, 0)) for name, column in table.items()}
-    used = by_phase(codes, -1)
+    padding = ((0, -(stop - start) % period), (0, 0))
+    tables = {}  # [ticks, stages] to [iterations, phases, stages]
+    for name, column in table.items():
+        padded = np.pad(column[start:stop], padding, constant_values=idle.get(name, 0))
+        tables[name] = padded.reshape(-1, period, padded.shape[1])
     phases = []
     for phase in range(period):
-        numbers = sorted(set(used[:, phase].ravel().tolist()) - {-1})
-        for i, number in enumerate(numbers):
-            tables["code"][:, phase][used[:, phase] == number] = i + 1
+        codes = tables["code"][:, phase]
+        numbers = sorted(set(codes.ravel().tolist()) - {-1})
+        codes[:] = np.searchsorted([-1, *numbers], codes)
         ticks = arrivals[start + phase : stop : period]
         right, left, stays = (
             tuple(sorted(set().union(*(tick[name] for tick in ticks)))) for name in _ARRIVALS

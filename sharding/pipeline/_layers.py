@@ -18,12 +18,6 @@ from sharding.placement._specs import with_axis
 _REPLICATED = PartitionSpec()
 
 
-def even_counts(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Layers per virtual stage; the first ones have one more where they do not divide."""
-    fewest, more = divmod(num_layers, num_virtual_stages)
-    return tuple(fewest + (v < more) for v in range(num_virtual_stages))
-
-
 def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
     """[stages, chunks]: the virtual stages whose parameters a stage holds: those of route 0."""
     places = {place: v for v, place in enumerate(schedule.routes[0])}
@@ -39,10 +33,7 @@ def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
 
 
 def layer_of_row(virtual_stages: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """[stages, rows]: the layer of each row of a stage, -1 for padding.
-
-    ``virtual_stages`` are [stages, chunks]; ``counts`` are the layers of each of them.
-    """
+    """The layer of each row, [stages, rows], -1 for padding, of [stages, chunks] and all counts."""
     size, starts = max(counts), np.concatenate([[0], np.cumsum(counts)])
     rows = [
         starts[v] + i if i < counts[v] else -1 for v in virtual_stages.ravel() for i in range(size)
@@ -66,7 +57,6 @@ class StageRows:
 
     @functools.cached_property
     def uneven(self) -> bool:
-        """Whether some rows are padding."""
         return bool(np.any(self.layer < 0))
 
     @functools.cached_property
@@ -89,16 +79,13 @@ class StageRows:
         return Moves.of(own, held), Moves.of(back, self.layer.shape[1])
 
     def dim(self, shape: Sequence[int], spec: PartitionSpec = _REPLICATED) -> int | None:
-        """The dim of a stacked array that stages shard; None if they divide none that is free.
-
-        ``spec`` is that on other mesh axes.
-        """
+        """The dim of a stacked array that stages shard; None if no free one divides by them."""
         if not self.uneven or self._moves is not None:
             return 0
         return other_dim(shape, len(self.layer), spec)
 
     def spec(self, x: Any, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
-        """The spec of a stacked array; its spec on other mesh axes, and the stages' axis."""
+        """The spec of a stacked array: ``spec``, on other mesh axes, and the stages' axis."""
         dim = self.dim(x.shape, spec)
         return spec if dim is None else with_axis(spec, x.ndim, dim, self.axis)
 
@@ -115,14 +102,14 @@ class StageRows:
 
     # Within a shard_map over the stages.
 
-    def to_stage(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """The rows of this stage, from its shard of an array of a shape; padding has any layer."""
+    def to_stage(self, x: jax.Array, like: Any) -> jax.Array:
+        """The rows of this stage, from its shard of ``like``; padding has any layer."""
         if not self.uneven:
             return x
         with jax.named_scope("layers_to_stages"):
             if self._moves is not None:
                 return self._moves[0](x, self.axis)
-            dim, rows = self.dim(shape), np.maximum(self.layer, 0)
+            dim, rows = self.dim(like.shape), np.maximum(self.layer, 0)
             if dim is None:
                 return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
             # [layers, ..., shard] to [stages * rows, ..., shard], of which a stage gets its rows.
@@ -144,10 +131,7 @@ class StageRows:
 
 
 def other_dim(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int | None:
-    """The first free dim that stages divide, but that of the layers; None if there is none.
-
-    A shard over the data axes has the same.
-    """
+    """The first free dim, but dim 0, that stages divide; shards over data axes have the same."""
     free = [d for d in range(1, len(shape)) if d >= len(spec) or spec[d] is None]
     return next((d for d in free if shape[d] and shape[d] % num_stages == 0), None)
 
@@ -179,7 +163,6 @@ class Moves(NamedTuple):
 
     @property
     def num_sent(self) -> float:
-        """How many rows a device sends."""
         return float(sum(rows.shape[1] for _, rows in self.sends))
 
     def __call__(self, x: jax.Array, axis: str) -> jax.Array:
@@ -191,7 +174,6 @@ class Moves(NamedTuple):
 
 
 def reordered(x: Any, order: np.ndarray) -> Any:
-    """Layers [layers, ...] in another order."""
     if isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(order, np.arange(len(order))):
         return x
     return _unsharded_dim(x)[order] if isinstance(x, jax.Array) else np.asarray(x)[order]
@@ -227,8 +209,6 @@ def join_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
 
 
 def split_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
-    """The inverse of ``join_numbered``."""
-
     def split(parent: Mapping[Any, Any]) -> dict[Any, Any]:
         layers = {
             numbered.format(i): jax.tree.map(lambda a, i=i: _layer(a, i), parent[name])

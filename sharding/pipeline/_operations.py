@@ -1,8 +1,11 @@
-"""Operations of a pipeline, where they run, and what each one waits for."""
+"""Operations of a pipeline: where they run, what each waits for, and which tick it runs in."""
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Op(enum.IntEnum):
@@ -40,6 +43,12 @@ class Place(NamedTuple):
 # of the layers (Chimera: one route down the devices, one up).
 Route = tuple[Place, ...]
 
+
+def virtual_stages(routes: Sequence[Route]) -> dict[tuple[int, Place], int]:
+    """The virtual stage of each number of a route and place."""
+    return {(r, place): v for r, route in enumerate(routes) for v, place in enumerate(route)}
+
+
 # An operation in the order of a stage: what it does, its micro-batch, its chunk.
 Entry = tuple[Op, int, int]
 
@@ -50,19 +59,12 @@ class ScheduleError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Times of one chunk's operations on one micro-batch, in any unit.
+    """Times of one chunk's operations on one micro-batch, in any unit."""
 
-    Attributes:
-      forward: of the forward pass.
-      backward: of the full backward pass, recomputation included.
-      weight: of ``WEIGHT``; ``backward`` then is that of the input alone.
-      update: of ``UPDATE``.
-    """
-
-    forward: float = 1.0
-    backward: float = 2.0
-    weight: float = 0.0
-    update: float = 0.0
+    forward: float = 1.0  #: of the forward pass
+    backward: float = 2.0  #: of the full backward pass, recomputation included
+    weight: float = 0.0  #: of ``WEIGHT``; ``backward`` then is that of the input alone
+    update: float = 0.0  #: of ``UPDATE``
 
     def of(self, op: Op) -> float:
         """The time of one operation."""
@@ -80,3 +82,49 @@ def dependencies(task: Task, num_virtual_stages: int) -> list[Task]:
     if v + 1 < num_virtual_stages:
         before.append(Task(Op.BACKWARD, microbatch, v + 1))
     return before
+
+
+def table_from_orders(
+    name: str,
+    orders: Sequence[Sequence[Entry]],
+    routes: Sequence[Route],
+    route_of: Sequence[int],
+    *,
+    aligned: bool = False,
+    in_order: bool = True,
+) -> np.ndarray:
+    """[3, ticks, stages]: operation, micro-batch and chunk, each as early as its order allows."""
+    # If not ``in_order``, a stage runs the first operation of its order that is ready.
+    at = virtual_stages(routes)
+    waiting = [list(order) for order in orders]
+    updates = any(op == Op.UPDATE for order in orders for op, _, _ in order)
+    period = 3 if updates else 2
+    phase = {Op.FORWARD: 0, Op.UPDATE: 2}  # of a period, if aligned; backward passes have 1
+    done: dict[Task, int] = {}
+    rows: list[list[Entry]] = []
+    num_idle = 0
+    while any(waiting):
+        tick = len(rows)
+        row: list[Entry] = [(Op.IDLE, 0, 0)] * len(orders)
+        for stage, order in enumerate(waiting):
+            for entry in order[:1] if in_order else order:
+                op, microbatch, chunk = entry
+                if aligned and tick % period != phase.get(op, 1):
+                    continue
+                task = Task(op, microbatch, at[route_of[microbatch], Place(stage, chunk)])
+                needed = dependencies(task, len(routes[0]))
+                if all(done.get(other, tick) < tick for other in needed):
+                    row[stage], done[task] = entry, tick
+                    order.remove(entry)
+                    break
+        rows.append(row)
+        num_idle = 0 if any(entry[0] for entry in row) else num_idle + 1
+        if num_idle >= period:
+            stuck = ", ".join(
+                f"stage {stage} at {LETTERS[order[0][0]]}{order[0][1]}"
+                for stage, order in enumerate(waiting)
+                if order
+            )
+            raise ScheduleError(f"{name}: nothing can run in tick {tick - 1}: {stuck}.")
+    table = np.array(rows, np.int32).reshape(len(rows), len(orders), 3)  # [ticks, stages, 3]
+    return np.moveaxis(table, -1, 0)

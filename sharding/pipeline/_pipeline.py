@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding.pipeline._differentiable_loss import loss
+from sharding.pipeline._differentiable_loss import loss, on_auto_axes
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._layers import (
     StageRows,
-    even_counts,
     join_numbered,
     layer_of_row,
     map_layers,
@@ -22,7 +21,6 @@ from sharding.pipeline._layers import (
     reordered,
     split_numbered,
 )
-from sharding.pipeline._model import on_auto_axes
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
@@ -37,45 +35,17 @@ GATHERS = ("step", "tick")
 class Pipeline:
     """Runs a model's layers as the stages of a pipeline, by any schedule, in one SPMD program.
 
-    A loss is an embedding, layers of one kind, and a head. Each device of ``axis`` holds the layers
-    of its stage, and sends activations and their cotangents to its neighbours. ``loss`` computes
-    its gradients beside its value, so that forward and backward passes may alternate; they equal
-    those of the model on one device up to rounding.
+    ``loss`` computes its gradients beside its value; they equal those of the model on one device up
+    to rounding.
 
     Parameters are those of the model with its layers stacked: under the key ``layers`` each array
     is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: replicated
-    over ``axis``, and used by embedding, head or both (tied embeddings). ``stack`` and ``unstack``
-    convert. Optimizers must take dim 0 of layers as a stack: ``optax_ext.flax_transformer()``,
-    ``by_path`` with ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
+    over ``axis``, and used by embedding, head or both. Optimizers must take dim 0 of layers as a
+    stack: ``optax_ext.flax_transformer()``, ``by_path`` with ``last_two_dims(batch=(0,))``,
+    ``lamb(stacked=...)``.
 
     With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to
     ``zero.init``. Micro-batches belong here: each of ``train_step`` would flush the pipeline.
-
-    Attributes:
-      mesh: the device mesh; Auto and Explicit axes both work.
-      schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
-      num_layers: of the model, divided evenly, the first stages with one more if need be; or those
-        of every virtual stage. Where stages have unequal numbers, arrays are in the order of the
-        model, and stages send each other layers in each step.
-      embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
-        array, or a tree of arrays.
-      block: ``block(layer, x, microbatch) -> x``, one layer.
-      head: ``head(shared, x, microbatch) -> (sum, weight)``: the sum of the losses of a
-        micro-batch, and of their weights, which must not depend on the parameters. Scale the sum of
-        float16 models here, not outside. None of the three may close over what is differentiated.
-      axis: the mesh axis of the stages.
-      layers: the key of the layers in the tree of parameters.
-      numbered: the keys of the layers in an unstacked model, such as ``"block_{}"``; None if the
-        model has them stacked under ``layers``.
-      rngs: whether ``embed``, ``block`` and ``head`` take a key as their last argument. Keys depend
-        on micro-batch and layer alone, so that random masks do not depend on the schedule.
-      has_aux: whether ``head`` returns ``((sum, weight), aux)``. Scalars of ``aux`` are averaged
-        over micro-batches, batch arrays concatenated; it has no gradients.
-      recompute: whether backward passes compute their layers again from the activations that a
-        stage received. Otherwise forward passes store residuals.
-      gather: at stage 3, ``"step"`` gathers the layers of a stage once per step, ``"tick"`` each
-        layer where it runs: less memory, and traffic that grows with the micro-batches; it needs
-        ``recompute``.
 
     Raises:
       ValueError: if the schedule does not fit the mesh axis or the layers.
@@ -100,23 +70,37 @@ class Pipeline:
       True
 
     References:
-      See the schedules. Chen, Xu, He, Guestrin: Training Deep Nets with Sublinear Memory Cost,
+      Those of the schedules. Chen, Xu, He, Guestrin: Training Deep Nets with Sublinear Memory Cost,
       2016, arXiv 1604.06174, for recomputation.
     """
 
-    mesh: AnyMesh
-    schedule: Schedule
+    mesh: AnyMesh  #: Auto and Explicit axes both work
+    schedule: Schedule  #: the table, such as ``one_f_one_b(stages, microbatches)``
     _: dataclasses.KW_ONLY
+    #: of the model, divided evenly, the first stages with one more if need be; or those of every
+    #: virtual stage. Stages with unequal numbers send each other layers in each step
     num_layers: int | Sequence[int]
+    #: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: a tree
     embed: Callable[..., Any]
-    block: Callable[..., Any]
+    block: Callable[..., Any]  #: ``block(layer, x, microbatch) -> x``, one layer
+    #: ``head(shared, x, microbatch) -> (sum, weight)``: the sum of the losses of a micro-batch, and
+    #: of their weights, which must not depend on the parameters. Scale the sum of float16 models
+    #: here, not outside. None of the three may close over what is differentiated
     head: Callable[..., Any]
-    axis: str = "pipe"
-    layers: str = "layers"
+    axis: str = "pipe"  #: the mesh axis of the stages
+    layers: str = "layers"  #: the key of the layers in the tree of parameters
+    #: the keys of the layers in an unstacked model, such as ``"block_{}"``; None if it has them
+    #: stacked under ``layers``
     numbered: str | None = None
+    #: whether ``embed``, ``block`` and ``head`` take a key, of micro-batch and layer, at the end
     rngs: bool = False
+    #: whether ``head`` returns ``((sum, weight), aux)``. Scalars of ``aux`` are averaged over
+    #: micro-batches, batch arrays concatenated; it has no gradients
     has_aux: bool = False
+    #: whether backward passes compute their layers again; otherwise forward passes store residuals
     recompute: bool = True
+    #: at stage 3, ``"step"`` gathers the layers of a stage once per step, ``"tick"`` each layer
+    #: where it runs: less memory, more traffic with more micro-batches; it needs ``recompute``
     gather: str = "step"
 
     def __post_init__(self) -> None:
@@ -170,9 +154,11 @@ class Pipeline:
     @property
     def layer_counts(self) -> tuple[int, ...]:
         """The number of layers of every virtual stage."""
-        if isinstance(self.num_layers, int):
-            return even_counts(self.num_layers, self.schedule.num_virtual_stages)
-        return tuple(self.num_layers)
+        if not isinstance(self.num_layers, int):
+            return tuple(self.num_layers)
+        virtual = self.schedule.num_virtual_stages
+        fewest, more = divmod(self.num_layers, virtual)
+        return tuple(fewest + (v < more) for v in range(virtual))
 
     @functools.cached_property
     def _rows(self) -> StageRows:
@@ -180,40 +166,28 @@ class Pipeline:
         return StageRows(self.axis, layer_of_row(held, self.layer_counts))
 
     @functools.cached_property
-    def _training(self) -> tuple[Schedule, Instructions]:
-        """The schedule, and its instructions: made once, not in every trace."""
+    def _training(self) -> tuple[Schedule, Instructions]:  # made once, not in every trace
         return self.schedule, instructions(self.schedule, self.recompute)
 
     @functools.cached_property
     def _evaluation(self) -> tuple[Schedule, Instructions]:
-        """The schedule without its backward passes, and its instructions."""
         schedule = self.schedule.without_backward()
         return schedule, instructions(schedule, self.recompute)
 
     def stack(self, tree: Any) -> Any:
-        """The tree of a model, or of its optimizer's state, with layers as this pipeline has them.
+        """The tree of a model, or of an optimizer's state, with its layers under ``layers``.
 
         Args:
-          tree: with the model's layers, in their order: under the key ``layers`` [layers, ...], or
-            under ``numbered`` keys. Arrays may be abstract.
-
-        Returns:
-          The tree with its layers stacked under ``layers``.
+          tree: with the model's layers in order: under the key ``layers`` [layers, ...], or under
+            ``numbered`` keys. Arrays may be abstract.
 
         Raises:
           ValueError: if there are no layers in it, or not as many as expected.
         """
-        stacked = []
-
-        def layers(x: Any) -> Any:
-            self._check_layers(x, stacking=True)
-            stacked.append(x)
-            return reordered(x, self._rows.order)
-
         if self.numbered is not None:
             tree = join_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
-        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
-        if not stacked:
+        tree, count = self._reorder(tree, self._rows.order, stacking=True)
+        if not count:
             raise ValueError(
                 f"the tree has no key {self.layers!r} with stacked layers. If a model numbers its "
                 "layers, name their keys in numbered, such as 'block_{}'."
@@ -222,15 +196,22 @@ class Pipeline:
 
     def unstack(self, tree: Any) -> Any:
         """The inverse of ``stack``."""
-
-        def layers(x: Any) -> Any:
-            self._check_layers(x)
-            return reordered(x, np.argsort(self._rows.order))
-
-        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
+        tree, _ = self._reorder(tree, np.argsort(self._rows.order))
         if self.numbered is not None:
             tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         return tree
+
+    def _reorder(self, tree: Any, order: np.ndarray, stacking: bool = False) -> tuple[Any, int]:
+        """A tree with its arrays of layers in another order; and their number."""
+        arrays = []
+
+        def layers(x: Any) -> Any:
+            self._check_layers(x, stacking)
+            arrays.append(x)
+            return reordered(x, order)
+
+        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
+        return tree, len(arrays)
 
     def _check_layers(self, x: Any, stacking: bool = False) -> None:
         total = sum(self.layer_counts)
@@ -245,11 +226,7 @@ class Pipeline:
         """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
 
         Stages shard dim 0 of layers, or, if it does not divide, the first other dim that does.
-
-        Args:
-          params: stacked parameters, real or abstract.
-          specs: specs of the parameters on other mesh axes: a tree, or a prefix of one; dim 0 of
-            layers is not sharded there. None replicates.
+        ``specs`` are those on other mesh axes: a tree, or a prefix of one; None replicates.
 
         Raises:
           ValueError: if a parameter does not have the layers of this pipeline, or a spec shards
@@ -281,18 +258,15 @@ class Pipeline:
     # --- The loss ---------------------------------------------------------------------------------
 
     def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
-        """The sum of the losses of a batch and of their weights, over all micro-batches.
+        """``(sum, weight)``: the sum of the losses of a batch and of their weights; differentiable.
 
-        Differentiable with respect to the parameters; gradients are computed beside the value.
+        With ``has_aux`` it is ``((sum, weight), aux)``.
 
         Args:
           params: stacked; see ``stack``.
           batch: arrays [examples, ...], which the number of micro-batches divides; scalars are the
             same in all micro-batches.
           key: with ``rngs``.
-
-        Returns:
-          ``(sum, weight)``, with ``has_aux`` ``((sum, weight), aux)``.
 
         Raises:
           ValueError: if the batch or the parameters do not fit, or the batch is differentiated.
@@ -308,7 +282,6 @@ class Pipeline:
         return (sums, aux) if self.has_aux else sums
 
     def _check_key(self, key: Any) -> None:
-        """Raises unless there is a key where ``rngs`` says so."""
         if self.rngs != (key is not None):
             raise ValueError(
                 "the pipeline takes a key: pass it after the batch."
@@ -317,9 +290,7 @@ class Pipeline:
             )
 
     def _microbatches(self, batch: Any) -> Any:
-        """[examples, ...] to [micro-batches, examples, ...]."""
         count = self.schedule.num_microbatches
-
         for x in jax.tree.leaves(batch):
             if jnp.ndim(x) and x.shape[0] % count:
                 raise ValueError(
@@ -329,13 +300,7 @@ class Pipeline:
         return split_microbatches(batch, count)
 
     def sequential_loss(self, params: Any, batch: Any, key: Any = None) -> Any:
-        """What ``loss`` computes, layer by layer on one device: a reference, and for debugging.
-
-        Args:
-          params: stacked.
-          batch: as in ``loss``.
-          key: with ``rngs``.
-        """
+        """What ``loss`` computes, layer by layer on one device: a reference, and for debugging."""
         types = map(jax.typeof, jax.tree.leaves((params, batch)))
         if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types):
             return on_auto_axes(self.mesh, self._sequential_loss, P())(params, batch, key)
@@ -354,16 +319,13 @@ class Pipeline:
             x = self.embed(shared, *keyed(total))
             for i, row in enumerate(np.argsort(self._rows.order)):
                 x = self.block(jax.tree.map(lambda a, row=row: a[row], layers), x, *keyed(i))
-            return self.head(shared, x, *keyed(total + 1))
+            out = self.head(shared, x, *keyed(total + 1))
+            return out if self.has_aux else (out, ())
 
         microbatches = self._microbatches(batch)
-        out = [
-            one(jax.tree.map(lambda x, m=m: x[m], microbatches), m)
-            for m in range(self.schedule.num_microbatches)
-        ]
-        values = [value for value, _ in out] if self.has_aux else out
-        sums = sum(s for s, _ in values), sum(w for _, w in values)
-        if not self.has_aux:
-            return sums
-        aux = jax.tree.map(lambda *x: join_microbatches(jnp.stack(x)), *[aux for _, aux in out])
-        return sums, jax.lax.stop_gradient(aux)
+        numbers = range(self.schedule.num_microbatches)
+        out = [one(jax.tree.map(lambda x, m=m: x[m], microbatches), m) for m in numbers]
+        sums, aux = jax.tree.map(lambda *x: jnp.stack(x), *out)
+        sums = jax.tree.map(sum, sums)
+        aux = jax.lax.stop_gradient(jax.tree.map(join_microbatches, aux))
+        return (sums, aux) if self.has_aux else sums

@@ -1,9 +1,8 @@
 """Pipeline schedules as data: which operation each stage runs in each tick, checked and timed."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -20,33 +19,23 @@ from sharding.pipeline._operations import (
     ScheduleError,
     Task,
     dependencies,
+    table_from_orders,
+    virtual_stages,
 )
-from sharding.pipeline._ticks import table_from_orders
 
 
 class Figures(NamedTuple):
-    """What a table costs.
+    """What a table costs."""
 
-    Attributes:
-      ticks: its length.
-      busy: per stage, the number of ticks with an operation.
-      bubble: the idle fraction of the time, where operations take one unit each and start as soon
-        as their inputs are there (``event_time``).
-      live: per stage, the most activations stored at once, one for each micro-batch and chunk, from
-        the forward pass to the last operation that needs them.
-      weight_copies: how many replicas of the layers the stages hold together.
-      messages: per stage, the activations and cotangents that it sends to other stages.
-      weight_versions: per stage, the most versions of its parameters stored at once; above 1 in
-        asynchronous pipelines alone.
-    """
-
-    ticks: int
-    busy: tuple[int, ...]
-    bubble: float
+    ticks: int  # its length
+    busy: tuple[int, ...]  # per stage, the number of ticks with an operation
+    bubble: float  # the idle fraction of ``event_time``, where operations take one unit each
+    # per stage, the most activations stored at once, one for each micro-batch and chunk, from the
+    # forward pass to the last operation that needs them
     live: tuple[int, ...]
-    weight_copies: int
-    messages: tuple[int, ...]
-    weight_versions: tuple[int, ...]
+    weight_copies: int  # how many replicas of the layers the stages hold together
+    messages: tuple[int, ...]  # per stage, activations and cotangents sent to other stages
+    weight_versions: tuple[int, ...]  # per stage, the most versions of its parameters at once
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,33 +46,15 @@ class Schedule:
     layers, of which a stage runs one per chunk. An operation may start in the tick after those that
     it depends on: ``FORWARD`` on that of the virtual stage before, ``BACKWARD`` on its own forward
     pass and on the backward pass of the virtual stage after, ``WEIGHT`` on its own ``BACKWARD``.
-
-    Attributes:
-      name: of the family, such as ``"1f1b"``.
-      op: [ticks, stages], values of ``Op``.
-      microbatch: [ticks, stages]; 0 where idle.
-      chunk: [ticks, stages]; 0 where idle.
-      routes: for each route, the place of every virtual stage.
-      route_of: for each micro-batch, its route.
-
-    Example:
-      >>> from sharding.pipeline import one_f_one_b
-      >>> schedule = one_f_one_b(stages=2, microbatches=3, aligned=False)
-      >>> print(schedule)
-      1f1b: 2 stages, 3 micro-batches, 8 ticks, bubble 25.0 %, live activations 2 1
-      0  F0 F1 .  B0 F2 B1 .  B2
-      1  .  F0 B0 F1 B1 F2 B2 .
-
-    References:
-      The families: see ``gpipe``, ``one_f_one_b``, ``interleaved``, ``zb_h1``, ``chimera``.
+    ``print`` shows the table.
     """
 
-    name: str
-    op: np.ndarray
-    microbatch: np.ndarray
-    chunk: np.ndarray
-    routes: tuple[Route, ...]
-    route_of: tuple[int, ...]
+    name: str  #: of the family, such as ``"1f1b"``
+    op: np.ndarray  #: [ticks, stages], values of ``Op``
+    microbatch: np.ndarray  #: [ticks, stages]; 0 where idle
+    chunk: np.ndarray  #: [ticks, stages]; 0 where idle
+    routes: tuple[Route, ...]  #: for each route, the place of every virtual stage
+    route_of: tuple[int, ...]  #: for each micro-batch, its route
 
     _OPS: ClassVar = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
@@ -139,23 +110,16 @@ class Schedule:
         """Whether it is a table of an evaluation, without backward passes."""
         return not np.any(self.op == Op.BACKWARD)
 
-    @functools.cached_property
-    def virtual_stage_at(self) -> Mapping[tuple[int, Place], int]:
-        """The virtual stage of a route and a place."""
-        return {
-            (r, place): v for r, route in enumerate(self.routes) for v, place in enumerate(route)
-        }
-
     def tasks(self) -> Iterator[tuple[int, int, Task]]:
         """Every operation as (tick, stage, task), tick by tick.
 
         Raises:
           ScheduleError: if an entry names no micro-batch, or a chunk that its stage does not have.
         """
+        at = virtual_stages(self.routes)
+        table = np.stack([self.op, self.microbatch, self.chunk], -1)
         for tick, stage in np.argwhere(self.op != Op.IDLE).tolist():
-            op, microbatch, chunk = (
-                int(table[tick, stage]) for table in (self.op, self.microbatch, self.chunk)
-            )
+            op, microbatch, chunk = table[tick, stage].tolist()
             where = f"{self.name}: tick {tick}, stage {stage}"
             if op not in self._OPS:
                 raise ScheduleError(f"{where}: {op} is no operation.")
@@ -163,7 +127,7 @@ class Schedule:
                 raise ScheduleError(
                     f"{where}: micro-batch {microbatch} of {self.num_microbatches} does not exist."
                 )
-            v = self.virtual_stage_at.get((self.route_of[microbatch], Place(stage, chunk)))
+            v = at.get((self.route_of[microbatch], Place(stage, chunk)))
             if v is None:
                 raise ScheduleError(
                     f"{where}: chunk {chunk} does not run micro-batch {microbatch} on this stage."
@@ -175,7 +139,7 @@ class Schedule:
 
         Raises:
           ScheduleError: if an operation is missing, doubled, or in a tick before those that it
-            depends on are complete; the message names the tick and the stage.
+            depends on are complete; names the tick and the stage.
         """
         self._check_routes()
         done: dict[Task, int] = {}
@@ -199,15 +163,10 @@ class Schedule:
                     f"has it, {self.num_ticks} ticks in all."
                 )
         busy = np.sum(self.op != Op.IDLE, axis=0)
-        return Figures(
-            self.num_ticks,
-            tuple(busy.tolist()),
-            1 - float(busy.sum()) / (self.num_stages * self.event_time(Costs(1, 1, 1, 1))),
-            tuple(np.max(self.live(), axis=0, initial=0).tolist()),
-            len(self.routes),
-            self._messages(),
-            (1,) * self.num_stages,
-        )
+        bubble = 1 - float(busy.sum()) / (self.num_stages * self.event_time(Costs(1, 1, 1, 1)))
+        live = tuple(np.max(self.live(), axis=0, initial=0).tolist())
+        counts = self.num_ticks, tuple(busy.tolist()), bubble, live, len(self.routes)
+        return Figures(*counts, self._messages(), (1,) * self.num_stages)
 
     def _messages(self) -> tuple[int, ...]:
         sent = [0] * self.num_stages
@@ -252,30 +211,22 @@ class Schedule:
         return starts - ends
 
     def lockstep_time(self, costs: Costs | None = None) -> float:
-        """The time of a step in which every tick takes as long as its slowest stage.
+        """The time of a step in which every tick takes as long as its slowest stage, as in SPMD.
 
-        One SPMD program runs so: stages send activations at the end of each tick. ``Pipeline`` runs
-        both passes of the last virtual stage in one tick: ``sharding.plan.lockstep_seconds`` has
-        its time.
-
-        Args:
-          costs: of the operations. None: forward passes take 1 and full backward passes 2; where
-            these are split, both halves take 1.
+        ``Pipeline`` runs both passes of the last virtual stage in one tick:
+        ``sharding.plan.lockstep_seconds`` has its time. ``costs`` None: forward passes take 1 and
+        full backward passes 2; where these are split, both halves take 1.
         """
         return float(self._tick_times(self._costs(costs)).sum())
 
     def _tick_times(self, costs: Costs) -> np.ndarray:
         """[ticks]: the time of the slowest operation."""
-        of = np.array([costs.of(op) for op in Op])
-        return of[self.op].max(axis=1)
+        return np.array([costs.of(op) for op in Op])[self.op].max(axis=1)
 
     def event_time(self, costs: Costs | None = None) -> float:
         """The time of runtimes with a program per stage: operations start when inputs are there.
 
-        Sending is free.
-
-        Args:
-          costs: as in ``lockstep_time``.
+        Sending is free. ``costs`` are as in ``lockstep_time``.
         """
         costs = self._costs(costs)
         end: dict[Task, float] = {}
@@ -287,9 +238,7 @@ class Schedule:
         return max(free)
 
     def _costs(self, costs: Costs | None) -> Costs:
-        if costs is not None:
-            return costs
-        return Costs(1, 1, 1) if self.splits_backward else Costs(1, 2)
+        return costs or (Costs(1, 1, 1) if self.splits_backward else Costs(1, 2))
 
     def without_backward(self) -> "Schedule":
         """The table of an evaluation: forward passes alone, in order, as early as possible."""
@@ -318,7 +267,7 @@ class Schedule:
           aligned: whether even ticks hold forward passes alone, and odd ticks none.
 
         Raises:
-          ScheduleError: if the orders wait for each other; the message names the first that do.
+          ScheduleError: if the orders wait for each other; names the first that do.
         """
         op, microbatch, chunk = table_from_orders(name, orders, routes, route_of, aligned=aligned)
         return Schedule(name, op, microbatch, chunk, tuple(routes), tuple(route_of))
@@ -339,11 +288,10 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv", *, retime: bool = False) -> "Schedule":
-        """Reads a table in PyTorch's format.
+        """Reads a table in PyTorch's format, a row per stage as ``to_csv`` writes them.
 
         Args:
-          text: a row per stage; see ``to_csv``. In tables that have ``W``, ``B`` is the same as
-            ``I``.
+          text: in tables that have ``W``, ``B`` is the same as ``I``.
           name: of the schedule.
           retime: whether to move each operation to the earliest tick that its dependencies allow,
             for tables that state the order on each stage alone.
@@ -366,16 +314,11 @@ class Schedule:
         return schedule
 
     def draw(self, ax: Any = None, costs: Costs | None = None) -> Any:
-        """Draws the table as in the papers: a row per stage, a box per operation.
-
-        Needs matplotlib, which the extra ``cli`` installs.
+        """Draws the table: a row per stage, a box per operation; needs matplotlib (extra ``cli``).
 
         Args:
-          ax: matplotlib axes; None makes a figure.
+          ax: matplotlib axes, which are returned; None makes a figure.
           costs: widths of the boxes, for lockstep time; None draws all ticks alike.
-
-        Returns:
-          The axes.
         """
         return draw(self, ax, costs)
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sharding.pipeline._operations import Entry, Op, Place, Route
+from sharding.pipeline._operations import Entry, Op, Place, Route, table_from_orders
 from sharding.pipeline._schedule import Schedule
-from sharding.pipeline._ticks import table_from_orders
 
 F, B, W = Op.FORWARD, Op.BACKWARD, Op.WEIGHT
 
@@ -16,7 +15,6 @@ def straight(stages: int) -> tuple[Route, ...]:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raises unless every number is at least 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
@@ -42,8 +40,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       1  .  F0 F1 B0 B1 .
 
     References:
-      Huang, Cheng, Bapna, Firat, Chen, Chen, Lee, Ngiam, Le, Wu, Chen: GPipe: Efficient Training of
-      Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019, arXiv 1811.06965.
+      Huang et al.: GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism,
+      NeurIPS 2019, arXiv 1811.06965.
     """
     check_sizes(stages=stages, microbatches=microbatches)
     order = [(op, m, 0) for op in (F, B) for m in range(microbatches)]
@@ -54,13 +52,9 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
     """A few forward passes, then one forward and one backward pass in turn (1F1B).
 
     Bubble (S - 1) / (M + S - 1), as GPipe's; stage s stores the activations of min(S - s, M)
-    micro-batches, whatever M is.
-
-    In one SPMD program a tick takes as long as its slowest operation. The classic form runs forward
-    passes on some stages beside backward passes on others, and pays for the latter in each tick.
-    The aligned form keeps them apart: (M + S - 1) (F + B) in all, F and B the times of the two
-    passes; it stores at most min(2 (S - 1 - s) + 1, M) micro-batches. The other arguments, and
-    errors, are those of ``gpipe``.
+    micro-batches. In one SPMD program a tick takes as long as its slowest operation: the aligned
+    form keeps forward and backward passes in ticks of their own, (M + S - 1) (F + B) in all, and
+    stores at most min(2 (S - 1 - s) + 1, M). Other arguments, and errors, are those of ``gpipe``.
 
     Example:
       >>> print(one_f_one_b(stages=2, microbatches=2))
@@ -69,24 +63,20 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
       1  .  .  F0 B0 F1 B1 .  .
 
     References:
-      Fan, Rong, Meng, Cao, Wang, Zheng, Wu, Long, Yang, Xia, Diao, Liu, Lin: DAPPLE: A Pipelined
-      Data Parallel Approach for Training Large Models, PPoPP 2021, arXiv 2007.01045. Narayanan,
-      Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
-      arXiv 2006.09503 (PipeDream-flush).
+      Fan et al.: DAPPLE: A Pipelined Data Parallel Approach for Training Large Models, PPoPP 2021,
+      arXiv 2007.01045. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML
+      2021, arXiv 2006.09503 (PipeDream-flush).
     """
     check_sizes(stages=stages, microbatches=microbatches)
-    orders = []
-    for stage in range(stages):
-        warmup = min(microbatches, (stages - 1 - stage) * (2 if aligned else 1))
-        orders.append(one_f_one_b_order(warmup, [(m, 0) for m in range(microbatches)]))
-    name = "1f1b-aligned" if aligned else "1f1b"
+    units = [(m, 0) for m in range(microbatches)]
+    warmups = [min(microbatches, (stages - 1 - s) * (2 if aligned else 1)) for s in range(stages)]
+    orders = [one_f_one_b_order(warmup, units) for warmup in warmups]
+    name = "1f1b" + "-aligned" * aligned
     return Schedule.from_orders(name, orders, straight(stages), [0] * microbatches, aligned=aligned)
 
 
 def one_f_one_b_order(
-    warmup: int,
-    forwards: list[tuple[int, int]],
-    backwards: list[tuple[int, int]] | None = None,
+    warmup: int, forwards: list[tuple[int, int]], backwards: list[tuple[int, int]] | None = None
 ) -> list[Entry]:
     """``warmup`` forward passes, pairs of a forward and a backward pass, the other backwards."""
     backwards = forwards if backwards is None else backwards
@@ -102,16 +92,15 @@ def interleaved(
     """1F1B in which every stage runs several groups of layers: a shorter bubble, more messages.
 
     Bubble (S - 1) / (V M + S - 1) with V chunks; stage s stores at most
-    2 (S - 1 - s) + (V - 1) S + 1 chunks of activations. Each micro-batch passes every stage V
-    times. Virtual stage v runs on stage v mod S. The other arguments are those of ``one_f_one_b``.
+    2 (S - 1 - s) + (V - 1) S + 1 chunks of activations. Virtual stage v runs on stage v mod S. The
+    other arguments are those of ``one_f_one_b``.
 
     Raises:
       ValueError: if a number is below 1, or the micro-batches are not a multiple of the stages.
 
     References:
-      Narayanan, Shoeybi, Casper, LeGresley, Patwary, Korthikanti, Vainbrand, Kashinkunti, Bernauer,
-      Catanzaro, Phanishayee, Zaharia: Efficient Large-Scale Language Model Training on GPU Clusters
-      Using Megatron-LM, SC 2021, arXiv 2104.04473.
+      Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using
+      Megatron-LM, SC 2021, arXiv 2104.04473.
     """
     check_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
     if microbatches % stages:
@@ -127,14 +116,11 @@ def interleaved(
         return k // group * stages + k % stages, chunk if forward else chunks - 1 - chunk
 
     num_units = microbatches * chunks
-    forwards = [unit(k, True) for k in range(num_units)]
-    backwards = [unit(k, False) for k in range(num_units)]
-    orders = [
-        one_f_one_b_order(
-            min(num_units, 2 * (stages - 1 - stage) + (chunks - 1) * stages), forwards, backwards
-        )
-        for stage in range(stages)
-    ]
+    units = [[unit(k, forward) for k in range(num_units)] for forward in (True, False)]
+    orders = []
+    for stage in range(stages):
+        warmup = min(num_units, 2 * (stages - 1 - stage) + (chunks - 1) * stages)
+        orders.append(one_f_one_b_order(warmup, *units))
     route = tuple(Place(v % stages, v // stages) for v in range(group))
     name = f"interleaved-{chunks}" + "-aligned" * aligned
     return Schedule.from_orders(name, orders, (route,), [0] * microbatches, aligned=aligned)
@@ -143,10 +129,9 @@ def interleaved(
 def zb_h1(stages: int, microbatches: int) -> Schedule:
     """1F1B with a split backward pass, whose second half fills the bubble (ZB-H1).
 
-    ``BACKWARD`` is the gradient of the input, which the stage before waits for; ``WEIGHT`` that of
-    the parameters, which nobody does. Bubble (S - 1) (F + B - W); every stage stores the
-    activations of up to S micro-batches until ``WEIGHT``. In one SPMD program it pays where the
-    three take about the same time. Arguments and errors are those of ``gpipe``.
+    ``BACKWARD`` is the gradient of the input, ``WEIGHT`` that of the parameters. Bubble
+    (S - 1) (F + B - W); every stage stores the activations of up to S micro-batches until
+    ``WEIGHT``. Arguments and errors are those of ``gpipe``.
 
     References:
       Qi, Wan, Huang, Lin: Zero Bubble (Almost) Pipeline Parallelism, ICLR 2024, arXiv 2401.10241.
@@ -168,12 +153,10 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """A split backward pass, over layers in the shape of a V: a bubble at the start alone (ZB-V).
 
-    Virtual stages go down the stages and up again, s and 2S - 1 - s on stage s: the first stage has
-    embedding and head. With M >= 2S - 2 the table has 6M + S - 1 ticks, each of half a stage's
-    layers, and bubble (S - 1) / (6M + S - 1); with fewer micro-batches it is longer. A stage stores
-    at most 2S chunks of activations until ``WEIGHT``, as many layers as the first stage of 1F1B. In
-    one SPMD program it pays where the three operations take about the same time. Arguments and
-    errors are those of ``gpipe``.
+    Stage s has virtual stages s and 2S - 1 - s: the first one has embedding and head. With
+    M >= 2S - 2 the table has 6M + S - 1 ticks, each of half a stage's layers, and bubble
+    (S - 1) / (6M + S - 1); with fewer micro-batches it is longer. A stage stores at most 2S chunks
+    of activations until ``WEIGHT``. Arguments and errors are those of ``gpipe``.
 
     Example:
       >>> print(zb_v(stages=2, microbatches=3))
@@ -182,8 +165,8 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
       1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
 
     References:
-      See ``zb_h1``, section 6. Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory,
-      NeurIPS 2024, arXiv 2405.15362.
+      ``zb_h1``'s, section 6. Qi et al.: Pipeline Parallelism with Controllable Memory, NeurIPS
+      2024, arXiv 2405.15362.
     """
     check_sizes(stages=stages, microbatches=microbatches)
     route = tuple(Place(s, 0) for s in range(stages))
@@ -222,9 +205,9 @@ def _zb_v_order(stage: int, stages: int, microbatches: int) -> list[Entry]:
 def chimera(stages: int, microbatches: int) -> Schedule:
     """Two pipelines in opposite directions over two replicas of the layers: half the bubble.
 
-    Of every S micro-batches the first half runs down the stages and the second half up; stage s
-    holds virtual stages s and S - 1 - s. Bubble (S - 2) / (2M + S - 2); a stage stores the
-    activations of at most S micro-batches, and twice the parameters.
+    Of every S micro-batches the first half runs down the stages and the second half up. Bubble
+    (S - 2) / (2M + S - 2); a stage stores the activations of at most S micro-batches, and twice the
+    parameters.
 
     Raises:
       ValueError: if the stages are not even, or do not divide the micro-batches.

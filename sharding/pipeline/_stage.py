@@ -52,9 +52,8 @@ LayerFn = Callable[[Any, Any, Scope], tuple[Any, Any]]
 class Stage:
     """Loops over the layers of a virtual stage.
 
-    Residuals are what ``jax.vjp`` of one layer stores for its backward pass, without parameters and
-    arrays of the micro-batch, which are there anyway. A backward pass is split at one layer: the
-    equations that the gradient of its input depends on, and the others.
+    Residuals are what ``jax.vjp`` of one layer stores, without parameters and arrays of the
+    micro-batch, which are there anyway.
     """
 
     layer: Callable[[LayerParams, Any, Any, Any], Any]  # (params, x, microbatch, key) -> x
@@ -65,22 +64,17 @@ class Stage:
     _weight_part: Any = None  # of a layer's split backward pass
 
     def forward(self, params: LayerParams, x: Any, scope: Scope) -> Any:
-        """The activations after the layers."""
-
         def run(x: Any, layer_params: LayerParams, scope: Scope) -> tuple[Any, None]:
             return self.layer(layer_params, x, scope.microbatch, scope.key), None
 
         return self._scan(run, x, params, scope)[0]
 
     def forward_storing(self, params: LayerParams, x: Any, scope: Scope) -> tuple[Any, Arrays]:
-        """The activations, and the residuals of every layer."""
         return self._scan(self._run_storing, x, params, scope)
 
     def backward(
         self, params: LayerParams, residuals: Arrays, cotangent: Any, scope: Scope
     ) -> tuple[Any, Any]:
-        """The cotangent of the input, and the gradients of the layers."""
-
         def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Any]:
             layer_params, stored = indexed
             grads, cotangent = self._layer_vjp(layer_params, stored, scope)(cotangent)
@@ -101,8 +95,6 @@ class Stage:
         return self._scan(run, cotangent, (params, residuals), scope, reverse=True)
 
     def backward_weight(self, params: LayerParams, crossing: Arrays, scope: Scope) -> Any:
-        """The gradients of the layers, after ``backward_input``."""
-
         def run(_: None, indexed: Any, scope: Scope) -> tuple[None, Any]:
             return None, self._weight_part(*indexed, scope)
 
@@ -121,11 +113,8 @@ class Stage:
 
         graph = Graph(residuals, leaves, [False] * len(leaves))
         num_params = len(jax.tree.leaves(own))
-        for value in graph.outputs:
-            _, read = graph.needed([value], graph.constants)
-            if read and max(read) < num_params:
-                return True
-        return False
+        reads = (graph.needed([value], graph.constants)[1] for value in graph.outputs)
+        return any(read and max(read) < num_params for read in reads)
 
     def _scan(
         self, run: LayerFn, carry: Any, by_layer: Any, scope: Scope, *, reverse: bool = False
@@ -171,16 +160,10 @@ class Stage:
 def split_backward(
     layer_vjp: Callable[..., Any], params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
 ) -> tuple[Callable[..., tuple[Any, Arrays]], Callable[..., Any]]:
-    """The backward pass of one layer in two: the gradient of its input, then of its parameters.
-
-    What the second needs of the first crosses over: results of the first that it reads, residuals,
-    and the cotangent. Operations that give both at once, such as loops and recomputed regions, are
-    in the first, and their gradients of parameters cross.
-
-    Returns:
-      ``input_part(params, stored, cotangent, scope) -> (cotangent of the input, crossing)`` and
-      ``weight_part(params, crossing, scope) -> gradients of the trained parameters``.
-    """
+    """The backward pass of one layer in two: the gradient of its input, then of its parameters."""
+    # What the second needs of the first crosses over: results of the first that it reads,
+    # residuals, and the cotangent. Operations that give both at once, such as loops and recomputed
+    # regions, are in the first, and their gradients of parameters cross.
     known = _known(params, scope)
     num_trained = len(jax.tree.leaves(params.trained))
     treedef: Any
@@ -228,7 +211,7 @@ def _known(params: LayerParams, scope: Scope) -> Arrays:
 
 
 def _of_layer(scope: Scope, i: Any) -> Scope:
-    """The scope with the key of the stage's i-th layer."""
-    if scope.key is None:
-        return scope
-    return scope._replace(key=jax.random.fold_in(scope.key, scope.first_layer + i))
+    key = scope.key
+    return scope._replace(
+        key=key if key is None else jax.random.fold_in(key, scope.first_layer + i)
+    )

@@ -20,8 +20,6 @@ class NoCompleteCheckpoint(Exception):
 
 
 class FoundSnapshot(NamedTuple):
-    """A complete snapshot."""
-
     id: SnapshotId  # its attempt and step
     leaves: list[StoredLeaf]  # of the state
     extra: Any  # the user's value
@@ -30,16 +28,13 @@ class FoundSnapshot(NamedTuple):
     mine: dict[Block, tuple[OpenSlot, int]]
 
     def block(self, leaf: int, number: int) -> np.ndarray:
-        """A block that this process can read."""
         slot, row = self.mine[leaf, number]
         return slot.block(row)
 
 
 def scan(folder: pathlib.Path, machines: Machines) -> tuple[list[OpenSlot], list[list[Any]]]:
-    """This process's files, and those of each process: the file's identity, attempt and step.
-
-    A collective. Processes of one machine see the same files if they share the folder.
-    """
+    """This process's files, and by process those of all: identity, attempt, step. A collective."""
+    # Processes of one machine see the same files if they share the folder.
     slots = list(slots_in(folder))
     machine = machines.of_process[jax.process_index()]
     mine = []
@@ -50,14 +45,9 @@ def scan(folder: pathlib.Path, machines: Machines) -> tuple[list[OpenSlot], list
 
 
 def find_snapshot(folder: pathlib.Path, machines: Machines) -> FoundSnapshot:
-    """Finds the newest complete snapshot; a collective.
-
-    Each block is verified by the first process that sees its file. One that fails is missing for
-    all: no process decides alone.
-
-    Raises:
-      NoCompleteCheckpoint: if there is none; names what is missing by step.
-    """
+    """Finds the newest complete snapshot, or raises NoCompleteCheckpoint; a collective."""
+    # Each block is verified by the first process that sees its file. One that fails is missing for
+    # all: no process decides alone.
     slots, seen = scan(folder, machines)
     readers: dict[str, list[int]] = defaultdict(list)  # by file
     for process, files in enumerate(seen):
@@ -74,10 +64,7 @@ def find_snapshot(folder: pathlib.Path, machines: Machines) -> FoundSnapshot:
 
 
 def _verify(
-    number: SnapshotId,
-    slots: list[OpenSlot],
-    seen: list[list[Any]],
-    readers: dict[str, list[int]],
+    number: SnapshotId, slots: list[OpenSlot], seen: list[list[Any]], readers: dict[str, list[int]]
 ) -> FoundSnapshot | str:
     """Finds the snapshot if it is complete, else says what is missing; a collective."""
     me = jax.process_index()

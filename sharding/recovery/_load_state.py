@@ -18,6 +18,7 @@ from sharding.recovery._stored_leaf import (
     StoredLeaf,
     check_on_mesh,
     data_type,
+    disjoint_rounds,
     is_key,
     leaf_paths,
     stored_dtype,
@@ -42,35 +43,26 @@ Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
 
 
 def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
-    """Builds a state of such types; also returns bytes that crossed links. A collective.
-
-    Raises:
-      ValueError: if the snapshot is of another state; names the leaves that differ.
-    """
+    """Builds a state of such types; also returns bytes that crossed links. A collective."""
     targets = leaf_paths(abstract)
     for path, x in targets:
         check_on_mesh(path, x, mesh)
-    types = [(path, data_type(x)) for path, x in targets]
-    order = _match(snapshot.leaves, types)
+    numbered = _match(snapshot.leaves, [(path, data_type(x)) for path, x in targets])
     needed: Needed = {}
-    for (_, x), i in zip(types, order, strict=True):
+    for x, i in numbered:
         for box in set(_local_boxes(x).values()):
             needed[i, box] = list(_requests(snapshot, i, box))
     me = jax.process_index()
     missing = {r for requests in needed.values() for _, r in requests if r.source != me}
     received, num_bytes = exchange(mesh, snapshot, sorted(missing))
-    leaves = [
-        _assemble(x, i, needed, snapshot, received) for (_, x), i in zip(types, order, strict=True)
-    ]
-    leaves = [
-        _as_keys(x, data) if is_key(x) else data
-        for (_, x), data in zip(targets, leaves, strict=True)
-    ]
+    data = [_assemble(x, i, needed, snapshot, received) for x, i in numbered]
+    pairs = zip(targets, data, strict=True)
+    leaves = [_as_keys(target, x) if is_key(target) else x for (_, target), x in pairs]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), num_bytes
 
 
-def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[int]:
-    """Find the place of each target among the leaves of the snapshot."""
+def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tuple[Any, int]]:
+    """Pairs each target's type with the number of its leaf in the snapshot."""
     stored = {leaf.path: i for i, leaf in enumerate(leaves)}
     wrong = []
     for path, x in targets:
@@ -85,11 +77,10 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[int
         raise ValueError(
             f"the snapshot is of another state, in {len(wrong)} leaves: {'; '.join(wrong[:3])}."
         )
-    return [stored[path] for path, _ in targets]
+    return [(x, stored[path]) for path, x in targets]
 
 
 def _local_boxes(x: Any) -> dict[jax.Device, Box]:
-    """Boxes of a leaf that the devices of this process hold."""
     indices = x.sharding.addressable_devices_indices_map(x.shape)
     return {
         device: tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
@@ -125,13 +116,8 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _assemble(
-    x: Any,
-    i: int,
-    needed: Needed,
-    snapshot: FoundSnapshot,
-    received: dict[Request, np.ndarray],
+    x: Any, i: int, needed: Needed, snapshot: FoundSnapshot, received: dict[Request, np.ndarray]
 ) -> jax.Array:
-    """Puts a leaf together, placed as the target is."""
     arrays: dict[Box, np.ndarray] = {}
     shards = []
     for device, box in _local_boxes(x).items():
@@ -147,7 +133,6 @@ def _assemble(
 
 
 def _as_keys(x: Any, data: jax.Array) -> jax.Array:
-    """Makes random keys of the type of ``x``."""
     impl = []
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), x)
     wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
@@ -160,10 +145,8 @@ def _as_keys(x: Any, data: jax.Array) -> jax.Array:
 def exchange(
     mesh: Mesh, snapshot: FoundSnapshot, requests: Sequence[Request]
 ) -> tuple[dict[Request, np.ndarray], int]:
-    """Fetches boxes from other processes; also returns the bytes that all sent. A collective.
-
-    In each round a process sends to one other at most, with all of its devices at once.
-    """
+    """Fetches boxes from other processes; also returns the bytes that all sent. A collective."""
+    # In each round a process sends to one other at most, with all of its devices at once.
     me = jax.process_index()
     by_pair: dict[tuple[int, int], list[Request]] = defaultdict(list)
     for receiver, rows in enumerate(gather_json(requests)):
@@ -172,35 +155,22 @@ def exchange(
             by_pair[source, receiver].append(request)
     sizes = {pair: sum(_size(snapshot, r) for r in asked) for pair, asked in by_pair.items()}
     received: dict[Request, np.ndarray] = {}
-    for pairs in _rounds(sizes):
+    large_first = sorted(sizes, key=lambda pair: (-sizes[pair], pair))
+    for pairs in disjoint_rounds(large_first):
         outgoing: Iterable[np.ndarray] = ()
         for source, receiver in pairs:
             if source == me:
                 outgoing = (_padded_bytes(snapshot, r) for r in by_pair[source, receiver])
         raw = _send(mesh, pairs, outgoing, max(sizes[pair] for pair in pairs))
         for source, receiver in pairs:
-            if receiver == me:
-                start = 0
-                for request in by_pair[source, receiver]:
-                    leaf = snapshot.leaves[request.leaf]
-                    shape = [stop - low for low, stop in request.box]
-                    num_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
-                    box = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
-                    received[request] = box
-                    start += _size(snapshot, request)
+            start = 0
+            for request in by_pair[source, receiver] if receiver == me else ():
+                dtype = np.dtype(snapshot.leaves[request.leaf].dtype)
+                shape = [stop - low for low, stop in request.box]
+                num_bytes = math.prod(shape) * dtype.itemsize
+                received[request] = raw[start : start + num_bytes].view(dtype).reshape(shape)
+                start += _size(snapshot, request)
     return received, sum(sizes.values())
-
-
-def _rounds(sizes: dict[tuple[int, int], int]) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of processes in rounds in which each sends and receives once at most, large first."""
-    waiting = sorted(sizes, key=lambda pair: (-sizes[pair], pair))
-    while waiting:
-        chosen: list[tuple[int, int]] = []
-        for source, receiver in waiting:
-            if all(source != s and receiver != r for s, r in chosen):
-                chosen.append((source, receiver))
-        yield chosen
-        waiting = [pair for pair in waiting if pair not in chosen]
 
 
 def _send(
@@ -235,14 +205,12 @@ def _send(
 
 
 def _local_rows(x: jax.Array) -> list[np.ndarray]:
-    """Rows that the devices of this process hold, in their order."""
     shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start)
     return [np.asarray(shard.data).reshape(-1) for shard in shards]
 
 
 @functools.lru_cache(maxsize=64)
 def _permute(mesh: Mesh, links: tuple[tuple[int, int], ...]) -> Callable[[jax.Array], jax.Array]:
-    """Compiles the sending of each device's bytes along its link."""
     send = functools.partial(lax.ppermute, axis_name="all", perm=links)
     return jax.jit(
         jax.shard_map(send, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
@@ -273,11 +241,9 @@ def _size(snapshot: FoundSnapshot, request: Request) -> int:
 
 
 def _read_box(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
-    """Reads a box of a block that this process has."""
     return snapshot.block(request.leaf, request.block)[_slices(request.box)]
 
 
 def _padded_bytes(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
-    """Copies the bytes of a box, and pads them."""
     raw = np.ascontiguousarray(_read_box(snapshot, request)).reshape(-1).view(np.uint8)
     return np.pad(raw, (0, _size(snapshot, request) - len(raw)))

@@ -51,7 +51,6 @@ def this_machine() -> str:
 
 
 def is_compile_only(mesh: Mesh) -> bool:
-    """Whether a mesh is of a compile-only target."""
     device = mesh.devices.flat[0]
     try:
         return device not in jax.devices(device.platform)
@@ -59,21 +58,11 @@ def is_compile_only(mesh: Mesh) -> bool:
         return True
 
 
-def planned_machines(mesh: Mesh) -> Machines:
-    """Hosts of a compile-only target, each a failure domain."""
-    hosts = [f"host {device.process_index}" for device in mesh.devices.flat]
-    return machines_of([(host, host) for host in hosts], sorted({(host, host) for host in hosts}))
-
-
 def find_machines(mesh: Mesh, machine: str | None, domain: str | None) -> Machines:
-    """Asks all processes for the names and failure domains of their machines; a collective.
-
-    A machine is called ``this_machine()`` by default, and is a failure domain of its own.
-
-    Raises:
-      ValueError: if the mesh is not of all processes, if machines have different numbers of
-        devices, or if processes of one machine name different failure domains.
-    """
+    """Asks all processes for the names and failure domains of their machines; a collective."""
+    if is_compile_only(mesh):
+        hosts = [(f"host {device.process_index}",) * 2 for device in mesh.devices.flat]
+        return machines_of(hosts, sorted(set(hosts)))
     name = machine or this_machine()
     answers = gather_json([name, domain or name])
     processes = [device.process_index for device in mesh.devices.flat]
@@ -106,9 +95,5 @@ def machines_of(
             f"machine {few!r} has {counts.min()} devices of the mesh, machine {many!r} has "
             f"{counts.max()}: PeerCheckpoints needs as many of each."
         )
-    return Machines(
-        names,
-        tuple(domains[name] for name in names),
-        of_device,
-        tuple(numbers[name] for name, _ in by_process),
-    )
+    of_process = tuple(numbers[name] for name, _ in by_process)
+    return Machines(names, tuple(domains[name] for name in names), of_device, of_process)

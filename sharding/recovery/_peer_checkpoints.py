@@ -17,12 +17,7 @@ from sharding.recovery._find_snapshot import (
     scan,
 )
 from sharding.recovery._load_state import load_state
-from sharding.recovery._machines import (
-    find_machines,
-    gather_json,
-    is_compile_only,
-    planned_machines,
-)
+from sharding.recovery._machines import find_machines, gather_json, is_compile_only
 from sharding.recovery._peer_placement import PeerDescription, describe_replicas, place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, StepCopies
 from sharding.recovery._snapshot_writer import SaveCounts, SlotLayout, SnapshotWriter
@@ -32,22 +27,14 @@ Leaves = list[tuple[str, Any]]  # paths and arrays
 
 
 class Restored(NamedTuple):
-    """What ``PeerCheckpoints.restore`` returns.
+    """What ``PeerCheckpoints.restore`` returns."""
 
-    Attributes:
-      step: at which the state was saved.
-      state: as the abstract state, placed like it.
-      extra: the value given to ``save``.
-    """
-
-    step: int
-    state: Any
-    extra: Any
+    step: int  # at which the state was saved
+    state: Any  # as the abstract state, placed like it
+    extra: Any  # the value given to ``save``
 
 
 class _Pending(NamedTuple):
-    """A snapshot that is not copied yet."""
-
     step: int
     leaves: Leaves
     extra: Any
@@ -59,22 +46,17 @@ class PeerCheckpoints:
     Each machine stores the shards of its devices, once, and those of ``replicas - 1`` peers, in two
     files in memory that are written over in turn. A snapshot is copied and sent by one compiled
     program, or by the next training step (``zero.train_step(snapshot=store)``), and written by a
-    thread. The program also counts who has committed the snapshot before, so that no one overwrites
-    the last complete one.
-
-    Every process calls the constructor and the methods in the same order.
+    thread. Every process calls the constructor and the methods in the same order.
 
     Args:
-      mesh: of the state, with devices of all processes. On a mesh of a compile-only target,
-        ``describe`` and ``lower`` of a training step show what snapshots cost there.
-      folder: in memory, such as ``/dev/shm``: it survives a killed process and no lost machine. The
-        run's folder in it is made for this user alone.
+      mesh: of the state, with devices of all processes. With a compile-only target's there are
+        ``describe`` and ``lower`` of a training step.
+      folder: in memory, such as ``/dev/shm``; the run's folder in it is for this user alone.
       run_id: names the run; another run's snapshots are not seen.
-      replicas: machines that store each shard. What several failure domains hold on their devices
-        anyway is not sent.
+      replicas: machines that store each shard, those that hold it anyway included.
       interval: ``save`` stores steps that are multiples of it.
-      failure_domain: of this process's machine, such as its rack; replicas of a shard are stored in
-        different ones. Each machine is one of its own by default.
+      failure_domain: of this process's machine, such as its rack, the machine by default; replicas
+        of a shard are stored in different ones.
       machine: the name of this process's machine; by default its kernel's boot id, which all
         containers on a machine share.
 
@@ -88,15 +70,13 @@ class PeerCheckpoints:
     >>> mesh = jax.make_mesh((8,), ("data",))
     >>> sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
     >>> state = {"w": jax.device_put(jax.numpy.arange(16.0), sharding)}
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> store = PeerCheckpoints(mesh, folder.name, run_id="doc", replicas=1)
-    >>> store.save(10, state, {"epoch": 2})
-    True
-    >>> step, restored, extra = store.restore(state)
-    >>> step, extra, bool((restored["w"] == state["w"]).all())
-    (10, {'epoch': 2}, True)
-    >>> store.close(delete=True)
-    >>> folder.cleanup()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = PeerCheckpoints(mesh, folder, run_id="doc", replicas=1)
+    ...     saved = store.save(10, state, {"epoch": 2})
+    ...     step, restored, extra = store.restore(state)
+    ...     store.close(delete=True)
+    >>> saved, step, extra, bool((restored["w"] == state["w"]).all())
+    (True, 10, {'epoch': 2}, True)
 
     References:
       Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
@@ -120,10 +100,7 @@ class PeerCheckpoints:
             raise ValueError(f"interval must be at least 1, got {interval}.")
         self.mesh, self.interval = mesh, interval
         self.planned = is_compile_only(mesh)
-        if self.planned:
-            self.machines = planned_machines(mesh)
-        else:
-            self.machines = find_machines(mesh, machine, failure_domain)
+        self.machines = find_machines(mesh, machine, failure_domain)
         spread = self.machines.domains != self.machines.names
         self.holders = place_replicas(self.machines.domains, replicas, spread=spread)
         self.counts = SaveCounts()
@@ -164,29 +141,22 @@ class PeerCheckpoints:
     # --- Saving ---------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, extra: Any = None) -> bool:
-        """Starts a snapshot and returns while it is under way; a collective.
+        """Starts a snapshot if the step is a multiple of ``interval``; returns whether it did.
 
-        The state may be donated at once. If the snapshot before is still being written, this waits
-        for it. If it could not be written, a warning is issued, it is counted, and the last
-        complete snapshot stays.
-
-        With ``zero.train_step(snapshot=...)`` the next step copies the state beside its own work;
-        until then only that step may donate it.
+        A collective. The state may be donated at once; with ``zero.train_step(snapshot=...)`` only
+        by the next step, which copies it beside its own work. A snapshot before that is still being
+        written is waited for; one that could not be written is counted, with a warning, and the
+        last complete one stays.
 
         Args:
           step: after which the state was made; greater than that of the snapshot before.
           state: a tree of arrays on the mesh.
-          extra: a value that JSON can hold, the same in all processes: the position in the data,
-            counters.
-
-        Returns:
-          Whether a snapshot was started: False for a step that is no multiple of ``interval``.
+          extra: a value that JSON can hold, the same in all processes: the position in the data.
 
         Raises:
-          ValueError: if the step is negative, no whole number or not greater than that of the
-            snapshot before, or if the state has no arrays.
-          TypeError: if JSON cannot hold ``extra``, or if a leaf is not an array on the mesh or has
-            a dtype that cannot be stored.
+          ValueError: for a step that is negative, no whole number or not greater than the one
+            before, or a state without arrays.
+          TypeError: for an ``extra`` or a leaf that cannot be stored, or a leaf off the mesh.
           RuntimeError: in a later call, if after 30 minutes not all processes have called this.
         """
         self._open_writer("save")
@@ -240,13 +210,11 @@ class PeerCheckpoints:
         return self._writer.wait(saving=self._pending is not None)
 
     def _started(self, replicas: Replicas) -> None:
-        """Writes the pending snapshot, whose copies are under way."""
         assert self._pending is not None
         assert self._program is not None
         assert self._writer is not None
-        (step, _, extra), layout = self._pending, self._program[2]
-        self._pending = None
-        self._writer.start(layout, replicas, step, extra)
+        (step, _, extra), self._pending = self._pending, None
+        self._writer.start(self._program[2], replicas, step, extra)
 
     def wait_until_finished(self) -> None:
         """Returns once all processes have written their part of the last snapshot; a collective."""
@@ -276,12 +244,11 @@ class PeerCheckpoints:
         return StepCopies(program, [x for _, x in saved], leaves, self._committed(), self._started)
 
     def planned_copies(self, state: Any) -> StepCopies:
-        """Copies of a state, which may be abstract, for a training step."""
+        """As ``copies``, of a state that may be abstract."""
         leaves = [x for _, x in leaf_paths(state)]
         return StepCopies(self._program_of(state), leaves, leaves, False, lambda replicas: None)
 
     def _program_of(self, state: Any) -> ReplicaProgram:
-        """Makes the program for a state, which may be abstract."""
         types = [(path, data_type(x)) for path, x in leaf_paths(state)]
         return ReplicaProgram(self.mesh, self.machines, self.holders, types)
 
@@ -315,10 +282,9 @@ class PeerCheckpoints:
     def restore(self, abstract_state: Any) -> Restored:
         """Loads the newest complete snapshot on any mesh, stage and processes; a collective.
 
-        Blocks are verified against the checksums that their source device computed. Those that a
-        machine does not have are sent by one that does. Newer snapshots, which are incomplete, are
-        discarded. What lost machines stored has replicas again once a snapshot of the restored
-        state, which this starts as ``save`` does, is complete.
+        Blocks are verified against the checksums of their source devices, and sent to machines that
+        lack them. Newer, incomplete snapshots are discarded. A snapshot of the restored state is
+        started, as ``save`` does: lost replicas are there again once it is complete.
 
         Args:
           abstract_state: types with shardings, such as ``zero.abstract_state(...)``, or a state.
@@ -358,8 +324,7 @@ class PeerCheckpoints:
     def describe(self, state: Any = None) -> PeerDescription:
         """Describes who stores whose shards, bytes, and the probability of recovery.
 
-        Args:
-          state: arrays or types with shardings; that of the last ``save`` if None.
+        ``state`` has arrays or types with shardings; None: that of the last ``save``.
 
         Raises:
           ValueError: before the first ``save``, without a state.
@@ -374,11 +339,7 @@ class PeerCheckpoints:
         return describe_replicas(placed, self.machines, self.holders)
 
     def close(self, *, delete: bool = False) -> None:
-        """Waits for the thread and releases the folder.
-
-        Args:
-          delete: whether this machine's snapshots are deleted, and their memory freed.
-        """
+        """Waits for the thread and releases the folder; ``delete`` frees the snapshots' memory."""
         if self._writer is None:
             return
         self._flush()
@@ -387,7 +348,6 @@ class PeerCheckpoints:
         self._writer = None
 
     def _open_writer(self, method: str) -> SnapshotWriter:
-        """Returns the writer to a method that needs devices and the folder."""
         if self.planned:
             raise ValueError(
                 f"{method} needs devices of this machine; the mesh is of a compile-only target, "

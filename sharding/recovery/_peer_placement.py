@@ -10,15 +10,15 @@ import numpy as np
 from sharding.recovery._machines import Holders, Machines
 from sharding.recovery._stored_leaf import BlockPlacement, StoredLeaf
 
-_SHOWN = 8  # machines
+_SHOWN, _ALONE = 8, "on no other machine"  # machines that are listed; those without peers
 
 
 def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool = False) -> Holders:
     """Chooses the machines that store each machine's shards, the machine itself first.
 
     GEMINI's placement (algorithm 1): the machines of a group of ``replicas`` store the shards of
-    each other; machines left over form a ring with the last group, in which each stores the shards
-    of those before it. ``spread``: the replicas of a shard are in different failure domains.
+    each other; machines left over form a ring with the last group. ``spread``: the replicas of a
+    shard are in different failure domains.
 
     Raises:
       ValueError: if there are fewer machines or failure domains than replicas.
@@ -47,14 +47,11 @@ def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool =
 
 
 def _dealt(domains: Sequence[Hashable], replicas: int, num_groups: int) -> list[int]:
-    """Orders machines so that consecutive groups have one machine of a domain each.
-
-    Sorted by domain, machines are dealt to the groups in turn; what is left over comes last.
-    """
+    """Orders machines so that consecutive groups have one machine of a domain each."""
+    # Sorted by domain, machines are dealt to the groups in turn; what is left over comes last.
     names = list(domains)
     ranked = sorted(
-        range(len(names)),
-        key=lambda i: (-names.count(names[i]), names.index(names[i])),
+        range(len(names)), key=lambda i: (-names.count(names[i]), names.index(names[i]))
     )
     if num_groups == 1:  # a ring: the next machine is one of the next domain, while there is one
         return sorted(ranked, key=lambda i: names[:i].count(names[i]))
@@ -81,10 +78,9 @@ def _least_loaded(domains: Sequence[Hashable], replicas: int) -> Holders:
 
 
 def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lost: int) -> float:
-    """Computes the probability that no shard is lost with ``lost`` machines.
+    """The exact probability that no shard is lost with ``lost`` machines, all equally likely.
 
-    Exact, each set of so many machines being equally likely: the sets that include no set of
-    holders are counted machine by machine.
+    The sets that include no set of holders are counted machine by machine.
 
     >>> round(recovery_probability(place_replicas(range(16), 2), 16, 3), 3)
     0.8
@@ -124,23 +120,16 @@ def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lo
 
 @dataclasses.dataclass(frozen=True)
 class PeerDescription:
-    """Where replicas are, and what they cost.
+    """Where replicas are, and what they cost."""
 
-    Attributes:
-      machines: names.
-      domains: the failure domain of each machine.
-      holders: by machine: the machines that store what only it has on its devices, itself first.
-      stored: by machine: bytes of one snapshot in its host memory, of which there are two.
-      sent: by machine: bytes that it sends for one snapshot.
-      sets: the sets of machines that must not be lost together.
-    """
-
-    machines: tuple[str, ...]
-    domains: tuple[str, ...]
+    machines: tuple[str, ...]  #: names
+    domains: tuple[str, ...]  #: the failure domain of each machine
+    #: by machine: the machines that store what only it has on its devices, itself first
     holders: Holders
+    #: by machine: bytes of one snapshot in its host memory, of which there are two
     stored: tuple[int, ...]
-    sent: tuple[int, ...]
-    sets: frozenset[frozenset[int]]
+    sent: tuple[int, ...]  #: by machine: bytes that it sends for one snapshot
+    sets: frozenset[frozenset[int]]  #: the sets of machines that must not be lost together
 
     @property
     def host_bytes(self) -> int:
@@ -148,25 +137,18 @@ class PeerDescription:
         return 2 * max(self.stored)
 
     def recovery_probability(self, lost: int) -> float:
-        """Computes the exact probability that no shard is lost with so many machines, at random.
-
-        Args:
-          lost: how many machines are lost before the next snapshot is complete.
-        """
+        """The exact probability that no shard is lost with any ``lost`` machines."""
         return recovery_probability(self.sets, len(self.machines), lost)
 
     def __str__(self) -> str:
         num = len(self.machines)
         lines = [
             f"{num} machine{'s' * (num > 1)}; two snapshots take {_mib(self.host_bytes)} of host "
-            f"memory; each sends {_mib(max(self.sent))} per snapshot.",
-            *(
-                f"  {self.machines[i]}: also on {', '.join(self.machines[j] for j in held[1:])}"
-                if len(held) > 1
-                else f"  {self.machines[i]}: on no other machine"
-                for i, held in enumerate(self.holders[:_SHOWN])
-            ),
+            f"memory; each sends {_mib(max(self.sent))} per snapshot."
         ]
+        for held in self.holders[:_SHOWN]:
+            own, *others = (self.machines[i] for i in held)
+            lines.append(f"  {own}: {'also on ' + ', '.join(others) if others else _ALONE}")
         if num > _SHOWN:
             lines.append(f"  and {num - _SHOWN} more")
         chances = [f"{k}: {self.recovery_probability(k):.1%}" for k in range(1, min(num, 4) + 1)]

@@ -11,15 +11,14 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.offload._host_memory import DEVICE, HOST, on_host
+from sharding.recovery._checksum import as_words, checksum
 from sharding.recovery._machines import Holders, Machines, is_compile_only
 from sharding.recovery._stored_leaf import (
     BlockPlacement,
     StoredLeaf,
     as_data,
-    as_words,
     block_placement,
     check_on_mesh,
-    checksum,
     stored_dtype,
 )
 
@@ -30,8 +29,6 @@ _ON_TPUS = 2  # as small: programs for TPUs hold four to six of them, those for 
 
 
 class Transfer(NamedTuple):
-    """What crosses a link at once."""
-
     leaves: tuple[int, ...]  # several small ones, flattened, one after the other; or a large one
     box: tuple[slice, ...] | None  # of the large one's block; None for all of it
     route: int  # where it goes, as an index into the routes of the program
@@ -49,11 +46,7 @@ class Replicas(NamedTuple):
 
 
 class ReplicaProgram:
-    """Copies the shards of a state, given as paths and arrays, which may be abstract.
-
-    Raises:
-      TypeError: for a leaf that is not an array on the mesh, or of a dtype that cannot be stored.
-    """
+    """Copies the shards of a state, given as paths and arrays, which may be abstract."""
 
     def __init__(
         self, mesh: Mesh, machines: Machines, holders: Holders, leaves: Sequence[tuple[str, Any]]
@@ -79,7 +72,6 @@ class ReplicaProgram:
         self.jitted = jax.jit(self.trace)
 
     def __call__(self, leaves: Sequence[jax.Array], committed: bool) -> Replicas:
-        """Dispatches the program for the leaves of a state; a collective."""
         return self.jitted(self.flags(committed), *leaves)
 
     def flags(self, committed: bool) -> Any:
@@ -98,7 +90,6 @@ class ReplicaProgram:
         if self.mesh.devices.flat[0].platform == "tpu":
             limit //= _ON_TPUS
         bundles: dict[tuple[int, int], list[int]] = {}
-        sizes: dict[tuple[int, int], int] = {}
         for i, (leaf, placement) in enumerate(zip(self.leaves, self.placements, strict=True)):
             size, route = leaf.block_bytes, self.routes.index(placement.sends)
             if size > limit:
@@ -107,11 +98,9 @@ class ReplicaProgram:
                     yield Transfer((i,), box, route)
             elif size:
                 key = (np.dtype(leaf.dtype).itemsize, route)
-                if sizes.get(key, 0) + size > limit:
+                if sum(self.leaves[j].block_bytes for j in bundles.get(key, ())) + size > limit:
                     yield Transfer(tuple(bundles.pop(key)), None, route)
-                    sizes[key] = 0
                 bundles.setdefault(key, []).append(i)
-                sizes[key] = sizes.get(key, 0) + size
         for (_, route), members in bundles.items():
             yield Transfer(tuple(members), None, route)
 
@@ -194,10 +183,8 @@ class StepCopies:
         self.started = started
 
     def beside(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Makes the step take ``arguments`` as its last one, and return the replicas, too.
-
-        The last argument of ``step`` is a scalar that is known once the state is copied.
-        """
+        """Makes the step take ``arguments`` as its last one, and return the replicas, too."""
+        # The last argument of ``step`` is a scalar that is known once the state is copied.
 
         def call(state: Any, *args: Any) -> tuple[Any, Replicas]:
             *own, (flags, others) = args
@@ -213,7 +200,6 @@ class StepCopies:
 
 
 def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> jax.Array:
-    """Takes the part of a shard that a device stores."""
     if placement.dim < 0:
         return block
     size = block.shape[placement.dim] // placement.parts
@@ -222,10 +208,8 @@ def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> 
 
 
 def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
-    """Splits a box into ``count`` boxes or a few more, along its first dims.
-
-    For slices of its last ones TPU programs would first change the layout of the entire array.
-    """
+    """Splits a box into ``count`` boxes or a few more, along its first dims."""
+    # For slices of its last ones TPU programs would first change the layout of the entire array.
     sizes = [s.stop - s.start for s in box]
     if count <= 1 or max(sizes, default=1) <= 1:
         yield box
@@ -239,11 +223,9 @@ def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
 
 
 def _after(committed: jax.Array, state: Any) -> Any:
-    """A state that XLA knows once the copies are sent.
-
-    CPU programs run the collectives of a loop beside others, each device in an order of its own,
-    until all threads wait. They drop barriers, so data must depend on what is sent.
-    """
+    """A state that XLA knows once the copies are sent."""
+    # CPU programs run the collectives of a loop beside others, each device in an order of its own,
+    # until all threads wait. They drop barriers, so data must depend on what is sent.
     known = committed >= 0  # always
     return jax.tree.map(
         lambda x: x if on_host(x) else jnp.where(known, x, jnp.zeros_like(x)), state

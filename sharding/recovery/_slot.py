@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.recovery._stored_leaf import StoredLeaf, host_checksum, leaves_from_json
+from sharding.recovery._checksum import host_checksum
+from sharding.recovery._stored_leaf import StoredLeaf, leaves_from_json
 
 _MAGIC = b"optaxsnp"
 # Magic, version, attempt, step, bytes of data, bytes and CRC-32 of the table; then their CRC-32.
@@ -35,11 +36,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def make_private(folder: pathlib.Path) -> None:
-    """Makes a folder for this user alone.
-
-    Raises:
-      OSError: if it cannot be made, or is there and not safe.
-    """
+    """Makes a folder for this user alone, or raises PermissionError for one that is not safe."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -67,11 +64,7 @@ def _is_link(entry: os.DirEntry[str]) -> bool:
 
 
 def lock_file(path: pathlib.Path, owner: object, text: bytes) -> tuple[int, Callable[[], Any]]:
-    """Locks a file until its owner or the process ends; returns it, and a call that unlocks it.
-
-    Raises:
-      OSError: if this or another process holds the lock, or there is no memory for the text.
-    """
+    """Locks a file until its owner or the process ends; returns it, and a call that unlocks it."""
     path = path.parent.resolve() / path.name
     if path in _LOCKED:
         raise OSError(
@@ -107,8 +100,6 @@ class SnapshotId(NamedTuple):
 
 
 class SlotTable(NamedTuple):
-    """What a slot holds."""
-
     id: SnapshotId  # of the snapshot
     leaves: list[StoredLeaf]  # of the state
     blocks: np.ndarray  # in this slot, as ``BLOCK``
@@ -122,7 +113,6 @@ class SlotTable(NamedTuple):
 
     @staticmethod
     def unpack(snapshot: SnapshotId, raw: bytes) -> "SlotTable":
-        """Reads what ``pack`` wrote."""
         (size,) = struct.unpack("<Q", raw[:8])
         blocks, described = np.frombuffer(raw[8 : 8 + size], BLOCK), json.loads(raw[8 + size :])
         leaves = leaves_from_json(described["leaves"])
@@ -130,10 +120,7 @@ class SlotTable(NamedTuple):
 
 
 class Slot:
-    """A file that is kept and written over; a snapshot in it is valid once its header is written.
-
-    The first ``reserve`` creates it.
-    """
+    """A file that is written over again; its snapshot is valid once the header is written."""
 
     def __init__(self, path: pathlib.Path):
         self.path = path
@@ -144,20 +131,17 @@ class Slot:
 
     def clear(self) -> None:
         """Discards the snapshot: the first thing that changes when it is written over."""
-        if self._memory is None and self.path.exists():
+        size = _HEADER.size + _CRC.size
+        if self._memory is not None:
+            self._memory[:size] = 0
+        elif self.path.exists():
             with open(self.path, "r+b", opener=open_own) as file:
-                file.write(bytes(_HEADER.size + _CRC.size))
-        elif self._memory is not None:
-            self._memory[: _HEADER.size + _CRC.size] = 0
+                file.write(bytes(size))
         self.snapshot = None
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """Returns the bytes for data, in memory that the file has.
-
-        Raises:
-          OSError: if there is not enough memory. Written without a reservation, the pages of a full
-            tmpfs end the process with SIGBUS.
-        """
+        """Returns the bytes for data, in memory that the file has, or raises OSError."""
+        # Without a reservation, the pages of a full tmpfs end the process with SIGBUS.
         size = _PAGE + num_bytes
         if self._memory is None or len(self._memory) < size:
             self._memory = None
@@ -188,19 +172,16 @@ class Slot:
 
 
 class OpenSlot(NamedTuple):
-    """A snapshot that is read."""
-
     path: pathlib.Path  # of the file
     data: np.ndarray  # bytes of the blocks, a view of the file
     table: SlotTable  # what it holds
 
     @property
     def id(self) -> SnapshotId:
-        """Id of the snapshot."""
         return self.table.id
 
     def block(self, number: int) -> np.ndarray:
-        """Reads one of the table's blocks: an array that is a view of the file."""
+        """A view of the file."""
         row = self.table.blocks[number]
         leaf, start = self.table.leaves[row["leaf"]], int(row["offset"])
         raw = self.data[start : start + leaf.block_bytes]
@@ -213,12 +194,7 @@ class OpenSlot(NamedTuple):
 
 
 def open_slot(path: pathlib.Path) -> OpenSlot:
-    """Opens the snapshot in a file; its blocks are not verified.
-
-    Raises:
-      ValueError: if no snapshot was committed, or its header or table are damaged.
-      OSError: if there is no such file.
-    """
+    """Opens the snapshot in a file, or raises ValueError; its blocks are not verified."""
     with open(path, "rb", opener=open_own) as file:
         if os.fstat(file.fileno()).st_size < _PAGE:
             raise ValueError(f"{path} has no snapshot.")
@@ -238,7 +214,6 @@ def open_slot(path: pathlib.Path) -> OpenSlot:
 
 
 def slots_in(folder: pathlib.Path) -> Iterator[OpenSlot]:
-    """Opens the snapshots in a folder, whoever wrote them."""
     for path in sorted(folder.glob("*.slot")):
         try:
             yield open_slot(path)

@@ -13,16 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from sharding.recovery._checksum import WORDS
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, Transfer
-from sharding.recovery._slot import (
-    BLOCK,
-    Slot,
-    SlotTable,
-    SnapshotId,
-    lock_file,
-    make_private,
-)
-from sharding.recovery._stored_leaf import WORDS, mesh_positions
+from sharding.recovery._slot import BLOCK, Slot, SlotTable, SnapshotId, lock_file, make_private
 
 _ALIGN = 8
 OWN = -1  # in place of a round
@@ -33,23 +26,14 @@ _POLL_SECONDS = 0.005
 
 @dataclasses.dataclass
 class SaveCounts:
-    """What saving took in this process so far.
+    """What saving took in this process so far."""
 
-    Attributes:
-      saved: snapshots that were written.
-      failed: snapshots that were not, each with a warning.
-      waited: seconds for which ``save`` waited until the snapshot before was written.
-      slow: snapshots that another one waited for longer than training took.
-      written: bytes.
-      sent: bytes that other machines sent to this process.
-    """
-
-    saved: int = 0
-    failed: int = 0
-    waited: float = 0.0
-    slow: int = 0
-    written: int = 0
-    sent: int = 0
+    saved: int = 0  #: snapshots that were written
+    failed: int = 0  #: snapshots that were not, each with a warning
+    waited: float = 0.0  #: seconds for which ``save`` waited for the snapshot before to be written
+    slow: int = 0  #: snapshots that another one waited for longer than training took
+    written: int = 0  #: bytes
+    sent: int = 0  #: bytes that other machines sent to this process
 
 
 class SlotLayout:
@@ -58,7 +42,8 @@ class SlotLayout:
     def __init__(self, program: ReplicaProgram):
         self.leaves, self._program = program.leaves, program
         self.num_bytes = self.received_bytes = 0  # of data, and of them what other machines sent
-        self.num_devices, self._places = program.mesh.size, mesh_positions(program.mesh)
+        self.num_devices = program.mesh.size
+        self._places = {device: i for i, device in enumerate(program.mesh.devices.flat)}
         self._rows: dict[tuple[int, int, int], int] = {}  # by device, round and leaf
         rows: list[tuple[int, int, int, int]] = []
         local = [self._places[device] for device in program.mesh.local_devices]
@@ -118,11 +103,7 @@ class SlotLayout:
 class SnapshotWriter:
     """Writes one snapshot at a time, in a thread, into the older of two slots.
 
-    It makes the folder for this user alone, and locks it. ``rank`` is that of this process among
-    the ``num_mates`` processes of its machine; ``counts`` is kept up to date.
-
-    Raises:
-      OSError: if the folder cannot be used.
+    It locks the folder. ``rank`` is that of this process among the ``num_mates`` of its machine.
     """
 
     def __init__(self, folder: pathlib.Path, rank: int, num_mates: int, counts: SaveCounts):
@@ -141,7 +122,6 @@ class SnapshotWriter:
         self._started_at = self._copied_at = 0.0  # when a snapshot was dispatched, and was copied
 
     def start(self, layout: SlotLayout, replicas: Replicas, step: int, extra: Any) -> None:
-        """Writes a snapshot whose copies are under way."""
         os.pwrite(self._lock, _lock_text(step), 0)
         self._written = SnapshotId(self.attempt, step)
         self._started_at = time.perf_counter()
@@ -175,12 +155,8 @@ class SnapshotWriter:
             self._error = error
 
     def _await(self, token: Any, step: int) -> None:
-        """Returns once all processes have run the program.
-
-        Raises:
-          RuntimeError: names the processes of this machine that have not called ``save``. It is a
-            warning as well: the main thread may wait for the devices forever.
-        """
+        """Returns once all processes have run the program, or raises."""
+        # It warns as well: the main thread may wait for the devices forever.
         end = time.monotonic() + _GIVE_UP_SECONDS
         while time.monotonic() < end:
             if token.is_ready():
@@ -210,10 +186,7 @@ class SnapshotWriter:
                 path.unlink(missing_ok=True)
 
     def wait(self, *, saving: bool) -> bool:
-        """Waits for the thread, and reports its error; a long wait too, if a snapshot is saved.
-
-        Returns whether this process committed the last snapshot that it began.
-        """
+        """Joins the thread, reports its error, and returns whether its snapshot was committed."""
         if self._thread is not None:
             start = time.perf_counter()
             self._thread.join()

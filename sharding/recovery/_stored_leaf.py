@@ -1,22 +1,20 @@
-"""Which block of each leaf a device stores and sends, as integers with a checksum."""
+"""Which block of each leaf a device stores and sends."""
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from sharding.recovery._machines import Holders, Machines
 
 # Smaller blocks that several devices of a machine hold are stored by one of them, larger by all.
 SPLIT_BYTES = 64 * 1024
-_CHUNK = 1 << 16  # elements that a host sums at a time, in its cache
-WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NARROW = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
 Pairs = tuple[tuple[int, int], ...]
 
@@ -31,21 +29,17 @@ class StoredLeaf(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
         return math.prod(self.grid)
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """Shape of a block."""
         return tuple(size // n for size, n in zip(self.shape, self.grid, strict=True))
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in host memory."""
         return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
 
     def box(self, block: int) -> tuple[slice, ...]:
-        """Where a block is in the leaf."""
         place = np.unravel_index(block, self.grid) if self.grid else ()
         return tuple(
             slice(int(i) * size, (int(i) + 1) * size)
@@ -54,7 +48,7 @@ class StoredLeaf(NamedTuple):
 
 
 def leaves_from_json(rows: list[list[Any]]) -> list[StoredLeaf]:
-    """Reads leaves that were written as JSON, which has lists for tuples."""
+    """Leaves that were written as JSON, which has lists for tuples."""
     return [StoredLeaf(p, tuple(shape), dtype, tuple(g)) for p, shape, dtype, g in rows]
 
 
@@ -78,10 +72,8 @@ def block_placement(
     machines: Machines,
     holders: Holders,
 ) -> BlockPlacement:
-    """Places the blocks of a leaf: each machine stores once what its devices hold.
-
-    A block is sent to peers only while fewer failure domains hold it than there are replicas.
-    """
+    """Places the blocks of a leaf: each machine stores once what its devices hold."""
+    # A block is sent to peers only while fewer failure domains hold it than there are replicas.
     grid, coordinates = _coordinates(sharding, shape)
     block = _block_numbers(coordinates, grid)
     # Devices of one machine that hold the same block share the work of storing it.
@@ -135,7 +127,7 @@ def _sends(
     for device in np.flatnonzero(stored).tolist():
         machine = int(machines.of_device[device])
         sources.setdefault(int(block[device]), {})[machine] = device
-    rounds: list[dict[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for number, devices in sorted(sources.items()):
         held = {machines.domains[machine] for machine in devices}
         owner = sorted(devices)[number % len(devices)]  # machines send about as many blocks each
@@ -143,33 +135,32 @@ def _sends(
         for target in others[: max(0, replicas - len(held))]:
             source = devices[owner]
             place = int(np.flatnonzero(machines.devices[owner] == source)[0])
-            destination = int(machines.devices[target][place])
-            # The first round in which neither device is busy: ppermute takes permutations.
-            for pairs in rounds:
-                if source not in pairs and destination not in pairs.values():
-                    pairs[source] = destination
-                    break
-            else:
-                rounds.append({source: destination})
-    return tuple(tuple(sorted(pairs.items())) for pairs in rounds)
+            pairs.append((source, int(machines.devices[target][place])))
+    return tuple(tuple(sorted(each)) for each in disjoint_rounds(pairs))
 
 
-def mesh_positions(mesh: Mesh) -> dict[jax.Device, int]:
-    """Numbers the devices in the order of the mesh."""
-    return {device: i for i, device in enumerate(mesh.devices.flat)}
+def disjoint_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Puts pairs into rounds in which each source and each destination occurs once at most."""
+    rounds: list[dict[int, int]] = []
+    for source, destination in pairs:
+        # The first round in which neither is busy: ppermute takes permutations.
+        free = (r for r in rounds if source not in r and destination not in r.values())
+        first = next(free, None)
+        if first is None:
+            rounds.append(first := {})
+        first[source] = destination
+    return [list(each.items()) for each in rounds]
 
 
 # --- Leaves of states -----------------------------------------------------------------------------
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """Lists the leaves of a tree with their paths."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 
 
 def is_key(x: Any) -> bool:
-    """Whether a leaf consists of random keys."""
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
@@ -201,15 +192,8 @@ def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
         stored_dtype(x.dtype, path)
 
 
-# --- Bits and checksums ---------------------------------------------------------------------------
-
-
 def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
-    """Finds the dtype in which an array is stored: 8 bits for narrower integers.
-
-    Raises:
-      TypeError: for a dtype without one, such as a float below 8 bits; names the path.
-    """
+    """The dtype in which an array is stored: 8 bits for narrower integers."""
     dtype = np.dtype(dtype)
     narrow = _NARROW.get(dtype.name)
     wide = dtype.kind in "biuf" or dtype == ml_dtypes.bfloat16 or "float8" in dtype.name
@@ -219,41 +203,3 @@ def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
             "form, such as the real and imaginary parts of complex numbers."
         )
     return np.dtype(narrow or dtype)
-
-
-def as_words(x: jax.Array) -> jax.Array:
-    """Views the bits of an array as unsigned integers of its width."""
-    x = x.astype(stored_dtype(x.dtype))
-    if x.dtype == jnp.bool_:
-        return x.astype(jnp.uint8)
-    return lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])
-
-
-def checksum(words: jax.Array) -> jax.Array:
-    """Sums (2 i + 1) w_i modulo 2**32, i counting row by row; uint32.
-
-    Odd factors make any change of one word change the sum; different ones, of two words' places.
-    """
-    if words.dtype.itemsize == 8:  # two words, the low one first
-        words = lax.bitcast_convert_type(words, jnp.uint32)
-    factor = jnp.ones((), jnp.uint32)
-    stride = 2
-    for d in reversed(range(words.ndim)):
-        index = lax.broadcasted_iota(jnp.uint32, words.shape, d)
-        factor = lax.broadcast(factor, words.shape) if factor.ndim == 0 else factor
-        factor = factor + index * jnp.uint32(stride % 2**32)
-        stride *= words.shape[d]
-    return jnp.sum(words.astype(jnp.uint32) * factor, dtype=jnp.uint32)
-
-
-def host_checksum(block: np.ndarray) -> int:
-    """``checksum`` of the words of a contiguous array in host memory."""
-    raw = block.reshape(-1).view(np.uint8)
-    words = raw.view(WORDS[min(4, block.dtype.itemsize)])
-    factors = np.arange(1, 2 * _CHUNK, 2, dtype=np.uint32)
-    total = 0
-    for start in range(0, len(words), _CHUNK):
-        chunk = words[start : start + _CHUNK].astype(np.uint32, copy=False)
-        weighted = int((chunk * factors[: len(chunk)]).sum(dtype=np.uint32))
-        total += weighted + 2 * start * int(chunk.sum(dtype=np.uint32))
-    return total % 2**32

@@ -21,8 +21,6 @@ from sharding.remat._names import NamedValues, SavedNames
 
 @dataclasses.dataclass(frozen=True)
 class TracedBlock:
-    """A block, with types of its parameters, its input and its output."""
-
     fn: Fn  # ``fn(params, x) -> y``
     params: Any  # abstract
     x: Any  # abstract
@@ -31,7 +29,6 @@ class TracedBlock:
 
     @staticmethod
     def of(fn: Fn, params: Any, x: Any, device: jax.Device) -> "TracedBlock":
-        """Traces a block on real or abstract arrays."""
         params, x = types_of(params), types_of(x)
         return TracedBlock(fn, params, x, _types_of_results(fn, params, x), device)
 
@@ -42,7 +39,6 @@ class TracedBlock:
         return id(self.fn), treedef, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
 
     def with_policy(self, names: Sequence[str]) -> Fn:
-        """Puts the block under ``jax.checkpoint``, which saves the named values."""
         return jax.checkpoint(self.fn, policy=policy_of(names))
 
     def work(self, kind: DeviceKind | None) -> tuple[Work, Work]:
@@ -62,13 +58,10 @@ class TracedBlock:
         return work_of(step, self.params, self.x, self.y, kind=kind)
 
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
-        """Finds what its backward pass reads, and what has a name."""
-        return NamedValues.of(
-            lambda params, x: floating_vjp(self.fn, params, x)[1],
-            (self.params, self.x),
-            kind,
-            names,
-        )
+        def vjp(params: Any, x: Any) -> Any:
+            return floating_vjp(self.fn, params, x)[1]
+
+        return NamedValues.of(vjp, (self.params, self.x), kind, names)
 
     def saved(self, names: Sequence[str]) -> int:
         """Bytes of one device that the block under its policy saves beyond its input."""
@@ -81,19 +74,15 @@ class TracedBlock:
         return device_bytes(_types_of_results(residuals, self.params, self.x))
 
     def temporaries(self, names: Sequence[str]) -> int:
-        """Bytes of the compiled backward pass, what it saves included.
-
-        The cotangent is donated: XLA may write that of the input in its place.
-        """
+        """Bytes of the compiled backward pass, what it saves included."""
+        # The cotangent is donated: XLA may write that of the input in its place.
         fn = after_backward(self.with_policy(names))
 
         def backward(params: Any, x: Any, cotangent: Any) -> Any:
             return floating_vjp(fn, params, x)[1](cotangent)
 
-        results = _floating((self.params, self.x))
-        compiled = compiled_for(
-            backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
-        )
+        args, results = (self.params, self.x, self.y), (_floating((self.params, self.x)),)
+        compiled = compiled_for(backward, args, results, self.device, donate_argnums=2)
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
 
@@ -107,12 +96,9 @@ def _types_of_results(fn: Fn, params: Any, x: Any) -> Any:
 
 
 def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
-    """Bytes of a compiled program that runs a function forward and backward.
-
-    As in a training step, the cotangent of the result is computed from the result, and that of the
-    input is not returned. Infinite where the compiler gives up, as that of TPUs does beyond the
-    device's memory.
-    """
+    """Bytes of a compiled program that runs a function forward and backward."""
+    # As in a training step, the cotangent of the result is computed from the result, and that of
+    # the input is not returned. Infinite where the compiler gives up, as beyond a TPU's memory.
 
     def loss(params: Any, x: Any) -> Any:
         squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _floating(fn(params, x))]
@@ -132,7 +118,6 @@ def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
 
 
 def _floating(tree: Any) -> list[Any]:
-    """Leaves that have gradients."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
@@ -176,7 +161,6 @@ class MeasuredBlock:
     recompute: tuple[Work, ...]  # of each mode
 
     def in_flops(self) -> Block:
-        """Block with operations in the place of times."""
         modes = [
             mode._replace(recompute=work.flops)
             for mode, work in zip(self.block.modes, self.recompute, strict=True)
@@ -207,23 +191,20 @@ def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]
 
 
 def is_sharded(tree: Any) -> bool:
-    """Whether any array is on several devices."""
     return any(x.sharding is not None for x in jax.tree.leaves(tree))
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of a tree on one device."""
-    return sum(
-        num_bytes(x)
-        if x.sharding is None
-        else math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-    )
+
+    def of_one(x: Any) -> int:
+        if x.sharding is None:
+            return num_bytes(x)
+        return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
+
+    return sum(map(of_one, jax.tree.leaves(tree)))
 
 
 def one_of(stack: Any) -> Any:
-    """Types of the parameters of one layer of a stack."""
-
     def first(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         sharding: Any = x.sharding
         if sharding is not None:

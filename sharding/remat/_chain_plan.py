@@ -25,7 +25,7 @@ from sharding.remat._chain_search import (
     tree_as_text,
 )
 from sharding.remat._checkpoint import Fn, policy_of, under_policy
-from sharding.remat._remat_plan import RematPlan, no_plan_fits
+from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
@@ -35,26 +35,17 @@ _MOST_PLANS = 16  # of a frontier; each is compiled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainPlan(RematPlan):
-    """What a chain of blocks stores for its backward pass; its peak is beside the chain's input.
+    """What a chain of blocks stores for its backward pass; its peak is beside the chain's input."""
 
-    Attributes:
-      blocks: ``block(params, x) -> x``, one after the other.
-      tree: blocks whose input is stored, and segments that run again.
-      names: for each block and mode, the values that are saved.
-    """
-
-    blocks: tuple[Fn, ...]
-    tree: Tree
+    blocks: tuple[Fn, ...]  #: ``block(params, x) -> x``, one after the other
+    tree: Tree  #: blocks whose input is stored, and segments that run again
+    #: for each block and mode, the values that are saved
     names: tuple[tuple[tuple[str, ...], ...], ...]
 
     def apply(self, zero: "Zero | None" = None) -> Callable[[Sequence[Any], Any], Any]:
         """``fn(params, x)``, the chain with its blocks under ``jax.checkpoint``.
 
-        ``params`` has an entry for each block. Inside ``jax.grad`` it stores what the plan says.
-
-        Args:
-          zero: whose ``train_step`` runs it; each block gathers its own parameters, as those that
-            ``zero.gathered`` returns.
+        In a ``train_step`` of ``zero`` each block gathers its own parameters.
         """
         run = self._runner(self.tree, zero)
 
@@ -73,13 +64,13 @@ class ChainPlan(RematPlan):
         for part in tree:
             if isinstance(part, Rerun) and len(part.parts) == 1:
                 (part,) = part.parts  # a single block, which saves nothing
-            numbers = numbers_in_tree((part,))
             if isinstance(part, Kept):
                 policy = policy_of(self.names[part.block][part.mode])
                 block = under_policy(self.blocks[part.block], policy, zero)
-                parts.append((_by_number(block, part.block), numbers))
+                fn: Fn = functools.partial(_by_number, block, part.block)
             else:
-                parts.append((jax.checkpoint(self._runner(part.parts, zero)), numbers))
+                fn = jax.checkpoint(self._runner(part.parts, zero))
+            parts.append((fn, numbers_in_tree((part,))))
 
         def run(params: dict[int, Any], x: Any) -> Any:
             for fn, numbers in parts:
@@ -94,28 +85,21 @@ class ChainPlan(RematPlan):
         return tree_as_text(self.tree)
 
     def choices(self) -> list[tuple[str, str, str]]:
-        """Rows of the blocks, and of what each mode saves."""
         blocks_of: dict[tuple[str, ...], list[int]] = {}  # by names
         for block, mode in sorted(set(kept_in_tree(self.tree))):
             blocks_of.setdefault(self.names[block][mode], []).append(block)
-        return [
-            ("blocks", self.summary, "(run again together)"),
-            *(
-                (f"  {', '.join(map(str, blocks))}", ", ".join(names) or "its input", "")
-                for names, blocks in blocks_of.items()
-            ),
-        ]
+        rows = [("blocks", self.summary, "(run again together)")]
+        for names, blocks in blocks_of.items():
+            rows.append((f"  {', '.join(map(str, blocks))}", ", ".join(names) or "its input", ""))
+        return rows
 
 
-def _by_number(block: Fn, number: int) -> Fn:
-    """A block that takes its own parameters from those of several."""
-    return lambda params, x: block(params[number], x)
+def _by_number(block: Fn, number: int, params: dict[int, Any], x: Any) -> Any:
+    return block(params[number], x)
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredChain:
-    """A chain whose blocks were measured."""
-
     fns: tuple[Fn, ...]  # the blocks
     params: Sequence[Any]  # of each block, abstract
     x: Any  # the input of the first block, abstract
@@ -125,20 +109,14 @@ class MeasuredChain:
 
     @property
     def blocks(self) -> list[Block]:
-        """Times and bytes, for the search."""
         return [measured.block for measured in self.measured]
 
     @functools.cached_property
     def search(self) -> ChainSearch:
-        """Trees of all budgets."""
         return ChainSearch(self.blocks, self.sizes)
 
     def fastest(self, budget: float) -> ChainPlan:
-        """Finds the fastest plan within a budget, no slower than one of ``frontier`` that is.
-
-        Raises:
-          ValueError: if none fits.
-        """
+        """Finds the fastest plan within a budget, no slower than one of ``frontier`` that is."""
         peaks = self.search.peaks
         tried = {*self._some_peaks(), *peaks[peaks <= budget][-1:]}
         least = math.inf
@@ -154,23 +132,15 @@ class MeasuredChain:
         raise no_plan_fits(budget, "these blocks need", least)
 
     def frontier(self) -> list[ChainPlan]:
-        """Plans from the fewest bytes to the most: all but those that another one beats."""
-        plans: list[ChainPlan] = []
-        for planned in reversed(self._some_peaks()):  # the fastest first
-            plan = self.plan(planned)
-            if plan.peak < (plans[-1].peak if plans else math.inf):
-                plans.append(plan)
-        return plans[::-1]
+        return unbeaten(map(self.plan, reversed(self._some_peaks())))
 
     def _some_peaks(self) -> list[float]:
         return list(map(float, self.search.peaks[some(self.search.peaks, _MOST_PLANS)]))
 
     def plan(self, planned: float) -> ChainPlan:
-        """Makes the plan of a tree, whose peak is ``planned`` at least; its program may need more.
-
-        How XLA packs arrays of several sizes into its block of temporaries is not known before. On
-        CPUs, where it merges what runs again with its first run, nothing is compiled.
-        """
+        """Makes the plan of a tree whose peak is ``planned``; its program may need more."""
+        # How XLA packs arrays of several sizes into its temporaries is not known before. On CPUs,
+        # where it merges what runs again with its first run, nothing is compiled.
         tree = self.search.tree(planned)
         flops = time_of(tree, [measured.in_flops() for measured in self.measured])
         peak = peak_bytes(tree, self.blocks, self.sizes)

@@ -51,7 +51,6 @@ class _Steps(NamedTuple):
     choices: np.ndarray  # [steps], what takes that time: mode k as k, a segment of n blocks as -n
 
     def at(self, nbytes: Any) -> Any:
-        """Finds the number of the step at some bytes."""
         return np.searchsorted(self.peaks, nbytes, side="right") - 1
 
 
@@ -74,14 +73,7 @@ class ChainSearch:
     with input sizes a, forward times u, backward times v, saved bytes b and recomputation r. The
     forward pass of a segment's last block is charged only for what its backward pass needs of it:
     XLA removes the rest. C is a step function of m: its steps are found, and no size is rounded.
-
-    Attributes:
-      peaks: bytes of the trees that no other one beats, ascending.
-      times: of these trees, descending.
-
-    References:
-      See ``plan``. Several modes of a block, exact sizes and the rule for a segment's last block
-      are ours.
+    ``peaks`` are bytes of the trees that no other one beats, ascending; ``times`` are theirs.
     """
 
     def __init__(self, blocks: Sequence[Block], sizes: Sequence[float]):
@@ -206,7 +198,7 @@ def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) ->
 
 
 def kept_in_tree(tree: Tree) -> list[Kept]:
-    """Lists blocks with their modes, in order, those of segments too."""
+    """Blocks with their modes, in order, those of segments too."""
     return [
         kept
         for part in tree
@@ -215,7 +207,6 @@ def kept_in_tree(tree: Tree) -> list[Kept]:
 
 
 def numbers_in_tree(tree: Tree) -> list[int]:
-    """Lists the numbers of blocks, in order."""
     return [kept.block for kept in kept_in_tree(tree)]
 
 

@@ -34,11 +34,9 @@ def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callab
 def under_policy(
     fn: Fn, policy: Callable[..., Any], zero: "Zero | None", in_loop: bool = False
 ) -> Fn:
-    """A block that stores what the policy allows, and gathers its own parameters.
-
-    At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what it
-    gathers is stored. A loop separates what runs again from its first run without barriers.
-    """
+    """A block that stores what the policy allows, and gathers its own parameters."""
+    # At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what
+    # it gathers is stored. A loop separates what runs again from its first run without barriers.
 
     def checkpointed(fn: Fn) -> Fn:
         return jax.checkpoint(
@@ -49,20 +47,15 @@ def under_policy(
         return checkpointed(fn)
     if zero.stage < 3:
         return checkpointed(zero.gathered(fn))
-    gathered: Fn = (
-        zero.gathered(fn, policy=policy)
-        if zero.reshard_after_forward
-        else zero.gathered(checkpointed(fn))
-    )
-    return gathered
+    if zero.reshard_after_forward:
+        return zero.gathered(fn, policy=policy)
+    return zero.gathered(checkpointed(fn))
 
 
 def after_backward(fn: Fn) -> Fn:
-    """A block whose gradients are complete before the block in front of it starts its backward.
-
-    Without the barrier XLA may put off the products of all blocks that sum gradients of
-    parameters, and hold what they read until then.
-    """
+    """A block whose gradients are complete before the block in front of it starts its backward."""
+    # Without the barrier XLA may put off the products of all blocks that sum gradients of
+    # parameters, and hold what they read until then.
 
     def call(params: Any, x: Any) -> Any:
         treedef: Any
@@ -80,11 +73,9 @@ def scanned(
     zero: "Zero | None" = None,
     name_input: bool = False,
 ) -> Fn:
-    """``stack(params, x)``: a scan over stacked parameters, or a scan over scans.
-
-    Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
-    one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
-    """
+    """``stack(params, x)``: a scan over stacked parameters, or a scan over scans."""
+    # Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
+    # one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
 
     def named(params: Any, x: Any) -> Any:
         # Only a name within the loop's body lets its carry be offloaded.

@@ -23,8 +23,6 @@ Names = Collection[str] | Mapping[str, str] | str | None
 
 
 class NameRequest(NamedTuple):
-    """What a caller allows or demands."""
-
     allowed: Collection[str] | None = None  # names that may be saved; None for all
     saved: tuple[str, ...] | None = None  # names on the device; None where the planner chooses
     offloaded: tuple[str, ...] = ()  # names that are copied to host memory
@@ -35,9 +33,6 @@ def request_of(names: Names) -> NameRequest:
 
     >>> request_of({"mlpwi": "offload", "context": "device", "mlpwo": "remat"})
     NameRequest(allowed=None, saved=('context',), offloaded=('mlpwi',))
-
-    Raises:
-      ValueError: for an unknown preset or place.
     """
     if isinstance(names, str):
         if names not in PRESETS:
@@ -75,8 +70,6 @@ class HostCopies(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    """A choice of names."""
-
     names: tuple[str, ...]  # of the values that are saved on the device
     nbytes: int  # that they take
     # Of operations that run again, by a model of the device, and of waiting for copies.
@@ -90,8 +83,7 @@ class NamedValues:
     """A block's forward pass, as far as its backward pass needs it.
 
     A value that the backward pass reads is saved, if it has a name that is chosen, or is computed
-    again from what is saved, the parameters and the block's input: an integer program over the
-    operations that run again and the names that are saved.
+    again from what is saved, the parameters and the block's input: an integer program.
     """
 
     graph: Graph  # from parameters and input to what the backward pass reads
@@ -106,14 +98,13 @@ class NamedValues:
         kind: DeviceKind | None,
         names: Collection[str] | None,
     ) -> "NamedValues":
-        """Traces ``vjp(params, x)``, a function that backward passes; None takes all names."""
+        """Traces ``vjp(params, x)``, which returns a backward pass; ``names`` None takes all."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(args)
 
         def residuals(inputs: list[Any]) -> list[Any]:
-            return [
-                x for x in jax.tree.leaves(vjp(*treedef.unflatten(inputs))) if hasattr(x, "dtype")
-            ]
+            arrays = jax.tree.leaves(vjp(*treedef.unflatten(inputs)))
+            return [x for x in arrays if hasattr(x, "dtype")]
 
         graph = Graph(residuals, leaves, [False] * len(leaves))
         seconds: list[float] = []
@@ -131,7 +122,6 @@ class NamedValues:
         return NamedValues(graph, tuple(seconds), values, inputs)
 
     def nbytes(self, name: str) -> int:
-        """Bytes of the values that have a name."""
         return num_bytes([self.graph.types[x] for x in self.values[name]])
 
     def recompute_seconds(self, saved: Collection[str]) -> float:
@@ -148,7 +138,6 @@ class NamedValues:
         return sum(self.seconds[i] for i in run)
 
     def of_input(self) -> list[str]:
-        """Names that the block gives to its input."""
         graph = self.graph
 
         def operands(name: str) -> set[int]:
@@ -170,11 +159,8 @@ class NamedValues:
         ]
 
     def best(self, budget: float, host: HostCopies | None = None) -> SavedNames:
-        """Finds the names of least time whose values take at most ``budget`` bytes of the device.
-
-        With ``host``, values may be copied to host memory as well. That takes the time by which
-        the copies outlast the forward or the backward pass.
-        """
+        """The names of least time whose values take at most ``budget`` bytes of the device."""
+        # With ``host``, values may be copied to host memory as well.
         from scipy import sparse
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -262,11 +248,9 @@ class NamedValues:
         seconds: float,
         host: HostCopies | None,
     ) -> SavedNames:
-        host_bytes = sum(map(self.nbytes, offloaded))
+        nbytes, host_bytes = (sum(map(self.nbytes, names)) for names in (saved, offloaded))
         wait = host.wait(host_bytes, seconds) if host else 0.0
-        return SavedNames(
-            saved, sum(map(self.nbytes, saved)), seconds + wait, offloaded, host_bytes
-        )
+        return SavedNames(saved, nbytes, seconds + wait, offloaded, host_bytes)
 
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
@@ -274,9 +258,6 @@ class NamedValues:
         while choices[-1].nbytes:
             # Below the last choice by more than the solver's tolerance.
             choices.append(self.best(choices[-1].nbytes * (1 - 1e-5), host))
-        following = [*(choice.seconds for choice in choices[1:]), math.inf]
-        return [
-            choice
-            for choice, slower in zip(choices, following, strict=True)
-            if choice.seconds < slower * (1 - 1e-9)
-        ]
+        slower = [*(choice.seconds for choice in choices[1:]), math.inf]
+        pairs = zip(choices, slower, strict=True)
+        return [choice for choice, other in pairs if choice.seconds < other * (1 - 1e-9)]

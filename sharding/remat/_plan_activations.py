@@ -4,7 +4,7 @@ import numbers
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import jax
 
@@ -37,6 +37,7 @@ from sharding.remat._stack_plan import Candidate, Stack, StackPlan
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 Budget = float | str | Plan
+Device: TypeAlias = "str | jax.Device | None"
 
 
 @overload
@@ -80,42 +81,34 @@ def plan(
 ) -> Any:
     """Finds the fastest way to train a chain or a stack of blocks whose activations fit a budget.
 
-    Between the forward and the backward pass blocks store activations, or compute them again. A
-    *chain* runs one block after the other. Its plan is optimal among schedules that store each
+    A *chain* runs one block after the other. Its plan is optimal among schedules that store each
     value until it is used: every block saves some of its named values, or belongs to a segment of
     blocks of which the input alone is stored. A *stack* (``length``) is a scan over the parameters
     of equal blocks, or a scan over scans, each of which runs again.
 
     Bytes are those of the peak of one device: stored activations, and the temporaries of the
-    compiled backward pass. Arguments and results of the step (parameters, gradients, optimizer
-    state, the batch), and what a loss after the blocks takes, are not part of it. Values have a
-    name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
+    compiled backward pass; not arguments and results of the step, nor what a loss after the blocks
+    takes. ``jax.ad_checkpoint.checkpoint_name`` names a value.
 
     Args:
       blocks: ``block(params, x) -> x``, one after the other; a single function for all. The last
         one of a chain may be the loss.
-      params: of each block; of a stack one tree, with the blocks in the first dim. Real or
-        abstract; arrays that are sharded over a mesh are planned, and counted, as they are.
-      x: the input of the first block: an array or a tree of arrays; real or abstract. As one device
-        has it: its own micro-batch.
-      budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` that
-        ``sharding.plan.estimate`` made with the figures of a device: what it leaves there.
+      params: of each block; of a stack one tree [length, ...]. Real or abstract; sharded arrays are
+        planned, and counted, as they are.
+      x: the input of the first block, a tree of arrays, real or abstract: one device's micro-batch.
+      budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` of
+        ``sharding.plan.estimate`` with a device: what it leaves there.
       device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
-        the first of this machine. On CPUs XLA orders chains in other ways: their plan is not
-        compiled, and need not hold there.
-      names: that may be saved; None for all that the blocks have. A preset of MaxText, such as
-        ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
-        leaves no choice of names.
+        the first of this machine. On CPUs the plan of a chain is not compiled, and need not hold.
+      names: that may be saved; None for all. A preset of MaxText, such as ``"save_qkv_proj"``, or
+        a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name leaves no choice.
       offload: whether a stack may copy named values, and the inputs of its blocks
-        (``"block_input"``), to pinned host memory; or the names of those that it may. Copies take
-        the time by which they outlast the passes beside them.
+        (``"block_input"``), to pinned host memory; or the names of those that it may.
       length: the number of blocks of a stack.
-      modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
-        all that are worth their bytes are candidates.
+      modes: of a chain, how many choices of names are compiled for each distinct block.
 
     Returns:
-      A ``ChainPlan`` or ``StackPlan``: ``print`` it, train with ``apply()``, compare programs with
-      ``check()``.
+      A ``ChainPlan`` or ``StackPlan``.
 
     Raises:
       ValueError: if no plan fits the budget (the message has the least that does), the arguments
@@ -129,25 +122,20 @@ def plan(
       ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
       >>> params, x = [jnp.ones((64, 256))] * 6, jnp.ones((512, 64))
       >>> found = shd.remat.plan(block, params, x, "4MiB")
-      >>> found.peak <= 4 * 2**20
-      True
       >>> loss = lambda params, x: jnp.sum(found.apply()(params, x) ** 2)
-      >>> grads = jax.jit(jax.grad(loss))(params, x)
+      >>> found.peak <= 4 * 2**20, jax.jit(jax.grad(loss))(params, x)[0].shape
+      (True, (64, 256))
 
     References:
-      Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
-      chains: how to train deep neural networks with limited memory, ACM TOMS 2024, arXiv
-      1911.13214.
+      Beaumont et al.: Optimal checkpointing for heterogeneous chains: how to train deep neural
+      networks with limited memory, ACM TOMS 2024, arXiv 1911.13214.
     """
-    most, request = in_bytes(budget), request_of(names)
-    if length is not None:
-        stack, candidates = _measured_stack(
-            blocks, params, x, device, request, offload, length, None
-        )
-        fastest = stack.fastest(candidates, most)
-        return stack.plan(fastest, stack.peak(fastest), most)
-    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return chain.fastest(most)
+    most, given = in_bytes(budget), (blocks, params, x, device, request_of(names), offload)
+    if length is None:
+        return _measured_chain(*given, modes).fastest(most)
+    stack, candidates = _measured_stack(*given, length, None)
+    fastest = stack.fastest(candidates, most)
+    return stack.plan(fastest, stack.peak(fastest), most)
 
 
 def frontier(
@@ -164,30 +152,14 @@ def frontier(
     """Finds every plan that no other one beats in bytes and time, by ascending bytes.
 
     Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
-    at most 16 plans are, of bytes in about equal ratios.
-
-    The arguments are those of ``plan``; ``modes`` limits the choices of names of stacks, too.
-
-    Returns:
-      A list of plans; ``print`` it for a table, or ``plot`` several.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> from jax.ad_checkpoint import checkpoint_name
-      >>> def block(w, x):
-      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
-      >>> plans = shd.remat.frontier(block, [jnp.ones((64, 256))] * 8, jnp.ones((512, 64)))
-      >>> plans[0].peak < plans[-1].peak, plans[0].extra_time > plans[-1].extra_time
-      (True, True)
+    at most 16 plans are. The arguments are those of ``plan``; ``modes`` limits the choices of names
+    of stacks, too. ``print`` shows a table.
     """
-    request = request_of(names)
-    if length is not None:
-        stack, candidates = _measured_stack(
-            blocks, params, x, device, request, offload, length, modes
-        )
-        return Frontier(stack.frontier(candidates))
-    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return Frontier(chain.frontier())
+    given = blocks, params, x, device, request_of(names), offload
+    if length is None:
+        return Frontier(_measured_chain(*given, modes).frontier())
+    stack, candidates = _measured_stack(*given, length, modes)
+    return Frontier(stack.frontier(candidates))
 
 
 def in_bytes(budget: Budget) -> float:
@@ -198,25 +170,24 @@ def in_bytes(budget: Budget) -> float:
     """
     if isinstance(budget, Plan):
         return _left_by(budget)
-    if not isinstance(budget, str):
-        if not isinstance(budget, numbers.Real):
-            raise ValueError(
-                f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
-                f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
-            )
-        nbytes = float(budget)
-    else:
+    if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
         if match is None:
             raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
         nbytes = float(match[1]) * _UNITS[match[2] or ""]
+    elif isinstance(budget, numbers.Real):
+        nbytes = float(budget)
+    else:
+        raise ValueError(
+            f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
+            f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
+        )
     if not nbytes > 0:
         raise ValueError(f"a budget must be above 0, got {budget!r}.")
     return nbytes
 
 
 def _left_by(planned: Plan) -> float:
-    """Bytes that the stage of a plan leaves of the device's memory."""
     if planned.device is None:
         raise ValueError(
             "a budget from a Plan needs the memory of its device: call estimate(..., "
@@ -232,15 +203,8 @@ def _left_by(planned: Plan) -> float:
 
 
 def _measured_chain(
-    blocks: Any,
-    params: Any,
-    x: Any,
-    device: str | jax.Device | None,
-    request: NameRequest,
-    offload: bool | Collection[str],
-    modes: int,
+    blocks: Any, params: Any, x: Any, device: Device, request: NameRequest, offload: Any, modes: int
 ) -> MeasuredChain:
-    """Traces all blocks, and compiles the distinct ones."""
     if isinstance(params, Mapping):
         raise ValueError(
             "the parameters of a chain are a list, with those of each block; for stacked ones give "
@@ -273,7 +237,7 @@ def _measured_chain(
 
 
 def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:
-    """Chooses names for each mode; the last one saves nothing."""
+    """Names for each mode; the last one saves nothing."""
     if request.saved is None:
         return evenly(values.frontier(), modes)
     demanded, nothing = (values.fixed(saved, ()) for saved in (request.saved, ()))
@@ -284,13 +248,12 @@ def _measured_stack(
     block: Any,
     params: Any,
     x: Any,
-    device: str | jax.Device | None,
+    device: Device,
     request: NameRequest,
     offload: bool | Collection[str],
     length: int,
     modes: int | None,
 ) -> tuple[Stack, list[Candidate]]:
-    """Traces a stack, and lists the candidates for its plan."""
     if not callable(block):
         raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
     if isinstance(offload, str):
@@ -326,7 +289,6 @@ def _check_modes(modes: int | None) -> None:
 def _warn(
     named: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
 ) -> None:
-    """Warns of names that do not do what their author wanted."""
     known = {name for values in named for name in values.values}
     if not known:
         what = "no name that may be saved" if request.allowed is not None else "no named values"
@@ -352,7 +314,7 @@ def _warn(
         )
 
 
-def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | None, jax.Device]:
+def _device(device: Device, args: Any) -> tuple[DeviceKind | None, jax.Device]:
     """Finds figures of a device, where they are known, and the device to compile for."""
     if isinstance(device, str):
         return device_of_target(device)
@@ -364,5 +326,4 @@ def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | No
 
 
 def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
-    """Finds figures of a target's devices, and one of them."""
     return kind_of(name), targets.topology(name)[0]

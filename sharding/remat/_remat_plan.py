@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from sharding.plan._format import NEED, Table, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
@@ -16,23 +16,14 @@ class OverBudgetError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematPlan:
-    """Figures of a plan; ``print`` it for a table.
+    """Figures of a plan; ``print`` it for a table."""
 
-    Attributes:
-      peak: bytes of activations and temporaries of one device.
-      saved: bytes of the device that are stored between the forward and the backward pass.
-      host: bytes that are stored in host memory.
-      budget: bytes that were allowed.
-      work: operations of a step.
-      plain: operations of a step that runs nothing again.
-    """
-
-    peak: float
-    saved: float
-    host: float = 0.0
-    budget: float
-    work: Work
-    plain: Work
+    peak: float  #: bytes of activations and temporaries of one device
+    saved: float  #: bytes of the device that are stored between the forward and the backward pass
+    host: float = 0.0  #: bytes that are stored in host memory
+    budget: float  #: bytes that were allowed
+    work: Work  #: operations of a step
+    plain: Work  #: operations of a step that runs nothing again
 
     @property
     def extra_flops(self) -> float:
@@ -44,20 +35,12 @@ class RematPlan:
         """Time of what runs again and of waiting for copies, as a fraction of the plain step's."""
         return _ratio(self.work.seconds - self.plain.seconds, self.plain.seconds)
 
-    @property
-    def products_again(self) -> float:
-        """``extra_flops`` as a fraction of the plain step's."""
-        return _ratio(self.extra_flops, self.plain.flops)
-
     def check(self, compiled: Any, tolerance: float = 0.03) -> int:
-        """Compares with a program that was compiled for the plan's device.
+        """Compares with a program that was compiled for the plan's device; returns its temporaries.
 
         Args:
           compiled: of ``jax.jit(...).lower(...).compile()``: a step with these blocks.
           tolerance: by which temporaries may be above the plan, as a fraction of it.
-
-        Returns:
-          Bytes of temporaries of the program.
 
         Raises:
           OverBudgetError: if temporaries are above the plan, or above the budget.
@@ -82,12 +65,9 @@ class RematPlan:
         ]
         if self.host:
             rows.append(("in host memory", size(self.host), ""))
+        again, plain = (f"{flops / 1e12:,.2f}" for flops in (self.extra_flops, self.plain.flops))
         rows += [
-            (
-                "products again",
-                f"{self.extra_flops / 1e12:,.2f} TFLOP",
-                f"of {self.plain.flops / 1e12:,.2f}",
-            ),
+            ("products again", f"{again} TFLOP", f"of {plain}"),
             ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
             *self.choices(),
         ]
@@ -116,6 +96,18 @@ def no_plan_fits(budget: float, who_needs: str, least: float) -> ValueError:
     )
 
 
+Kind = TypeVar("Kind", bound=RematPlan)
+
+
+def unbeaten(plans: Iterable[Kind]) -> list[Kind]:
+    """Of plans, the fastest first, those that no faster one beats, by ascending bytes."""
+    kept: list[Kind] = []
+    for plan in plans:
+        if plan.peak < (kept[-1].peak if kept else math.inf):
+            kept.append(plan)
+    return kept[::-1]
+
+
 def _ratio(again: float, plain: float) -> float:
     """A fraction of operations; 0 where there are none, as in blocks without products."""
     return again / plain if plain else 0.0
@@ -127,16 +119,11 @@ class Frontier(list[Any]):
     def tables(self) -> list[Table]:
         """The table to print."""
         columns = ("stores", "peak", "in host memory", "products again", "extra time")
-        rows = [
-            (
-                plan.summary,
-                size(plan.peak),
-                size(plan.host) if plan.host else "",
-                f"{plan.products_again:.1%}",
-                f"{plan.extra_time:.1%}",
-            )
-            for plan in self
-        ]
+        rows = []
+        for plan in self:
+            nbytes = size(plan.peak), size(plan.host) if plan.host else ""
+            again = _ratio(plan.extra_flops, plan.plain.flops), plan.extra_time
+            rows.append((plan.summary, *nbytes, *(f"{fraction:.1%}" for fraction in again)))
         return [Table("Activations of one device", columns, rows)]
 
     def __str__(self) -> str:
@@ -144,14 +131,11 @@ class Frontier(list[Any]):
 
 
 def plot(frontiers: Mapping[str, Sequence[RematPlan]], others: Any = None) -> Any:
-    """Bytes of peak against time, a line for each frontier under its name.
+    """A ``matplotlib.figure.Figure`` of bytes against time, a line for each frontier by its name.
 
     Args:
       frontiers: as ``frontier`` returns them.
       others: by name, plans to be shown as points beside the lines, such as those of presets.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
 
     Raises:
       ValueError: matplotlib is not installed.

@@ -1,7 +1,7 @@
 """A plan for a scanned stack of equal blocks: names, lengths of scans, copies to host memory."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ from sharding.remat._block_costs import (
 )
 from sharding.remat._checkpoint import INPUT, Fn, policy_of, scanned
 from sharding.remat._names import HostCopies, NamedValues, NameRequest, SavedNames
-from sharding.remat._remat_plan import RematPlan, no_plan_fits
+from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
@@ -30,21 +30,15 @@ _COMPILED = 0.6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackPlan(RematPlan):
-    """What a scan over a stack of blocks stores for its backward pass.
+    """What a scan over a stack of blocks stores for its backward pass."""
 
-    Attributes:
-      block: ``block(params, x) -> x`` with the parameters of one layer.
-      lengths: of the scan; or of an outer scan and of an inner one, which runs again as a whole.
-      names: of the values of a block that are saved on the device.
-      offloaded: of the values that are copied to host memory; ``"block_input"`` is the input.
-      input_names: that the block gives to its input by itself.
-    """
-
-    block: Fn
+    block: Fn  #: ``block(params, x) -> x`` with the parameters of one layer
+    #: of the scan; or of an outer scan and of an inner one, which runs again as a whole
     lengths: tuple[int, ...]
-    names: tuple[str, ...]
+    names: tuple[str, ...]  #: of the values of a block that are saved on the device
+    #: of the values that are copied to host memory; ``"block_input"`` is the input
     offloaded: tuple[str, ...] = ()
-    input_names: tuple[str, ...] = ()
+    input_names: tuple[str, ...] = ()  #: that the block gives to its input by itself
 
     @property
     def policy(self) -> Callable[..., bool]:
@@ -53,28 +47,22 @@ class StackPlan(RematPlan):
         Where the block's input is offloaded, the block must name it ``"block_input"`` in its first
         line; ``apply`` does so. With two lengths ``jax.checkpoint`` is around the inner scan, too.
         """
-        offloaded = self.offloaded
-        if INPUT in offloaded:
-            offloaded = (*offloaded, *self.input_names)
-        return policy_of(self.names, offloaded)
+        more = self.input_names if INPUT in self.offloaded else ()
+        return policy_of(self.names, (*self.offloaded, *more))
 
     def apply(self, zero: "Zero | None" = None) -> Fn:
         """``fn(params, x)``, the scan over stacked parameters.
 
-        Args:
-          zero: whose ``train_step`` runs it; each layer gathers its own parameters, as those that
-            ``zero.gathered`` returns.
+        In a ``train_step`` of ``zero`` each layer gathers its own parameters.
         """
         return scanned(self.block, self.lengths, self.policy, zero, INPUT in self.offloaded)
 
     @property
     def summary(self) -> str:
-        """Lengths of the scans, and names."""
         parts = [" x ".join(map(str, self.lengths)), *self.names]
         return " ".join([*parts, *(f"{name} (host)" for name in self.offloaded)])
 
     def choices(self) -> list[tuple[str, str, str]]:
-        """Rows of the scans and the names."""
         again = "the inner one runs again" if len(self.lengths) > 1 else ""
         rows = [("scan", " x ".join(map(str, self.lengths)), again)]
         rows.append(("saves", ", ".join(self.names) or "its input", ""))
@@ -84,8 +72,6 @@ class StackPlan(RematPlan):
 
 
 class Candidate(NamedTuple):
-    """A way to run the stack."""
-
     choice: SavedNames  # of names
     lengths: tuple[int, ...]  # of the scans
     input_offloaded: bool  # whether the blocks' inputs are in host memory
@@ -111,20 +97,11 @@ class Stack:
 
     A scan of L blocks stores L inputs and what is saved of each. A scan of L / i scans of i blocks
     stores L / i inputs, and in its backward pass i inputs and what is saved, and i layers of
-    parameters and gradients.
-
-    ``params`` are stacked: the first dim of every array is ``length``, the number of blocks.
-    ``kind`` has the figures of the device for which it is compiled.
+    parameters and gradients. ``params`` are stacked, [length, ...].
     """
 
     def __init__(
-        self,
-        fn: Fn,
-        params: Any,
-        x: Any,
-        length: int,
-        device: jax.Device,
-        kind: DeviceKind | None,
+        self, fn: Fn, params: Any, x: Any, length: int, device: jax.Device, kind: DeviceKind | None
     ):
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}.")
@@ -147,24 +124,22 @@ class Stack:
             )
         self._works = self._traced.work(kind)
         self._input = device_bytes(self._traced.x)
-        # By names: what runs again, what is saved.
-        self._again: dict[tuple[str, ...], Work] = {}
-        self._saved: dict[tuple[str, ...], int] = {}
+        self._plain = self._works[0] + self._works[1]
+        self._saved = functools.cache(self._traced.saved)  # by names
+        self._again = functools.cache(
+            lambda names: self._traced.recompute(names, self._plain, kind)
+        )
         self._peaks: dict[Any, float] = {}
         self._input_names: tuple[str, ...] = ()
 
     def named_values(self, request: NameRequest) -> NamedValues:
-        """Finds the block's names."""
         return self._traced.named_values(self._kind, request.allowed)
 
     def candidates(
         self, request: NameRequest, offload: bool | Collection[str], modes: int | None = None
     ) -> list[Candidate]:
-        """Lists what is worth considering, the fastest first.
-
-        ``offload`` has the names that may be offloaded, or is True for all; ``modes`` limits the
-        choices of names.
-        """
+        """Lists what is worth considering, the fastest first."""
+        # ``offload`` has the names that may be offloaded, or is True; ``modes`` limits the choices.
         values = self.named_values(request)
         inputs = self._input_names = tuple(values.of_input())
         candidates = []
@@ -191,7 +166,6 @@ class Stack:
         return sorted(distinct, key=lambda c: (c.work.seconds, c.closed_form))
 
     def _host(self, names: Collection[str], input_too: bool) -> HostCopies:
-        """Copies to host memory over the link of the device."""
         assert self._kind is not None
         assert self._kind.host_link is not None
         forward, backward = (work.seconds for work in self._works)
@@ -207,35 +181,21 @@ class Stack:
     def _candidate(
         self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool
     ) -> Candidate:
-        forward, backward = self._works
-        names = (*choice.names, *choice.offloaded)
-        if names not in self._again:
-            self._again[names] = self._traced.recompute(names, forward + backward, self._kind)
-        again = self._again[names]
-        step = forward + backward + again
-        slices = 0.0
+        again = self._again((*choice.names, *choice.offloaded))
+        step, slices = self._plain + again, 0.0
         if len(lengths) == 2:  # the inner scan runs again, and holds its layers
-            step = step + forward
+            step = step + self._works[0]
             slices = 2.0 * device_bytes(self._params) / lengths[0]
         host = choice.host_bytes + (self._input if input_offloaded else 0)  # of one block
         if host:
             wait = self._host((), input_offloaded).wait(choice.host_bytes, again.seconds)
             step = step + Work(0.0, wait)
-        return Candidate(
-            choice,
-            lengths,
-            input_offloaded,
-            work=step.times(self._length),
-            saved=self._stored(choice, lengths, input_offloaded),
-            host=float(self._length * host),
-            slices=slices,
-        )
+        way = choice, lengths, input_offloaded
+        nbytes = self._stored(*way), float(self._length * host), slices
+        return Candidate(*way, step.times(self._length), *nbytes)
 
     def _stored(self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool) -> float:
-        """Bytes that scans store on the device."""
-        if choice.names not in self._saved:
-            self._saved[choice.names] = self._traced.saved(choice.names)
-        block = self._saved[choice.names] + (0 if input_offloaded else self._input)
+        block = self._saved(choice.names) + (0 if input_offloaded else self._input)
         if len(lengths) == 1:
             return float(lengths[0] * block)
         return float(lengths[0] * self._input + lengths[1] * block)
@@ -249,11 +209,9 @@ class Stack:
     def temporaries(
         self, candidate: Candidate, within: Callable[..., tuple[Any, Any, Any]] | None = None
     ) -> float:
-        """Bytes of a compiled program; infinite where the compiler gives up.
-
-        ``within(stack, params)`` returns a function, and its parameters and input: a model with
-        this stack. Without it the stack is compiled alone.
-        """
+        """Bytes of a compiled program; infinite where the compiler gives up."""
+        # ``within(stack, params)`` returns a function, and its parameters and input: a model with
+        # this stack. Without it the stack is compiled alone.
         length = self._compiled_length(candidate)
         # The same with fewer blocks, or fewer segments of blocks.
         lengths = (length * candidate.lengths[0] // self._length, *candidate.lengths[1:])
@@ -265,11 +223,9 @@ class Stack:
         return nbytes + candidate.saved - saved
 
     def _compiled_length(self, candidate: Candidate) -> int:
-        """Blocks to compile: all, or as many as the compiler for TPUs accepts.
-
-        It refuses programs beyond the device's memory, in which all parameters and gradients of a
-        stack, that ZeRO shards, do not fit. Bytes grow linearly from three blocks on.
-        """
+        """Blocks to compile: all, or as many as the compiler for TPUs accepts."""
+        # It refuses programs in which all parameters and gradients of a stack, that ZeRO shards, do
+        # not fit. Bytes grow linearly from three blocks on.
         if self._traced.device.platform != "tpu" or self._kind is None:
             return self._length
         segment = self._length // candidate.lengths[0]
@@ -278,14 +234,9 @@ class Stack:
         return min(self._length, max(fit, 3 * segment))
 
     def fastest(self, candidates: Sequence[Candidate], budget: float) -> Candidate:
-        """Finds the fastest candidate whose program fits.
-
-        What a candidate stores is a bound: those that store more than the budget are not compiled.
-        No estimate decides, so that a larger budget never has a slower plan.
-
-        Raises:
-          ValueError: if none fits.
-        """
+        """Finds the fastest candidate whose program fits."""
+        # What a candidate stores is a bound: those that store more than the budget are not
+        # compiled. No estimate decides, so that a larger budget never has a slower plan.
         for candidate in candidates:
             if candidate.saved <= budget and self.peak(candidate) <= budget:
                 return candidate
@@ -298,16 +249,10 @@ class Stack:
 
     def frontier(self, candidates: Sequence[Candidate]) -> list[StackPlan]:
         """Plans that no other candidate beats in bytes and time; all are compiled."""
-        plans: list[StackPlan] = []
-        for candidate in candidates:  # the fastest first
-            peak = self.peak(candidate)
-            if peak < (plans[-1].peak if plans else math.inf):
-                plans.append(self.plan(candidate, peak, peak))
-        return plans[::-1]
+        peaks = map(self.peak, candidates)
+        return unbeaten(self.plan(c, p, p) for c, p in zip(candidates, peaks, strict=True))
 
     def plan(self, candidate: Candidate, peak: float, budget: float) -> StackPlan:
-        """Makes the plan of a candidate."""
-        forward, backward = self._works
         input_names = [INPUT] if candidate.input_offloaded else []
         return StackPlan(
             peak=peak,
@@ -315,7 +260,7 @@ class Stack:
             host=candidate.host,
             budget=budget,
             work=candidate.work,
-            plain=(forward + backward).times(self._length),
+            plain=self._plain.times(self._length),
             block=self._traced.fn,
             lengths=candidate.lengths,
             names=candidate.choice.names,

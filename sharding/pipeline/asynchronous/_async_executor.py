@@ -15,6 +15,7 @@ from sharding.pipeline._executor import (
     Column,
     Executor,
     ForLater,
+    Params,
     Result,
     Totals,
     read_slot,
@@ -61,11 +62,7 @@ class AsyncExecutor(Executor):
     def run_updates(
         self, opt_state: Any, tables: Sequence[dict[str, jax.Array]], last_version: Any
     ) -> tuple[Parts, Any, Totals]:
-        """Runs all ticks, from a state of this stage and the slot of its last version.
-
-        Returns:
-          The parameters and the state after the last update, and totals [updates].
-        """
+        """Runs all ticks from a state of this stage: its last parameters and state, and totals."""
         buffers = self._empty_buffers()
         self._check_residuals()
         with jax.named_scope("weights"):
@@ -75,16 +72,12 @@ class AsyncExecutor(Executor):
         def every_slot(x: jax.Array) -> jax.Array:
             return jnp.broadcast_to(x, (slots, *x.shape))
 
-        def per_update(x: jax.Array) -> jax.Array:
-            return jnp.zeros((len(self._weights), *x.shape), x.dtype)
-
+        versions = jax.tree.map(every_slot, (self.layers.trained, self.shared.trained))
         sum_, weight, aux = buffers.totals
-        buffers = buffers._replace(
-            totals=Totals(per_update(sum_), per_update(weight), aux),
-            versions=jax.tree.map(every_slot, (self.layers.trained, self.shared.trained)),
-            opt_state=opt_state,
-        )
-        buffers = self._run_segments(buffers, tables)
+        sum_, weight = (jnp.zeros((len(self._weights), *x.shape), x.dtype) for x in (sum_, weight))
+        totals = Totals(sum_, weight, aux)
+        buffers = buffers._replace(totals=totals, versions=versions, opt_state=opt_state)
+        buffers = self.run(tables, buffers)
         return read_slot(buffers.versions, last_version), buffers.opt_state, buffers.totals
 
     def _check_residuals(self) -> None:
@@ -121,9 +114,7 @@ class AsyncExecutor(Executor):
             return {"versions", "opt_state", "layer_grads", "shared_grads"}
         return super()._written(code)
 
-    def _params(
-        self, code: Code, buffers: Buffers, column: Column
-    ) -> tuple[LayerParams, LayerParams]:
+    def _params(self, code: Code, buffers: Buffers, column: Column) -> Params:
         leaves = read_slot(buffers.versions, column["version"])
         # The last stage runs its forward pass as the first half of its backward pass.
         if code.op == Op.BACKWARD and not code.last and self.backward_params is not None:
@@ -134,7 +125,6 @@ class AsyncExecutor(Executor):
         return LayerParams(layers), LayerParams(shared)
 
     def _update(self, code: Code, buffers: Buffers, column: Column) -> Result:
-        """The next version, from the sums of the gradients of a minibatch."""
         del code
         with jax.named_scope("update"):
             leaves = read_slot(buffers.versions, column["version"])
@@ -153,16 +143,11 @@ class AsyncExecutor(Executor):
         return None, ForLater(), buffers
 
     def _update_of(self, column: Column) -> jax.Array:
-        """The number of the minibatch."""
         return column["microbatch"] // self.schedule.microbatches_per_update
 
-    def _with_totals(
-        self, buffers: Buffers, column: Column, sum_: Any, weight: Any, aux: Any
-    ) -> Buffers:
+    def _with_totals(self, buffers: Buffers, column: Column, new: Totals) -> Buffers:
         totals, update = buffers.totals, self._update_of(column)
-        new = Totals(
-            totals.sum.at[update].add(sum_.astype(totals.sum.dtype)),
-            totals.weight.at[update].add(weight.astype(totals.weight.dtype)),
-            write_slot(totals.aux, column["microbatch"], aux),
-        )
-        return buffers._replace(totals=new)
+        sum_ = totals.sum.at[update].add(new.sum.astype(totals.sum.dtype))
+        weight = totals.weight.at[update].add(new.weight.astype(totals.weight.dtype))
+        aux = write_slot(totals.aux, column["microbatch"], new.aux)
+        return buffers._replace(totals=Totals(sum_, weight, aux))

@@ -11,9 +11,9 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.pipeline._executor import own_columns, sum_totals
+from sharding.pipeline._differentiable_loss import over_axis, spec_of_layers
+from sharding.pipeline._executor import sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
-from sharding.pipeline._model import over_axis, spec_of_layers
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import LayerParams
 from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts, versions_of
@@ -25,15 +25,10 @@ P = PartitionSpec
 
 
 class AsyncState(NamedTuple):
-    """Parameters and optimizer state of an asynchronous pipeline.
+    """Parameters and optimizer state of an asynchronous pipeline."""
 
-    Attributes:
-      params: stacked, as ``Pipeline.stack`` makes them.
-      opt_state: of each stage's optimizer, leaves [stages, ...].
-    """
-
-    params: Any
-    opt_state: Any
+    params: Any  # stacked, as ``Pipeline.stack`` makes them
+    opt_state: Any  # of each stage's optimizer, leaves [stages, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,31 +36,20 @@ class AsyncPipeline:
     r"""Trains on many minibatches in one program, without a flush between them.
 
     Each stage updates its own parameters as soon as it has their gradients, while micro-batches
-    that began with older parameters are still under way: the table says which version each
-    operation reads. The guide has an example, and what differs from ``Pipeline``. The updates of a
-    stage are
+    that began with older parameters are still under way. The updates of a stage are
 
     .. math::
 
       g_t = \frac{\sum_m \nabla \ell_m}{\sum_m \text{weight}_m}, \quad
       w_{t+1} = w_t + \operatorname{tx}(g_t, w_t)
 
-    over the micro-batches m of minibatch t, the gradients taken at the versions of the table.
+    over the micro-batches m of minibatch t, the gradients taken at the versions of the table, and 0
+    where all weights are.
 
     The optimizer of a stage sees the parameters of that stage, and those that all stages share:
     ``{"layers": [layers of the stage, ...], ...}``. Shared parameters have one owner: the first
     stage where ``embed`` uses them, the last one where ``head`` does. To change a hyperparameter in
-    the state, pass one for each stage. In a minibatch whose weight is 0 gradients are 0, and ``tx``
-    runs.
-
-    Attributes:
-      pipeline: the model, with its layers on the stages, and a schedule for evaluation.
-      schedule: the table, of the same stages.
-      tx: the optimizer of every stage; or ``tx(forward=..., backward=...)``, which returns it for
-        the delays of a stage in updates, scalars of the trace.
-      backward_params: ``backward_params(params, opt_state)``: the parameters of backward passes,
-        such as ``optax_ext.backward_params``. None for the versions of the table. The last stage,
-        whose forward and backward pass are one, does not use it.
+    the state, pass one for each stage.
 
     Raises:
       ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or
@@ -73,13 +57,18 @@ class AsyncPipeline:
       ScheduleError: if the schedule cannot run.
 
     References:
-      See the schedules. ``optax_ext.params_history`` is the same on one device, for studies.
+      Those of the schedules.
     """
 
-    pipeline: Pipeline
-    schedule: AsyncSchedule
+    pipeline: Pipeline  #: the model, with its layers on the stages, and a schedule for evaluation
+    schedule: AsyncSchedule  #: the table, of the same stages
+    #: the optimizer of every stage; or ``tx(forward=..., backward=...)``, which returns it for the
+    #: delays of a stage in updates, scalars of the trace
     tx: Any
     _: dataclasses.KW_ONLY
+    #: ``backward_params(params, opt_state)``: the parameters of backward passes, such as
+    #: ``optax_ext.backward_params``; None for the versions of the table. The last stage, whose
+    #: forward and backward pass are one, does not use it
     backward_params: Callable[[Any, Any], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -115,8 +104,8 @@ class AsyncPipeline:
         """The state before the first update, with each stage's layers on its devices.
 
         Args:
-          params: stacked, floating-point arrays; see ``Pipeline.stack``. They are copied, so that a
-            state may be donated; shardings over other mesh axes stay. A trace takes them as is.
+          params: stacked, floating-point arrays. They are copied, so that a state may be donated;
+            shardings over other mesh axes stay. A trace takes them as is.
 
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
@@ -127,8 +116,8 @@ class AsyncPipeline:
         parts = self._parts(params)
 
         def on_stage(shards: Any, shared: Any) -> Any:
-            own = self._to_tree(params, (self._to_stage(shards, parts[0]), shared))
-            return _with_stage(self._optimizer().init(own))
+            rows = jax.tree.map(self.pipeline._rows.to_stage, shards, parts[0])
+            return _with_stage(self._optimizer().init(self._to_tree(params, (rows, shared))))
 
         on_stages = P(self.pipeline.axis)
         in_specs = jax.tree.map(self.pipeline._rows.spec, parts[0]), P()
@@ -142,19 +131,16 @@ class AsyncPipeline:
 
         Args:
           state: see ``init``.
-          batches: arrays [updates, micro-batches, examples, ...], the micro-batches those of an
-            update. Scalars are the same in all.
+          batches: arrays [updates, micro-batches, examples, ...]. Scalars are the same in all.
           key: with ``rngs``; another one for each run.
 
         Returns:
           The state, and ``(sums, weights)`` of the losses of each minibatch, [updates]; with
-          ``has_aux`` ``((sums, weights), aux)``, scalars of ``aux`` averaged over the run, batch
-          arrays concatenated.
+          ``has_aux`` ``((sums, weights), aux)``, as of ``Pipeline.loss`` for the entire run.
 
         Raises:
           ValueError: if the batches, the parameters or the state do not fit, ``embed`` and ``head``
-            use the same parameter, or ``block`` changes its parameters where this would mix
-            versions.
+            use the same parameter, or ``block`` changes parameters where this would mix versions.
         """
         self.pipeline._check_key(key)
         layers, shared = self._parts(state.params)
@@ -162,34 +148,23 @@ class AsyncPipeline:
         self._check_state(state.opt_state)
         pipeline, program = self.pipeline, self._program
         axis, on_stages = pipeline.axis, P(pipeline.axis)
-        tables = [segment.tables for segment in program.segments]
         to_tree = functools.partial(self._to_tree, state.params)
 
         def on_stage(
             shards: Any, shared: Any, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
-            rows, tx = self._to_stage(shards, layers), self._optimizer()
+            rows, tx = jax.tree.map(pipeline._rows.to_stage, shards, layers), self._optimizer()
             backward_params = self.backward_params
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
                 backward_params = functools.partial(tx.backward_params, backward_params)
-            executor = AsyncExecutor(
-                pipeline,
-                self.schedule,
-                program,
-                LayerParams(rows),
-                LayerParams(shared),
-                self._microbatches(batches),
-                key,
-                tx=tx,
-                to_tree=to_tree,
-                of_tree=pipeline._parts,
-                backward_params=backward_params,
-            )
+            own = LayerParams(rows), LayerParams(shared), self._microbatches(batches), key
+            more = tx, to_tree, pipeline._parts, backward_params
+            executor = AsyncExecutor(pipeline, self.schedule, program, *own, *more)
             stage = lax.axis_index(axis)
             owners = stages_of_shared(pipeline, shared, batches, key)
             (rows, shared), opt_state, totals = executor.run_updates(
                 jax.tree.map(lambda x: x[0], opt_state),
-                own_columns(tables),
+                tables,
                 jnp.asarray(program.last_version)[stage],
             )
             # Every stage gets what the owner of a shared parameter made of it.
@@ -203,21 +178,13 @@ class AsyncPipeline:
             return shards, shared, _with_stage(opt_state), out
 
         specs = jax.tree.map(pipeline._rows.spec, layers)
-        mapped = over_axis(
-            pipeline,
-            on_stage,
-            (specs, P(), on_stages, P(), P(), P(None, None, axis)),
-            (specs, P(), on_stages, P()),
-            (
-                jax.tree.map(functools.partial(spec_of_layers, pipeline), layers),
-                jax.tree.map(lambda x: jax.typeof(x).sharding.spec, shared),
-                on_stages,
-                P(),
-            ),
-        )
-        *parts, opt_state, (sums, aux) = mapped(
-            layers, shared, state.opt_state, batches, key, jax.tree.map(jnp.asarray, tables)
-        )
+        in_specs = specs, P(), on_stages, P(), P(), P(None, None, axis)
+        of_layers = jax.tree.map(functools.partial(spec_of_layers, pipeline), layers)
+        of_shared = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, shared)
+        out_types = of_layers, of_shared, on_stages, P()
+        mapped = over_axis(pipeline, on_stage, in_specs, (specs, P(), on_stages, P()), out_types)
+        args = layers, shared, state.opt_state, batches, key, program.tables()
+        *parts, opt_state, (sums, aux) = mapped(*args)
         new = AsyncState(to_tree(parts), opt_state)
         return new, (sums, aux) if pipeline.has_aux else sums
 
@@ -252,15 +219,9 @@ class AsyncPipeline:
         own = {**parts[1], self.pipeline.layers: parts[0]}
         return type(params)({name: own[name] for name in params})
 
-    def _to_stage(self, shards: Any, layers: Any) -> Any:
-        """The rows of a stage, from its shards of stacked arrays."""
-        rows = self.pipeline._rows
-        return jax.tree.map(lambda x, like: rows.to_stage(x, like.shape), shards, layers)
-
     # --- Batches and optimizers -------------------------------------------------------------------
 
     def _check_batches(self, batches: Any) -> None:
-        """Raises unless arrays are [updates, micro-batches, examples, ...]."""
         expected = self.schedule.num_updates, self.schedule.microbatches_per_update
         for x in jax.tree.leaves(batches):
             if jnp.ndim(x) and (jnp.ndim(x) < 3 or x.shape[:2] != expected):
@@ -271,7 +232,6 @@ class AsyncPipeline:
                 )
 
     def _check_state(self, opt_state: Any) -> None:
-        """Raises unless leaves are [stages, ...]."""
         stages = self.schedule.num_stages
         for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
             if not jnp.ndim(x) or x.shape[0] != stages:
@@ -282,16 +242,13 @@ class AsyncPipeline:
                 )
 
     def _microbatches(self, batches: Any) -> Any:
-        """[updates, micro-batches, examples, ...] to [micro-batches, examples, ...]."""
-        count = self.schedule.num_microbatches
-
-        def merge(x: Any) -> Any:
+        def merge(x: Any) -> Any:  # [updates, micro-batches, ...] to [micro-batches, ...]
+            count = self.schedule.num_microbatches
             return jnp.reshape(x, (count, *x.shape[2:])) if x.ndim else jnp.broadcast_to(x, count)
 
         return jax.tree.map(merge, batches)
 
     def _optimizer(self) -> Any:
-        """The optimizer of this stage."""
         tx = self.tx
         if not isinstance(tx, optax.GradientTransformation):
             stage = lax.axis_index(self.pipeline.axis)
@@ -312,11 +269,7 @@ def _with_stage(opt_state: Any) -> Any:
 
 
 def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) -> Any:
-    """For each leaf of the shared parameters, the stage that updates it.
-
-    Raises:
-      ValueError: if ``embed`` and ``head`` both use one, on different stages.
-    """
+    """The stage that updates each shared parameter; raises if ``embed`` and ``head`` use one."""
 
     def types(tree: Any, skipped: int) -> Any:
         """Without shardings, and without the first dims."""

@@ -13,32 +13,16 @@ from sharding.pipeline._schedule import Figures, Schedule
 class AsyncSchedule(Schedule):
     """A table in which each stage updates its parameters without waiting for the others.
 
-    It holds many minibatches of ``microbatches_per_update`` micro-batches each. After the backward
-    passes of minibatch t, ``UPDATE`` makes version t + 1 of a stage's parameters from version t.
-    Forward and backward passes read the version that the table names. One route leads through one
-    group of layers per stage.
-
-    The ``microbatch`` of an ``UPDATE`` is the last one of its minibatch.
-
-    Attributes:
-      version: [ticks, stages]: how many updates are in the parameters that an operation reads, and
-        for ``UPDATE`` in those that it makes; 0 where idle.
-      microbatches_per_update: micro-batches of a minibatch.
-
-    Example:
-      >>> from sharding.pipeline import pipedream
-      >>> schedule = pipedream(stages=2, minibatches=3)
-      >>> print(schedule)
-      pipedream: 2 stages, 3 micro-batches, 11 ticks, bubble 18.2 %, live activations 2 1
-      0  F0 F1 .  B0 U0 F2 B1 U1 .  B2 U2
-      1  .  F0 B0 U0 F1 B1 U1 F2 B2 U2 .
-
-    References:
-      The families: see ``pipedream``, ``pipedream_2bw``, ``pipemare``.
+    It holds many minibatches. After the backward passes of minibatch t, ``UPDATE``, whose
+    ``microbatch`` is the last one of its minibatch, makes version t + 1 of a stage's parameters
+    from version t. Forward and backward passes read the version that the table names. One route
+    leads through one group of layers per stage.
     """
 
+    #: [ticks, stages]: how many updates are in the parameters that an operation reads, and for
+    #: ``UPDATE`` in those that it makes; 0 where idle
     version: np.ndarray
-    microbatches_per_update: int
+    microbatches_per_update: int  #: micro-batches of a minibatch
 
     _OPS: ClassVar = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
 
@@ -76,10 +60,9 @@ class AsyncSchedule(Schedule):
         """Verifies operations, updates and versions, and counts what they cost.
 
         Raises:
-          ScheduleError: as ``Schedule.check``; if a stage does not have each update once, after all
-            backward passes of its minibatch and before those of the next one; if an operation reads
-            a version that is not there; if both passes of the last stage, which run together, read
-            different versions.
+          ScheduleError: as ``Schedule.check``; if a stage does not have each update once, between
+            the backward passes of its minibatch and of the next one; if an operation reads a
+            version that is not there; if the two passes of the last stage read different ones.
         """
         if len(self.routes) != 1 or self.num_chunks != 1:
             raise ScheduleError(
@@ -122,15 +105,14 @@ class AsyncSchedule(Schedule):
                 raise ScheduleError(
                     f"{self.name}: stage {stage} has {count} of {self.num_updates} updates."
                 )
-        versions = tuple(np.max(self.live_versions(), axis=0).tolist())
-        return figures._replace(weight_versions=versions)
+        stored = np.zeros((self.num_ticks, self.num_stages), np.int64)  # versions
+        for (stage, _), (start, end) in self.version_ends().items():
+            stored[start + 1 : end + 1, stage] += 1
+        return figures._replace(weight_versions=tuple(np.max(stored, axis=0).tolist()))
 
     def version_ends(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """For each stage and version, the tick that makes it and the last one that reads it.
-
-        Version 0 is there from tick -1 on, the last one until the end. An update reads the version
-        before the one it makes.
-        """
+        """For each stage and version, the tick that makes it and the last one that reads it."""
+        # Version 0 is there from tick -1 on, the last one until the end.
         ends = {(stage, 0): (-1, -1) for stage in range(self.num_stages)}
         for tick, stage, task in self.tasks():
             version = int(self.version[tick, stage])
@@ -143,20 +125,10 @@ class AsyncSchedule(Schedule):
             ends[stage, self.num_updates] = (start, self.num_ticks)
         return ends
 
-    def live_versions(self) -> np.ndarray:
-        """[ticks, stages]: versions of the parameters that a stage stores."""
-        live = np.zeros((self.num_ticks, self.num_stages), np.int64)
-        for (stage, _), (start, end) in self.version_ends().items():
-            live[start + 1 : end + 1, stage] += 1
-        return live
-
     def delays(self) -> tuple[np.ndarray, np.ndarray]:
-        """How many updates old the parameters of forward and backward passes are.
+        """How many updates old the parameters of forward and of backward passes are: [stages].
 
-        Returns:
-          Two float64 arrays [stages]: the delays of the forward and of the backward pass, means
-          over the micro-batches of the last minibatch. In the first minibatches, which start with
-          version 0, they are smaller.
+        Means over the last minibatch; in the first ones, which start with version 0, smaller.
         """
         per_update, last = self.microbatches_per_update, self.num_updates - 1
         sums = np.zeros((2, self.num_stages), np.int64)  # integers, so that means are exact

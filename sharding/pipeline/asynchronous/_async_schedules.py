@@ -1,27 +1,16 @@
 """The families of asynchronous schedules: which version of the parameters each operation reads."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
-from sharding.pipeline._operations import Entry, Op
+from sharding.pipeline._operations import Entry, Op, table_from_orders
 from sharding.pipeline._schedules import check_sizes, one_f_one_b_order, straight
-from sharding.pipeline._ticks import table_from_orders
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 
-
-class Reader(NamedTuple):
-    """An operation that reads parameters, and versions that it could read."""
-
-    op: Op
-    minibatch: int
-    latest: int  # of the stage
-    forward: int  # what the micro-batch's forward pass read on this stage
-    first: int  # and on the first stage
-
-
-Rule = Callable[[Reader], int]  # the version that an operation reads
+# The version that an operation reads: of its minibatch, the latest version of the stage, what the
+# micro-batch's forward pass read on this stage (None before it), and what it read on the first one.
+Rule = Callable[[int, int, int | None, int], int]
 
 
 def pipedream(
@@ -34,13 +23,12 @@ def pipedream(
 
     .. math:: w^{t+1} = w^t - \eta \nabla f(w_1^{t - P + 1}, w_2^{t - P + 2}, \ldots, w_P^t)
 
-    Versions before the first are :math:`w^0`. With *vertical sync* a minibatch reads on all stages
-    the version that it read on the first one, :math:`w^{t - P + 1}`, and each stores P of them.
 
     Args:
       stages: devices along the pipeline's mesh axis.
       minibatches: updates of one run.
-      vertical_sync: whether a minibatch reads one version on all stages.
+      vertical_sync: whether a minibatch reads on all stages the version that it read on the first,
+        :math:`w^{t - P + 1}`, so that each stores P.
       aligned: whether forward passes, backward passes and updates have ticks of their own. Lockstep
         time is shorter; delays are 2 (P - i), and versions one more.
 
@@ -53,17 +41,16 @@ def pipedream(
       ((4, 3, 2, 1), [3.0, 2.0, 1.0, 0.0])
 
     References:
-      Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger, Gibbons, Zaharia: PipeDream:
-      Generalized Pipeline Parallelism for DNN Training, SOSP 2019, arXiv 1806.03377.
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      arXiv 1806.03377.
     """
-    check_sizes(stages=stages, minibatches=minibatches)
 
-    def read(reader: Reader) -> int:
-        if reader.op == Op.BACKWARD:
-            return reader.forward
-        return reader.first if vertical_sync else reader.latest
+    def read(minibatch: int, latest: int, forward: int | None, first: int) -> int:
+        if forward is not None:
+            return forward
+        return first if vertical_sync else latest
 
-    name = "pipedream" + "-vertical" * vertical_sync + "-aligned" * aligned
+    name = "pipedream" + "-vertical" * vertical_sync
     return _asynchronous(name, stages, 1, minibatches, minibatches, aligned, read)
 
 
@@ -75,9 +62,8 @@ def pipedream_2bw(
     .. math:: w^{t+1} = w^t - \eta \nabla f(w^{t-1}), \quad w^{-1} = w^0
 
     Gradients are summed over the micro-batches of an update, of which there should be as many as a
-    stage has in flight: P, and 2P - 1 if aligned. With fewer of them stages wait. If ``aligned``,
-    more activations are stored; the delay is 1 either way. Arguments and errors are otherwise those
-    of ``pipedream``.
+    stage has in flight: P, and 2P - 1 if ``aligned``, which stores more activations. Arguments and
+    errors are otherwise those of ``pipedream``.
 
     Example:
       >>> schedule = pipedream_2bw(stages=4, microbatches=8, minibatches=5)
@@ -85,34 +71,24 @@ def pipedream_2bw(
       ((2, 2, 2, 2), [1.0, 1.0, 1.0, 1.0])
 
     References:
-      Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training,
-      ICML 2021, arXiv 2006.09503.
+      Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021, arXiv
+      2006.09503.
     """
-    check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
-
-    def read(reader: Reader) -> int:
-        return max(reader.minibatch - 1, 0)
-
-    name = "pipedream-2bw" + "-aligned" * aligned
-    return _asynchronous(name, stages, microbatches, minibatches, microbatches, aligned, read)
+    sizes = stages, microbatches, minibatches, microbatches
+    return _asynchronous("pipedream-2bw", *sizes, aligned, lambda batch, *_: max(batch - 1, 0))
 
 
 def pipemare(
     stages: int, microbatches: int, minibatches: int, *, aligned: bool = True
 ) -> AsyncSchedule:
-    r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
+    """Every operation reads the latest parameters of its stage: one version, and no flushes.
 
-    Forward and backward pass of a micro-batch read different versions. With ``recompute=False`` the
-    backward pass has the activations of the one and the parameters of the other, as in the paper:
-    this is no gradient of any parameters. With ``recompute=True`` a stage computes its forward pass
-    again with the parameters of its backward pass: the gradient of this stage there, for an input
-    and a cotangent of other parameters.
-
-    With N micro-batches per update, stage i of P has a forward delay of 2 (P - i) / N updates on
-    average, and (P - i) / N if not aligned (``AsyncSchedule.delays``). The paper, where an update
-    is between the passes of the last stage, counts :math:`(2 (P - i) + 1) / N`. Its techniques
-    against instability are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
-    Arguments and errors are those of ``pipedream_2bw``; the paper's tables are aligned.
+    With ``recompute=False`` the backward pass has the activations of one version and the parameters
+    of another, as in the paper: this is no gradient of any parameters. With N micro-batches per
+    update, stage i of P has a forward delay of 2 (P - i) / N updates on average, and (P - i) / N if
+    not aligned. The paper, where an update is between the passes of the last stage and tables are
+    aligned, counts :math:`(2 (P - i) + 1) / N`. Arguments and errors are those of
+    ``pipedream_2bw``.
 
     Example:
       >>> schedule = pipemare(stages=4, microbatches=2, minibatches=8)
@@ -120,17 +96,11 @@ def pipemare(
       ((1, 1, 1, 1), [3.0, 2.0, 1.0, 0.0])
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124.
     """
-    check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
-
-    def read(reader: Reader) -> int:
-        return reader.latest
-
-    name = "pipemare" + "-aligned" * aligned
-    total = microbatches * minibatches
-    return _asynchronous(name, stages, microbatches, minibatches, total, aligned, read)
+    sizes = stages, microbatches, minibatches, microbatches * minibatches
+    return _asynchronous("pipemare", *sizes, aligned, lambda _, latest, *__: latest)
 
 
 def _asynchronous(
@@ -143,7 +113,8 @@ def _asynchronous(
     read: Rule,
 ) -> AsyncSchedule:
     """1F1B over all minibatches; at most ``most_warmup`` forward passes come first."""
-    total = microbatches * minibatches
+    check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
+    name, total = name + "-aligned" * aligned, microbatches * minibatches
     orders: list[list[Entry]] = []
     for stage in range(stages):
         warmup = min(total, most_warmup, (stages - 1 - stage) * (2 if aligned else 1))
@@ -165,11 +136,10 @@ def _asynchronous(
             version[tick, stage] = latest[stage]
             continue
         first = forward.get((0, m), latest[0])
-        own = forward.get((stage, m), 0)
-        read_version = read(Reader(kind, m // microbatches, latest[stage], own, first))
-        version[tick, stage] = read_version
+        own = forward.get((stage, m))
+        version[tick, stage] = read(m // microbatches, latest[stage], own, first)
         if kind == Op.FORWARD:
-            forward[stage, m] = read_version
+            forward[stage, m] = int(version[tick, stage])
     return AsyncSchedule(
         name, op, microbatch, chunk, routes, tuple(route_of), version, microbatches
     )

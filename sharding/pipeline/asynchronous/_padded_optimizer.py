@@ -18,8 +18,8 @@ from sharding.pipeline._layers import StageRows
 class PaddedOptimizer:
     """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages.
 
-    All stages run one program, and their arrays have one shape: a branch for each number of layers
-    takes the padding off parameters and state, and pads the results.
+    All stages run one program: a branch for each number of layers takes the padding off, and pads
+    the results.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -27,7 +27,6 @@ class PaddedOptimizer:
     layers: str  # their key in the tree of parameters
 
     def init(self, params: Any) -> Any:
-        """The state, padded."""
         types = [self._state_types(params, count) for count in self._counts]
         if len({str(jax.tree.map(lambda x: (x.ndim, x.dtype), tree)) for tree in types}) > 1:
             raise ValueError(
@@ -44,8 +43,6 @@ class PaddedOptimizer:
         return self._on_stage(lambda count: self.tx.init(self._own_layers(params, count)), like)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """The updates and the state, padded."""
-
         def of(count: int) -> Any:
             own = self._own_layers(grads, count), self._own_state(state, params, count)
             return self.tx.update(*own, self._own_layers(params, count))
@@ -53,8 +50,6 @@ class PaddedOptimizer:
         return self._on_stage(of, (grads, state))
 
     def backward_params(self, fn: Callable[[Any, Any], Any], params: Any, state: Any) -> Any:
-        """``fn(params, state)``, padded."""
-
         def of(count: int) -> Any:
             return fn(self._own_layers(params, count), self._own_state(state, params, count))
 
@@ -62,7 +57,6 @@ class PaddedOptimizer:
 
     @functools.cached_property
     def _counts(self) -> list[int]:
-        """The numbers of layers that stages have."""
         return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
 
     def _on_stage(self, fn: Callable[[int], Any], like: Any) -> Any:
@@ -78,7 +72,6 @@ class PaddedOptimizer:
         return lax.switch(jnp.asarray(branch)[lax.axis_index(self.rows.axis)], branches)
 
     def _own_layers(self, params: Any, count: int) -> Any:
-        """Parameters without padding."""
         own = jax.tree.map(lambda x: x[:count], params[self.layers])
         return type(params)({**params, self.layers: own})
 
@@ -86,6 +79,5 @@ class PaddedOptimizer:
         return jax.eval_shape(lambda params: self.tx.init(self._own_layers(params, count)), params)
 
     def _own_state(self, state: Any, params: Any, count: int) -> Any:
-        """The state without padding."""
         types = self._state_types(params, count)
         return jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], state, types)
