@@ -229,9 +229,8 @@ def audit(
     if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
         source, compiled = compiled.as_text(), compiled.compile()
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-        raise ValueError(
-            f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
-        )
+        kind = type(compiled).__name__
+        raise ValueError(f"audit reads a program, got a {kind}: pass step.lower(*arguments).")
     program, memory, placed = Program(compiled), None, []
     if not isinstance(compiled, str):
         memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
@@ -240,7 +239,7 @@ def audit(
         mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown_loops) = collectives(program), costs(program)
+    sent, (work, unknown) = collectives(program), costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
@@ -248,9 +247,7 @@ def audit(
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
-    warnings += [
-        f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
-    ]
+    warnings += [f"how often the loop %{name} runs is unknown: counted once" for name in unknown]
     of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
     warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
@@ -299,13 +296,11 @@ def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> Devic
     return device
 
 
-def _widened(
-    arguments: list[Argument], collectives: list[Collective], shardings: list[Any]
-) -> list[str]:
+def _widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
     """A note on the CPU's float32 collectives of bfloat16 arrays."""
     platforms = {device.platform for sharding in shardings for device in sharding.device_set}
     narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
-    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in collectives):
+    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
         return []
     return [
         "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "

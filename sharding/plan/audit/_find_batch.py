@@ -45,10 +45,8 @@ class FoundBatch(Printed):
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
-        rows = [
-            (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
-            for step in self.tried
-        ]
+        verdicts = {True: "fits", False: "too much"}
+        rows = [(str(x.batch), needed(x.memory), verdicts[x.fits]) for x in self.tried]
         title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
         return [Table(title, ("batch", "needs", ""), rows)]
 

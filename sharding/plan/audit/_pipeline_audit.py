@@ -10,7 +10,7 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
 from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._hlo import Array, Program
-from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
+from sharding.plan.audit._tick_loops import KeptArray, tick_loops
 from sharding.plan.cost._wire_and_flops import num_permutes
 
 _SMALL = 1 << 16  # bytes that need no warning
@@ -98,33 +98,25 @@ class PipelineAudit(Printed):
             rows.append(("copied in a tick", "", "", size(self.copied + self.copied_sums)))
         if not self.iterations:
             rows = [(name, scheduled, "", "") for name, scheduled, *_ in rows if scheduled]
-        title = (
-            f"Pipeline: {self.schedule}, {self.stages} stages, {self.microbatches} micro-batches, "
-            f"{self.ticks} ticks"
-        )
+        title = f"{self.schedule}, {self.stages} stages, {self.microbatches} micro-batches"
+        title = f"Pipeline: {title}, {self.ticks} ticks"
         return [Table(title, ("", "schedule", "program", "bytes"), rows)]
 
 
 def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
     """Reads the loops over ticks of a compiled step.
 
-    The kept arrays are exact: they are those that a loop of the compiled program carries. An array
-    belongs to a kind of slots by its shape: activations by what is permuted, residuals by their
-    number of slots and of layers.
+    An array belongs to a kind of slots by its shape: activations by what is permuted, residuals by
+    their number of slots and of layers.
     """
     schedule = pipeline.schedule
     figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
-    loops = tick_loops(
-        program,
-        mesh,
-        pipeline.axis,
-        microbatches=schedule.num_microbatches,
-        rows=schedule.num_chunks * max(pipeline.layer_counts),
-    )
-    sent = [message for loop in loops for message in _messages_of(loop)]
+    num_layers = max(pipeline.layer_counts)
+    sizes = {"microbatches": schedule.num_microbatches, "rows": schedule.num_chunks * num_layers}
+    loops = tick_loops(program, mesh, pipeline.axis, **sizes)
+    sent = [message for loop in loops for message in loop.messages]
     message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
-    sums: list[KeptArray] = []
-    stored: list[KeptArray] = []
+    sums, stored = list[KeptArray](), list[KeptArray]()
     for loop in loops:  # loops run one after the other: those that hold most
         returned = [kept for kept in loop.kept if kept.returned]
         results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
@@ -140,25 +132,15 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         iterations=tuple(loop.trips for loop in loops),
         runs=max((loop.runs for loop in loops), default=0),
         scheduled_permutes=num_permutes(lowering),
-        permutes=sum(loop.runs * (loop.trips or 1) * len(_messages_of(loop)) for loop in loops),
+        permutes=sum(loop.runs * (loop.trips or 1) * len(loop.messages) for loop in loops),
         messages=max(figures.messages),
         message_bytes=sum(array.nbytes for array in message),
-        slots=tuple(_slots(stored, message, lowering, max(pipeline.layer_counts))),
+        slots=tuple(_slots(stored, message, lowering, num_layers)),
         sums=_nbytes_of(sums),
         copied=_nbytes_of(kept for kept in stored if kept.copied),
         copied_sums=_nbytes_of(kept for kept in sums if kept.copied),
     )
     return dataclasses.replace(result, warnings=tuple(_warnings(result)))
-
-
-# --- What is sent ---------------------------------------------------------------------------------
-
-
-def _messages_of(loop: TickLoop) -> list[list[Array]]:
-    messages: dict[tuple[object, ...], list[Array]] = {}
-    for permute in loop.permutes:
-        messages.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
-    return list(messages.values())
 
 
 # --- What is kept ---------------------------------------------------------------------------------

@@ -46,10 +46,8 @@ _AMD = "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions tog
 
 def _kind(name: str, *figures: float | None, source: str, **others: Any) -> DeviceKind:
     """A kind by figures in the order and the units of ``_UNITS``."""
-    scaled: dict[str, Any] = {
-        key: figure and figure * unit
-        for (key, unit), figure in zip(_UNITS.items(), figures, strict=True)
-    }
+    pairs = zip(_UNITS.items(), figures, strict=True)
+    scaled: dict[str, Any] = {key: value and value * unit for (key, unit), value in pairs}
     return DeviceKind(name, **scaled, source=source, **others)
 
 

@@ -16,6 +16,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding.placement._specs import path_str
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PRESETS
 
 # Where the device is not known: only relative times count then.
@@ -182,11 +183,8 @@ class TracedModel:
 
     def layer_bytes(self, dtype: Any) -> tuple[float, float]:
         """Bytes of the parameters of the largest layer, and of those outside of all layers."""
-        outside = [
-            leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
-            if re.search(self.gathered_once, path_str(path))
-        ]
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
+        outside = [x for path, x in leaves if re.search(self.gathered_once, path_str(path))]
         layers = (num_bytes(call[0]) for call in self._calls(1, dtype))
         return float(max(layers, default=0)), float(num_bytes(outside))
 
@@ -232,3 +230,6 @@ class TracedModel:
 
         jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
         return calls
+
+
+AnyModel = Decoder | TracedModel

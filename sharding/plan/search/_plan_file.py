@@ -20,7 +20,7 @@ from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._chosen_plan import ChosenPlan
 
 _VERSION = 1
@@ -103,7 +103,7 @@ class PlanFile:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
         return dataclasses.replace(zero_of(self.plan), mesh=mesh)
 
-    def param_specs(self, model: Decoder | TracedModel) -> Any:
+    def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
         tensor = self.plan.tensor
         if tensor > 1 and isinstance(model, Decoder):
@@ -129,7 +129,7 @@ class PlanFile:
         """What ``jax.checkpoint`` stores of a layer; None for its input alone."""
         return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
 
-    def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
+    def pipeline(self, mesh: Any, model: AnyModel) -> Pipeline:
         """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
         if not isinstance(model, Decoder):
             raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
@@ -226,7 +226,7 @@ class PlanFile:
 
 
 def lowered_step(
-    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
@@ -256,7 +256,7 @@ def lowered_step(
 
 
 def _lowered_updates(
-    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     pipeline = file.pipeline(mesh, model)
     training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)

@@ -17,7 +17,7 @@ from sharding.plan.cost._pipeline_schedules import (
     chunks_of,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._traced_model import AnyModel
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
@@ -56,7 +56,7 @@ class PlanSpace:
     fewer.
     """
 
-    model: Decoder | TracedModel  # the model
+    model: AnyModel  # the model
     num_devices: int  # of the machine
     sequences: int  # of all devices in a step
     recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
@@ -148,9 +148,8 @@ class PlanSpace:
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
             # A compressed sync is that of replicas, or of stages without gathered layers.
             if values[-1] is None or (data > 1 and not spread and (stage < 3 or replicas > 1)):
-                variant: dict[str, Any] = dict(
-                    zip(OF_STATE, (stage, replicas, spread, *values), strict=True)
-                )
+                every = (stage, replicas, spread, *values)
+                variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
                 form = variant["state_format"], variant["weights"]
                 variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
         return variants

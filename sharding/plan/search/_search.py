@@ -19,10 +19,9 @@ from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._layer_time import COMPILED, Implementation
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import TracedModel
-from sharding.plan.search import _plan_space as plan_space
+from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
+from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
@@ -84,10 +83,8 @@ class SearchResult(Printed):
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
-            rows = [
-                (*cells(x.plan), seconds(x.seconds), size(x.memory), size(x.excess))
-                for x in self.rejected
-            ]
+            found = ((cells(x.plan), x) for x in self.rejected)
+            rows = [(*c, seconds(x.seconds), size(x.memory), size(x.excess)) for c, x in found]
             columns = (*PLAN_COLUMNS, "step", "memory", "too much")
             tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return tables
@@ -132,7 +129,7 @@ def _parts(step: StepSeconds) -> str:
 
 
 def search(
-    model: Decoder | TracedModel,
+    model: AnyModel,
     tx: optax.GradientTransformation,
     target: str,
     *,
@@ -141,7 +138,7 @@ def search(
     dtype: Any = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
-    recompute: Sequence[str] = plan_space.SEARCHED,
+    recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
     asynchronous: bool = False,
     state_formats: Sequence[str | None] = (None,),
@@ -194,7 +191,7 @@ def search(
       True
     """
     lossy = {"state_formats": state_formats, "weights": weights, "syncs": syncs}
-    plan_space.check_values(recompute=recompute, **lossy)
+    check_values(recompute=recompute, **lossy)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     if asynchronous and (isinstance(model, TracedModel) or model.tied):
@@ -210,7 +207,8 @@ def search(
     costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
     options = {"length": length, "dtype": dtype, "implementation": implementation}
     costs: PlanCosts = costs_of(model, tx, machine, **options)
-    space = plan_space.PlanSpace(
+    forms = itertools.product(state_formats, weights)
+    space = PlanSpace(
         model,
         machine.num_devices,
         sequences,
@@ -223,9 +221,7 @@ def search(
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
         param_bytes=float(jnp.dtype(dtype).itemsize),
-        state_bytes={
-            form: costs.state_bytes_in(*form) for form in itertools.product(state_formats, weights)
-        },
+        state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
     groups = list(space.groups(keep))
     if not groups:
@@ -286,7 +282,7 @@ def search(
 
 
 def _frontier(
-    costs: PlanCosts, groups: Sequence[plan_space.PlanGroup], held: _Bytes, least: _Bytes
+    costs: PlanCosts, groups: Sequence[PlanGroup], held: _Bytes, least: _Bytes
 ) -> list[FrontierPlan]:
     points: list[FrontierPlan] = []
 
@@ -303,7 +299,7 @@ def _frontier(
 
 def _in_order(
     costs: PlanCosts,
-    groups: Sequence[plan_space.PlanGroup],
+    groups: Sequence[PlanGroup],
     skip: Callable[[ParallelPlan], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
@@ -357,7 +353,7 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
-def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str:
+def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     every = list(space.groups())
     if not every:
         return (
@@ -382,7 +378,7 @@ def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str
 
 def _nothing_fits(
     target: str,
-    groups: Sequence[plan_space.PlanGroup],
+    groups: Sequence[PlanGroup],
     least: _Bytes,
     held: _Bytes,
     budget: float,
