@@ -29,8 +29,7 @@ class Traffic:
     """All collectives of one kind."""
 
     phase: str  # one of ``PHASES``
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
-    op: str
+    op: str  # such as ``reduce-scatter`` or ``collective-permute``
     axes: tuple[str, ...]  # the mesh axes that they run over; empty where no mesh is known
     dtype: str  # the dtype that is sent
     count: int  # how often they run in a step
@@ -47,11 +46,9 @@ class Audit(Printed):
     kind: DeviceKind | None  #: their figures, where they are known
     arguments: dict[str, float]  #: bytes of each part: parameters, optimizer state, and so on
     results: float  #: bytes of results that do not take over the memory of an argument
-    #: bytes, by the compiler; on TPUs those that are live at once. None for a program given
-    #: as text.
+    #: bytes, by the compiler; on TPUs those that are live at once; None for text
     temporaries: float | None
-    #: bytes of temporaries at their peak by use, estimated from the schedule
-    at_peak: dict[str, float]
+    at_peak: dict[str, float]  #: bytes of temporaries at their peak by use, estimated
     host: float  #: bytes in host memory
     traffic: tuple[Traffic, ...]  #: the collectives, dearest first
     flops: dict[str, float]  #: floating-point operations by phase
@@ -61,8 +58,7 @@ class Audit(Printed):
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
-    #: the loops over the ticks of a pipeline; None where none was given
-    pipeline: PipelineAudit | None = None
+    pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),

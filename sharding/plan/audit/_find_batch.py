@@ -18,8 +18,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclasses.dataclass(frozen=True)
 class Tried:
     batch: int  # the size
-    # bytes that one device needs; infinite where the compiler failed without a figure
-    memory: float
+    memory: float  # bytes of a device; infinite where the compiler failed without a figure
     fits: bool  # whether ``memory`` is within the limit of the search
 
 

@@ -22,15 +22,13 @@ class StoredSlots:
     """Buffers of one kind that the ticks of a pipeline write and read."""
 
     name: str  #: what they hold
-    #: the slots that the schedule needs, the most of any stage: for activations and
-    #: cotangents one more, which receives what nobody expects; for residuals with those that
-    #: cross from the first to the second half of a backward pass
+    #: the slots that the schedule needs, the most of any stage: for activations and cotangents one
+    #: more, for what nobody expects; for residuals with those that cross in a split backward pass
     scheduled: int
     found: int  #: those of the program; of other arrays their number
     nbytes: float  #: of the program's, in all
     excess: float = 0.0  #: of them more than the schedule needs
-    #: the largest array of the excess, and the operation that writes it; empty without
-    example: str = ""
+    example: str = ""  #: the largest array of the excess, and the operation that writes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +39,11 @@ class PipelineAudit(Printed):
     stages: int  #: of the mesh axis
     microbatches: int  #: of a step
     ticks: int  #: of the schedule
-    #: for each stage, the most activations that it stores at once, by the schedule
-    live: tuple[int, ...]
+    live: tuple[int, ...]  #: the most activations that each stage stores, by the schedule
     scheduled_iterations: tuple[int, ...]  #: of the loops over ticks
     iterations: tuple[int | None, ...]  #: of the program's loops; None where that is not constant
     runs: int  #: how often they run in a step
-    #: activations that a device permutes in one run, as the ticks need them
-    scheduled_permutes: int
+    scheduled_permutes: int  #: of a device in one run, as the ticks need them
     permutes: int  #: those of the program in all runs
     messages: int  #: of them the most that any stage has to send in one run
     message_bytes: float  #: of one of them

@@ -32,9 +32,7 @@ _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|mat
 
 class Cost(NamedTuple):
     scope: str  # the operation it was compiled from
-    # floating-point operations: two for each multiply-add of a matrix product, one for each
-    # element of other arithmetic
-    flops: float
+    flops: float  # two for each multiply-add of a product, one for an element of other arithmetic
     matmul_flops: float  # the part of ``flops`` in matrix products and convolutions
     nbytes: float  # bytes read from main memory and written to it
 

@@ -26,8 +26,7 @@ _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 class Collective(NamedTuple):
     """One collective of a compiled program."""
 
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
-    op: str
+    op: str  # one of ``_KINDS``
     dtype: str  # the dtype that is sent; of several arrays as ``"bf16+f32"``
     elements: int  # of the full array (before a scatter, after a gather), summed over its operands
     group_size: int  # the number of devices in a group
@@ -35,8 +34,7 @@ class Collective(NamedTuple):
     wire_bytes: float  # bytes that one device sends in all runs, in the ring convention
     across_slices: bool  # whether it leaves a TPU slice, over the data-center network
     scope: str  # the operation it was compiled from
-    # the groups of devices, by their position in the mesh; pairs of source and target for a
-    # permute; groups of slices where it leaves them
+    # devices by their position in the mesh; pairs of a permute; slices where it leaves them
     groups: tuple[tuple[int, ...], ...] = ()
 
 

@@ -34,8 +34,7 @@ class Decoder:
     length: int = 2048  #: of a sequence
     gated: bool = True  #: whether the MLP has a gate (SwiGLU), or is GELU
     tied: bool = False  #: whether the embedding is the output matrix, too
-    #: whether linear layers and norms have biases, and positions are learned, as GPT-2's
-    biased: bool = False
+    biased: bool = False  #: whether there are biases and learned positions, as GPT-2's
     scan: bool = True  #: whether the layers are stacked and scanned
     head_dim: int | None = None  #: width of a head; None: ``width // heads``
 

@@ -153,13 +153,12 @@ class TracedModel:
 
     init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
     apply_layer: _Layer  #: the layer; its first argument is its parameters
-    #: ``make_loss(layer)`` is the loss with a layer that does what ``apply_layer`` does:
-    #: ``loss(params, batch)``, a mean over the first dim of every array of the batch
+    #: ``make_loss(layer)`` makes ``loss(params, batch)``, a mean over dim 0 of all arrays of the
+    #: batch, with a layer that does what ``apply_layer`` does
     make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
     example: Any  #: the types of the arrays of one example, without that dim
     tokens: int = 1  #: of one example
-    #: a regular expression of the paths of parameters outside of the layers
-    gathered_once: str = r"^(?!layers(/|$))"
+    gathered_once: str = r"^(?!layers(/|$))"  #: matches paths of parameters outside of layers
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers = heads = kv_heads = hidden = 1

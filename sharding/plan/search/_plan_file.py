@@ -39,8 +39,7 @@ class PlanFile:
     dtype: str  #: of the parameters
     layers: tuple[int, ...]  #: of each chunk of a pipeline
     plan: ParallelPlan  #: how a step is shared
-    #: figures of the plan: memory, that of its program once it is compiled, and seconds
-    promised: dict[str, float]
+    promised: dict[str, float]  #: seconds, and memory: the program's once it is compiled
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":

@@ -35,8 +35,7 @@ class PlanGroup:
     """Plans with the same forward and backward passes."""
 
     passes: ParallelPlan  # a plan without ZeRO
-    # of the plans: ZeRO stage, replicas, offload, state, weights and sync
-    variants: tuple[dict[str, Any], ...]
+    variants: tuple[dict[str, Any], ...]  # the fields ``OF_STATE`` of the plans
 
     def plans(self) -> Iterator[ParallelPlan]:
         for variant in self.variants:
@@ -61,15 +60,10 @@ class PlanSpace:
     sequences: int  # of all devices in a step
     recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
     offload: tuple[bool, ...] = (False, True)  # whether optimizer state may be in host memory
-    # whether pipelines may run without a flush, which is lossy: over all devices, of models
-    # whose tables are two
-    asynchronous: bool = False
-    # formats of the optimizer state; others than None are lossy
-    state_formats: tuple[str | None, ...] = (None,)
+    asynchronous: bool = False  # whether pipelines may run without a flush, which is lossy
+    state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
-    # synchronizations of gradients; others than None are lossy, and without pipelines and
-    # shared layers
-    syncs: tuple[str | None, ...] = (None,)
+    syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
     # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left out
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out

@@ -55,17 +55,14 @@ class SearchResult(Printed):
     device: DeviceKind  #: its figures
     memory: float  #: bytes of a device that a plan may take
     plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    #: plans that would be faster than the last of these, and do not fit, fastest first
-    rejected: tuple[RejectedPlan, ...]
+    rejected: tuple[RejectedPlan, ...]  #: faster than the last of these, and do not fit
     bound: float  #: seconds below which no plan of the space can go that fits
     compared: int  #: the number of plans
     sequences: int  #: of all devices in a step
     length: int  #: tokens of a sequence
-    #: operations of matrix products of a device in the update of the best plan, as a share of
-    #: its part of those of the step
+    #: operations of matrix products in the update of the best plan, as a share of the step's
     of_update: float = 0.0
-    #: of all plans, whether they fit or not, fastest first; empty if it was not asked for
-    frontier: tuple[FrontierPlan, ...] = ()
+    frontier: tuple[FrontierPlan, ...] = ()  #: of all plans, fastest first, if it was asked for
 
     @property
     def best(self) -> ChosenPlan:
@@ -255,22 +252,16 @@ def search(
 
     tokens = float(sequences * length)
     flops = model.flops(tokens, length) / machine.num_devices
+
+    def chosen_plan(step: StepSeconds, plan: ParallelPlan) -> ChosenPlan:
+        least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
+        utilization = flops / machine.device.flops / step.seconds
+        layers = costs.layers(plan)
+        return ChosenPlan(plan, step, held(plan), least, layers, tokens, utilization)
+
     return SearchResult(
-        target=target,
-        device=machine.device,
-        memory=budget,
-        plans=tuple(
-            ChosenPlan(
-                plan=plan,
-                seconds=step,
-                memory=held(plan),
-                bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
-                layers=costs.layers(plan),
-                tokens=tokens,
-                utilization=flops / machine.device.flops / step.seconds,
-            )
-            for step, plan in chosen
-        ),
+        *(target, machine.device, budget),
+        plans=tuple(itertools.starmap(chosen_plan, chosen)),
         rejected=tuple(rejected),
         bound=bound,
         compared=sum(len(group.variants) for group in groups),
