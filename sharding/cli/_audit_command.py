@@ -1,9 +1,9 @@
 """The command ``audit``: compiles steps and reads their programs."""
 
-import argparse
 import dataclasses
 import functools
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 
 import jax
@@ -30,7 +30,7 @@ _OF_MODELS = (
 )
 
 
-def run_audit(options: argparse.Namespace) -> int:
+def run_audit(options: Namespace) -> int:
     """Audits, prints and plots; 2 where a step does not fit."""
     target = opts.target_of(options)
     opts.compile_on_cpu(target)
@@ -68,7 +68,7 @@ def run_audit(options: argparse.Namespace) -> int:
     return 2 if False in fits else 0
 
 
-def _check_options(options: argparse.Namespace) -> None:
+def _check_options(options: Namespace) -> None:
     """Raises for options that would be ignored, or lack another."""
     if options.find_batch and opts.device_of(options) is None:
         raise ValueError(
@@ -102,12 +102,12 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def _stages(options: argparse.Namespace) -> list[int]:
+def _stages(options: Namespace) -> list[int]:
     return [int(stage) for stage in options.stage or ["3"]]
 
 
 def _show_audits(
-    options: argparse.Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
+    options: Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
 ) -> None:
     def named(name: str, tables: list[Table]) -> list[Table]:
         return [table._replace(title=f"{name}: {table.title}") for table in tables]
@@ -134,9 +134,7 @@ def _report(tried: Tried) -> None:
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-def _steps(
-    options: argparse.Namespace, target: targets.Target
-) -> dict[str, Callable[[int], Audit]]:
+def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[int], Audit]]:
     """For each requested step a function of the batch that audits it."""
     mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
@@ -168,15 +166,12 @@ def _steps(
     if not options.hybrid:
         axis = (*axes_of(zero.replica_axis), *axes_of(zero.axis))
         zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
-    return {
-        f"stage {stage}": functools.partial(
-            _audit_stage, options, setup, dataclasses.replace(zero, stage=stage)
-        )
-        for stage in _stages(options)
-    }
+    staged = {stage: dataclasses.replace(zero, stage=stage) for stage in _stages(options)}
+    make = functools.partial(_audit_stage, options, setup)
+    return {f"stage {stage}": functools.partial(make, zero) for stage, zero in staged.items()}
 
 
-def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
+def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     setup = dataclasses.replace(setup, batch=batch)
     plan = setup.plan(zero)
     planned = None
@@ -193,7 +188,7 @@ def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, bat
 
 
 def _lowered(
-    options: argparse.Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
+    options: Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
 ) -> jax.stages.Lowered:
     model = setup.model
     assert model is not None

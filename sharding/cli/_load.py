@@ -28,9 +28,8 @@ def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Dec
         if length and not model.biased:
             model = dataclasses.replace(model, length=length)
         elif length and length > model.length:
-            raise ValueError(
-                f"{text} has {model.length} positions, --length {length} was requested."
-            )
+            positions = f"{model.length} positions"
+            raise ValueError(f"{text} has {positions}, --length {length} was requested.")
         return model.abstract(dtype), model
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
     if not match:

@@ -1,7 +1,7 @@
 """``--remat``: what a named model stores, planned for a target and a number of bytes."""
 
-import argparse
 import math
+from argparse import Namespace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from sharding.remat._stack_plan import Stack, StackPlan
 
 
 def planned_model(
-    options: argparse.Namespace, setup: Setup, plan: Plan, stage: str
+    options: Namespace, setup: Setup, plan: Plan, stage: str
 ) -> tuple[StackPlan, float]:
     """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
 
@@ -75,9 +75,8 @@ def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
         layers = num_bytes(setup.params["layers"])
         left -= 3 * layers / setup.model.layers + num_bytes(setup.params) - layers
     if left <= 0:
-        raise ValueError(
-            f"--remat auto: {stage} leaves nothing of the {size(setup.device.memory)} of a device."
-        )
+        memory = f"the {size(setup.device.memory)} of a device"
+        raise ValueError(f"--remat auto: {stage} leaves nothing of {memory}.")
     return left
 
 

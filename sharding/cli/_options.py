@@ -1,6 +1,6 @@
 """The options of each command, with their help."""
 
-import argparse
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +62,7 @@ _PIPELINE = {
 }
 
 
-def plan_options(parser: argparse.ArgumentParser) -> None:
+def plan_options(parser: ArgumentParser) -> None:
     state = {
         "--state": "format of large leaves of the optimizer state (default: as the optimizer has "
         "them)",
@@ -78,7 +78,7 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
 
 
-def audit_options(parser: argparse.ArgumentParser) -> None:
+def audit_options(parser: ArgumentParser) -> None:
     step = {
         "--step MODULE:FUNCTION": "instead of a model, a step of your own: function(mesh) returns "
         "what jax.jit(f).lower(...) returns, or that and the sharding.Pipeline that it runs; with "
@@ -103,7 +103,7 @@ def audit_options(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
 
 
-def search_options(parser: argparse.ArgumentParser) -> None:
+def search_options(parser: ArgumentParser) -> None:
     """Adds the options of ``search``, which decides meshes and dtypes of computing by itself."""
     model = {
         "--model": "MODULE:NAME of a sharding.plan.TracedModel or Decoder, or of a function that "
@@ -142,24 +142,19 @@ def search_options(parser: argparse.ArgumentParser) -> None:
     _add_output(parser)
 
 
-def _add_machine(
-    parser: argparse.ArgumentParser, helps: Mapping[str, str], **kinds: dict[str, Any]
-) -> None:
+def _add_machine(parser: ArgumentParser, helps: Mapping[str, str], **kinds: dict[str, Any]) -> None:
     _add(parser, "machine and sharding", helps, target={"required": True}, **kinds)
     title = "figures of a device: of an unknown one, or other than known"
     _add(parser, title, _FIGURES, tflops={"type": float})
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    helps = {
-        "--json": "everything, as JSON",
-        "--plot FILE": "a picture of the memory of one device",
-    }
-    _add(parser, "output", helps)
+def _add_output(parser: ArgumentParser) -> None:
+    helps = {"--json": "everything, as JSON"}
+    _add(parser, "output", helps | {"--plot FILE": "a picture of the memory of one device"})
 
 
 def _add(
-    parser: argparse.ArgumentParser, title: str, helps: Mapping[str, str], **kinds: dict[str, Any]
+    parser: ArgumentParser, title: str, helps: Mapping[str, str], **kinds: dict[str, Any]
 ) -> None:
     """Adds a group of options.
 

@@ -1,15 +1,15 @@
 """Writes what a command found: as JSON, and into the files that its options name."""
 
-import argparse
 import contextlib
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from sharding.plan._format import Printed, show
 
 
-def show_or_json(options: argparse.Namespace, found: Printed) -> None:
+def show_or_json(options: Namespace, found: Printed) -> None:
     """Prints all figures as JSON if ``--json`` asks for it, else tables and sentences."""
     if options.json:
         print_json(found.to_dict())

@@ -1,10 +1,10 @@
 """The command ``plan``: the stages side by side, and what to know beside them."""
 
-import argparse
 import dataclasses
 import math
 import re
 import warnings
+from argparse import Namespace
 from collections.abc import Callable
 
 import jax
@@ -21,16 +21,13 @@ from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why
 from sharding.plan.cost._estimate_pipeline import estimate_pipeline
 
 
-def run_plan(options: argparse.Namespace) -> int:
+def run_plan(options: Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
     _reject(options, _ONLY_HERE, "needs --pipeline N")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
-    if options.offload:
-        zero = dataclasses.replace(setup.zero, offload="optimizer")
-        setup = dataclasses.replace(setup, zero=zero)
     if options.batch and not setup.length:
         raise ValueError(
             f"--batch counts sequences, and --model {options.model} does not say how long they "
@@ -48,9 +45,8 @@ def run_plan(options: argparse.Namespace) -> int:
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
     if plan.device is None:
-        notes[0] = (
-            f"What fits is not known: no figures of {options.target}. Give them: {opts.FIGURES}."
-        )
+        unknown = f"no figures of {options.target}. Give them: {opts.FIGURES}."
+        notes[0] = f"What fits is not known: {unknown}"
     if planned:
         notes.append(note_on(planned, activations))
     if any(map(plan.seconds, plan.stages)):
@@ -85,7 +81,7 @@ def _about_times(setup: opts.Setup) -> str:
     )
 
 
-def _beside_adamw(options: argparse.Namespace, setup: opts.Setup, plan: Plan) -> list[str]:
+def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str]:
     """What the optimizer saves beside AdamW; where it saves nothing, why."""
     adamw = optax.adamw(1e-3)
     adamw = optax_ext.master_weights(adamw) if options.master else adamw
@@ -98,7 +94,7 @@ def _beside_adamw(options: argparse.Namespace, setup: opts.Setup, plan: Plan) ->
     return [note for note in notes if note]
 
 
-def _what_would_fit(options: argparse.Namespace, setup: opts.Setup) -> list[str]:
+def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
     zero, state = setup.zero, options.state
     fitting = []
 
@@ -131,7 +127,7 @@ _ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
 _NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
 
 
-def run_pipeline(options: argparse.Namespace) -> int:
+def run_pipeline(options: Namespace) -> int:
     """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
     _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
     microbatches = options.microbatches
@@ -144,14 +140,9 @@ def run_pipeline(options: argparse.Namespace) -> int:
         )
     device = setup.device
     if device is None or math.inf in (device.flops, device.link):
-        raise ValueError(
-            f"--pipeline needs the figures of {options.target}: --memory GIB, --tflops and --link."
-        )
-    zero = dataclasses.replace(
-        setup.zero,
-        stage=int(options.stage or 1),
-        offload="optimizer" if options.offload else setup.zero.offload,
-    )
+        figures = f"the figures of {options.target}: --memory GIB, --tflops and --link"
+        raise ValueError(f"--pipeline needs {figures}.")
+    zero = dataclasses.replace(setup.zero, stage=int(options.stage or 1))
     plan = estimate_pipeline(
         setup.model,
         setup.tx,
@@ -172,7 +163,7 @@ def run_pipeline(options: argparse.Namespace) -> int:
     return 0 if plan.recommended else 2
 
 
-def _reject(options: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+def _reject(options: Namespace, names: tuple[str, ...], reason: str) -> None:
     for name in names:
         if getattr(options, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} {reason}.")

@@ -1,11 +1,11 @@
 """The command ``search``: the fastest plan that fits, ``plan.json``, and its program."""
 
-import argparse
 import dataclasses
 import math
 import pathlib
 import re
 import sys
+from argparse import Namespace
 from typing import Any
 
 import optax
@@ -17,14 +17,14 @@ from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine.targets import Target
-from sharding.plan.model._models import MODELS, Decoder
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._models import MODELS
+from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import SearchResult, search
 from sharding.plan.search._verify import Verification, verify
 
 
-def run_search(options: argparse.Namespace) -> int:
+def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
     target, device = opts.target_of(options), opts.device_of(options)
     _check_before(options, target, device)
@@ -85,15 +85,12 @@ def run_search(options: argparse.Namespace) -> int:
         save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
-        print(
-            f"error: none of the first {len(files)} plans holds{unwritten}; a larger --top and "
-            "--verify tries more.",
-            file=sys.stderr,
-        )
+        none = f"none of the first {len(files)} plans holds{unwritten}"
+        print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
 
 
-def _check_before(options: argparse.Namespace, target: Target, device: DeviceKind | None) -> None:
+def _check_before(options: Namespace, target: Target, device: DeviceKind | None) -> None:
     """Raises before the search where it, or what follows, cannot be done."""
     if min(options.top, options.verify + 1) < 1:
         raise ValueError("--top must be above 0, and --verify at least 0.")
@@ -110,7 +107,7 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
         raise ValueError(f"{options.write} cannot be written: there is no such folder.")
 
 
-def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
+def _model_of(options: Namespace) -> AnyModel:
     if ":" not in options.model:
         _, model = loading.params_of_model(options.model, opts.dtype_of(options), options.length)
         if model is None:
@@ -119,15 +116,14 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
                 f"TracedModel as MODULE:NAME; --model {options.model} is not."
             )
         return model
-    kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
-    made: Decoder | TracedModel = loading.load_made(options.model, "--model", kinds, name)
+    kinds, name = AnyModel, "sharding.plan.TracedModel or Decoder"
+    made: AnyModel = loading.load_made(options.model, "--model", kinds, name)
     if isinstance(made, TracedModel):
         with loading.users_code(f"--model {options.model}: its loss of one example failed"):
             made.traced(1, opts.dtype_of(options), "none")
     elif made.biased and (options.length or 0) > made.length:
-        raise ValueError(
-            f"{options.model} has {made.length} positions, --length {options.length} was requested."
-        )
+        asked = f"--length {options.length} was requested"
+        raise ValueError(f"{options.model} has {made.length} positions, {asked}.")
     return made
 
 
@@ -159,11 +155,11 @@ def _kept_values(texts: list[str]) -> dict[str, Any]:
 
 
 def _verified(
-    options: argparse.Namespace,
+    options: Namespace,
     target: Target,
     result: SearchResult,
     files: list[PlanFile],
-    model: Decoder | TracedModel,
+    model: AnyModel,
     tx: optax.GradientTransformation,
     device: DeviceKind | None,
 ) -> dict[int, Verification]:

@@ -1,9 +1,9 @@
 """What the options of a command say: target, device, mesh, dtypes, and a ``Setup`` of them all."""
 
-import argparse
 import dataclasses
 import math
 import re
+from argparse import Namespace
 from typing import Any
 
 import jax
@@ -64,7 +64,7 @@ class Setup:
         )
 
 
-def setup_of(options: argparse.Namespace) -> Setup:
+def setup_of(options: Namespace) -> Setup:
     mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
     if not options.model:
         raise ValueError("--model is missing: a number, a name, or module:function.")
@@ -74,6 +74,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
     zero = Zero(
         *(mesh, 3),
+        offload="optimizer" if getattr(options, "offload", False) else None,
         axis=tuple(name for name in axis if name not in replica),
         replica_axis=replica or None,
         precision=Precision(
@@ -97,7 +98,7 @@ def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes))
 
 
-def target_of(options: argparse.Namespace) -> targets.Target:
+def target_of(options: Namespace) -> targets.Target:
     """The target; GPUs of any name where their figures are given."""
     try:
         return targets.parse(options.target, other_gpus=bool(options.memory))
@@ -116,7 +117,7 @@ def compile_on_cpu(target: targets.Target) -> None:
         jax.config.update("jax_num_cpu_devices", target.num_devices)
 
 
-def check_positive(options: argparse.Namespace) -> None:
+def check_positive(options: Namespace) -> None:
     names = ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link", "network")
     for name in (*names, "pipeline", "chunks", "efficiency"):
         value = getattr(options, name, None)
@@ -124,7 +125,7 @@ def check_positive(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be above 0, got {value}.")
 
 
-def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[str, int]:
+def mesh_axes_of(options: Namespace, target: targets.Target) -> dict[str, int]:
     """The sizes of the mesh's axes: of ``--mesh``, else those that suit the target."""
     if not options.mesh:
         return target.mesh_axes
@@ -145,7 +146,7 @@ def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[st
     return axes
 
 
-def dtype_of(options: argparse.Namespace) -> Any:
+def dtype_of(options: Namespace) -> Any:
     # XLA:CPU widens the sums of bfloat16.
     default = "float32" if options.target.startswith("cpu") else "bfloat16"
     return _floating_dtype("--dtype", options.dtype or default)
@@ -163,14 +164,11 @@ def _floating_dtype(option: str, name: str | None) -> Any:
     return dtype
 
 
-def device_of(options: argparse.Namespace) -> DeviceKind | None:
+def device_of(options: Namespace) -> DeviceKind | None:
     """The figures of the target, replaced by those that are given."""
     units = {"memory": 2**30, "bandwidth": 1e9, "tflops": 1e12, "link": 1e9, "network": 1e9}
-    given = {
-        {"tflops": "flops"}.get(name, name): getattr(options, name) * unit
-        for name, unit in units.items()
-        if getattr(options, name)
-    }
+    figures: dict[str, Any] = {name: getattr(options, name) for name in units}
+    given = {name.removeprefix("t"): x * units[name] for name, x in figures.items() if x}
     known = kind_of(options.target)
     if known is not None:
         return dataclasses.replace(known, **given)
@@ -181,6 +179,6 @@ def device_of(options: argparse.Namespace) -> DeviceKind | None:
                 "--network a device needs --memory GIB."
             )
         return None
-    figures: dict[str, Any] = {"name": target_of(options).kind, "network": None, "source": "given"}
+    figures = {"name": target_of(options).kind, "network": None, "source": "given"}
     figures |= dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
     return DeviceKind(**(figures | given))

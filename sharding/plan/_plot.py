@@ -48,9 +48,8 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
     """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([len(audits)])
     bars = {
-        name: audited.arguments
-        | {"temporaries": audited.temporaries or sum(audited.at_peak.values())}
-        for name, audited in audits.items()
+        name: x.arguments | {"temporaries": x.temporaries or sum(x.at_peak.values())}
+        for name, x in audits.items()
     }
     kinds = {audited.kind.memory for audited in audits.values() if audited.kind}
     _bars(axes, bars, min(kinds, default=None), "compiled")

@@ -29,8 +29,7 @@ class Traffic:
     """All collectives of one kind."""
 
     phase: str  # one of ``PHASES``
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
-    op: str
+    op: str  # such as ``reduce-scatter`` or ``collective-permute``
     axes: tuple[str, ...]  # the mesh axes that they run over; empty where no mesh is known
     dtype: str  # the dtype that is sent
     count: int  # how often they run in a step
@@ -47,11 +46,9 @@ class Audit(Printed):
     kind: DeviceKind | None  #: their figures, where they are known
     arguments: dict[str, float]  #: bytes of each part: parameters, optimizer state, and so on
     results: float  #: bytes of results that do not take over the memory of an argument
-    #: bytes, by the compiler; on TPUs those that are live at once. None for a program given
-    #: as text.
+    #: bytes, by the compiler; on TPUs those that are live at once; None for text
     temporaries: float | None
-    #: bytes of temporaries at their peak by use, estimated from the schedule
-    at_peak: dict[str, float]
+    at_peak: dict[str, float]  #: bytes of temporaries at their peak by use, estimated
     host: float  #: bytes in host memory
     traffic: tuple[Traffic, ...]  #: the collectives, dearest first
     flops: dict[str, float]  #: floating-point operations by phase
@@ -61,8 +58,7 @@ class Audit(Printed):
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
-    #: the loops over the ticks of a pipeline; None where none was given
-    pipeline: PipelineAudit | None = None
+    pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
@@ -229,9 +225,8 @@ def audit(
     if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
         source, compiled = compiled.as_text(), compiled.compile()
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
-        raise ValueError(
-            f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
-        )
+        kind = type(compiled).__name__
+        raise ValueError(f"audit reads a program, got a {kind}: pass step.lower(*arguments).")
     program, memory, placed = Program(compiled), None, []
     if not isinstance(compiled, str):
         memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
@@ -240,7 +235,7 @@ def audit(
         mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown_loops) = collectives(program), costs(program)
+    sent, (work, unknown) = collectives(program), costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
@@ -248,9 +243,7 @@ def audit(
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
-    warnings += [
-        f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
-    ]
+    warnings += [f"how often the loop %{name} runs is unknown: counted once" for name in unknown]
     of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
     warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
@@ -299,13 +292,11 @@ def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> Devic
     return device
 
 
-def _widened(
-    arguments: list[Argument], collectives: list[Collective], shardings: list[Any]
-) -> list[str]:
+def _widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
     """A note on the CPU's float32 collectives of bfloat16 arrays."""
     platforms = {device.platform for sharding in shardings for device in sharding.device_set}
     narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
-    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in collectives):
+    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
         return []
     return [
         "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "

@@ -18,8 +18,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclasses.dataclass(frozen=True)
 class Tried:
     batch: int  # the size
-    # bytes that one device needs; infinite where the compiler failed without a figure
-    memory: float
+    memory: float  # bytes of a device; infinite where the compiler failed without a figure
     fits: bool  # whether ``memory`` is within the limit of the search
 
 
@@ -45,10 +44,8 @@ class FoundBatch(Printed):
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
-        rows = [
-            (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
-            for step in self.tried
-        ]
+        verdicts = {True: "fits", False: "too much"}
+        rows = [(str(x.batch), needed(x.memory), verdicts[x.fits]) for x in self.tried]
         title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
         return [Table(title, ("batch", "needs", ""), rows)]
 

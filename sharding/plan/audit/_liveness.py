@@ -82,14 +82,12 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
         # Free.
         for buffer in freed_after[i]:
             live.pop(buffer, None)
-    own = [
-        Buffer(
-            *(x.name, program.scope(x.instr, table), x.nbytes, tuple(sorted(x.readers))),
-            copy_of=copied_argument(x.instr, table),
-        )
-        for x in sorted(at_peak, key=lambda x: x.name)
-    ]
-    return peak, own + of_callee
+
+    def buffer_of(x: _Allocation) -> Buffer:
+        readers, copied = tuple(sorted(x.readers)), copied_argument(x.instr, table)
+        return Buffer(x.name, program.scope(x.instr, table), x.nbytes, readers, copied)
+
+    return peak, [*map(buffer_of, sorted(at_peak, key=lambda x: x.name)), *of_callee]
 
 
 def _lifetimes(program: Program, table: Table) -> tuple[list[list[_Allocation]], dict[str, Any]]:

@@ -10,7 +10,7 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
 from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._hlo import Array, Program
-from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
+from sharding.plan.audit._tick_loops import KeptArray, tick_loops
 from sharding.plan.cost._wire_and_flops import num_permutes
 
 _SMALL = 1 << 16  # bytes that need no warning
@@ -22,15 +22,13 @@ class StoredSlots:
     """Buffers of one kind that the ticks of a pipeline write and read."""
 
     name: str  #: what they hold
-    #: the slots that the schedule needs, the most of any stage: for activations and
-    #: cotangents one more, which receives what nobody expects; for residuals with those that
-    #: cross from the first to the second half of a backward pass
+    #: the slots that the schedule needs, the most of any stage: for activations and cotangents one
+    #: more, for what nobody expects; for residuals with those that cross in a split backward pass
     scheduled: int
     found: int  #: those of the program; of other arrays their number
     nbytes: float  #: of the program's, in all
     excess: float = 0.0  #: of them more than the schedule needs
-    #: the largest array of the excess, and the operation that writes it; empty without
-    example: str = ""
+    example: str = ""  #: the largest array of the excess, and the operation that writes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +39,11 @@ class PipelineAudit(Printed):
     stages: int  #: of the mesh axis
     microbatches: int  #: of a step
     ticks: int  #: of the schedule
-    #: for each stage, the most activations that it stores at once, by the schedule
-    live: tuple[int, ...]
+    live: tuple[int, ...]  #: the most activations that each stage stores, by the schedule
     scheduled_iterations: tuple[int, ...]  #: of the loops over ticks
     iterations: tuple[int | None, ...]  #: of the program's loops; None where that is not constant
     runs: int  #: how often they run in a step
-    #: activations that a device permutes in one run, as the ticks need them
-    scheduled_permutes: int
+    scheduled_permutes: int  #: of a device in one run, as the ticks need them
     permutes: int  #: those of the program in all runs
     messages: int  #: of them the most that any stage has to send in one run
     message_bytes: float  #: of one of them
@@ -98,33 +94,25 @@ class PipelineAudit(Printed):
             rows.append(("copied in a tick", "", "", size(self.copied + self.copied_sums)))
         if not self.iterations:
             rows = [(name, scheduled, "", "") for name, scheduled, *_ in rows if scheduled]
-        title = (
-            f"Pipeline: {self.schedule}, {self.stages} stages, {self.microbatches} micro-batches, "
-            f"{self.ticks} ticks"
-        )
+        title = f"{self.schedule}, {self.stages} stages, {self.microbatches} micro-batches"
+        title = f"Pipeline: {title}, {self.ticks} ticks"
         return [Table(title, ("", "schedule", "program", "bytes"), rows)]
 
 
 def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
     """Reads the loops over ticks of a compiled step.
 
-    The kept arrays are exact: they are those that a loop of the compiled program carries. An array
-    belongs to a kind of slots by its shape: activations by what is permuted, residuals by their
-    number of slots and of layers.
+    An array belongs to a kind of slots by its shape: activations by what is permuted, residuals by
+    their number of slots and of layers.
     """
     schedule = pipeline.schedule
     figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
-    loops = tick_loops(
-        program,
-        mesh,
-        pipeline.axis,
-        microbatches=schedule.num_microbatches,
-        rows=schedule.num_chunks * max(pipeline.layer_counts),
-    )
-    sent = [message for loop in loops for message in _messages_of(loop)]
+    num_layers = max(pipeline.layer_counts)
+    sizes = {"microbatches": schedule.num_microbatches, "rows": schedule.num_chunks * num_layers}
+    loops = tick_loops(program, mesh, pipeline.axis, **sizes)
+    sent = [message for loop in loops for message in loop.messages]
     message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
-    sums: list[KeptArray] = []
-    stored: list[KeptArray] = []
+    sums, stored = list[KeptArray](), list[KeptArray]()
     for loop in loops:  # loops run one after the other: those that hold most
         returned = [kept for kept in loop.kept if kept.returned]
         results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
@@ -140,25 +128,15 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         iterations=tuple(loop.trips for loop in loops),
         runs=max((loop.runs for loop in loops), default=0),
         scheduled_permutes=num_permutes(lowering),
-        permutes=sum(loop.runs * (loop.trips or 1) * len(_messages_of(loop)) for loop in loops),
+        permutes=sum(loop.runs * (loop.trips or 1) * len(loop.messages) for loop in loops),
         messages=max(figures.messages),
         message_bytes=sum(array.nbytes for array in message),
-        slots=tuple(_slots(stored, message, lowering, max(pipeline.layer_counts))),
+        slots=tuple(_slots(stored, message, lowering, num_layers)),
         sums=_nbytes_of(sums),
         copied=_nbytes_of(kept for kept in stored if kept.copied),
         copied_sums=_nbytes_of(kept for kept in sums if kept.copied),
     )
     return dataclasses.replace(result, warnings=tuple(_warnings(result)))
-
-
-# --- What is sent ---------------------------------------------------------------------------------
-
-
-def _messages_of(loop: TickLoop) -> list[list[Array]]:
-    messages: dict[tuple[object, ...], list[Array]] = {}
-    for permute in loop.permutes:
-        messages.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
-    return list(messages.values())
 
 
 # --- What is kept ---------------------------------------------------------------------------------

@@ -32,9 +32,7 @@ _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|mat
 
 class Cost(NamedTuple):
     scope: str  # the operation it was compiled from
-    # floating-point operations: two for each multiply-add of a matrix product, one for each
-    # element of other arithmetic
-    flops: float
+    flops: float  # two for each multiply-add of a product, one for an element of other arithmetic
     matmul_flops: float  # the part of ``flops`` in matrix products and convolutions
     nbytes: float  # bytes read from main memory and written to it
 
@@ -100,9 +98,8 @@ def _num_floating(text: str) -> int:
 def _dot(instr: Instruction, table: Table) -> float:
     """Two operations for each element of the result and of the contracted dims."""
     # lhs_contracting_dims={1}, or ["1"] in the configuration of a library call.
-    match = re.search(
-        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instr.attributes.replace(" ", "")
-    )
+    text = instr.attributes.replace(" ", "")
+    match = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', text)
     shape = next(arrays(table[instr.operands[0]].type)).dims
     summed = [int(d) for d in re.findall(r"\d+", match[1])] if match else []
     return 2.0 * next(arrays(instr.type)).elements * math.prod(shape[d] for d in summed)
@@ -117,15 +114,12 @@ def _convolution(instr: Instruction, table: Table) -> float:
     left, right, out = (next(arrays(text)).dims for text in (*_types(instr, table)[:2], instr.type))
 
     # Pairs of an output position and a tap of the kernel that reads an input, over spatial dims.
-    window = dict(
-        re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", instr.attributes)
-    )
+    options = re.findall(r"(size|stride|pad|[lr]hs_dilate)=(\S+?)[ }]", instr.attributes)
+    window = dict(options)
     pairs = 1
     for i in range(len(window["size"].split("x")) if "size" in window else 0):
-        stride, holes, spread = (
-            int(window[key].split("x")[i]) if key in window else 1
-            for key in ("stride", "lhs_dilate", "rhs_dilate")
-        )
+        keys = ("stride", "lhs_dilate", "rhs_dilate")
+        stride, holes, spread = (int(window[k].split("x")[i]) if k in window else 1 for k in keys)
         low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
         inputs, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
         outputs = out[labels[3].index(str(i))]

@@ -42,25 +42,17 @@ class KeptArray(NamedTuple):
     has_params: bool  # whether it has a dim of slots before those of parameters that the loop reads
 
 
-class Permute(NamedTuple):
-    """What an iteration sends in one operation."""
-
-    pairs: tuple[tuple[int, ...], ...]  # senders and receivers, by their position in the mesh
-    source: str  # the instruction that made what is sent: one for all arrays of a message
-    arrays: tuple[Array, ...]  # the types of what is sent
-
-
 class TickLoop(NamedTuple):
     instr: Instruction  # the loop
     computation: str  # that runs it
     runs: int  # how often it starts in a step
     trips: int | None  # its iterations; None where that is not constant
-    permutes: tuple[Permute, ...]  # those of an iteration
+    messages: list[list[Array]]  # the arrays that an iteration permutes, by message
     kept: tuple[KeptArray, ...] = ()  # the arrays that it keeps
 
 
 def tick_loops(
-    program: Program, mesh: AnyMesh, axis: str, *, microbatches: int, rows: int
+    program: Program, mesh: AnyMesh, axis: str, microbatches: int, rows: int
 ) -> list[TickLoop]:
     """The innermost loops that permute along the mesh axis of the stages, in program order.
 
@@ -77,16 +69,14 @@ def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[Tick
     for instr in frame.instructions.values():
         loops = instr.op == "while"
         trips = frame.trip_count(instr) if loops else 1
-        inner = [
-            loop
-            for inside in frame.inside(instr)
-            for loop in _sending(inside, runs * (trips or 1), mesh, axis)
-        ]
+        found = (_sending(x, runs * (trips or 1), mesh, axis) for x in frame.inside(instr))
+        inner = list(itertools.chain(*found))
         yield from inner
         if loops and not inner:
-            permutes = tuple(_permutes(frame.program, instr.called[0], mesh, axis))
-            if permutes:
-                yield TickLoop(instr, frame.computation, runs, trips, permutes)
+            messages: _Messages = collections.defaultdict(list)
+            _add_messages(messages, frame.program, instr.called[0], mesh, axis)
+            if messages:
+                yield TickLoop(instr, frame.computation, runs, trips, list(messages.values()))
 
 
 def _callees(instr: Instruction) -> list[str]:
@@ -94,20 +84,26 @@ def _callees(instr: Instruction) -> list[str]:
     return [] if instr.op == "while" else instr.called
 
 
-def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> Iterator[Permute]:
-    """The permutes of a computation along an axis, but for those of loops in it."""
+# By senders and receivers, and what made all arrays of a message.
+_Messages = dict[tuple[tuple[tuple[int, ...], ...], str], list[Array]]
+
+
+def _add_messages(
+    messages: _Messages, program: Program, computation: str, mesh: AnyMesh, axis: str
+) -> None:
+    """Adds what a computation permutes along an axis, but for loops in it."""
     table = program.computations[computation]
     for instr in table.values():
         called = _callees(instr)
         for name in called:
-            yield from _permutes(program, name, mesh, axis)
+            _add_messages(messages, program, name, mesh, axis)
         if not called and collective_op(instr) == "collective-permute":
             pairs = device_groups(instr.attributes, program.num_devices)
             across = instr.op == "send"  # between slices: groups of slices
             if across or axes_of_groups(pairs, mesh) == (axis,):
-                names = instr.operands[:1] if across else instr.operands
-                sent = tuple(array for name in names for array in arrays(table[name].type))
-                yield Permute(tuple(pairs), _source(table, names[0]), sent)
+                for name in instr.operands[:1] if across else instr.operands:
+                    key = tuple(pairs), _source(table, instr.operands[0])
+                    messages[key] += arrays(table[name].type)
 
 
 def _source(table: Table, name: str) -> str:
@@ -134,7 +130,7 @@ class _CarryReader:
         if root.op != "tuple" or len(root.operands) != len(types):
             return
         copies = self._copies(body)
-        messages = {array.dims for permute in loop.permutes for array in permute.arrays}
+        messages = {array.dims for message in loop.messages for array in message}
         changes = [not self._passes(body, x, i) for i, x in enumerate(root.operands)]
         read = [array for array, changed in zip(types, changes, strict=True) if not changed]
         params = {(x.dtype, x.dims[1:]) for x in read if x.dims[:1] == (self.rows,)}

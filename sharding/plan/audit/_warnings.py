@@ -90,11 +90,9 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
 
 
 def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterator[str]:
-    requested = sum(
-        sent.wire_bytes
-        for sent in collectives
-        if sent.op == "all-reduce" and sent.scope.endswith(("/reduce_scatter", "/psum_scatter"))
-    )
+    sums = [sent for sent in collectives if sent.op == "all-reduce"]
+    scopes = ("/reduce_scatter", "/psum_scatter")
+    requested = sum(sent.wire_bytes for sent in sums if sent.scope.endswith(scopes))
     if requested > _SMALL:
         yield (
             f"{size(requested)} are sent by all-reduces where the program requests "
@@ -195,11 +193,9 @@ def _donated_and_copied(program: Program) -> Iterator[str]:
     table = program.computations[program.entry]
     given = [instr for instr in table.values() if instr.op == "parameter"]
     donated = {instr.scope for instr in given if int(instr.literal) in program.donated}
-    copies = [
-        (max(a.nbytes for a in arrays(instr.type)), name)
-        for instr in table.values()
-        if (name := copied_argument(instr, table)) in donated
-    ]
+    copied = [(instr, copied_argument(instr, table)) for instr in table.values()]
+    sizes = ((max(a.nbytes for a in arrays(instr.type)), name) for instr, name in copied if name)
+    copies = [(nbytes, name) for nbytes, name in sizes if name in donated]
     total = sum(nbytes for nbytes, _ in copies)
     if total > _SMALL:
         yield (

@@ -20,13 +20,13 @@ _MEGASCALE["ONE_TO_ONE"] = _MEGASCALE.pop("COLLECTIVE_PERMUTE")
 
 # A mesh by its axes, ['x'=4,'y'=2]; its devices follow where they are not in order.
 _MESH = r"@?mesh\[([^\]]*)\]"
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 
 class Collective(NamedTuple):
     """One collective of a compiled program."""
 
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
-    op: str
+    op: str  # one of ``_KINDS``
     dtype: str  # the dtype that is sent; of several arrays as ``"bf16+f32"``
     elements: int  # of the full array (before a scatter, after a gather), summed over its operands
     group_size: int  # the number of devices in a group
@@ -34,8 +34,7 @@ class Collective(NamedTuple):
     wire_bytes: float  # bytes that one device sends in all runs, in the ring convention
     across_slices: bool  # whether it leaves a TPU slice, over the data-center network
     scope: str  # the operation it was compiled from
-    # the groups of devices, by their position in the mesh; pairs of source and target for a
-    # permute; groups of slices where it leaves them
+    # devices by their position in the mesh; pairs of a permute; slices where it leaves them
     groups: tuple[tuple[int, ...], ...] = ()
 
 
@@ -105,14 +104,11 @@ def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) 
                 if _continues(instr, name, program, chains):
                     continue
                 arguments = [frame.value(operand) for operand in instr.operands]
-                called = inside(name, count, arguments)
-                if name.startswith("all-reduce-scatter"):
-                    # TPU: one reduce-scatter, printed as an all-reduce and a slice.
-                    called = [
-                        sent._replace(op="reduce-scatter", wire_bytes=sent.wire_bytes / 2)
-                        for sent in called
-                    ]
-                counted += called
+                for sent in inside(name, count, arguments):
+                    if name.startswith("all-reduce-scatter"):
+                        # TPU: one reduce-scatter, printed as an all-reduce and a slice.
+                        sent = sent._replace(op="reduce-scatter", wire_bytes=sent.wire_bytes / 2)
+                    counted.append(sent)
     return counted
 
 
@@ -141,9 +137,8 @@ def collective_op(instr: Instruction) -> str | None:
     """Which collective an instruction is, or starts; None for others."""
     op = instr.op.removesuffix("-start")
     if op in _UNCOUNTED:
-        raise ValueError(
-            f"wire bytes were requested, but %{instr.name} is a {op}, which has no fixed cost."
-        )
+        what = f"%{instr.name} is a {op}, which has no fixed cost"
+        raise ValueError(f"wire bytes were requested, but {what}.")
     if instr.op == "send":
         if match := re.search(r'_xla_megascale_transfer_type="(\w+)"', instr.attributes):
             if kind := _MEGASCALE.get(match[1]):
@@ -203,14 +198,11 @@ def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     if match := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes):
         return [_ints(ids) for ids in re.findall(r"\{([\d,]+)\}", match[1])]
     # [2,4]<=[4,2]T(1,0): an iota of shape (4, 2), transposed, as 2 groups of 4.
-    if match := re.search(
-        r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    ):
+    if match := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={_IOTA}", attributes):
         return _rows(_iota(match[3], match[4]).reshape(int(match[1]), int(match[2])))
     # mesh['x'=4,'y'=2] {'y'}: axes of a mesh.
-    if match := re.search(
-        rf"replica_groups={_MESH}(?:, device_ids=\((.*?)\)(?= \{{))? \{{([^}}]*)\}}", attributes
-    ):
+    ids = r"(?:, device_ids=\((.*?)\)(?= \{))?"
+    if match := re.search(rf"replica_groups={_MESH}{ids} \{{([^}}]*)\}}", attributes):
         return _groups_of_mesh(match[1], match[2], match[3])
     # Between slices groups of slices, not of devices: {0,1}x..., or a pair.
     if match := re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes):
@@ -237,7 +229,7 @@ def _groups_of_mesh(mesh: str, ids: str | None, over: str) -> list[tuple[int, ..
             if any(before <= low and high <= before * part for before, part in spans):
                 chosen.append(len(dims))
             dims.append(high // low)
-    if ids and (match := re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", ids)):
+    if ids and (match := re.fullmatch(_IOTA, ids)):
         flat = _iota(match[1], match[2])
     else:
         flat = np.array(ids.split(","), int) if ids else np.arange(math.prod(dims))

@@ -205,9 +205,8 @@ class Machine:
                 f"groups of {' x '.join(map(str, sizes))} need {math.prod(sizes)} devices, there "
                 f"are {self.num_devices}."
             )
-        return self._torus_groups(sizes) if self.torus else self._node_groups(sizes)
-
-    def _node_groups(self, sizes: tuple[int, ...]) -> list[Group]:
+        if self.torus:
+            return self._torus_groups(sizes)
         node, inner = self.device.node_size, 1
         groups: list[Group] = []
         for size in sizes:
@@ -229,14 +228,12 @@ class Machine:
             for axis in sorted(left, key=lambda axis: axis[0] != size):
                 part = math.gcd(axis[0], size)
                 if part > 1:
-                    axes.append((part, part == axis[1] and self._wraps(part)))
+                    smallest = _WRAPS.get(self.device.name, _CUBE)
+                    wraps = part == axis[1] and part >= smallest and part % smallest == 0
+                    axes.append((part, wraps))
                     axis[0] //= part
                     size //= part
             across = math.gcd(slices, size)
             slices //= across
             groups.append(TorusGroup(tuple(axes), across * (size // across)))
         return groups
-
-    def _wraps(self, size: int) -> bool:
-        smallest = _WRAPS.get(self.device.name, _CUBE)
-        return size >= smallest and size % smallest == 0

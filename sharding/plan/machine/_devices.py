@@ -16,20 +16,14 @@ class DeviceKind:
     bandwidth: float  #: of the main memory, in bytes per second
     flops: float  #: of dense products of bfloat16 matrices, per second
     link: float  #: to its neighbours in one direction, the sum of all links, in bytes per second
-    #: its share of its host's network to other hosts or slices, in bytes per second; None where the
-    #: maker does not publish it
+    #: its share of its host's network to others, in bytes per second; None where not published
     network: float | None
     source: str  #: where the figures are from
-    #: rows and columns of the tiles of its memory; None where arrays are dense
-    tile: tuple[int, int] | None = None
-    #: between its memory and that of its host in one direction, in bytes per second; None where it
-    #: is not published
+    tile: tuple[int, int] | None = None  #: rows and columns of the tiles of its memory, if any
+    #: to its host's memory in one direction, in bytes per second; None where not published
     host_link: float | None = None
-    #: links of equal bandwidth that ``link`` is the sum of: two for each axis of a torus, one where
-    #: a switch joins the devices of a node
-    num_links: int = 1
-    #: devices of a node that are joined by ``link``; a TPU slice is a torus instead
-    node_size: int = 8
+    num_links: int = 1  #: that ``link`` is the sum of: two for each axis of a torus
+    node_size: int = 8  #: devices that ``link`` joins by a switch, without a torus
 
 
 _UNITS = {"memory": 1, "bandwidth": 1e9, "flops": 1e12}
@@ -46,10 +40,8 @@ _AMD = "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions tog
 
 def _kind(name: str, *figures: float | None, source: str, **others: Any) -> DeviceKind:
     """A kind by figures in the order and the units of ``_UNITS``."""
-    scaled: dict[str, Any] = {
-        key: figure and figure * unit
-        for (key, unit), figure in zip(_UNITS.items(), figures, strict=True)
-    }
+    pairs = zip(_UNITS.items(), figures, strict=True)
+    scaled: dict[str, Any] = {key: value and value * unit for (key, unit), value in pairs}
     return DeviceKind(name, **scaled, source=source, **others)
 
 
@@ -138,8 +130,7 @@ class Achieved:
     matmul: float  # of ``flops``, by the best matrix product
     link: float  # of ``link``, by ring collectives of large arrays
     source: str  # of these
-    # of ``link``: bytes of the array per second of an all-reduce that a switch sums; None
-    # where switches do not sum
+    # of ``link``: bytes of the array per second in an all-reduce that a switch sums, if it does
     all_reduce: float | None = None
     memory: float = _MEMORY  # of ``bandwidth``, by large element-wise passes
     network: float = _NETWORK  # of ``network``, by collectives of large arrays
@@ -147,8 +138,7 @@ class Achieved:
     start: float = 0.0  # seconds of any collective
     link_hop: float = _LINK_HOP  # seconds to the next device of a node or torus
     network_hop: float = _NETWORK_HOP  # seconds to the next node or slice
-    # bytes: a collective of x bytes takes as long as one of x + sqrt(ramp x) at full speed
-    ramp: float = 0.0
+    ramp: float = 0.0  # x bytes take as long as x + sqrt(ramp x) bytes at full speed
 
     @property
     def typical_matmul(self) -> float:

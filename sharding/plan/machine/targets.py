@@ -99,9 +99,8 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
         if other_gpus or kind in (*_GPUS, *_PLANNED):
             host = KINDS[kind].node_size if kind in KINDS else 8
             if num > host and num % host:
-                raise ValueError(
-                    f"{name!r}: more GPUs than one host's must be a multiple of {host}."
-                )
+                several = f"more GPUs than one host's must be a multiple of {host}"
+                raise ValueError(f"{name!r}: {several}.")
             return Target(kind, (num,), max(1, num // host))
     tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
     if match := re.fullmatch(tpus, name):
@@ -158,9 +157,8 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     devices = topology(name)
     shape = tuple(shape)
     if math.prod(shape) != len(devices):
-        raise ValueError(
-            f"mesh shape {shape} does not fit {name!r}, which has {len(devices)} devices."
-        )
+        number = f"{len(devices)} devices"
+        raise ValueError(f"mesh shape {shape} does not fit {name!r}, which has {number}.")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if devices[0].platform != "tpu":
         grid = np.array(devices).reshape(shape)
@@ -197,10 +195,9 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
 
 def _gpus(name: str, target: Target) -> list[jax.Device]:
     layout = f"1x{target.groups}x{target.num_devices // target.groups}"
+    options = {"target_config": _gpu_config(target.kind), "topology": layout}
     try:
-        return topologies.get_topology_desc(
-            name, "cuda", target_config=_gpu_config(target.kind), topology=layout
-        ).devices
+        return topologies.get_topology_desc(name, "cuda", **options).devices
     except NotImplementedError as error:
         raise ValueError(
             f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}; one in "

@@ -25,11 +25,9 @@ class LayerCost:
     backward: float  #: seconds of the backward pass, with recomputation where the layer recomputes
     param_bytes: float = 0.0  #: of its parameters
     activation_bytes: float = 0.0  #: of what the forward pass stores for the backward pass
-    #: of what the next layer receives; as many bytes of gradients come back
-    output_bytes: float = 0.0
+    output_bytes: float = 0.0  #: to the next layer; as many bytes of gradients come back
     working_bytes: float = 0.0  #: of temporaries of the backward pass beside ``activation_bytes``
-    #: seconds of the part of ``backward`` that a split backward pass leaves for later
-    weight: float = 0.0
+    weight: float = 0.0  #: seconds of ``backward`` that a split backward pass leaves for later
     crossing_bytes: float = 0.0  #: of what that part needs then, if nothing is computed again
 
 
@@ -137,10 +135,8 @@ def layer_costs(
 
     # Parameters and operations.
     params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
-    (layer,) = params["layers"]
     embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
-    unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
-    head = num_bytes(params["norm"]) + unembedding
+    head = float(num_bytes([params["norm"], params["embed" if model.tied else "unembed"]]))
     per_second = device.flops * efficiency
     vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
     head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
@@ -171,7 +167,7 @@ def layer_costs(
             LayerCost(
                 forward=layer_seconds,
                 backward=(2 + again) * layer_seconds,
-                param_bytes=float(num_bytes(layer)),
+                param_bytes=float(num_bytes(params["layers"])),
                 activation_bytes=stream + kept,
                 output_bytes=stream,
                 working_bytes=working,

@@ -24,14 +24,12 @@ _MASK = 1  # bytes of an element of a dropout mask
 class Implementation:
     """How a program computes a layer."""
 
-    #: ``"materialized"`` writes the scores of every pair of tokens, masked ones too; ``"fused"``
-    #: keeps them on chip and skips masked blocks
+    #: ``"materialized"`` writes all scores; ``"fused"`` keeps them on chip and skips masked blocks
     attention: Literal["materialized", "fused"] = "materialized"
     dropout: bool = False  #: whether there is dropout, on the scores and on both branches
     launch: float = 0.0  #: seconds in which the host issues a kernel; 0 for compiled steps
-    #: whether a step is one compiled program: the ticks of a pipeline end on all devices at once,
-    #: and a layer that is computed again leaves out its last product; else each stage waits for its
-    #: messages alone
+    #: whether a step is one program: the ticks of a pipeline end on all devices at once, and a
+    #: layer leaves out its last product when it is computed again; else stages wait for messages
     lockstep: bool = True
 
 
@@ -66,10 +64,8 @@ class LayerWork(NamedTuple):
     forward: KernelSeconds  # its forward pass
     backward: KernelSeconds  # its backward pass, without recomputation
     weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
-    # what selective recomputation computes again: scores, softmax and their product with the values
-    attention: KernelSeconds
-    # those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``
-    products: Mapping[str, KernelSeconds]
+    attention: KernelSeconds  # what selective recomputation runs again: scores to their product
+    products: Mapping[str, KernelSeconds]  # of the forward pass, by ``SAVED_PARTS`` and ``"down"``
 
 
 class Roofline:

@@ -34,8 +34,7 @@ class Decoder:
     length: int = 2048  #: of a sequence
     gated: bool = True  #: whether the MLP has a gate (SwiGLU), or is GELU
     tied: bool = False  #: whether the embedding is the output matrix, too
-    #: whether linear layers and norms have biases, and positions are learned, as GPT-2's
-    biased: bool = False
+    biased: bool = False  #: whether there are biases and learned positions, as GPT-2's
     scan: bool = True  #: whether the layers are stacked and scanned
     head_dim: int | None = None  #: width of a head; None: ``width // heads``
 
@@ -194,10 +193,8 @@ class Decoder:
         x = checkpoint_name(x, "decoder_layer_input")
         y = self._norm(params["attention_norm"], x)
         head = self.queries // self.heads
-        q, k, v = (
-            checkpoint_name(self._linear(params, name, y), f"{name}_proj")
-            for name in ("query", "key", "value")
-        )
+        made = [(name, self._linear(params, name, y)) for name in ("query", "key", "value")]
+        q, k, v = (checkpoint_name(values, f"{name}_proj") for name, values in made)
         q = q.reshape(*y.shape[:2], k.shape[-1] // head, -1, head)
         k, v = (part.reshape(*y.shape[:2], -1, head) for part in (k, v))
         if not self.biased:
@@ -296,9 +293,8 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 def gpt2(layers: int, width: int, heads: int) -> Decoder:
-    return Decoder(
-        layers, width, heads, heads, 4 * width, 50257, 1024, gated=False, tied=True, biased=True
-    )
+    sizes = (layers, width, heads, heads, 4 * width, 50257, 1024)
+    return Decoder(*sizes, gated=False, tied=True, biased=True)
 
 
 MODELS = {

@@ -16,6 +16,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding.placement._specs import path_str
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PRESETS
 
 # Where the device is not known: only relative times count then.
@@ -152,13 +153,12 @@ class TracedModel:
 
     init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
     apply_layer: _Layer  #: the layer; its first argument is its parameters
-    #: ``make_loss(layer)`` is the loss with a layer that does what ``apply_layer`` does:
-    #: ``loss(params, batch)``, a mean over the first dim of every array of the batch
+    #: ``make_loss(layer)`` makes ``loss(params, batch)``, a mean over dim 0 of all arrays of the
+    #: batch, with a layer that does what ``apply_layer`` does
     make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
     example: Any  #: the types of the arrays of one example, without that dim
     tokens: int = 1  #: of one example
-    #: a regular expression of the paths of parameters outside of the layers
-    gathered_once: str = r"^(?!layers(/|$))"
+    gathered_once: str = r"^(?!layers(/|$))"  #: matches paths of parameters outside of layers
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers = heads = kv_heads = hidden = 1
@@ -182,11 +182,8 @@ class TracedModel:
 
     def layer_bytes(self, dtype: Any) -> tuple[float, float]:
         """Bytes of the parameters of the largest layer, and of those outside of all layers."""
-        outside = [
-            leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
-            if re.search(self.gathered_once, path_str(path))
-        ]
+        leaves = jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
+        outside = [x for path, x in leaves if re.search(self.gathered_once, path_str(path))]
         layers = (num_bytes(call[0]) for call in self._calls(1, dtype))
         return float(max(layers, default=0)), float(num_bytes(outside))
 
@@ -232,3 +229,6 @@ class TracedModel:
 
         jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
         return calls
+
+
+AnyModel = Decoder | TracedModel

@@ -16,14 +16,11 @@ class ChosenPlan:
     plan: ParallelPlan  #: how the step is shared
     seconds: StepSeconds  #: what it takes, by what it waits for
     memory: float  #: bytes of the fullest device
-    #: seconds that no program of this plan can go below: its operations at the peak, its
-    #: bytes at the full speed of the links, everything at once
+    #: seconds that no program of this plan can go below: everything at its peak, at once
     bound: float
     layers: tuple[int, ...]  #: of each chunk, from the first to the last
     tokens: float  #: of all devices in a step
-    #: operations of the model for each second and device, without recomputation, as a share
-    #: of the peak (MFU)
-    utilization: float
+    utilization: float  #: the share of the peak, without recomputation (MFU)
 
     @property
     def lossy(self) -> bool:

@@ -20,7 +20,7 @@ from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._chosen_plan import ChosenPlan
 
 _VERSION = 1
@@ -39,8 +39,7 @@ class PlanFile:
     dtype: str  #: of the parameters
     layers: tuple[int, ...]  #: of each chunk of a pipeline
     plan: ParallelPlan  #: how a step is shared
-    #: figures of the plan: memory, that of its program once it is compiled, and seconds
-    promised: dict[str, float]
+    promised: dict[str, float]  #: seconds, and memory: the program's once it is compiled
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
@@ -103,7 +102,7 @@ class PlanFile:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
         return dataclasses.replace(zero_of(self.plan), mesh=mesh)
 
-    def param_specs(self, model: Decoder | TracedModel) -> Any:
+    def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
         tensor = self.plan.tensor
         if tensor > 1 and isinstance(model, Decoder):
@@ -129,7 +128,7 @@ class PlanFile:
         """What ``jax.checkpoint`` stores of a layer; None for its input alone."""
         return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
 
-    def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
+    def pipeline(self, mesh: Any, model: AnyModel) -> Pipeline:
         """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
         if not isinstance(model, Decoder):
             raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
@@ -226,7 +225,7 @@ class PlanFile:
 
 
 def lowered_step(
-    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
@@ -256,7 +255,7 @@ def lowered_step(
 
 
 def _lowered_updates(
-    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     pipeline = file.pipeline(mesh, model)
     training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)

@@ -17,7 +17,7 @@ from sharding.plan.cost._pipeline_schedules import (
     chunks_of,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._traced_model import AnyModel
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
@@ -35,8 +35,7 @@ class PlanGroup:
     """Plans with the same forward and backward passes."""
 
     passes: ParallelPlan  # a plan without ZeRO
-    # of the plans: ZeRO stage, replicas, offload, state, weights and sync
-    variants: tuple[dict[str, Any], ...]
+    variants: tuple[dict[str, Any], ...]  # the fields ``OF_STATE`` of the plans
 
     def plans(self) -> Iterator[ParallelPlan]:
         for variant in self.variants:
@@ -56,20 +55,15 @@ class PlanSpace:
     fewer.
     """
 
-    model: Decoder | TracedModel  # the model
+    model: AnyModel  # the model
     num_devices: int  # of the machine
     sequences: int  # of all devices in a step
     recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
     offload: tuple[bool, ...] = (False, True)  # whether optimizer state may be in host memory
-    # whether pipelines may run without a flush, which is lossy: over all devices, of models
-    # whose tables are two
-    asynchronous: bool = False
-    # formats of the optimizer state; others than None are lossy
-    state_formats: tuple[str | None, ...] = (None,)
+    asynchronous: bool = False  # whether pipelines may run without a flush, which is lossy
+    state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
-    # synchronizations of gradients; others than None are lossy, and without pipelines and
-    # shared layers
-    syncs: tuple[str | None, ...] = (None,)
+    syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
     # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left out
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out
@@ -148,9 +142,8 @@ class PlanSpace:
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
             # A compressed sync is that of replicas, or of stages without gathered layers.
             if values[-1] is None or (data > 1 and not spread and (stage < 3 or replicas > 1)):
-                variant: dict[str, Any] = dict(
-                    zip(OF_STATE, (stage, replicas, spread, *values), strict=True)
-                )
+                every = (stage, replicas, spread, *values)
+                variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
                 form = variant["state_format"], variant["weights"]
                 variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
         return variants

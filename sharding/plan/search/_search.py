@@ -19,10 +19,9 @@ from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._layer_time import COMPILED, Implementation
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import TracedModel
-from sharding.plan.search import _plan_space as plan_space
+from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
+from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
@@ -56,17 +55,14 @@ class SearchResult(Printed):
     device: DeviceKind  #: its figures
     memory: float  #: bytes of a device that a plan may take
     plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    #: plans that would be faster than the last of these, and do not fit, fastest first
-    rejected: tuple[RejectedPlan, ...]
+    rejected: tuple[RejectedPlan, ...]  #: faster than the last of these, and do not fit
     bound: float  #: seconds below which no plan of the space can go that fits
     compared: int  #: the number of plans
     sequences: int  #: of all devices in a step
     length: int  #: tokens of a sequence
-    #: operations of matrix products of a device in the update of the best plan, as a share of
-    #: its part of those of the step
+    #: operations of matrix products in the update of the best plan, as a share of the step's
     of_update: float = 0.0
-    #: of all plans, whether they fit or not, fastest first; empty if it was not asked for
-    frontier: tuple[FrontierPlan, ...] = ()
+    frontier: tuple[FrontierPlan, ...] = ()  #: of all plans, fastest first, if it was asked for
 
     @property
     def best(self) -> ChosenPlan:
@@ -84,10 +80,8 @@ class SearchResult(Printed):
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
-            rows = [
-                (*cells(x.plan), seconds(x.seconds), size(x.memory), size(x.excess))
-                for x in self.rejected
-            ]
+            found = ((cells(x.plan), x) for x in self.rejected)
+            rows = [(*c, seconds(x.seconds), size(x.memory), size(x.excess)) for c, x in found]
             columns = (*PLAN_COLUMNS, "step", "memory", "too much")
             tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return tables
@@ -132,7 +126,7 @@ def _parts(step: StepSeconds) -> str:
 
 
 def search(
-    model: Decoder | TracedModel,
+    model: AnyModel,
     tx: optax.GradientTransformation,
     target: str,
     *,
@@ -141,7 +135,7 @@ def search(
     dtype: Any = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
-    recompute: Sequence[str] = plan_space.SEARCHED,
+    recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
     asynchronous: bool = False,
     state_formats: Sequence[str | None] = (None,),
@@ -194,7 +188,7 @@ def search(
       True
     """
     lossy = {"state_formats": state_formats, "weights": weights, "syncs": syncs}
-    plan_space.check_values(recompute=recompute, **lossy)
+    check_values(recompute=recompute, **lossy)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     if asynchronous and (isinstance(model, TracedModel) or model.tied):
@@ -210,7 +204,8 @@ def search(
     costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
     options = {"length": length, "dtype": dtype, "implementation": implementation}
     costs: PlanCosts = costs_of(model, tx, machine, **options)
-    space = plan_space.PlanSpace(
+    forms = itertools.product(state_formats, weights)
+    space = PlanSpace(
         model,
         machine.num_devices,
         sequences,
@@ -223,9 +218,7 @@ def search(
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
         param_bytes=float(jnp.dtype(dtype).itemsize),
-        state_bytes={
-            form: costs.state_bytes_in(*form) for form in itertools.product(state_formats, weights)
-        },
+        state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
     groups = list(space.groups(keep))
     if not groups:
@@ -259,22 +252,16 @@ def search(
 
     tokens = float(sequences * length)
     flops = model.flops(tokens, length) / machine.num_devices
+
+    def chosen_plan(step: StepSeconds, plan: ParallelPlan) -> ChosenPlan:
+        least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
+        utilization = flops / machine.device.flops / step.seconds
+        layers = costs.layers(plan)
+        return ChosenPlan(plan, step, held(plan), least, layers, tokens, utilization)
+
     return SearchResult(
-        target=target,
-        device=machine.device,
-        memory=budget,
-        plans=tuple(
-            ChosenPlan(
-                plan=plan,
-                seconds=step,
-                memory=held(plan),
-                bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
-                layers=costs.layers(plan),
-                tokens=tokens,
-                utilization=flops / machine.device.flops / step.seconds,
-            )
-            for step, plan in chosen
-        ),
+        *(target, machine.device, budget),
+        plans=tuple(itertools.starmap(chosen_plan, chosen)),
         rejected=tuple(rejected),
         bound=bound,
         compared=sum(len(group.variants) for group in groups),
@@ -286,7 +273,7 @@ def search(
 
 
 def _frontier(
-    costs: PlanCosts, groups: Sequence[plan_space.PlanGroup], held: _Bytes, least: _Bytes
+    costs: PlanCosts, groups: Sequence[PlanGroup], held: _Bytes, least: _Bytes
 ) -> list[FrontierPlan]:
     points: list[FrontierPlan] = []
 
@@ -303,7 +290,7 @@ def _frontier(
 
 def _in_order(
     costs: PlanCosts,
-    groups: Sequence[plan_space.PlanGroup],
+    groups: Sequence[PlanGroup],
     skip: Callable[[ParallelPlan], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
@@ -357,7 +344,7 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
-def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str:
+def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     every = list(space.groups())
     if not every:
         return (
@@ -382,7 +369,7 @@ def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str
 
 def _nothing_fits(
     target: str,
-    groups: Sequence[plan_space.PlanGroup],
+    groups: Sequence[PlanGroup],
     least: _Bytes,
     held: _Bytes,
     budget: float,

@@ -17,7 +17,7 @@ from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import flops_again
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
 
 # By how much bytes sent and operations may differ from those planned.
@@ -82,7 +82,7 @@ class Verification:
 
 def verify(
     file: PlanFile,
-    model: Decoder | TracedModel,
+    model: AnyModel,
     tx: optax.GradientTransformation,
     *,
     memory: float,
@@ -120,16 +120,15 @@ def verify(
 
 
 def planned_wire(
-    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
 ) -> float:
     """Bytes that one device sends in a step, without what optimizers send."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
         batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
-        return of_program.updates_wire(
-            pipeline, updates, pipeline.stack(model.abstract(dtype)), batch
-        )
+        params = pipeline.stack(model.abstract(dtype))
+        return of_program.updates_wire(pipeline, updates, params, batch)
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
@@ -158,7 +157,7 @@ def planned_wire(
     return zero_plan.stage(zero_plan.requested).wire + sent
 
 
-def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+def _planned_flops(file: PlanFile, model: AnyModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
     plan = file.plan
     if plan.pipe == 1 or isinstance(model, TracedModel):
@@ -174,9 +173,7 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
     )
 
 
-def planned_flops(
-    model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
-) -> float:
+def planned_flops(model: AnyModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16) -> float:
     """Operations of matrix products of one device in a step, with those that run again."""
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
