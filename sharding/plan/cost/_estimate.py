@@ -336,23 +336,20 @@ def why_wider(
     names: tuple[str, str] = ("it", "AdamW"),
 ) -> str:
     """A sentence where the state of one optimizer is wider than that of another; else empty."""
+    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
+
+    def widest(tx: optax.GradientTransformation) -> Any:
+        """The widest dtype of large floating arrays of the state, as wide parameters make them."""
+        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        wide = [x.dtype for x in state if 2 * x.size >= limit]
+        floating = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating)]
+        return max(floating, key=lambda dtype: dtype.itemsize, default=None)
+
     # The moments of optax have the dtype of their parameters, bfloat16 as well.
-    mine, theirs = (_widest(params, transformation) for transformation in (tx, other))
+    mine, theirs = widest(tx), widest(other)
     if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
         return ""
     return (
         f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
         f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
     )
-
-
-def _widest(params: Any, tx: optax.GradientTransformation) -> Any:
-    """The widest dtype of large floating arrays of the state, as wide parameters make them."""
-    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    limit = max((math.prod(x.shape) for x in jax.tree.leaves(params)), default=0)
-    wide = [
-        jnp.dtype(x.dtype)
-        for x in state
-        if jnp.issubdtype(x.dtype, jnp.floating) and 2 * math.prod(x.shape) >= limit
-    ]
-    return max(wide, key=lambda dtype: dtype.itemsize, default=None)

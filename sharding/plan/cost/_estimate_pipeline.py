@@ -295,8 +295,7 @@ def _fastest_zero(
 ) -> StepTime:
     """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
     assert plan.device is not None
-    activations = sum(cost.activation_bytes for cost in costs)
-    activations += max(cost.working_bytes for cost in costs)
+    activations = sum(x.activation_bytes for x in costs) + max(x.working_bytes for x in costs)
     compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
     steps = []
     for stage in plan.stages:
