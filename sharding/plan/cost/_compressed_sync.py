@@ -30,8 +30,7 @@ class SyncedArray(NamedTuple):
 class SyncWork(NamedTuple):
     """A synchronization of all gradients, on one device, once in a step."""
 
-    # collectives with the bytes of their arrays, as ``collective_seconds`` takes them
-    sums: tuple[tuple[Operation, float], ...]
+    sums: tuple[tuple[Operation, float], ...]  # collectives, and bytes of their arrays
     moved: float  # bytes of device memory that it reads and writes
     held: float  # bytes of temporaries
     flops: float  # operations of matrix products

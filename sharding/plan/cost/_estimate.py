@@ -11,7 +11,7 @@ import optax
 
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._zero import Zero
-from sharding.plan._format import Printed, Table, count, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.machine._devices import DeviceKind
 
@@ -48,8 +48,7 @@ class Plan(Printed):
     recommended: str  #: the name of one; empty where none fits, or nothing is known of the device
     notes: tuple[str, ...]  #: the reason, and what else is worth knowing
     tokens: float = 0.0  #: of all devices in a step; 0 where that is unknown
-    #: floating-point operations of one device in a step; 0 where that is unknown
-    flops: float = 0.0
+    flops: float = 0.0  #: operations of one device in a step; 0 where that is unknown
     requested: str = ""  #: the name of the stage that the ``Zero`` runs
 
     def stage(self, name: str) -> StagePlan:
@@ -204,16 +203,15 @@ def estimate(
         gathered_once=gathered_once,
         activations=None if activations is None else float(activations),
     )
-    recommended, reason = recommend(stages, device)
-    counted = _NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS
-    notes = [reason, *tight_notes(stages, device), counted]
+    recommended, notes = _recommend(stages, device)
+    notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
     return Plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         mesh=dict(zero.mesh.shape),
         device=device,
         stages=stages,
         recommended=recommended,
-        notes=(*notes, _DENSE_SYNC) if zero.sync is not None else tuple(notes),
+        notes=(*notes, *([_DENSE_SYNC] if zero.sync is not None else ())),
         tokens=tokens,
         flops=flops,
         requested=name_of(zero),
@@ -234,9 +232,7 @@ def with_state_format(
     """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is."""
     if state_format is None:
         return tx
-    if state_format not in STATE_FORMATS:
-        known = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    check_choice("state_format", state_format, (None, *STATE_FORMATS))
     return low_precision_state(tx, STATE_FORMATS[state_format])
 
 
@@ -273,50 +269,42 @@ def activations_counted(stages: Sequence[StagePlan]) -> bool:
     return all(stage.activations is not None for stage in stages)
 
 
-def recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, str]:
-    """The stage that sends least among those that leave room, and why."""
+def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, list[str]]:
+    """The stage that sends least among those that leave room; why, and a warning of tight ones."""
     if device is None:
-        return "", "What fits is not known: nothing is known of the device's memory."
+        return "", ["What fits is not known: nothing is known of the device's memory."]
     counted = activations_counted(stages)
     room, use = (_TIGHT, "free") if counted else (_ROOM, "for activations")
     fitting = [stage for stage in stages if stage.peak <= device.memory]
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
-        return "", (
+        return "", [
             f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
             f"{size(device.memory)}, {'with' if counted else 'before'} activations."
-        )
-    roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    if not roomy:
-        best = min(fitting, key=lambda stage: stage.peak)
-        left = size(device.memory - best.peak)
-        return best.name, (
-            f"{best.name} is recommended: it needs least; only {left} are left {use}."
-        )
+        ]
     # Within 1 % of the fewest bytes sent, the smallest.
-    fewest = min(stage.wire for stage in roomy)
-    best = min(
-        (stage for stage in roomy if stage.wire <= 1.01 * fewest), key=lambda stage: stage.peak
-    )
+    roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
+    fewest = min((stage.wire for stage in roomy), default=0.0)
+    among = [stage for stage in roomy if stage.wire <= 1.01 * fewest] or fitting
+    best = min(among, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
-    return best.name, (
-        f"{best.name} is recommended: it sends least among the stages that leave {room:.0%} of "
-        f"the memory {use} ({left} here); ties go to the smaller."
-    )
-
-
-def tight_notes(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[str]:
-    """A warning of stages that fit, but leave next to nothing."""
-    if device is None:
-        return []
-    names = [s.name for s in stages if (1 - _TIGHT) * device.memory < s.peak <= device.memory]
-    if not names:
-        return []
-    leave = "leaves" if len(names) == 1 else "leave"
-    uses = "for activations and for what the allocator loses: hardly enough to train"
-    if activations_counted(stages):
-        uses = "free: hardly enough for what the allocator loses"
-    return [f"warning: {', '.join(names)} {leave} less than {_TIGHT:.0%} of the memory {uses}."]
+    why = f"it needs least; only {left} are left {use}."
+    if roomy:
+        why = (
+            f"it sends least among the stages that leave {room:.0%} of the memory {use} ({left} "
+            "here); ties go to the smaller."
+        )
+    notes = [f"{best.name} is recommended: {why}"]
+    tight = [stage.name for stage in fitting if stage.peak > (1 - _TIGHT) * device.memory]
+    if tight:
+        leave = "leaves" if len(tight) == 1 else "leave"
+        uses = "for activations and for what the allocator loses: hardly enough to train"
+        if counted:
+            uses = "free: hardly enough for what the allocator loses"
+        notes.append(
+            f"warning: {', '.join(tight)} {leave} less than {_TIGHT:.0%} of the memory {uses}."
+        )
+    return best.name, notes
 
 
 def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
@@ -348,23 +336,20 @@ def why_wider(
     names: tuple[str, str] = ("it", "AdamW"),
 ) -> str:
     """A sentence where the state of one optimizer is wider than that of another; else empty."""
+    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
+
+    def widest(tx: optax.GradientTransformation) -> Any:
+        """The widest dtype of large floating arrays of the state, as wide parameters make them."""
+        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        wide = [x.dtype for x in state if 2 * x.size >= limit]
+        floating = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating)]
+        return max(floating, key=lambda dtype: dtype.itemsize, default=None)
+
     # The moments of optax have the dtype of their parameters, bfloat16 as well.
-    mine, theirs = (_widest(params, transformation) for transformation in (tx, other))
+    mine, theirs = widest(tx), widest(other)
     if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
         return ""
     return (
         f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
         f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
     )
-
-
-def _widest(params: Any, tx: optax.GradientTransformation) -> Any:
-    """The widest dtype of large floating arrays of the state, as wide parameters make them."""
-    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
-    limit = max((math.prod(x.shape) for x in jax.tree.leaves(params)), default=0)
-    wide = [
-        jnp.dtype(x.dtype)
-        for x in state
-        if jnp.issubdtype(x.dtype, jnp.floating) and 2 * math.prod(x.shape) >= limit
-    ]
-    return max(wide, key=lambda dtype: dtype.itemsize, default=None)

@@ -56,8 +56,7 @@ class PipelinePlan(Printed):
     lockstep: float  #: seconds of compute, with the bubble; see ``lockstep_seconds``
     transfers: float  #: seconds of the transfers between stages, one in each tick
     pipeline: StepTime  #: the step
-    #: the fastest stage of ZeRO for the same sequences; if none fits, the smallest
-    alternative: StepTime
+    alternative: StepTime  #: the fastest stage of ZeRO; if none fits, the smallest
     tokens: float  #: of all devices in a step
     notes: tuple[str, ...] = ()  #: whether to pipeline, and what else is worth knowing
 
@@ -217,14 +216,9 @@ def estimate_pipeline(
         efficiency=efficiency,
     )
     num_replicas = links.devices // num_stages
-    replicas = dataclasses.replace(
-        zero,
-        mesh=jax.sharding.AbstractMesh((num_replicas,), ("data",)),
-        axis="data",
-        replica_axis=None,
-        shard_state_over_replicas=False,
-    )
-
+    mesh = jax.sharding.AbstractMesh((num_replicas,), ("data",))
+    flat: Any = {"axis": "data", "replica_axis": None, "shard_state_over_replicas": False}
+    replicas = dataclasses.replace(zero, mesh=mesh, **flat)
     estimates = stages_of.StageEstimates(
         *(model, with_state_format(tx, state_format), replicas),
         num_stages=num_stages,
@@ -255,9 +249,7 @@ def estimate_pipeline(
         counts = schedules.all_chunks(model.layers, number, of_last)
         taken = layer.step(lockstep, head, max(counts[:-1]), of_last)
         stages = stages_of.pipeline_stages(
-            *(estimates, costs, schedules.ranges_of(counts)),
-            schedule=schedule,
-            microbatches=microbatches,
+            estimates, costs, counts, schedule=schedule, microbatches=microbatches
         )
         # Collectives: with the replicas, which are neighbours, then over all stages.
         wire = links.collective_seconds(stages[0].synced, num_replicas)
@@ -303,8 +295,7 @@ def _fastest_zero(
 ) -> StepTime:
     """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
     assert plan.device is not None
-    activations = sum(cost.activation_bytes for cost in costs)
-    activations += max(cost.working_bytes for cost in costs)
+    activations = sum(x.activation_bytes for x in costs) + max(x.working_bytes for x in costs)
     compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
     steps = []
     for stage in plan.stages:
@@ -367,27 +358,24 @@ def _notes(
     plan: PipelinePlan, links: stages_of.Links, message: float, ticks: int, efficiency: float
 ) -> list[str]:
     """The verdict, and what the figures assume."""
-    notes = [_verdict(plan, links)]
+    notes, stages = [_verdict(plan, links)], len(plan.stages)
     excess = plan.stages[0].memory - plan.device.memory
     if excess > 0:
         notes.append(f"warning: the stages do not fit, by {size(excess)}.")
-    stages = len(plan.stages)
     if plan.microbatches % stages:
         notes.append(
             f"{plan.microbatches} micro-batches are no multiple of {stages} stages: with ZeRO each "
             f"device has {math.ceil(plan.microbatches / stages)}, and some of them are empty."
         )
-    needed = max(stage.permuted for stage in plan.stages)
-    notes.append(
-        f"Bytes to stages are those that the schedule needs, at most {size(needed)}; a program "
-        f"that permutes in both directions in each of its {ticks} ticks sends "
-        f"{size(2 * ticks * message)}."
-    )
-    notes.append(
+    needed = size(max(stage.permuted for stage in plan.stages))
+    notes += [
+        f"Bytes to stages are those that the schedule needs, at most {needed}; a program that "
+        f"permutes in both directions in each of its {ticks} ticks sends "
+        f"{size(2 * ticks * message)}.",
         f"Times assume {efficiency:.0%} of the peak of a {plan.device.name}, and its peak links; "
-        f"every tick waits for its transfer. Activations are those that the code of the model "
-        "stores: its attention materializes scores."
-    )
+        "every tick waits for its transfer. Activations are those that the code of the model "
+        "stores: its attention materializes scores.",
+    ]
     if links.groups > 1 and not plan.device.network:
         notes.append(
             f"The network of a {plan.device.name} is not known: the figure of its link is taken."

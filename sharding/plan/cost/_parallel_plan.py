@@ -24,35 +24,25 @@ class ParallelPlan:
     microbatches: int = 1  #: of one pipeline in a step
     stage: int = 0  #: of ZeRO, 0 to 3, over ``data / replicas`` devices
     replicas: int = 1  #: of hybrid sharding
-    #: whether replicas share gradients and optimizer state, too, as
-    #: ``Zero.shard_state_over_replicas`` does
-    spread: bool = False
-    #: whether norms and residuals are shared among ``tensor`` devices
-    sequence_parallel: bool = False
-    #: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``, ``"zb-h1"`` or
-    #: ``"zb-v"``, which split backward passes and compute nothing again; or ``"2bw"``,
-    #: PipeDream-2BW, whose gradients are one update late, which is lossy
+    spread: bool = False  #: whether replicas share gradients and optimizer state, too
+    sequence_parallel: bool = False  #: whether ``tensor`` devices share norms and residuals
+    #: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``; ``"zb-h1"`` or
+    #: ``"zb-v"``, which compute nothing again; or ``"2bw"``, one update late, which is lossy
     schedule: str = "aligned"
     chunks: int = 1  #: of layers on each device of a pipeline
-    #: whether the chunks of a pipeline have equal numbers of layers as far as possible, which takes
-    #: the least memory; else those with which a step is fastest
-    even: bool = False
+    even: bool = False  #: whether chunks are as equal as possible, for memory, or else fastest
     #: what the backward pass computes again: ``"none"``; ``"selective"``, scores and their product
-    #: with values; ``"full"``, each layer; or what a preset of MaxText such as ``"minimal"`` does
-    #: not save
+    #: with values; ``"full"``, each layer; or what a preset of MaxText does not save
     recompute: str = "full"
     offload: bool = False  #: whether optimizer state is in host memory
     param_bytes: float = 2.0  #: of a parameter as it is gathered
     grad_bytes: float = 2.0  #: of a gradient as it is reduced
     state_bytes: float = 12.0  #: of optimizer state and master weights, for one parameter
-    #: of the optimizer state, a lossy one of ``optax_ext.STATE_FORMATS``; None leaves it as it is
-    state_format: str | None = None
-    #: what updates parameters of 16 bits: ``"plain"``, the transformation as it is; ``"master"``,
-    #: ``optax_ext.master_weights`` of it; ``"stochastic"``, ``optax_ext.stochastic_rounding`` of
-    #: it, which is lossy
+    state_format: str | None = None  #: of optimizer state, a lossy one of ``STATE_FORMATS``
+    #: what updates parameters of 16 bits: ``"plain"``; ``"master"``, ``optax_ext.master_weights``;
+    #: or ``"stochastic"``, ``optax_ext.stochastic_rounding``, which is lossy
     weights: str = "plain"
-    #: a lossy synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over
-    #: replicas if there are; None sums them
+    #: a lossy sync such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over replicas if there are
     sync: str | None = None
 
     @property
@@ -133,11 +123,9 @@ class ParallelPlan:
                 f"schedule {self.schedule!r} splits backward passes: what a layer computes again "
                 f"would be in the first half whole. Use recompute='none', got {self.recompute!r}."
             )
-        if self.asynchronous:
-            self._check_asynchronous(model)
-
-    def _check_asynchronous(self, model: Decoder) -> None:
-        """Raises unless stages can update their parameters without waiting for each other."""
+        if not self.asynchronous:
+            return
+        # Stages update their parameters without waiting for each other.
         if self.data * self.tensor > 1:
             raise ValueError(
                 f"schedule {self.schedule!r} needs all {self.num_devices} devices as stages, got "

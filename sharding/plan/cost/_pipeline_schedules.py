@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +24,8 @@ SCHEDULES = tuple(name for name in ALL_SCHEDULES if name != "chimera")
 ASYNC_SCHEDULES = ("2bw",)
 
 # What runs in a tick: operations, and whether it is the last chunk that runs them.
-_Tick = frozenset[tuple[Op, bool]]
+_Tick = frozenset[tuple[int, bool]]
+_Lockstep = Callable[..., float]  # ``lockstep_seconds`` of a schedule
 
 
 def chunks_of(schedule: str, chunks: int | None = None) -> int:
@@ -172,7 +172,7 @@ def lockstep_seconds(
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ("1f1b", *SPLIT_SCHEDULES):
-        cost = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}
+        cost: dict[int, float] = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}
         of_last = dict(zip(cost, (0, *last) if last else cost.values(), strict=True))
         ticks = _ticks(schedule, num_stages, microbatches)
         return sum(
@@ -217,15 +217,12 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
         more = microbatches - steady
         return {tick: n + more * (n - before.get(tick, 0)) for tick, n in counts.items()}
     table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
-    # A bit for each operation of the last chunk, and for each of the others.
     place = table.routes[0][-1]
     last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
-    bits = np.where(table.op == Op.IDLE, 0, 1 << 2 * table.op + last)
-    names = {1 << 2 * op + is_last: (op, bool(is_last)) for op in Op for is_last in (0, 1)}
-    return {
-        frozenset(name for bit, name in names.items() if bit & running): count
-        for running, count in collections.Counter(np.bitwise_or.reduce(bits, 1).tolist()).items()
-    }
+    return collections.Counter(
+        frozenset((op, is_last) for op, is_last in zip(*tick, strict=True) if op != Op.IDLE)
+        for tick in zip(table.op.tolist(), last.tolist(), strict=True)
+    )
 
 
 @functools.cache
@@ -244,7 +241,7 @@ class LayerSeconds(NamedTuple):
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
 
-    def step(self, lockstep: Callable[..., float], head: float, most: int, last: int) -> float:
+    def step(self, lockstep: _Lockstep, head: float, most: int, last: int) -> float:
         """A step by ``lockstep`` whose chunks have ``most`` layers, and the last one the head."""
         forward, backward, weight = self
         of_last = last * (forward + backward) + head, last * weight
@@ -252,11 +249,7 @@ class LayerSeconds(NamedTuple):
 
 
 def layers_of_chunks(
-    layers: int,
-    chunks: int,
-    layer: LayerSeconds,
-    head: float,
-    lockstep: Callable[..., float] | None = None,
+    layers: int, chunks: int, layer: LayerSeconds, head: float, lockstep: _Lockstep | None = None
 ) -> tuple[int, int]:
     """Layers of every chunk but the last one, at most, and of the last one, which has the head.
 
@@ -265,8 +258,8 @@ def layers_of_chunks(
     """
     if chunks == 1:
         return layers, layers
+    most = math.ceil(layers / chunks)
     if lockstep is None:
-        most = math.ceil(layers / chunks)
         return most, of_last(layers, chunks, most)
     largest = layers - chunks + 1  # every chunk has a layer
 
@@ -300,18 +293,3 @@ def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
     # Early stages have more micro-batches in flight, and the fewer layers.
     fewer, more = divmod(layers - last, number - 1)
     return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
-
-
-def ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """The first layer of each chunk and the one after its last, as ``layer_costs`` has them.
-
-    >>> ranges_of((2, 2, 1))  # the embedding is the first of them, the head the last
-    [(0, 3), (3, 5), (5, 7)]
-    """
-    inner = [1 + number for number in itertools.accumulate(chunks)]
-    return list(itertools.pairwise([0, *inner[:-1], inner[-1] + 1]))
-
-
-def rows_of(layers: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Decoder layers of each chunk, whose ranges count the embedding and the head, too."""
-    return [min(j, layers + 1) - max(i, 1) for i, j in ranges]

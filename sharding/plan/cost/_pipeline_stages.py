@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -65,17 +66,14 @@ class PipelineStage:
     forward: float  #: seconds of all chunks
     backward: float  #: seconds of all chunks
     in_flight: int  #: micro-batches whose activations it needs at once; chunks if it has several
-    #: parameters, with those that stage 3 gathers, those of unequal stages, and versions
-    params: float
+    params: float  #: with those that stage 3 gathers, those of unequal stages, and versions
     grads: float  #: gradients that are accumulated, and what branches return of them but on TPUs
     state: float  #: optimizer state and master weights in device memory
     activations: float  #: of the micro-batches in flight, and temporaries of one backward pass
     batch: float  #: the device's part of the batch
     permuted: float  #: bytes that it needs to send to other stages in a step
     synced: float  #: bytes that it sends to the replicas of its stage in a step
-    #: bytes that it sends to other stages for the gradients of the embedding and the head, which
-    #: all of them hold, and for the layers of unequal stages
-    summed: float
+    summed: float  #: bytes that it sends for embedding and head, and layers of unequal stages
 
     @property
     def memory(self) -> float:
@@ -132,15 +130,17 @@ class StageEstimates:
 def pipeline_stages(
     estimates: StageEstimates,
     costs: Sequence[LayerCost],
-    ranges: Sequence[tuple[int, int]],
+    counts: Sequence[int],
     *,
     schedule: str,
     microbatches: int,
 ) -> tuple[PipelineStage, ...]:
     """The devices of a pipeline whose forward passes store what ``costs`` say."""
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
-    chunks = len(ranges) // num_stages
-    counts = schedules.rows_of(model.layers, ranges)
+    chunks = len(counts) // num_stages
+    # The first layer of each chunk and the one after its last, with the embedding and the head.
+    ends = [1 + number for number in itertools.accumulate(counts)]
+    ranges = list(itertools.pairwise([0, *ends[:-1], ends[-1] + 1]))
     rows = max(counts)
     asynchronous = schedule in schedules.ASYNC_SCHEDULES
     held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)

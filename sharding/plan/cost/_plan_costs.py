@@ -14,9 +14,8 @@ import optax_ext
 from sharding._zero import Zero
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
-from sharding.plan.cost._estimate import Plan, estimate, estimate_stage, with_state_format
+from sharding.plan.cost._estimate import estimate_stage, with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
-from sharding.plan.cost._pipeline_schedules import ranges_of
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
 from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
@@ -41,7 +40,7 @@ class PlanCosts:
     those of ``pipeline_stages``; activations are those that the code of the model stores.
     """
 
-    _CACHED = ("_tx", "_plan", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced")
+    _CACHED = ("_tx", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced")
 
     def __init__(
         self,
@@ -55,14 +54,14 @@ class PlanCosts:
     ):
         self.model, self.tx, self.machine = model, tx, machine
         self.length, self.dtype, self.implementation = length, jnp.dtype(dtype), implementation
+        self._sizes = [float(x.size) for x in jax.tree.leaves(model.abstract(self.dtype))]
         for name in self._CACHED:  # by this object alone
             setattr(self, name, functools.cache(getattr(self, name)))
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        plan = self._plan(ParallelPlan(state_format=state_format, weights=weights))
-        stage = plan.stage("stage 0")
-        return (stage.opt_state + stage.master) / plan.num_params
+        stage = self._stage(ParallelPlan(state_format=state_format, weights=weights))
+        return (stage.opt_state + stage.master) / sum(self._sizes)
 
     def products(self, plan: ParallelPlan) -> float:
         """Operations of matrix products of a device in the update, which share the state."""
@@ -94,12 +93,7 @@ class PlanCosts:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
             return self.stages(plan)[0].memory + self.batch(plan)
-        placed = _placed(plan)
-        if placed.spread or placed.sync:
-            held = self._stage(placed)
-        else:  # one estimate has all stages
-            every = self._plan(dataclasses.replace(placed, stage=3))
-            held = every.stage(f"stage {placed.stage}")
+        held = self._stage(_placed(plan))
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads
         if plan.spread or (plan.stage in (1, 2) and plan.shards > 1):
@@ -137,7 +131,7 @@ class PlanCosts:
 
         ``grads`` are beside the temporaries of the layers, and not beside those of the head.
         """
-        costs = self._costs(plan.microbatch, _recompute(plan), plan.tensor)
+        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
         stored = sum(cost.activation_bytes for cost in costs)
         most = [cost.working_bytes for cost in costs]
         if plan.gathers_layers:
@@ -154,8 +148,8 @@ class PlanCosts:
         """
         return pipeline_stages(
             self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
-            self._costs(plan.microbatch, _recompute(plan), plan.tensor),
-            ranges_of(self.layers(plan)),
+            self._costs(plan.microbatch, plan.recompute, plan.tensor),
+            self.layers(plan),
             schedule=plan.schedule,
             microbatches=plan.microbatches,
         )
@@ -176,12 +170,8 @@ class PlanCosts:
         return self._passes_of(dataclasses.replace(plan, **_NO_STATE), ideal)
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        return passes(
-            *(self.model, plan, self.machine),
-            length=self.length,
-            implementation=self.implementation,
-            ideal=ideal,
-        )
+        options: Any = {"length": self.length, "implementation": self.implementation}
+        return passes(self.model, plan, self.machine, ideal=ideal, **options)
 
     def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
         sync = self.sync(plan) if plan.sync else None
@@ -203,48 +193,33 @@ class PlanCosts:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _costs(self, microbatch: int, recompute: bool | str, tensor: int) -> Sequence[LayerCost]:
-        return layer_costs(
-            *(self.model, self.machine.device),
-            batch=microbatch,
-            length=self.length,
-            dtype=self.dtype,
-            recompute=recompute,
-            tensor=tensor,
-        )
+    def _costs(self, microbatch: int, recompute: str, tensor: int) -> Sequence[LayerCost]:
+        options: Any = {"length": self.length, "dtype": self.dtype, "tensor": tensor}
+        options |= {"recompute": recompute if recompute in PARTLY else recompute != "none"}
+        return layer_costs(self.model, self.machine.device, batch=microbatch, **options)
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
-        return tx._replace(init=jax.jit(tx.init))
-
-    def _arguments(self, plan: ParallelPlan) -> dict[str, Any]:
-        return {
-            "params": self.model.abstract(self.dtype),
-            "tx": self._tx(plan.state_format, plan.weights),
-            "zero": zero_of(plan),
-            "param_specs": self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
-            "microbatches": plan.microbatches,
-            "device": self.machine.device,
-            "gathered_once": self.model.gathered_once,
-        }
-
-    def _plan(self, plan: ParallelPlan) -> Plan:
-        return estimate(**self._arguments(plan))
+        return tx._replace(init=jax.jit(tx.init))  # traced once for equal parameters
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
-        return estimate_stage(**self._arguments(plan))
+        return estimate_stage(
+            self.model.abstract(self.dtype),
+            self._tx(plan.state_format, plan.weights),
+            zero_of(plan),
+            param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
+            microbatches=plan.microbatches,
+            device=self.machine.device,
+            gathered_once=self.model.gathered_once,
+        )
 
     def _synced(self, plan: ParallelPlan) -> SyncWork:
         return sync_of_plan(plan, self.model.abstract(self.dtype))
 
     def _stages(self, plan: ParallelPlan) -> StageEstimates:
-        return StageEstimates(
-            *(self.model, self._tx(plan.state_format, plan.weights), zero_of(plan)),
-            num_stages=plan.pipe,
-            device=self.machine.device,
-            dtype=self.dtype,
-            batch=0.0,
-        )
+        options: Any = {"num_stages": plan.pipe, "device": self.machine.device, "batch": 0.0}
+        tx = self._tx(plan.state_format, plan.weights)
+        return StageEstimates(self.model, tx, zero_of(plan), dtype=self.dtype, **options)
 
 
 _NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}
@@ -304,11 +279,6 @@ def sync_change(plan: ParallelPlan, params: Any) -> float:
     return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
-def _recompute(plan: ParallelPlan) -> bool | str:
-    """The recomputation of a plan as ``layer_costs`` takes it."""
-    return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
-
-
 def zero_of(plan: ParallelPlan) -> Zero:
     """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline."""
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
@@ -334,7 +304,6 @@ class TracedCosts(PlanCosts):
     ):
         super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
         self._traced = functools.cache(lambda size, form: model.traced(size, self.dtype, form))
-        self._sizes = [float(x.size) for x in jax.tree.leaves(model.abstract(self.dtype))]
         self._layer_bytes = functools.cache(lambda: model.layer_bytes(self.dtype))
 
     def traced(self, size: int, recompute: str) -> Traced:

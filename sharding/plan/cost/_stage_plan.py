@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,14 +21,10 @@ from sharding.plan.machine._tiles import padded_to_tiles
 class StagePlan:
     """What one device holds and sends at one stage; all in bytes."""
 
-    #: ``"stage 2"`` ...; ``"3 hybrid"`` shards within each replica, ``"3 spread"`` shards
-    #: gradients and optimizer state over the replicas, too (``shard_state_over_replicas``)
-    name: str
+    name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
     params: float  #: parameters
     grads: float  #: gradients, as the stage stores them
-    #: gradients of one micro-batch beside ``grads``: full ones that wait for their reduction
-    #: (of one layer, where layers are known), and reduced ones that wait to be added
-    unreduced: float
+    unreduced: float  #: gradients of one micro-batch that wait to be reduced, or added
     opt_state: float  #: optimizer state without master weights
     master: float  #: master weights
     batch: float  #: the device's part of the batch; 0 where it is unknown
@@ -35,17 +32,13 @@ class StagePlan:
     wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
     network: float  #: the part of ``wire`` that leaves a host or slice: the sums over replicas
     host_wire: float  #: bytes that move to host memory and back per step
-    #: the least traffic of device memory per step: parameters in the forward and the backward
-    #: pass, gradients once, and twice what the update changes
-    moved: float
+    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
     sync: float = 0.0  #: state of ``Zero.sync``, such as error-feedback residuals
-    #: activations and temporaries of one micro-batch, as ``estimate`` was given them; None
-    #: where they are not counted
-    activations: float | None = None
+    activations: float | None = None  #: of one micro-batch, if ``estimate`` was given them
 
     @property
     def arguments(self) -> float:
-        """The arguments of a step in device memory: parameters, state and batch."""
+        """Parameters, state and batch in device memory."""
         return self.params + self.opt_state + self.master + self.batch - self.host + self.sync
 
     @property
@@ -100,9 +93,8 @@ def stage_plan(
     activations: float | None = None,
 ) -> StagePlan:
     """The plan of one stage, by its placement and that at stage 0, where the user's axes shard."""
-    wire, network = _wire(zero, placed, local, microbatches, gathered_once)
+    sent = _wire(zero, placed, local, microbatches, gathered_once)
     parts = _memory(zero, padded_to_tiles(placed, tile), local, microbatches, gathered_once)
-    sent = {"wire": wire, "network": network}
     return StagePlan(name, batch=batch, activations=activations, **parts, **sent)
 
 
@@ -121,21 +113,17 @@ def _memory(
 
     # Gradients of one micro-batch, full, in the dtype of the loss.
     full: dict[str, tuple[float, tuple[int, ...]]] = {}  # bytes and shape, by path
-    for row in local.rows:
-        dtype = _dtype_if_floating(row)
-        if row.part == "params" and dtype is not None:
-            itemsize = zero.precision.of_loss(dtype).itemsize
-            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, row.shape)
+    for row, dtype in _floating_rows(local, "params"):
+        itemsize = zero.precision.of_loss(dtype).itemsize
+        full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, row.shape)
     full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
     grads = reduced = 0.0
-    for row in placed.rows:
-        dtype = _dtype_if_floating(row)
-        if row.part == "grads" and dtype is not None:
-            itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
-            grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
-            reduced += row.bytes_per_device
+    for row, dtype in _floating_rows(placed, "grads"):
+        itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
+        grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
+        reduced += row.bytes_per_device
 
     # Beside them, what waits: full gradients to be reduced, reduced ones to be added. Replicas that
     # share the state each have theirs whole until they are summed.
@@ -196,13 +184,13 @@ def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) 
     return always + max(layers.values(), default=0.0)
 
 
-def _dtype_if_floating(row: Row) -> Any:
-    """The dtype of an array of floating numbers; None for any other."""
-    try:
-        dtype = jnp.dtype(row.dtype)
-    except TypeError:  # of random keys
-        return None
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+def _floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
+    """Arrays of floating numbers, and their dtypes."""
+    for row in placed.rows:
+        if row.part == part and not row.dtype.startswith("key<"):  # of random keys
+            dtype = jnp.dtype(row.dtype)
+            if jnp.issubdtype(dtype, jnp.floating):
+                yield row, dtype
 
 
 # --- Wire bytes -----------------------------------------------------------------------------------
@@ -210,15 +198,12 @@ def _dtype_if_floating(row: Row) -> Any:
 
 def _wire(
     zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
-) -> tuple[float, float]:
+) -> dict[str, float]:
     """Bytes that one device sends per step, and the part of them that goes to other replicas."""
     n, replicas = zero.num_shards, zero.num_devices // zero.num_shards
     total = to_replicas = 0.0
     rows = {(row.part, row.path): row for row in placed.rows}
-    for row in local.rows:
-        dtype = _dtype_if_floating(row)
-        if row.part != "params" or dtype is None:
-            continue
+    for row, dtype in _floating_rows(local, "params"):
         grad = rows["grads", row.path]
 
         # Bytes of the full array: as stored, as gradients are summed.
@@ -246,7 +231,7 @@ def _wire(
         grad_axes = {axis for entry in grad.spec for axis in axes_of(entry)}
         second = stored if grad_axes & set(axes_of(zero.replica_axis)) else summed
         to_replicas += (summed + second) / n * (replicas - 1) / replicas
-    return total + to_replicas, to_replicas
+    return {"wire": total + to_replicas, "network": to_replicas}
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: Any, elements: float) -> float:

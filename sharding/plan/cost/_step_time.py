@@ -40,8 +40,7 @@ class StepSeconds:
     host: float  #: of moving optimizer state to and from host memory
     hideable: float  #: of computing that can run at the same time as ``data``
     interference: bool  #: whether computing and sending slow each other down, as on GPUs
-    #: of ``data``, what nothing can hide: compressed gradients after all passes
-    exposed: float = 0.0
+    exposed: float = 0.0  #: of ``data``, what nothing can hide: compressed gradients
 
     @property
     def compute(self) -> float:
@@ -107,8 +106,7 @@ class Passes:
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
     tensor: float = 0.0  # seconds of collectives among the devices that share a layer
     bubble: float = 0.0  # seconds, idle in a pipeline
-    # seconds of messages between stages, and of the sum of gradients that they share
-    transfers: float = 0.0
+    transfers: float = 0.0  # seconds of messages and sums of gradients between stages
 
     @property
     def least(self) -> float:
@@ -216,20 +214,13 @@ def passes(
     lockstep = functools.partial(
         schedules.lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks
     )
+    by_time = lockstep if implementation.lockstep and not plan.even else None
+    head = (head_forward + head_backward).seconds + sent_head
     most, last = schedules.layers_of_chunks(
-        model.layers,
-        plan.pipe * chunks,
-        of_layer,
-        head=(head_forward + head_backward).seconds + sent_head,
-        lockstep=lockstep if implementation.lockstep and not plan.even else None,
+        model.layers, plan.pipe * chunks, of_layer, head, by_time
     )
-    of_most, of_last = (
-        [
-            _launched(work * number, launch)
-            for work in (layer.forward, layer.backward + again - weight, weight)
-        ]
-        for number in (most, last)
-    )
+    parts = layer.forward, layer.backward + again - weight, weight
+    of_most, of_last = ([_launched(x * n, launch) for x in parts] for n in (most, last))
     of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
 
     # The device with most to do: of chunks like the slowest one, or with the last one.
@@ -273,15 +264,8 @@ def passes(
             held = model.layers / plan.pipe
     elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
-    return Passes(
-        work=work * count,
-        layers=held,
-        params=held * model.layer_elements / plan.tensor + tables * table,
-        chunks=counts,
-        tensor=count * wires,
-        bubble=bubble,
-        transfers=transfers,
-    )
+    params = held * model.layer_elements / plan.tensor + tables * table
+    return Passes(work * count, held, params, counts, count * wires, bubble, transfers)
 
 
 def with_state(

@@ -28,13 +28,7 @@ def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
 
 
 def pipeline_flops(
-    model: Decoder,
-    schedule: Schedule,
-    rows: int,
-    *,
-    microbatch: int,
-    recompute: str,
-    tensor: int = 1,
+    model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: str, tensor: int
 ) -> float:
     """Operations of matrix products in a step's program, as ``audit`` counts them.
 
@@ -79,14 +73,10 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> pipeline = shd.Pipeline(
-      ...     jax.sharding.AbstractMesh((4,), ("pipe",)),
-      ...     shd.pipeline.one_f_one_b(stages=4, microbatches=8),
-      ...     num_layers=8,
-      ...     embed=lambda shared, x: x @ shared["in"],
-      ...     block=lambda w, x, _: x + jnp.tanh(x @ w),
-      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]),
-      ... )
+      >>> mesh = jax.sharding.AbstractMesh((4,), ("pipe",))
+      >>> pipeline = shd.Pipeline(mesh, shd.pipeline.one_f_one_b(4, 8), num_layers=8,
+      ...     embed=lambda shared, x: x @ shared["in"], block=lambda w, x, _: x + jnp.tanh(x @ w),
+      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]))
       >>> params = {"in": jnp.ones((3, 16)), "layers": jnp.ones((8, 16, 16)), "out": jnp.ones(16)}
       >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
       7552.0

@@ -46,26 +46,26 @@ def allocate_workers(
     if not nodes:
         raise ValueError("nodes are empty; virtual workers need at least one node.")
     check_choice("policy", policy, POLICIES)
-    if policy == "node":
-        return tuple((i,) * node.devices for i, node in enumerate(nodes))
-    if policy == "equal":
-        return tuple(_shared(nodes, range(len(nodes)), num_workers or len(nodes)))
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].speed * nodes[i].devices, i))
-    workers = []
-    while len(order) > 1:
-        workers += _shared(nodes, (order.pop(0), order.pop()), 2)
-    return (*workers, *((i,) * nodes[i].devices for i in order))
-
-
-def _shared(nodes: Sequence[Node], numbers: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Some nodes in equal shares."""
-    for i in numbers:
-        if nodes[i].devices % workers:
-            raise ValueError(
-                f"node {i} has {nodes[i].devices} devices, which {workers} virtual workers cannot "
-                "share equally."
-            )
-    return [tuple(i for i in numbers for _ in range(nodes[i].devices // workers))] * workers
+    half = len(nodes) // 2
+    groups: list[tuple[tuple[int, ...], int]]  # of nodes, and how many workers share each of them
+    if policy == "node":
+        groups = [((i,), 1) for i in range(len(nodes))]
+    elif policy == "equal":
+        groups = [(tuple(range(len(nodes))), num_workers or len(nodes))]
+    else:
+        groups = [((order[k], order[-1 - k]), 2) for k in range(half)]
+        groups += [((i,), 1) for i in order[half : len(nodes) - half]]
+    workers: list[tuple[int, ...]] = []
+    for numbers, among in groups:
+        for i in numbers:
+            if nodes[i].devices % among:
+                raise ValueError(
+                    f"node {i} has {nodes[i].devices} devices, which {among} virtual workers "
+                    "cannot share equally."
+                )
+        workers += [tuple(i for i in numbers for _ in range(nodes[i].devices // among))] * among
+    return tuple(workers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +177,14 @@ def hetpipe(
     return HetPipePlan(policy, workers, number, throughput, number - 1, ahead)
 
 
+# A pipeline, if there is one that fits, and the bytes that are missing.
+_Found = tuple[VirtualWorker | None, float]
+
+
 def _best_of(
     allocation: Sequence[tuple[int, ...]],
     most: int,
-    find: Callable[[Sequence[int], int], tuple[VirtualWorker | None, float]],
+    find: Callable[..., _Found],
     search_order: bool,
 ) -> tuple[tuple[float, int, tuple[VirtualWorker, ...]] | None, str]:
     """Throughput, minibatches in a pipeline and workers of an allocation; or why there is none."""
@@ -223,7 +227,7 @@ def _fastest(
     param_factor: float,
     order: Sequence[int],
     number: int,
-) -> tuple[VirtualWorker | None, float]:
+) -> _Found:
     """The partition with the highest rate, or None; and the bytes that are missing at least."""
     links = [nodes[a].link if a == b else network for a, b in itertools.pairwise(order)]
     in_flight = [number] * (len(order) - 1) + [1]

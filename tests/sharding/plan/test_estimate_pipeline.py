@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh
 
 import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
-from sharding.plan.cost._pipeline_schedules import rows_of, schedule_of
+from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
@@ -25,6 +25,12 @@ def plan_of(model=SMALL, devices=8, stage=1, kind="h100x8", **kwargs):
     device = kwargs.pop("device", kind_of(kind))
     kwargs = {"num_stages": 4, "microbatches": 8} | kwargs
     return estimate_pipeline(model, ADAMW, zero_of(devices, stage), device=device, **kwargs)
+
+
+def layers_of(plan):
+    """Decoder layers of each stage, without the embedding and the head."""
+    numbers = [j - i for stage in plan.stages for i, j in stage.layers]
+    return [numbers[0] - 1, *numbers[1:-1], numbers[-1] - 1]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,7 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
     plan = plan_of(model, stage=stage, batch=batch, kind=kind, schedule=schedule)
     found = plan.stages[1]
     costs = layer_costs(model, kind_of(kind), batch=batch)
-    rows = max(j - i - (i == 0) - (j == number + 2) for it in plan.stages for i, j in it.layers)
+    rows = max(layers_of(plan))
     assert rows == (4 if on_gpus else 3)
     shared = costs[0].param_bytes + costs[-1].param_bytes
     layers = rows * costs[1].param_bytes
@@ -91,21 +97,20 @@ def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
     model = Decoder(24, 256, 4, 4, 512, 8192, 512)
     options = {"devices": 4, "microbatches": 64, "schedule": "aligned"}
     free = plan_of(model, **options)
-    rows = max(rows_of(model.layers, [stage.layers[0] for stage in free.stages]))
+    rows = max(layers_of(free))
     assert rows > 6
     held = free.stages[0].memory
     device = dataclasses.replace(kind_of("h100x8"), memory=held - 1)
     tight = plan_of(model, device=device, **options)
     assert tight.pipeline.fits
-    assert max(rows_of(model.layers, [stage.layers[0] for stage in tight.stages])) == rows - 1
+    assert max(layers_of(tight)) == rows - 1
     assert tight.lockstep > free.lockstep
 
 
 def test_times_of_a_step():
     plan = plan_of(microbatches=8)
     costs = layer_costs(SMALL, kind_of("h100x8"))
-    bounds = [stage.layers[0] for stage in plan.stages]
-    layers = [min(j, 7) - max(i, 1) for i, j in bounds]
+    layers = layers_of(plan)
     assert sum(layers) == 6
     expected = seconds_in_lockstep(
         *(schedule_of("aligned", 4, 8), [max(layers)] * 3 + layers[-1:]),
