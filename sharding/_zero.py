@@ -26,7 +26,7 @@ from sharding.step._train_step import TrainStep, apply_gradients
 from sharding.step._value_and_grad import ValueAndGrad
 from sharding.step.flax import _linen
 from sharding.step.flax._modules import gathered_module
-from sharding.step.flax._nnx import NnxMethods
+from sharding.step.flax._nnx import NnxMethods, train_state
 from sharding.sync import GradientSync
 
 Tx: TypeAlias = optax.GradientTransformation | None  # of a train state that is a pair
@@ -184,10 +184,12 @@ class Zero(NnxMethods):
         return _placed_state.shardings_of(self, state, specs)
 
     def describe(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Description:
-        """The placement of a state, with bytes per device; arguments are those of ``specs``.
+        """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
 
-        Printed, it shows groups of like parameters; ``table()`` has a line for each array.
+        Arguments are those of ``specs``. Printed, it shows groups of like parameters; ``table()``
+        has a line for each array.
         """
+        state, param_specs = train_state(self, state, param_specs)
         return _placed_state.describe(self, state, tx, param_specs)
 
     # --- Train states -------------------------------------------------------------------------
@@ -238,9 +240,8 @@ class Zero(NnxMethods):
     def resize_sync(self, state: Any) -> Any:
         """Converts the gradient sync's state of another number of devices.
 
-        The sum of all residuals, which is what the updates still lack, stays the same; each device
-        starts with an equal part of it. ``state`` is restored into
-        ``abstract_state(..., sync_devices=...)``, the result placed as by ``init``.
+        The sum of all residuals stays the same; each device starts with an equal part of it.
+        ``state`` is restored into ``abstract_state(..., sync_devices=...)``.
 
         Raises:
           ValueError: if the sync has no state, or more differs than the number of devices that
@@ -263,9 +264,9 @@ class Zero(NnxMethods):
     def full_params(self, state: Any) -> Any:
         """The unsharded parameters, as NumPy arrays in each process, for export.
 
-        The devices gather one parameter at a time.
+        The devices gather one at a time. Those of an nnx model are a state for ``nnx.update``.
         """
-        params = params_of(state)
+        params = params_of(train_state(self, state)[0])
         check_alive(params)
         with no_mesh():
             return full_tree(params)
@@ -296,8 +297,7 @@ class Zero(NnxMethods):
 
         Returns:
           ``(index, count)``: shard ``index`` of ``count``, for a loader; for a batch in memory
-          ``np.split(x, count)[index]``. Processes have the same shard where the other mesh axes,
-          such as the stages of a pipeline, span them.
+          ``np.split(x, count)[index]``. Processes that other mesh axes span have the same shard.
 
         Raises:
           ValueError: if this process has no device of the mesh, or rows of processes overlap.

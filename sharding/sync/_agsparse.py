@@ -20,9 +20,9 @@ from sharding.collectives._sparse_rows import (
     list_capacity,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard
-from sharding.sync._interface import GradientSync, check_density
-from sharding.sync._row_method import of_large_arrays, row_method
+from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
+from sharding.sync._interface import GradientSync, by_size, check_density
+from sharding.sync._row_method import row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
@@ -40,7 +40,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
       A stateless ``GradientSync``.
 
     Raises:
-      ValueError: if the density is not above 0 and at most 1.
+      ValueError: if the density is not above 0 and at most 1; in ``init``, if all arrays are small.
 
     Example:
       >>> from sharding import sync
@@ -51,7 +51,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     def mean(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
         return _gathered_mean(rows, density, axes, dim)
 
-    return of_large_arrays(row_method(mean, density), min_size)
+    return by_size("agsparse", row_method(mean, density), dense_method(), min_size, min_dims=2)
 
 
 def _gathered_mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:

@@ -50,7 +50,7 @@ def dense_method(dtype: Any = None) -> Method:
         x = x.astype(dtype or x.dtype)
         return dense_mean_shard(x, axes, dim) if dim else dense_mean(x, axes)
 
-    return stateless(mean, is_linear=True)
+    return stateless(mean, is_linear=True, in_full=True)
 
 
 def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:

@@ -16,8 +16,8 @@ from sharding.sync._interface import (
     GradientSync,
     Method,
     StepContext,
+    by_size,
     check_density,
-    leafwise,
     sliced,
 )
 
@@ -67,7 +67,8 @@ def top_k(
       A ``GradientSync``.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1, or options exclude each other.
+      ValueError: if a density is not above 0 and at most 1, or options exclude each other; in
+        ``init``, if all arrays are smaller than ``min_size``.
 
     Example:
       >>> from sharding import sync
@@ -150,8 +151,8 @@ def top_k(
     method = Method(init, sliced(all_reduce), counts_steps=len(schedule) > 1)
     small = dense_method()
     if momentum is not None:
-        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small))
-    return leafwise(lambda path, x: method if x.size >= min_size else small)
+        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small), in_full=True)
+    return by_size("top_k", method, small, min_size)
 
 
 def _zeros(x: Any) -> jax.Array:

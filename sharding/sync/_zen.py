@@ -23,9 +23,9 @@ from sharding.collectives._sparse_rows import (
     list_capacity,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard
-from sharding.sync._interface import GradientSync, check_density
-from sharding.sync._row_method import of_large_arrays, row_method
+from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
+from sharding.sync._interface import GradientSync, by_size, check_density
+from sharding.sync._row_method import row_method
 
 
 def zen(
@@ -71,7 +71,7 @@ def zen(
       values that are not finite stay in their rows.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1.
+      ValueError: if a density is not above 0 and at most 1; in ``init``, if all arrays are small.
 
     Example:
       >>> from sharding import sync
@@ -95,7 +95,7 @@ def zen(
         return _pushed_and_pulled(rows, axes, own_density, sum_density, seed)
 
     method = row_method(mean, density, flat=True)
-    return of_large_arrays(method, min_size)
+    return by_size("zen", method, dense_method(), min_size, min_dims=2)
 
 
 def _pushed_and_pulled(

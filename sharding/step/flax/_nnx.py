@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import optax
 
 from sharding.placement._on_mesh import no_mesh
 from sharding.step._loss import as_pair, check_arguments
@@ -289,6 +290,26 @@ def is_module(x: Any) -> bool:
     """Whether it is an nnx model; without Flax there are none."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Module)
+
+
+def train_state(zero: Any, state: Any, param_specs: Any = None) -> tuple[Any, Any]:
+    """An nnx model, alone or with its optimizer, as a train state, and specs of its parameters.
+
+    Any other state, and specs that are given, are returned as they are.
+    """
+    model, *rest = state if type(state) is tuple else (state,)
+    if not is_module(model):
+        return state, param_specs
+    from flax import nnx
+
+    optimizer = rest[0] if rest else nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
+    params = nnx.state(model, optimizer.wrt)
+    is_real = all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+    if param_specs is None and not (is_real and _is_placed(params, zero.mesh)):
+        param_specs = nnx.as_pure(nnx.get_partition_spec(params))
+    step: Any = nnx.as_pure(optimizer.step)
+    params, opt_state = nnx.as_pure((params, optimizer.opt_state))
+    return _NnxState(step, params, opt_state, optimizer.tx), param_specs
 
 
 def pure_loss(
