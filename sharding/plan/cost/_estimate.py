@@ -73,8 +73,8 @@ class Plan(Printed):
     def seconds(self, stage: StagePlan) -> dict[str, float]:
         """The least time of a step by its bounds; empty where work or device is unknown.
 
-        A device computes, moves and sends at its peak; nothing is computed twice. Traffic to other
-        replicas takes the network where the mesh has an axis of hosts or slices.
+        A device computes, moves and sends at its peak; nothing is computed twice. ``"network"`` is
+        what leaves a host or slice, where the mesh has an axis of that name.
         """
         if self.device is None or not self.flops:
             return {}
@@ -132,7 +132,8 @@ class Plan(Printed):
 
         # Traffic and times.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
-        for name, bytes_sent in (("replicas", "network"), ("host memory", "host_wire")):
+        far = next((f"other {x}s" for x in ("slice", "host") if x in self.mesh), "replicas")
+        for name, bytes_sent in ((far, "network"), ("host memory", "host_wire")):
             sent = [getattr(stage, bytes_sent) for stage in self.stages]
             rows += [(f"  to {name}", *map(size, sent))] if any(sent) else []
         rows += self._times()
