@@ -130,7 +130,7 @@ def transformation(optimizer: str, form: str) -> optax.GradientTransformation:
 
 
 def compile_one(target: str, optimizer: str, shape: str, form: str) -> None:
-    """Compiles a step; prints XLA's estimate of its cycles, and bytes a parameter."""
+    """Compiles a step; prints XLA's estimate of its cycles, and bytes per parameter."""
     program = lowered(target, transformation(optimizer, form), [SHAPES[shape]]).compile()
     estimated = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text())))
     print(estimated, cost(program, [SHAPES[shape]])[0])

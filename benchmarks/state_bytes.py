@@ -95,8 +95,8 @@ def count(params: dict) -> int:
 def table(mesh: jax.sharding.Mesh, params: dict) -> str:
     """The bytes of optimizer state for a model, as a Markdown table."""
     lines = [
-        f"| optimizer | state, MiB | bytes a parameter | per device, ZeRO 1-2 on {DEVICES}, MiB "
-        "| bytes a parameter, if these are bfloat16 |",
+        f"| optimizer | state, MiB | bytes per parameter | per device, ZeRO 1-2 on {DEVICES}, MiB "
+        "| bytes per parameter, if these are bfloat16 |",
         "|---|---|---|---|---|",
     ]
     num = count(params)

@@ -98,7 +98,7 @@ def kernel_table(target: str, num_layers: int) -> str:
             yield f"| {name} | {kernels(program)} | {moved:.1f} | {held:.2f} |"
 
     return _results.table(
-        f"| step of {len(shapes)} arrays | kernels | bytes a parameter | temporaries |\n"
+        f"| step of {len(shapes)} arrays | kernels | bytes per parameter | temporaries |\n"
         "|---|---|---|---|",
         rows(),
     )

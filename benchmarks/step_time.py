@@ -43,7 +43,7 @@ class Contender:
     """One optimizer with its parameters.
 
     Attributes:
-      floor: bytes a parameter that its step reads and writes at least, if each matrix comes from
+      floor: bytes per parameter that its step reads and writes at least, if each matrix comes from
         memory whenever a sum over it must be finished first.
       step: takes one step and waits for it.
     """
@@ -170,8 +170,8 @@ def time_table(contenders: dict[str, Contender], times: Times, num_params: int) 
         )
 
     return _results.table(
-        "| step | ms, median | / optax.adamw, median (quartiles) | bytes a parameter it must move "
-        "| share of the copy's bandwidth |\n|---|---|---|---|---|",
+        "| step | ms, median | / optax.adamw, median (quartiles) | bytes per parameter it must "
+        "move | share of the copy's bandwidth |\n|---|---|---|---|---|",
         (row(name, one) for name, one in contenders.items()),
     )
 
@@ -191,7 +191,7 @@ def draw(contenders: dict[str, Contender], times: Times, num_params: int, path: 
             markersize=12 if "optax_ext" in name else 6,
             label=name,
         )
-    axes.set(xlabel="bytes a parameter that must move", ylabel="ms a step", ylim=(0, None))
+    axes.set(xlabel="bytes per parameter that must move", ylabel="ms a step", ylim=(0, None))
     axes.set_title(f"One step of {num_params / 1e6:.1f}M parameters")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)

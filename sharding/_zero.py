@@ -26,7 +26,7 @@ from sharding.step._train_step import TrainStep, apply_gradients
 from sharding.step._value_and_grad import ValueAndGrad
 from sharding.step.flax import _linen
 from sharding.step.flax._modules import gathered_module
-from sharding.step.flax._nnx import NnxMethods
+from sharding.step.flax._nnx import NnxMethods, train_state
 from sharding.sync import GradientSync
 
 Tx: TypeAlias = optax.GradientTransformation | None  # of a train state that is a pair
@@ -163,7 +163,11 @@ class Zero(NnxMethods):
         return _placed_state.shardings_of(self, state, specs)
 
     def describe(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Description:
-        """The placement of a state, with bytes per device; arguments are those of ``specs``."""
+        """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
+
+        Arguments are those of ``specs``.
+        """
+        state, param_specs = train_state(self, state, param_specs)
         return _placed_state.describe(self, state, tx, param_specs)
 
     # --- Train states -------------------------------------------------------------------------
@@ -226,8 +230,11 @@ class Zero(NnxMethods):
         return _placed_state.change_sync(self, state, tx, param_specs)
 
     def full_params(self, state: Any) -> Any:
-        """The unsharded parameters, gathered one at a time, as NumPy arrays in each process."""
-        params = params_of(state)
+        """The unsharded parameters, gathered one at a time, as NumPy arrays in each process.
+
+        Those of an nnx model are a state for ``nnx.update``.
+        """
+        params = params_of(train_state(self, state)[0])
         check_alive(params)
         with no_mesh():
             return full_tree(params)

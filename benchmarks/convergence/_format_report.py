@@ -56,7 +56,7 @@ def _table(there: dict[str, Drift]) -> str:
         at, early = one.early
         cells = [f"`{name}`", f"{one.state_bytes:.2f}", _values(early), _values(one.end)]
         lines.append([*cells, f"{one.end.mean():+.4f}"])
-    header = ["format", "state, bytes a parameter", f"after {at:,} steps", "at the end", "mean"]
+    header = ["format", "state, bytes per parameter", f"after {at:,} steps", "at the end", "mean"]
     return table(header, lines)
 
 

@@ -38,7 +38,7 @@ def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
         "seeds",
         "minus AdamW's (95 % interval)",
         "steps (tokens) to AdamW's loss",
-        "state, bytes a parameter",
+        "state, bytes per parameter",
         "time of a training step / AdamW's (quartiles)",
     ]
     return table(header, lines)

@@ -47,6 +47,10 @@ def run_plan(options: Namespace) -> int:
     if plan.device is None:
         unknown = f"no figures of {options.target}. Give them: {opts.FIGURES}."
         notes[0] = f"What fits is not known: {unknown}"
+    target = opts.target_of(options)
+    if target.groups > 1 and not {"host", "slice"} & set(plan.mesh):
+        axes = ",".join(f"{name}={number}" for name, number in target.mesh_axes.items())
+        notes.append(f"What leaves a host or slice is not counted: it needs an axis, as in {axes}.")
     if planned:
         notes.append(note_on(planned, activations))
     if any(map(plan.seconds, plan.stages)):
@@ -76,7 +80,7 @@ def _about_times(setup: opts.Setup) -> str:
     return (
         f"Times are lower bounds at the peak figures of a {setup.device.name}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
-        f"tokens on each device in a step: 6 operations a parameter and token{attention}, no "
+        f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
         "recomputation."
     )
 

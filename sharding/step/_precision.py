@@ -17,7 +17,8 @@ class Precision:
     theirs.
 
     Attributes:
-      compute: parameters are cast to it for the loss; None: as they are.
+      compute: parameters are cast to it for the loss; None: as they are. The batch is not, since
+        targets would lose precision: cast float32 inputs in the loss, or it computes in float32.
       reduce: gradients are cast to it to be summed over devices; None: as autodiff makes them.
       accumulate: gradients are accumulated over micro-batches, and passed to the transformation, in
         it; None: accumulated in float32 at least, passed in the parameters' dtype.

@@ -239,7 +239,7 @@ def warn_of_unsharded(plan: StepPlan) -> None:
     own = {i for i in sharded if params[i].gathered_by_loss}
     marked = plan.uses.marked[_gather_params.MARK].keys() | plan.uses.moved
     early = (sharded & marked) - own - plan.uses.diverging if own else sharded
-    if not early:
+    if early <= plan.uses.diverging - plan.uses.otherwise.keys():  # warned of already
         return
 
     def size(i: int) -> int:

@@ -9,9 +9,9 @@ from sharding.collectives._dtypes import sum_dtype
 from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean
-from sharding.sync._interface import GradientSync, check_density
-from sharding.sync._row_method import of_large_arrays, row_method
+from sharding.sync._dense import dense_mean, dense_method
+from sharding.sync._interface import GradientSync, by_size, check_density
+from sharding.sync._row_method import row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
@@ -26,7 +26,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
       min_size: smaller arrays, and arrays of one dim, are sent in full.
 
     Raises:
-      ValueError: if the density is not above 0 and at most 1.
+      ValueError: if the density is not above 0 and at most 1; in ``init``, if all arrays are small.
 
     Example:
       >>> from sharding import sync
@@ -37,7 +37,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     def mean(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
         return _gathered_mean(rows, density, axes, dim)
 
-    return of_large_arrays(row_method(mean, density), min_size)
+    return by_size("agsparse", row_method(mean, density), dense_method(), min_size, min_dims=2)
 
 
 def _gathered_mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:

@@ -39,7 +39,7 @@ def dense_method(dtype: Any = None) -> Method:
         del context
         return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)
 
-    return stateless(mean, is_linear=True)
+    return stateless(mean, is_linear=True, in_full=True)
 
 
 def dense_mean(x: jax.Array, axes: Axes, dim: int | None = None) -> jax.Array:

@@ -55,6 +55,7 @@ class Method(NamedTuple):
     reduce: Callable[..., Reduced]
     is_linear: bool = False  # whether infinities and NaN propagate to the mean by themselves
     counts_steps: bool = False  # whether the method reads the step in its context
+    in_full: bool = False  # whether it sends the array in full
     rows: RowMethod | None = None  # how it synchronizes looked-up rows; None if it does not
 
 
@@ -77,15 +78,21 @@ class SyncState(NamedTuple):
     arrays: Any  # a tree like the parameters: the state of each one's method
 
 
-def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
+def leafwise(choose: Callable[[str, Any], Method], unmet: str = "") -> GradientSync:
     """The sync of a tree, of every array by the method that ``choose(path, array)`` returns.
 
     If the gradient of any device is not finite, all devices get NaN, and the state is unchanged.
+    ``init`` raises if all are sent in full, and ``unmet`` states the condition that none meets.
     """
 
     def init(params: Any) -> SyncState:
         flat, treedef = named_leaves(params)
         methods = [choose(path, x) for path, x in flat]
+        if unmet and flat and all(method.in_full for method in methods):
+            raise ValueError(
+                f"{unmet} for none of the shapes {sorted({tuple(x.shape) for _, x in flat})}. Use "
+                "a smaller one, or sync.dense()."
+            )
         states = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
         counts = any(method.counts_steps for method in methods)
         return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(states))
@@ -118,6 +125,21 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         return treedef.unflatten(out), SyncState(step, treedef.unflatten(states))
 
     return with_all_reduce(init, reduce_scatter, lambda path, x: choose(path, x).rows)
+
+
+def by_size(
+    name: str, method: Method, small: Method, min_size: int, min_dims: int = 0
+) -> GradientSync:
+    """The sync ``name``: a method for arrays of that size and number of dims, one for others."""
+
+    def choose(path: str, x: Any) -> Method:
+        return method if x.size >= min_size and len(x.shape) >= min_dims else small
+
+    dims = f" in {min_dims} dims or more" if min_dims else ""
+    return leafwise(
+        choose,
+        f"{name}: min_size {min_size} compresses no parameter: there are as many elements{dims}",
+    )
 
 
 def with_all_reduce(

@@ -16,9 +16,7 @@ from sharding.sync._interface import (
     Method,
     Reduced,
     StepContext,
-    SyncState,
     leafwise,
-    named_leaves,
     sliced,
 )
 
@@ -86,21 +84,14 @@ def powersgd(
             view = view_of(path, x, rule)
             return _method_of(path, view, rank, seed) if view else dense_method()
 
-        return leafwise(choose)
-
-    def init(params: Any) -> SyncState:
-        flat, _ = named_leaves(params)
-        rule = rule_for_tree(factoring, params)
-        if not any(view_of(path, x, rule) for path, x in flat):
-            raise ValueError(
-                f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
-                f"{min_compression} is less than rows x columns for none of the shapes "
-                f"{sorted({tuple(x.shape) for _, x in flat})}. Use a smaller rank, or sync.dense()."
-            )
-        return sync_of(params).init(params)
+        return leafwise(
+            choose,
+            f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
+            f"{min_compression} is less than rows x columns",
+        )
 
     return GradientSync(
-        init,
+        lambda params: sync_of(params).init(params),
         lambda grads, *args: sync_of(grads).all_reduce(grads, *args),
         lambda grads, *args: sync_of(grads).reduce_scatter(grads, *args),
     )

@@ -11,7 +11,7 @@ from sharding.collectives._block_codec import dequantize, quantize
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import GradientSync, StepContext, leafwise, stateless
+from sharding.sync._interface import GradientSync, StepContext, by_size, stateless
 
 _ROUNDINGS = ("stochastic", "nearest")
 
@@ -50,7 +50,8 @@ def qsgd(
       seed: of the noise, which also depends on step, array and device.
 
     Raises:
-      ValueError: if bits or rounding are unknown, or the block size is odd or below 2.
+      ValueError: if bits or rounding are unknown, or the block size is odd or below 2; in ``init``,
+        if all arrays are smaller than ``min_size``.
 
     Example:
       >>> from sharding import sync
@@ -107,5 +108,5 @@ def qsgd(
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         return mean_shard(x, axes, context, dim) if dim else full_mean(x, axes, context)
 
-    method, small = stateless(mean, counts_steps=stochastic), dense_method()
-    return leafwise(lambda path, x: method if x.size >= min_size else small)
+    method = stateless(mean, counts_steps=stochastic)
+    return by_size("qsgd", method, dense_method(), min_size)

@@ -1,21 +1,12 @@
 """Methods that send few rows of a gradient: of an array, or of looked-up rows of a table."""
 
-import math
 from collections.abc import Callable
 
 import jax
 
 from sharding.collectives._sparse_rows import SparseRows, along_dim, rows_of_array, rows_of_lookups
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_method
-from sharding.sync._interface import (
-    GradientSync,
-    Method,
-    RowMethod,
-    StepContext,
-    leafwise,
-    stateless,
-)
+from sharding.sync._interface import Method, RowMethod, StepContext, stateless
 
 
 def row_method(
@@ -43,11 +34,3 @@ def row_method(
         return mean_of(x, lambda x: rows_of_lookups(ids, num_rows, x), axes, dim)
 
     return stateless(of_array, is_linear=True, rows=RowMethod(of_lookups, density))
-
-
-def of_large_arrays(method: Method, min_size: int) -> GradientSync:
-    """The sync in which smaller arrays, and arrays of one dim, are sent in full."""
-    small = dense_method()
-    return leafwise(
-        lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else small
-    )

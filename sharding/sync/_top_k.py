@@ -18,8 +18,8 @@ from sharding.sync._interface import (
     Method,
     Reduced,
     StepContext,
+    by_size,
     check_density,
-    leafwise,
     sliced,
 )
 
@@ -65,7 +65,8 @@ def top_k(
       min_size: smaller arrays are sent in full, with the same momentum and clip.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1, or options exclude each other.
+      ValueError: if a density is not above 0 and at most 1, or options exclude each other; in
+        ``init``, if all arrays are smaller than ``min_size``.
 
     Example:
       >>> from sharding import sync
@@ -143,8 +144,8 @@ def top_k(
     method = Method(init, sliced(all_reduce), counts_steps=len(schedule) > 1)
     small = dense_method()
     if momentum is not None:
-        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small))
-    return leafwise(lambda path, x: method if x.size >= min_size else small)
+        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small), in_full=True)
+    return by_size("top_k", method, small, min_size)
 
 
 def _zeros(x: Any) -> jax.Array:

@@ -18,9 +18,9 @@ from sharding.collectives._sparse_rows import (
     list_capacity,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean
-from sharding.sync._interface import GradientSync, check_density
-from sharding.sync._row_method import of_large_arrays, row_method
+from sharding.sync._dense import dense_mean, dense_method
+from sharding.sync._interface import GradientSync, by_size, check_density
+from sharding.sync._row_method import row_method
 
 
 def zen(
@@ -62,7 +62,7 @@ def zen(
       seed: of the hash.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1.
+      ValueError: if a density is not above 0 and at most 1; in ``init``, if all arrays are small.
 
     Example:
       >>> from sharding import sync
@@ -100,7 +100,8 @@ def zen(
 
         return in_rounds(rows, owners, density, axes, send, send_dense, num if dim else 1)
 
-    return of_large_arrays(row_method(mean, density, flat=True), min_size)
+    method = row_method(mean, density, flat=True)
+    return by_size("zen", method, dense_method(), min_size, min_dims=2)
 
 
 def _push(

@@ -71,7 +71,10 @@ class Plan(Printed):
         return None if self.device is None else 1 - stage.peak / self.device.memory
 
     def seconds(self, stage: StagePlan) -> dict[str, float]:
-        """The least time of a step by its bounds; empty where work or device is unknown."""
+        """The least time of a step by its bounds; empty where work or device is unknown.
+
+        ``"network"`` is what leaves a host or slice, where the mesh has an axis of that name.
+        """
         if self.device is None or not self.flops:
             return {}
         slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
@@ -117,7 +120,8 @@ class Plan(Printed):
 
         # Traffic, and lower bounds of times; unknown ones are left out.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
-        for name, bytes_sent in (("replicas", "network"), ("host memory", "host_wire")):
+        far = next((f"other {x}s" for x in ("slice", "host") if x in self.mesh), "replicas")
+        for name, bytes_sent in ((far, "network"), ("host memory", "host_wire")):
             sent = [getattr(stage, bytes_sent) for stage in self.stages]
             rows += [(f"  to {name}", *map(size, sent))] if any(sent) else []
         bounds = [self.seconds(stage) for stage in self.stages]

@@ -299,10 +299,8 @@ def _fastest_zero(
     compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
     steps = []
     for stage in plan.stages:
-        if stage.network and links.groups > 1:  # a hybrid: within its groups, and between them
-            wire = max((stage.wire - stage.network) / links.link, stage.network / links.network)
-        else:
-            wire = links.collective_seconds(stage.wire, links.devices)
+        slow = stage.network if links.groups > 1 else 0.0
+        wire = max((stage.wire - slow) / links.link, slow / links.network)
         memory = stage.peak + activations
         steps.append(StepTime(stage.name, compute, wire, memory, memory <= plan.device.memory))
     fitting = [step for step in steps if step.fits]

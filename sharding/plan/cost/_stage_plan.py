@@ -30,7 +30,9 @@ class StagePlan:
     batch: float  #: the device's part of the batch; 0 where it is unknown
     host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
     wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
-    network: float  #: the part of ``wire`` that leaves a host or slice: the sums over replicas
+    #: the part of ``wire`` that leaves a host or slice, those of the mesh axis of that name; where
+    #: there is none, the sums over replicas
+    network: float
     host_wire: float  #: bytes that move to host memory and back per step
     moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
     sync: float = 0.0  #: state of ``Zero.sync``, such as error-feedback residuals
@@ -199,9 +201,23 @@ def _floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
 def _wire(
     zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
 ) -> dict[str, float]:
-    """Bytes that one device sends per step, and the part of them that goes to other replicas."""
-    n, replicas = zero.num_shards, zero.num_devices // zero.num_shards
-    total = to_replicas = 0.0
+    """Bytes that one device sends per step, and the part of them that takes the network.
+
+    A collective over h hosts of g devices is one within each host, and one between hosts in which a
+    device sends its part, 1 / g.
+    """
+    shape, replicas = zero.mesh.shape, axes_of(zero.replica_axis)
+    within, n, total, network = axes_of(zero.axis), zero.num_shards, 0.0, 0.0
+    far = {"host", "slice"} & set(shape) or set(replicas)
+
+    def send(nbytes: float, axes: tuple[str, ...]) -> None:
+        """Counts one pass of full arrays over these axes."""
+        nonlocal total, network
+        devices = math.prod(shape[axis] for axis in axes)
+        hosts = math.prod(shape[axis] for axis in axes if axis in far)
+        total += nbytes * (devices - 1) / devices
+        network += nbytes * (hosts - 1) / devices
+
     rows = {(row.part, row.path): row for row in placed.rows}
     for row, dtype in _floating_rows(local, "params"):
         grad = rows["grads", row.path]
@@ -213,7 +229,7 @@ def _wire(
 
         # Unsharded gradients are all-reduced over all devices, once per step.
         if zero.stage == 0 or grad.note:
-            total += 2 * summed * (n * replicas - 1) / (n * replicas)
+            send(2 * summed, within + replicas)
             continue
 
         # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
@@ -224,14 +240,14 @@ def _wire(
             passes = microbatches * ((1 if once else 2) * gathered + summed)
         else:
             passes = (microbatches if zero.stage == 2 else 1) * summed + stored
-        total += passes * (n - 1) / n
+        send(passes, within)
 
         # Between replicas: an all-reduce of the gradient's shard; or a reduce-scatter of it and an
         # all-gather of the updated parameter.
         grad_axes = {axis for entry in grad.spec for axis in axes_of(entry)}
-        second = stored if grad_axes & set(axes_of(zero.replica_axis)) else summed
-        to_replicas += (summed + second) / n * (replicas - 1) / replicas
-    return {"wire": total + to_replicas, "network": to_replicas}
+        second = stored if grad_axes & set(replicas) else summed
+        send((summed + second) / n, replicas)
+    return {"wire": total, "network": network}
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: Any, elements: float) -> float:

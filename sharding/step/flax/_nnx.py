@@ -10,12 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import optax
 
 from sharding.placement._on_mesh import no_mesh
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 from sharding.step.flax._nnx_model import (
     init_model,
+    is_module,
     is_placed,
     model_in_step,
     nnx,
@@ -241,6 +243,24 @@ class NnxEvalStep:
 def _split(model: Any, wrt: Any) -> Any:
     """What a step splits a model into: graph, parameters, random state, what was sown, all else."""
     return nnx.split(model, wrt, nnx.RngState, nnx.Intermediate, ...)
+
+
+def train_state(zero: Any, state: Any, param_specs: Any = None) -> tuple[Any, Any]:
+    """An nnx model, alone or with its optimizer, as a train state, and specs of its parameters.
+
+    Any other state, and specs that are given, are returned as they are.
+    """
+    model, *rest = state if type(state) is tuple else (state,)
+    if not is_module(model):
+        return state, param_specs
+    optimizer = rest[0] if rest else nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
+    params = nnx.state(model, optimizer.wrt)
+    is_real = all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
+    if param_specs is None and not (is_real and is_placed(params, zero.mesh)):
+        param_specs = nnx.as_pure(nnx.get_partition_spec(params))
+    step: Any = nnx.as_pure(optimizer.step)
+    params, opt_state = nnx.as_pure((params, optimizer.opt_state))
+    return _NnxState(step, params, opt_state, optimizer.tx), param_specs
 
 
 def _is_key(x: Any) -> bool:

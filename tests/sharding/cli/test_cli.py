@@ -320,11 +320,22 @@ def test_audit_of_a_pipeline(run, figures, module):
     assert (found["permutes"], found["live"]) == (20, [4, 4, 3, 1])
 
 
+def test_plan_of_several_hosts(text):
+    """What leaves a host has a row and a time; without an axis of hosts the plan says so."""
+    line = "plan --model gpt2-small --target h100x16"
+    shown = text(line)
+    assert re.search(r"to other hosts( [1-9][\d.]+ MiB){6} ", shown)
+    assert re.search(r"network, at least( [\d.]+ [mu]s){6} ", shown)
+    shown = text(f"{line} --mesh data=16")
+    assert "not counted: it needs an axis, as in host=2,data=8." in shown
+    assert "to other hosts" not in shown
+
+
 def test_audit_of_a_model(figures, monkeypatch):
     tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
     monkeypatch.setitem(MODELS, "gpt2-small", tiny)
     plain = figures(f"audit {CPU} --batch 8 --stage 2 --no-remat")["stage 2"]
-    # Six operations a parameter and token, and attention.
+    # Six operations per parameter and token, and attention.
     assert tiny.flops(8 * 128, 128) == pytest.approx(plain["matmul_flops"], rel=0.01)
     assert plain["wire_bytes"] == pytest.approx(plain["expected_wire"], rel=0.01)
 

@@ -69,7 +69,7 @@ SIZE = {name: math.prod(shape) for name, shape in SHAPES.items()}
 
 
 def wire_by_hand(k, gathers):
-    """The six stages, for k micro-batches; and the bytes to the other replica in the last two."""
+    """The six stages, for k micro-batches; and the bytes to the other host."""
     held, summed = 2, 4
 
     def reduced(*names):
@@ -98,7 +98,9 @@ def wire_by_hand(k, gathers):
         inside + hybrid,
         inside + spread,
     ]
-    return wire, [0, 0, 0, 0, hybrid, spread]
+    # Of an array over all 8 devices, 7 / 8 are sent: 1 / 8 of it to the other host.
+    outside = reduced("odd", "small") / 7
+    return wire, [*(sent / 7 for sent in wire[:4]), hybrid + outside, spread + outside]
 
 
 @pytest.mark.parametrize(("k", "once", "gathers"), [(1, "^once$", 2), (4, "^once$", 2), (4, "", 1)])

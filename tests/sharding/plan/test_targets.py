@@ -68,7 +68,7 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
 @pytest.mark.parametrize("shape", [(50257, 768), (4096, 11008), (50257, 96), (2**18, 64)])
 @pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1"])
 def test_8_bit_state_in_one_pass_holds_few_temporaries(target, shape):
-    """By XLA's form the step of the first holds 16 to 22 bytes a parameter, and moves 93 to 100."""
+    """By XLA's form the first step holds 16 to 22 bytes per parameter, and moves 93 to 100."""
     need(target)
     tx = optax_ext.low_precision_state(optax.adamw(1e-3), implementation="pallas")
     moved, held = cost(compiled(target, tx, [shape]), [shape])

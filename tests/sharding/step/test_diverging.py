@@ -1,5 +1,7 @@
 """Branches and loops that devices take by their own data: gathered before, or an error."""
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -83,7 +85,9 @@ def test_each_device_takes_its_own_branch(form):
         return jnp.mean(FORMS[form](block, p, x) ** 2)
 
     state = zero.init(lambda: (params(), SGD.init(params())), tx=SGD)
-    state, metrics = zero.train_step(loss, tx=SGD)(state, zero.put(x))
+    with warnings.catch_warnings(record=True, action="always") as found:
+        state, metrics = zero.train_step(loss, tx=SGD)(state, zero.put(x))
+    assert not any("Used unsharded: ." in str(warning.message) for warning in found)
 
     def alone(p):
         return jnp.mean(jnp.stack([loss(p, part, layer) for part in np.split(x, 8)]))

@@ -15,7 +15,7 @@ TPUS, V5E, GPU = ("v5e:1x1", "v6e:1x1"), ("v5e:1x1",), ("h200x1",)
 IN_MEMORY = {"came": 33.1, "came, 16 bits": 22.1, "adafactor, no scale": 21.1, "adafactor": 25.1}
 ON_CHIP = {"came": 28.1, "came, 16 bits": 22.1, "adafactor, no scale": 21.1, "adafactor": 21.1}
 ADAMW_8, CAME_8 = "optax.adamw, 8-bit state", "came, 8-bit state"
-# Targets, matrices, bytes a parameter that an optimizer accesses at most, and that it keeps.
+# Targets, matrices, bytes per parameter that an optimizer accesses at most, and that it keeps.
 BOUNDS = [
     (TPUS, ("7B: 4096 x 11008", "GPT-2: 50257 x 768"), IN_MEMORY, None),
     (TPUS, ("GPT-2: 768 x 3072", "1/8: 512 x 4096"), ON_CHIP, None),

@@ -125,3 +125,18 @@ def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
 def test_bad_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qsgd", {}), ("top_k", {}), ("top_k", {"momentum": 0.9}), ("zen", {}), ("agsparse", {})],
+)
+def test_a_sync_that_compresses_nothing_is_refused(name, options):
+    method = getattr(sync, name)(**options)
+    small, large = jnp.zeros((5, 800)), jnp.zeros((5, 820))
+    with pytest.raises(
+        ValueError, match=rf"{name}: min_size 4096 compresses no parameter: .*\(5, 800\)"
+    ):
+        sync.by_path({"w": method}).init({"w": small})
+    method.init({"w": small, "large": large})
+    sync.by_path({"w": sync.dense()}, default=method).init({"w": small})

@@ -124,6 +124,26 @@ def test_in_place(case):
     )
 
 
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: f"stage {case[0]}, {case[1]}")
+def test_export_and_placement(case):
+    """Of a model, alone or with its optimizer; specs are those of arrays, else of metadata."""
+    zero, lm, optimizer, _ = run(case)
+    alone, _ = make()
+    nnx.update(alone, zero.full_params(lm))
+    assert isinstance(zero.full_params((lm, optimizer))["inputs"]["kernel"], np.ndarray)
+    assert_close(nnx.state(alone, nnx.Param), nnx.state(lm, nnx.Param))
+
+    found = zero.describe((lm, optimizer))
+    for row, x in zip(found.rows, jax.tree.leaves(nnx.state(lm, nnx.Param)), strict=False):
+        assert row.bytes_per_device == x.addressable_shards[0].data.nbytes, row
+    assert {row.part for row in found.rows} == {"params", "grads", "opt_state"}
+    of_params = [row for row in found.rows if row.part != "opt_state"]
+    assert list(zero.describe(lm).rows) == of_params
+    with nnx.use_eager_sharding(False):
+        types = nnx.eval_shape(functools.partial(make, case[-1], case[1] == "tensor"))
+    assert zero.describe(types).rows == found.rows
+
+
 def test_evaluation():
     zero, lm, _, _ = run(CASES[2])
     alone, _ = make()
