@@ -51,7 +51,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
 
 
 def recomputed(factors: Any, after: Any) -> Any:
-    """Returns small arrays as new values, which XLA recomputes from instead of writing memory."""
+    """Returns small arrays as new values: XLA recomputes from them and writes no matrix."""
     if is_partitioned(factors, after):
         return _behind_barrier(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)

@@ -15,7 +15,7 @@ from optax_ext.traced_graph import Graph, evaluate
 
 
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
-    """Returns the execution order of ``roots``: each root, with outputs that wait for no others."""
+    """Returns groups of outputs in execution order: each root, with all that need no later one."""
     groups, read, left = [], 0, set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
         if root not in left:

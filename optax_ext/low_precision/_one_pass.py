@@ -235,7 +235,7 @@ def block_columns(update: OnePass) -> int:
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
-    """Returns each output's type, and ``{leaf of (full, stored): leaf of types}`` in its place."""
+    """Returns types of the outputs, and ``{leaf of (full, stored): leaf of types over it}``."""
     arrays = (operands.full, operands.stored)
     leaves, treedef = jax.tree.flatten(arrays)
     full_at, stored_at = jax.tree.unflatten(treedef, range(len(leaves)))

@@ -297,12 +297,11 @@ def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
 
 def _class_of(node: Any, path: Any) -> type | None:
     """Returns the class of which the last key of a path is an attribute."""
-    cls = None
-    for key in path:
-        is_attribute = isinstance(key, jax.tree_util.GetAttrKey)
-        cls = type(node) if is_attribute else None
-        if is_attribute:
+    if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+        return None
+    for key in path[:-1]:
+        if isinstance(key, jax.tree_util.GetAttrKey):
             node = getattr(node, key.name)
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
-    return cls
+    return type(node)
