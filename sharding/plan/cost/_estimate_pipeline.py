@@ -198,7 +198,9 @@ def estimate_pipeline(
             f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
             "recompute=False, on the command line --no-remat."
         )
-    links = stages_of.links_of(zero, device)
+    shape, network = dict(zero.mesh.shape), device.network or device.link
+    groups = shape.get("host", 1) * shape.get("slice", 1)
+    links = stages_of.Links(groups, zero.mesh.size, device.link, network)
     if num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
     if links.devices % num_stages:
@@ -207,25 +209,17 @@ def estimate_pipeline(
             "of stages must divide that of the devices."
         )
     length = length or model.length
-    costs = layer_costs(
-        *(model, device),
-        batch=batch,
-        length=length,
-        dtype=zero.precision.of_loss(jnp.dtype(dtype)),
-        recompute=recompute,
-        efficiency=efficiency,
-    )
+    options: Any = {"batch": batch, "length": length, "recompute": recompute}
+    options |= {"dtype": zero.precision.of_loss(jnp.dtype(dtype)), "efficiency": efficiency}
+    costs = layer_costs(model, device, **options)
     num_replicas = links.devices // num_stages
     mesh = jax.sharding.AbstractMesh((num_replicas,), ("data",))
     flat: Any = {"axis": "data", "replica_axis": None, "shard_state_over_replicas": False}
     replicas = dataclasses.replace(zero, mesh=mesh, **flat)
-    estimates = stages_of.StageEstimates(
-        *(model, with_state_format(tx, state_format), replicas),
-        num_stages=num_stages,
-        device=device,
-        dtype=dtype,
-        batch=4.0 * microbatches * batch * (length + 1),
-    )
+    row = 4.0 * batch * (length + 1)  # bytes of a micro-batch
+    options = {"num_stages": num_stages, "device": device, "batch": microbatches * row}
+    formatted = with_state_format(tx, state_format)
+    estimates = stages_of.StageEstimates(model, formatted, replicas, dtype=dtype, **options)
 
     # A layer in the middle, and the head; lookups take no time.
     weight = costs[1].weight if schedule in schedules.SPLIT_SCHEDULES else 0.0
@@ -265,7 +259,7 @@ def estimate_pipeline(
     alternatives = estimate(
         *(model.abstract(dtype), tx, zero),
         microbatches=per_device,
-        batch=4.0 * per_device * batch * (length + 1),
+        batch=per_device * row,
         state_format=state_format,
         device=device,
         gathered_once=model.gathered_once,

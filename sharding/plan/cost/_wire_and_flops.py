@@ -1,5 +1,6 @@
 """What the program of a pipeline sends: known from its schedule, before anything is compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,11 +86,11 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
 
-    def shared_sent(x: Any, spec: Any) -> float:
-        return 2 * (stages - 1) / stages * num_bytes(_as_sum(x)) / num_shards(mesh, spec)
-
-    def layers_sent(x: Any, spec: Any) -> float:
-        own, of_sum = num_bytes(x), num_bytes(_as_sum(x))
+    def sent_of(x: Any, spec: Any, is_layers: bool) -> float:
+        own = num_bytes(x)  # and of the accumulated gradient
+        of_sum = num_bytes(jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+        if not is_layers:
+            return 2 * (stages - 1) / stages * of_sum / num_shards(mesh, spec)
         replicas = (own + of_sum) / num_shards(mesh, spec)
         # Of unequal numbers of layers; other axes shard them.
         others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {pipeline.axis}))
@@ -101,7 +102,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     program = instructions(pipeline.schedule, pipeline.recompute)
     sent = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
     for name, tree in stacked.items():
-        of = layers_sent if name == pipeline.layers else shared_sent
+        of = functools.partial(sent_of, is_layers=name == pipeline.layers)
         sent += sum(jax.tree.leaves(jax.tree.map(of, tree, specs[name])))
     return float(sent)
 
@@ -137,11 +138,6 @@ def _message(pipeline: Pipeline, shared: Any, batch: Any) -> list[Any]:
         return pipeline.embed(shared, jax.tree.map(lambda x: x[0], microbatches), *key)
 
     return jax.tree.leaves(jax.eval_shape(embedded, shared, batch))
-
-
-def _as_sum(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of the accumulated gradient of a parameter."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
 
 SCALAR = 4  # bytes: losses are computed in 32 bits
