@@ -229,19 +229,18 @@ def estimate_pipeline(
     lockstep = functools.partial(
         schedules.lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
     )
-    _, last = schedules.layers_of_chunks(model.layers, number, layer, head, lockstep)
+    fastest = schedules.layers_of_chunks(model.layers, number, layer, head, lockstep)
     message = max(cost.output_bytes for cost in costs)
     ticks = schedules.num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
 
     # Every device holds as many layers as the largest chunk has, and stages of unequal numbers of
     # layers send them: fewer layers in all chunks but the last, which has the head, may be better.
-    first = max(schedules.all_chunks(model.layers, number, last))
-    fewer = range(first - 1, math.ceil(model.layers / number) - 1, -1)
+    fewer = range(max(fastest) - 1, math.ceil(model.layers / number) - 1, -1)
+    smaller = (schedules.shared_layers(model.layers, number, most) for most in fewer)
     steps = []
-    for of_last in (last, *(schedules.of_last(model.layers, number, most) for most in fewer)):
-        counts = schedules.all_chunks(model.layers, number, of_last)
-        taken = layer.step(lockstep, head, max(counts[:-1]), of_last)
+    for counts in (fastest, *smaller):
+        taken = layer.step(lockstep, head, counts)
         stages = stages_of.pipeline_stages(
             estimates, costs, counts, schedule=schedule, microbatches=microbatches
         )

@@ -216,9 +216,8 @@ def passes(
     )
     by_time = lockstep if implementation.lockstep and not plan.even else None
     head = (head_forward + head_backward).seconds + sent_head
-    most, last = schedules.layers_of_chunks(
-        model.layers, plan.pipe * chunks, of_layer, head, by_time
-    )
+    counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
+    most, last = max(counts[:-1] or counts), counts[-1]
     parts = layer.forward, layer.backward + again - weight, weight
     of_most, of_last = ([_launched(x * n, launch) for x in parts] for n in (most, last))
     of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
@@ -254,7 +253,6 @@ def passes(
     held = model.layers / plan.pipe if ideal else max(most, last) * chunks
     tables = 1 if model.tied else 2
     table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)  # parameters
-    counts = schedules.all_chunks(model.layers, plan.pipe * chunks, last)
     if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
         transfers += wire("all-reduce", _GRADIENT_SUM * tables * table, "pipe")
         if held * plan.pipe > model.layers:  # unequal stages send each other their layers
