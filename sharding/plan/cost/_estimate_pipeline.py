@@ -177,14 +177,12 @@ def estimate_pipeline(
       ValueError: the devices cannot be shared among the stages, there are fewer layers than chunks,
         or the schedule does not take these numbers.
 
-    Example:
-      >>> import jax, optax, sharding as shd
-      >>> from sharding.plan import MODELS, estimate_pipeline, kind_of
-      >>> zero = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
-      >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
-      ...                          device=kind_of("h100x8"), num_stages=4)
-      >>> plan.recommended, round(plan.bubble, 3)
-      ('stage 1', 0.158)
+    >>> from sharding.plan import MODELS, kind_of
+    >>> zero = Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
+    >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
+    ...                          device=kind_of("h100x8"), num_stages=4)
+    >>> plan.recommended, round(plan.bubble, 3)
+    ('stage 1', 0.158)
     """
     chunks = schedules.chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages

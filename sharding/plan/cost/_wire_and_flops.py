@@ -72,15 +72,14 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     Raises:
       ValueError: if the parameters or the batch do not fit the pipeline.
 
-    Example:
-      >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> mesh = jax.sharding.AbstractMesh((4,), ("pipe",))
-      >>> pipeline = shd.Pipeline(mesh, shd.pipeline.one_f_one_b(4, 8), num_layers=8,
-      ...     embed=lambda shared, x: x @ shared["in"], block=lambda w, x, _: x + jnp.tanh(x @ w),
-      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]))
-      >>> params = {"in": jnp.ones((3, 16)), "layers": jnp.ones((8, 16, 16)), "out": jnp.ones(16)}
-      >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
-      7552.0
+    >>> import sharding as shd
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("pipe",))
+    >>> pipeline = shd.Pipeline(mesh, shd.pipeline.one_f_one_b(4, 8), num_layers=8,
+    ...     embed=lambda shared, x: x @ shared["in"], block=lambda w, x, _: x + jnp.tanh(x @ w),
+    ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]))
+    >>> params = {"in": jnp.ones((3, 16)), "layers": jnp.ones((8, 16, 16)), "out": jnp.ones(16)}
+    >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
+    7552.0
     """
     mesh, stages = pipeline.mesh, pipeline.schedule.num_stages
     stacked = jax.eval_shape(lambda: params)
