@@ -274,14 +274,11 @@ def with_state(
     products: float = 0.0,
     ideal: bool = False,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link.
-
-    Nothing hides the compressed ``sync``, and what it moves counts as part of the update.
-    """
+    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
     data, hideable = _data_seconds(plan, step_passes.layers, params, wire)
-    over = "data" if plan.replicas == 1 else "replicas"
+    over = "data" if plan.replicas == 1 else "replicas"  # of a compressed sync, which nothing hides
     exposed = sum(wire(*each, over) for each in sync.sums) if sync else 0.0
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes

@@ -31,10 +31,7 @@ def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
 def pipeline_flops(
     model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: str, tensor: int
 ) -> float:
-    """Operations of matrix products in a step's program, as ``audit`` counts them.
-
-    Each chunk counts as the one with most layers: ``rows``.
-    """
+    """Operations of matrix products that ``audit`` counts, with ``rows`` layers in each chunk."""
     tokens = float(microbatch * model.length)
     of_layer, head = model.layer_flops(tokens, model.length)
     layer = of_layer / 3 / tensor
@@ -107,11 +104,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
-    """Bytes that one device sends for all updates of an asynchronous pipeline.
-
-    Permutes, and an all-reduce of the shared parameters after the last update. ``batch`` is that of
-    one update.
-    """
+    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches."""
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
     permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
     stages = schedule.num_stages
@@ -182,10 +175,7 @@ def tensor_wire(
     schedule: Schedule | None = None,
     rows: int = 0,
 ) -> float:
-    """Bytes that one device of a compiled program sends for these sums in a step.
-
-    Elements of the residual stream have ``itemsize`` bytes, chunks at most ``rows`` layers.
-    """
+    """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
     sums = tensor_sums(model, plan, adds_first=adds_first)
     stream = float(plan.microbatch * length * model.width * itemsize)
     head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR
