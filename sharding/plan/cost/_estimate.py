@@ -184,14 +184,11 @@ def estimate(
       ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
         not finite.
 
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, sharding as shd
-      >>> from sharding.plan import estimate
-      >>> zero = shd.Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
-      >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
-      >>> plan = estimate(params, optax.adam(1e-3), zero)
-      >>> [round(stage.memory / 2**20) for stage in plan.stages]
-      [512, 260, 134, 8]
+    >>> zero = Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
+    >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
+    >>> plan = estimate(params, optax.adam(1e-3), zero)
+    >>> [round(stage.memory / 2**20) for stage in plan.stages]
+    [512, 260, 134, 8]
     """
     tx = with_state_format(tx, state_format)
     if activations is not None and not 0 <= activations < math.inf:

@@ -177,14 +177,12 @@ def estimate_pipeline(
       ValueError: the devices cannot be shared among the stages, there are fewer layers than chunks,
         or the schedule does not take these numbers.
 
-    Example:
-      >>> import jax, optax, sharding as shd
-      >>> from sharding.plan import MODELS, estimate_pipeline, kind_of
-      >>> zero = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
-      >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
-      ...                          device=kind_of("h100x8"), num_stages=4)
-      >>> plan.recommended, round(plan.bubble, 3)
-      ('stage 1', 0.158)
+    >>> from sharding.plan import MODELS, kind_of
+    >>> zero = Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
+    >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
+    ...                          device=kind_of("h100x8"), num_stages=4)
+    >>> plan.recommended, round(plan.bubble, 3)
+    ('stage 1', 0.158)
     """
     chunks = schedules.chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages
@@ -198,7 +196,9 @@ def estimate_pipeline(
             f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
             "recompute=False, on the command line --no-remat."
         )
-    links = stages_of.links_of(zero, device)
+    shape, network = dict(zero.mesh.shape), device.network or device.link
+    groups = shape.get("host", 1) * shape.get("slice", 1)
+    links = stages_of.Links(groups, zero.mesh.size, device.link, network)
     if num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
     if links.devices % num_stages:
@@ -207,25 +207,17 @@ def estimate_pipeline(
             "of stages must divide that of the devices."
         )
     length = length or model.length
-    costs = layer_costs(
-        *(model, device),
-        batch=batch,
-        length=length,
-        dtype=zero.precision.of_loss(jnp.dtype(dtype)),
-        recompute=recompute,
-        efficiency=efficiency,
-    )
+    options: Any = {"batch": batch, "length": length, "recompute": recompute}
+    options |= {"dtype": zero.precision.of_loss(jnp.dtype(dtype)), "efficiency": efficiency}
+    costs = layer_costs(model, device, **options)
     num_replicas = links.devices // num_stages
     mesh = jax.sharding.AbstractMesh((num_replicas,), ("data",))
     flat: Any = {"axis": "data", "replica_axis": None, "shard_state_over_replicas": False}
     replicas = dataclasses.replace(zero, mesh=mesh, **flat)
-    estimates = stages_of.StageEstimates(
-        *(model, with_state_format(tx, state_format), replicas),
-        num_stages=num_stages,
-        device=device,
-        dtype=dtype,
-        batch=4.0 * microbatches * batch * (length + 1),
-    )
+    row = 4.0 * batch * (length + 1)  # bytes of a micro-batch
+    options = {"num_stages": num_stages, "device": device, "batch": microbatches * row}
+    formatted = with_state_format(tx, state_format)
+    estimates = stages_of.StageEstimates(model, formatted, replicas, dtype=dtype, **options)
 
     # A layer in the middle, and the head; lookups take no time.
     weight = costs[1].weight if schedule in schedules.SPLIT_SCHEDULES else 0.0
@@ -235,19 +227,18 @@ def estimate_pipeline(
     lockstep = functools.partial(
         schedules.lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
     )
-    _, last = schedules.layers_of_chunks(model.layers, number, layer, head, lockstep)
+    fastest = schedules.layers_of_chunks(model.layers, number, layer, head, lockstep)
     message = max(cost.output_bytes for cost in costs)
     ticks = schedules.num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
 
     # Every device holds as many layers as the largest chunk has, and stages of unequal numbers of
     # layers send them: fewer layers in all chunks but the last, which has the head, may be better.
-    first = max(schedules.all_chunks(model.layers, number, last))
-    fewer = range(first - 1, math.ceil(model.layers / number) - 1, -1)
+    fewer = range(max(fastest) - 1, math.ceil(model.layers / number) - 1, -1)
+    smaller = (schedules.shared_layers(model.layers, number, most) for most in fewer)
     steps = []
-    for of_last in (last, *(schedules.of_last(model.layers, number, most) for most in fewer)):
-        counts = schedules.all_chunks(model.layers, number, of_last)
-        taken = layer.step(lockstep, head, max(counts[:-1]), of_last)
+    for counts in (fastest, *smaller):
+        taken = layer.step(lockstep, head, counts)
         stages = stages_of.pipeline_stages(
             estimates, costs, counts, schedule=schedule, microbatches=microbatches
         )
@@ -265,7 +256,7 @@ def estimate_pipeline(
     alternatives = estimate(
         *(model.abstract(dtype), tx, zero),
         microbatches=per_device,
-        batch=4.0 * per_device * batch * (length + 1),
+        batch=per_device * row,
         state_format=state_format,
         device=device,
         gathered_once=model.gathered_once,

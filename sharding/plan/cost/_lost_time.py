@@ -192,10 +192,5 @@ def lost_time(
         recovered * snapshots.lost(from_peers) + (1 - recovered) * alone.lost(from_disk),
         1 - speed * files.progress(failures * (1 - recovered), from_disk) if files else 1.0,
     )
-    return LostTime(
-        failures * 86_400,
-        recovered,
-        on_disk(disk_interval),
-        min(map(on_disk, sorted(near)), key=lambda loss: loss.share),
-        peers,
-    )
+    best_disk = min(map(on_disk, sorted(near)), key=lambda loss: loss.share)
+    return LostTime(failures * 86_400, recovered, on_disk(disk_interval), best_disk, peers)

@@ -241,30 +241,29 @@ class LayerSeconds(NamedTuple):
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
 
-    def step(self, lockstep: _Lockstep, head: float, most: int, last: int) -> float:
-        """A step by ``lockstep`` whose chunks have ``most`` layers, and the last one the head."""
+    def step(self, lockstep: _Lockstep, head: float, chunks: Sequence[int]) -> float:
+        """A step by ``lockstep`` whose chunks have so many layers, and the last one the head."""
         forward, backward, weight = self
-        of_last = last * (forward + backward) + head, last * weight
+        *others, last = chunks
+        most, of_last = max(others), (last * (forward + backward) + head, last * weight)
         return lockstep(most * forward, most * backward, weight=most * weight, last=of_last)
 
 
 def layers_of_chunks(
     layers: int, chunks: int, layer: LayerSeconds, head: float, lockstep: _Lockstep | None = None
-) -> tuple[int, int]:
-    """Layers of every chunk but the last one, at most, and of the last one, which has the head.
+) -> tuple[int, ...]:
+    """Layers of each chunk, of which the last one has the head, seconds of both passes.
 
     By the least time of ``lockstep``, the ``lockstep_seconds`` of the schedule; None: as equal as
-    possible. ``head`` is seconds of both passes.
+    possible.
     """
-    if chunks == 1:
-        return layers, layers
     most = math.ceil(layers / chunks)
-    if lockstep is None:
-        return most, of_last(layers, chunks, most)
+    if lockstep is None or chunks == 1:
+        return shared_layers(layers, chunks, most)
     largest = layers - chunks + 1  # every chunk has a layer
 
     def time(most: int) -> tuple[float, int]:
-        return layer.step(lockstep, head, most, of_last(layers, chunks, most)), most
+        return layer.step(lockstep, head, shared_layers(layers, chunks, most)), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
     # near it, the time is least: it is convex in the number of their layers.
@@ -274,22 +273,18 @@ def layers_of_chunks(
     for step in (-1, 1):
         while 1 <= most + step <= largest and time(most + step) < time(most):
             most += step
-    return most, of_last(layers, chunks, most)
+    return shared_layers(layers, chunks, most)
 
 
-def of_last(layers: int, chunks: int, most: int) -> int:
-    """Layers of the last chunk, at least 1, where the others have at most so many."""
-    return max(1, layers - (chunks - 1) * most)
+def shared_layers(layers: int, chunks: int, most: int) -> tuple[int, ...]:
+    """Layers of each chunk, at most so many in all but the last one, which has at least 1.
 
-
-def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
-    """Layers of each of ``number`` chunks, ``last`` of them in the last one.
-
-    >>> all_chunks(32, 8, 3)
-    (4, 4, 4, 4, 4, 4, 5, 3)
+    >>> shared_layers(32, 8, 5)
+    (4, 4, 4, 4, 5, 5, 5, 1)
     """
-    if number == 1:
+    if chunks == 1:
         return (layers,)
     # Early stages have more micro-batches in flight, and the fewer layers.
-    fewer, more = divmod(layers - last, number - 1)
-    return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
+    last = max(1, layers - (chunks - 1) * most)
+    fewer, more = divmod(layers - last, chunks - 1)
+    return (*[fewer] * (chunks - 1 - more), *[fewer + 1] * more, last)

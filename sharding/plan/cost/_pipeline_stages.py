@@ -47,13 +47,6 @@ class Links(NamedTuple):
         return max(nbytes * (1 - outside) / self.link, nbytes * outside / self.network)
 
 
-def links_of(zero: Zero, device: DeviceKind) -> Links:
-    """The links of a mesh, which has an axis ``"host"`` or ``"slice"`` if there are several."""
-    shape = dict(zero.mesh.shape)
-    groups = shape.get("host", 1) * shape.get("slice", 1)
-    return Links(groups, math.prod(shape.values()), device.link, device.network or device.link)
-
-
 @dataclasses.dataclass(frozen=True)
 class PipelineStage:
     """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.

@@ -127,10 +127,7 @@ class PlanCosts:
         return held.arguments + summed + others + self.activations(plan, layers)
 
     def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
-        """Bytes of what is stored, temporaries, and gathered layers; without a pipeline.
-
-        ``grads`` are beside the temporaries of the layers, and not beside those of the head.
-        """
+        """Bytes of what is stored, of temporaries and gathered layers, and of ``grads``."""
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
         stored = sum(cost.activation_bytes for cost in costs)
         most = [cost.working_bytes for cost in costs]
@@ -139,13 +136,12 @@ class PlanCosts:
             # the embedding is still there.
             most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
             most[-1] += 0 if self.model.tied else costs[0].param_bytes
+        # Gradients are there beside the layers, and not yet beside the head.
         return stored + max(most[-1], max(most[:-1]) + grads)
 
     def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
-        """The devices of a pipeline, without the batch.
-
-        The update needs less than what it takes the place of: accumulated gradients are float32.
-        """
+        """The devices of a pipeline, without the batch."""
+        # The update needs less than what it takes the place of: accumulated gradients are float32.
         return pipeline_stages(
             self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
             self._costs(plan.microbatch, plan.recompute, plan.tensor),

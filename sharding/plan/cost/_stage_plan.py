@@ -157,10 +157,7 @@ def _memory(
 
 
 def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) -> float:
-    """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
-
-    ``full`` has bytes and shape by path; ``outside`` is a regular expression of paths.
-    """
+    """Bytes of gradients that one backward pass holds unreduced, if layers are reduced in it."""
     pattern = flax_transformer().stacked or "(?!)"
     names = {path: path[: named.end()] for path in full if (named := re.search(pattern, path))}
     modules = collections.defaultdict(list)

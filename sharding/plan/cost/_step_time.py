@@ -162,12 +162,11 @@ def step_seconds(
     Raises:
       ValueError: the plan does not fit the model or the number of devices.
 
-    Example:
-      >>> from sharding.plan import MODELS, kind_of
-      >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
-      >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
-      >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
-      '0.67 0.69 0.78'
+    >>> from sharding.plan import MODELS, kind_of
+    >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
+    >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
+    >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
+    '0.67 0.69 0.78'
     """
     plan.check(model)
     if plan.sync:
@@ -216,9 +215,8 @@ def passes(
     )
     by_time = lockstep if implementation.lockstep and not plan.even else None
     head = (head_forward + head_backward).seconds + sent_head
-    most, last = schedules.layers_of_chunks(
-        model.layers, plan.pipe * chunks, of_layer, head, by_time
-    )
+    counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
+    most, last = max(counts[:-1] or counts), counts[-1]
     parts = layer.forward, layer.backward + again - weight, weight
     of_most, of_last = ([_launched(x * n, launch) for x in parts] for n in (most, last))
     of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
@@ -254,7 +252,6 @@ def passes(
     held = model.layers / plan.pipe if ideal else max(most, last) * chunks
     tables = 1 if model.tied else 2
     table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)  # parameters
-    counts = schedules.all_chunks(model.layers, plan.pipe * chunks, last)
     if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
         transfers += wire("all-reduce", _GRADIENT_SUM * tables * table, "pipe")
         if held * plan.pipe > model.layers:  # unequal stages send each other their layers
@@ -277,14 +274,11 @@ def with_state(
     products: float = 0.0,
     ideal: bool = False,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link.
-
-    Nothing hides the compressed ``sync``, and what it moves counts as part of the update.
-    """
+    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
     data, hideable = _data_seconds(plan, step_passes.layers, params, wire)
-    over = "data" if plan.replicas == 1 else "replicas"
+    over = "data" if plan.replicas == 1 else "replicas"  # of a compressed sync, which nothing hides
     exposed = sum(wire(*each, over) for each in sync.sums) if sync else 0.0
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes

@@ -1,5 +1,6 @@
 """What the program of a pipeline sends: known from its schedule, before anything is compiled."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,10 +31,7 @@ def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
 def pipeline_flops(
     model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: str, tensor: int
 ) -> float:
-    """Operations of matrix products in a step's program, as ``audit`` counts them.
-
-    Each chunk counts as the one with most layers: ``rows``.
-    """
+    """Operations of matrix products that ``audit`` counts, with ``rows`` layers in each chunk."""
     tokens = float(microbatch * model.length)
     of_layer, head = model.layer_flops(tokens, model.length)
     layer = of_layer / 3 / tensor
@@ -71,25 +69,24 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     Raises:
       ValueError: if the parameters or the batch do not fit the pipeline.
 
-    Example:
-      >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> mesh = jax.sharding.AbstractMesh((4,), ("pipe",))
-      >>> pipeline = shd.Pipeline(mesh, shd.pipeline.one_f_one_b(4, 8), num_layers=8,
-      ...     embed=lambda shared, x: x @ shared["in"], block=lambda w, x, _: x + jnp.tanh(x @ w),
-      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]))
-      >>> params = {"in": jnp.ones((3, 16)), "layers": jnp.ones((8, 16, 16)), "out": jnp.ones(16)}
-      >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
-      7552.0
+    >>> import sharding as shd
+    >>> mesh = jax.sharding.AbstractMesh((4,), ("pipe",))
+    >>> pipeline = shd.Pipeline(mesh, shd.pipeline.one_f_one_b(4, 8), num_layers=8,
+    ...     embed=lambda shared, x: x @ shared["in"], block=lambda w, x, _: x + jnp.tanh(x @ w),
+    ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]))
+    >>> params = {"in": jnp.ones((3, 16)), "layers": jnp.ones((8, 16, 16)), "out": jnp.ones(16)}
+    >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
+    7552.0
     """
     mesh, stages = pipeline.mesh, pipeline.schedule.num_stages
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
 
-    def shared_sent(x: Any, spec: Any) -> float:
-        return 2 * (stages - 1) / stages * num_bytes(_as_sum(x)) / num_shards(mesh, spec)
-
-    def layers_sent(x: Any, spec: Any) -> float:
-        own, of_sum = num_bytes(x), num_bytes(_as_sum(x))
+    def sent_of(x: Any, spec: Any, is_layers: bool) -> float:
+        own = num_bytes(x)  # and of the accumulated gradient
+        of_sum = num_bytes(jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
+        if not is_layers:
+            return 2 * (stages - 1) / stages * of_sum / num_shards(mesh, spec)
         replicas = (own + of_sum) / num_shards(mesh, spec)
         # Of unequal numbers of layers; other axes shard them.
         others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {pipeline.axis}))
@@ -101,17 +98,13 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     program = instructions(pipeline.schedule, pipeline.recompute)
     sent = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
     for name, tree in stacked.items():
-        of = layers_sent if name == pipeline.layers else shared_sent
+        of = functools.partial(sent_of, is_layers=name == pipeline.layers)
         sent += sum(jax.tree.leaves(jax.tree.map(of, tree, specs[name])))
     return float(sent)
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
-    """Bytes that one device sends for all updates of an asynchronous pipeline.
-
-    Permutes, and an all-reduce of the shared parameters after the last update. ``batch`` is that of
-    one update.
-    """
+    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches."""
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
     permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
     stages = schedule.num_stages
@@ -137,11 +130,6 @@ def _message(pipeline: Pipeline, shared: Any, batch: Any) -> list[Any]:
         return pipeline.embed(shared, jax.tree.map(lambda x: x[0], microbatches), *key)
 
     return jax.tree.leaves(jax.eval_shape(embedded, shared, batch))
-
-
-def _as_sum(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of the accumulated gradient of a parameter."""
-    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
 
 SCALAR = 4  # bytes: losses are computed in 32 bits
@@ -187,10 +175,7 @@ def tensor_wire(
     schedule: Schedule | None = None,
     rows: int = 0,
 ) -> float:
-    """Bytes that one device of a compiled program sends for these sums in a step.
-
-    Elements of the residual stream have ``itemsize`` bytes, chunks at most ``rows`` layers.
-    """
+    """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
     sums = tensor_sums(model, plan, adds_first=adds_first)
     stream = float(plan.microbatch * length * model.width * itemsize)
     head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR

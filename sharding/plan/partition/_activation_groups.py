@@ -123,8 +123,7 @@ def memory_aware_stages(
       memory: bytes of each device.
       speeds: of the devices, relative to that of the costs; None: all 1.
       links: bytes per second from each stage to the next; None: transfers take no time.
-      param_factor: bytes of parameters, gradients, optimizer state and further versions of the
-        parameters for a byte of parameters.
+      param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
 
     Raises:
       ValueError: there are fewer layers than stages, a number is out of range, or nothing fits.

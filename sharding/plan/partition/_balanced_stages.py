@@ -16,11 +16,9 @@ from sharding.plan.model._layer_costs import LayerCost, check_layers
 class StageTables(NamedTuple):
     """Costs of layers ``i`` to ``j - 1`` on stage ``s``; the number of layers is L."""
 
-    # seconds of a forward and a backward pass; (S, L + 1, L + 1), inf where j <= i
-    compute: np.ndarray
-    # seconds that the link after stage s needs for both directions where the next stage
-    # begins with layer j; (S, L + 1), 0 on the last stage
-    transfer: np.ndarray
+    compute: np.ndarray  # seconds of both passes; (S, L + 1, L + 1), inf where j <= i
+    # seconds of both directions on the link after it, if the next stage begins with layer j
+    transfer: np.ndarray  # (S, L + 1), 0 on the last stage
     memory: np.ndarray  # bytes; (S, L + 1, L + 1), inf where j <= i
 
 
@@ -124,10 +122,8 @@ class StagePartition(Printed):
     """Layers by stage; ``str()`` makes a table of it, ``to_dict()`` JSON."""
 
     boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
-    #: seconds of a forward and a backward pass of a micro-batch, by stage
-    compute: tuple[float, ...]
-    #: seconds that the link after each stage is busy for a micro-batch; one fewer
-    transfers: tuple[float, ...]
+    compute: tuple[float, ...]  #: seconds of both passes of a micro-batch, by stage
+    transfers: tuple[float, ...]  #: seconds of a micro-batch on the link after each but the last
     memory: tuple[float, ...]  #: bytes, by stage
     period: float  #: seconds between micro-batches: of the slowest stage, or link
 

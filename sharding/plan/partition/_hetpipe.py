@@ -137,8 +137,7 @@ def hetpipe(
       num_workers: of the policy ``"equal"``; None: as many as nodes.
       max_concurrent: the largest N; None: twice the number of stages.
       clock_distance: D, waves by which the fastest worker may be ahead.
-      param_factor: bytes of parameters, gradients, optimizer state and versions for a byte of
-        parameters.
+      param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
       search_order: whether to try all orders of a worker's devices; else the given one.
 
     Raises:

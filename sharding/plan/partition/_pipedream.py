@@ -19,8 +19,7 @@ class ReplicatedStage:
     first: int  #: the first layer
     last: int  #: the last layer
     replicas: int  #: components of the level that process the same layers
-    #: the stages within each component, at the level below; empty at the lowest
-    inner: tuple["ReplicatedStage", ...] = ()
+    inner: tuple["ReplicatedStage", ...] = ()  #: within each component, at the level below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,7 @@ def pipedream_stages(
         are four hosts of eight devices.
       memory: bytes of a worker; requires one level. A stage with r replicas and n workers from it
         to the end has ceil(n / r) micro-batches in flight.
-      param_factor: bytes of parameters, gradients, optimizer state and stashed versions for a byte
-        of parameters.
+      param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
       overlap: whether replicas compute while they synchronize; if not, both times are added.
 
     Raises:

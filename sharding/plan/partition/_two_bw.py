@@ -21,9 +21,7 @@ class TwoBWChoice:
     depth: int  #: stages of the pipeline
     microbatch: int  #: sequences in a micro-batch
     recompute: bool  #: whether stages store only their input, and compute their forward pass again
-    #: what fills a host first, where there are several: ``"depth"``, the stages of a
-    #: pipeline, or ``"width"``, the replicas of a stage
-    inner: str
+    inner: str  #: what fills a host first: ``"depth"``, stages, or ``"width"``, replicas of a stage
     boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
     period: float  #: seconds between the micro-batches of a pipeline
     throughput: float  #: sequences per second of all pipelines
