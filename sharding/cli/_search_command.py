@@ -51,7 +51,7 @@ def run_search(options: Namespace) -> int:
         top=max(options.top, options.verify),
         frontier=bool(options.plot),
     )
-    names = {"model": options.model, "optimizer": options.optimizer, "target": options.target}
+    names = {name: getattr(options, name) for name in ("model", "optimizer", "target")}
     files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
     verified = _verified(options, target, result, files, model, tx, device)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
