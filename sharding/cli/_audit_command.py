@@ -21,7 +21,6 @@ from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
 from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS
-from sharding.remat._stack_plan import StackPlan
 
 # Options about a named model, which a step of the user's own does not read.
 _OF_MODELS = (
@@ -37,21 +36,16 @@ def run_audit(options: Namespace) -> int:
     _check_options(options)
 
     # Compile: each step once, or with several batches.
-    steps = _steps(options, target)
-    searches: dict[str, FoundBatch] = {}
-    if options.find_batch:
-        for name, make in steps.items():
-            print(f"{name}: trying batches", file=sys.stderr)
-            searches[name] = find_batch(
-                make,
-                device=opts.device_of(options),
-                headroom=0.1 if options.headroom is None else options.headroom,
-                start=options.batch or 1,
-                report=_report,
-            )
-        audits = {name: search.audit for name, search in searches.items() if search.audit}
-    else:
-        audits = {name: _compiled(make, options.batch or 1) for name, make in steps.items()}
+    batch, headroom = options.batch or 1, 0.1 if options.headroom is None else options.headroom
+    device, audits, searches = opts.device_of(options), dict[str, Audit](), dict[str, FoundBatch]()
+    for name, make in _steps(options, target).items():
+        if not options.find_batch:
+            audits[name] = _compiled(make, batch)
+            continue
+        print(f"{name}: trying batches", file=sys.stderr)
+        found = find_batch(make, device=device, headroom=headroom, start=batch, report=_report)
+        searches[name] = found
+        audits |= {name: found.audit} if found.audit else {}
 
     # Show.
     if options.json:
@@ -75,11 +69,10 @@ def _check_options(options: Namespace) -> None:
             f"--find-batch needs the memory of a device, and none is known of {options.target}: "
             "give --memory GIB."
         )
-    if options.headroom is not None:
-        if not options.find_batch:
-            raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
-        if not 0 <= options.headroom < 1:
-            raise ValueError(f"--headroom must be from 0 to below 1, got {options.headroom}.")
+    if options.headroom is not None and not options.find_batch:
+        raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
+    if options.headroom is not None and not 0 <= options.headroom < 1:
+        raise ValueError(f"--headroom must be from 0 to below 1, got {options.headroom}.")
     if options.step:
         given = [name for name in _OF_MODELS if getattr(options, name) != options.defaults(name)]
         if given:
@@ -172,26 +165,14 @@ def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[in
 
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
+    """The audit of a step of a named model."""
     setup = dataclasses.replace(setup, batch=batch)
-    plan = setup.plan(zero)
-    planned = None
+    plan, model, stack = setup.plan(zero), setup.model, None
+    assert model is not None
     if options.remat is not None:
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)
-    return audit(
-        _lowered(options, setup, zero, planned),
-        mesh=zero.mesh,
-        device=setup.device,
-        expected_wire=plan.stage(plan.requested).wire,
-        tokens=plan.tokens,
-    )
-
-
-def _lowered(
-    options: Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
-) -> jax.stages.Lowered:
-    model = setup.model
-    assert model is not None
+        stack = planned.apply(zero)
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
     if zero.stage < 3 and not options.no_remat:
         layer = jax.checkpoint(layer)
@@ -200,11 +181,17 @@ def _lowered(
         params = model.init(opts.dtype_of(options))
         return params, setup.tx.init(params)
 
-    loss = model.make_loss(layer, planned.apply(zero) if planned else None)
+    loss = model.make_loss(layer, stack)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
     sequences = zero.num_devices * setup.sequences
     tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
-    return step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens)
+    return audit(
+        step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
+        mesh=zero.mesh,
+        device=setup.device,
+        expected_wire=plan.stage(plan.requested).wire,
+        tokens=plan.tokens,
+    )
 
 
 def _compiled(make: Callable[[int], Audit], batch: int) -> Audit:

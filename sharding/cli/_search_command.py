@@ -8,8 +8,6 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-import optax
-
 from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
@@ -20,7 +18,7 @@ from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import PlanFile
-from sharding.plan.search._search import SearchResult, search
+from sharding.plan.search._search import search
 from sharding.plan.search._verify import Verification, verify
 
 
@@ -51,9 +49,9 @@ def run_search(options: Namespace) -> int:
         top=max(options.top, options.verify),
         frontier=bool(options.plot),
     )
-    names = {"model": options.model, "optimizer": options.optimizer, "target": options.target}
+    names = {name: getattr(options, name) for name in ("model", "optimizer", "target")}
     files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
-    verified = _verified(options, target, result, files, model, tx, device)
+    verified = _verified(options, result.memory, files, model, tx)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
     if options.json:
         figures = result.to_dict()
@@ -155,22 +153,17 @@ def _kept_values(texts: list[str]) -> dict[str, Any]:
 
 
 def _verified(
-    options: Namespace,
-    target: Target,
-    result: SearchResult,
-    files: list[PlanFile],
-    model: AnyModel,
-    tx: optax.GradientTransformation,
-    device: DeviceKind | None,
+    options: Namespace, memory: float, files: list[PlanFile], model: AnyModel, tx: Any
 ) -> dict[int, Verification]:
     """The first plans beside their programs; a line as soon as one is compiled."""
+    target, device = opts.target_of(options), opts.device_of(options)
     verified: dict[int, Verification] = {}
     for i, file in enumerate(files[: options.verify]):
         if file.plan.offload and not target.is_torus and target.kind != "cpu":
             reason = "compile-only GPUs have no host memory for its optimizer state"
             print(f"  plan {i + 1}: not verified, {reason}", file=sys.stderr)
             continue
-        verified[i] = verify(file, model, tx, memory=result.memory, device=device)
+        verified[i] = verify(file, model, tx, memory=memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified
 

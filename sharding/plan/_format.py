@@ -18,7 +18,7 @@ class Table(NamedTuple):
 
 
 class Printed:
-    """A dataclass that prints its ``tables()``, and its ``sentences``, or notes, below them."""
+    """A dataclass that prints its ``tables()``, and its warnings and notes, below them."""
 
     derived: ClassVar[tuple[str, ...]] = ()  # properties that ``to_dict`` has beside the fields
 
@@ -29,7 +29,8 @@ class Printed:
     @property
     def sentences(self) -> Sequence[str]:
         """What to print below the tables."""
-        return getattr(self, "notes", ())
+        warnings = [f"warning: {text}" for text in getattr(self, "warnings", ())]
+        return [*warnings, *getattr(self, "notes", ())]
 
     def __str__(self) -> str:
         return "\n".join([text_of(self.tables()), *self.sentences])

@@ -21,10 +21,9 @@ _TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 
 
 def plot_plans(plans: Mapping[str, Plan]) -> Any:
-    """A panel for each plan, under its name, with a stacked bar for each stage.
+    """A panel for each plan with a stacked bar for each stage, as a ``matplotlib.figure.Figure``.
 
-    A line shows the memory of the device; much higher bars are clipped and labelled. Returns a
-    ``matplotlib.figure.Figure``.
+    A line shows the memory of the device; much higher bars are clipped and labelled.
     """
     figure, panels = _figure([len(plan.stages) for plan in plans.values()])
     for axes, (name, plan) in zip(panels, plans.items(), strict=True):
@@ -58,11 +57,7 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 
 
 def plot_search(found: SearchResult) -> Any:
-    """Memory against time of the plans of a search: those that fit, and faster ones that do not.
-
-    The frontier is a line, where the search has it: no plan lies below. Returns a
-    ``matplotlib.figure.Figure``.
-    """
+    """Memory and time of a search's plans and their frontier, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:
@@ -76,10 +71,8 @@ def plot_search(found: SearchResult) -> Any:
         axes.scatter(*zip(*rejected, strict=True), **style)
     axes.axhline(found.memory / gib, color="black", linestyle="--", label="memory of a device")
     axes.axvline(found.bound, color="gray", linestyle=":", label="bound")
-    axes.set_xlabel("predicted seconds a step")
-    axes.set_ylabel("GiB on the fullest device")
-    axes.set_yscale("log")
-    axes.set_title(found.target)
+    axes.set(xlabel="predicted seconds a step", ylabel="GiB on the fullest device")
+    axes.set(yscale="log", title=found.target)
     axes.legend()
     return figure
 
@@ -107,19 +100,19 @@ def _legend(figure: Any) -> None:
 def _bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str
 ) -> None:
-    bottom = dict.fromkeys(bars, 0.0)
+    bottom = [0.0] * len(bars)
     for part, color in _COLORS.items():
         heights = [values.get(part, 0.0) / 2**30 for values in bars.values()]
         if any(heights):
-            axes.bar(list(bars), heights, bottom=list(bottom.values()), label=part, color=color)
-            bottom = {name: bottom[name] + h for name, h in zip(bars, heights, strict=True)}
+            axes.bar(list(bars), heights, bottom=bottom, label=part, color=color)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if limit is not None:
         line, top = limit / 2**30, _TALLEST * limit / 2**30
         axes.axhline(line, color="black", linestyle="--", linewidth=1)
         right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
         axes.text(1, line, f"a device's {line:.0f} GiB", fontsize=8, **right)
         above = {"ha": "center", "va": "top", "bbox": {"facecolor": "white", "edgecolor": "none"}}
-        for i, height in enumerate(bottom.values()):
+        for i, height in enumerate(bottom):
             if height > top:
                 axes.set_ylim(0, top)
                 axes.text(i, 0.96 * top, f"{height:,.0f}", fontsize=8, **above)

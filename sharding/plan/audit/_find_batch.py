@@ -110,16 +110,13 @@ def find_batch(
     low, high = 0, limit + 1  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + 1 < high and (low or start not in tried):
-        audited = _audited(make_step, batch, kind, options)
-        need = audited.memory if isinstance(audited, Audit) else audited
-        tried[batch] = Tried(batch, need, isinstance(audited, Audit) and need <= usable)
+        audited, need = _audited(make_step, batch, kind, options)
+        fits = audited is not None and need <= usable
+        tried[batch] = Tried(batch, need, fits)
         if report is not None:
             report(tried[batch])
         width, before = high - low, low
-        if isinstance(audited, Audit) and tried[batch].fits:
-            low, best = batch, audited
-        else:
-            high = batch
+        low, high, best = (batch, high, audited) if fits else (low, batch, best)
         # After two lines that neither halved the interval nor doubled ``low``, try the middle.
         good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
         misses = 0 if misses == 2 or good else misses + 1
@@ -146,16 +143,17 @@ def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by
 
 def _audited(
     make_step: Callable[[int], Any], batch: int, kind: DeviceKind | None, options: dict[str, Any]
-) -> Audit | float:
-    """The audit of a step; only its bytes where the compiler runs out of memory."""
+) -> tuple[Audit | None, float]:
+    """The audit of a step and its bytes; only these where the compiler runs out of memory."""
     try:
         step = make_step(batch)
-        return step if isinstance(step, Audit) else audit(step, device=kind, **options)
+        audited = step if isinstance(step, Audit) else audit(step, device=kind, **options)
+        return audited, audited.memory
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
-        return float(match[1]) * _UNITS[match[2]] if match else float("inf")
+        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
 
 
 def needed(nbytes: float) -> str:

@@ -95,16 +95,11 @@ class Program:
     def scope(self, instr: Instruction, table: Table) -> str:
         """The operation it was compiled from: its own scope, a callee's, or that of its operand."""
         for _ in range(8):  # operands of operands
-            if instr.scope and instr.op != "parameter":
-                return instr.scope
-            inner = [
-                inside.scope
-                for name in instr.callees("calls") + instr.called * (instr.op == "call")
-                for inside in self.computations[name].values()
-                if inside.scope and inside.op != "parameter"
-            ]
-            if inner:
-                return inner[-1]
+            called = instr.callees("calls") + instr.called * (instr.op == "call")
+            inside = [x for name in called for x in self.computations[name].values()]
+            for made in (instr, *reversed(inside)):
+                if made.scope and made.op != "parameter":
+                    return made.scope
             if not instr.operands or instr.operands[0] not in table:
                 break
             instr = table[instr.operands[0]]

@@ -70,10 +70,6 @@ class PipelineAudit(Printed):
         """Bytes of them more than the schedule needs."""
         return sum(kind.excess for kind in self.slots)
 
-    @property
-    def sentences(self) -> list[str]:
-        return [f"warning: {text}" for text in self.warnings]
-
     def tables(self) -> list[Table]:
         """A column for the schedule, one for the program, and the program's bytes."""
         live = " ".join(map(str, self.live)) if self.stages <= 8 else f"at most {max(self.live)}"

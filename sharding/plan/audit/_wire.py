@@ -234,9 +234,9 @@ def _groups_of_mesh(mesh: str, ids: str | None, over: str) -> list[tuple[int, ..
     else:
         flat = np.array(ids.split(","), int) if ids else np.arange(math.prod(dims))
     # Devices by dims (..., *chosen): a row for each group.
-    last = [-len(chosen) + i for i in range(len(chosen))]
-    grid = np.moveaxis(flat.reshape(dims), chosen, last)
-    return _rows(grid.reshape(-1, math.prod(dims[i] for i in chosen)))
+    order = [*(i for i in range(len(dims)) if i not in chosen), *chosen]
+    size = math.prod(dims[i] for i in chosen)
+    return _rows(flat.reshape(dims).transpose(order).reshape(-1, size))
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:

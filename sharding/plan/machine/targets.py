@@ -68,7 +68,7 @@ class Target(NamedTuple):
     @property
     def compiles(self) -> bool:
         """Whether programs can be compiled for it here; else it can be planned only."""
-        return self.kind == "cpu" or self.kind in _TPUS or self.kind in _GPUS
+        return self.kind in ("cpu", *_TPUS, *_GPUS)
 
     @property
     def mesh_axes(self) -> dict[str, int]:

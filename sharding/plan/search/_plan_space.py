@@ -121,16 +121,10 @@ class PlanSpace:
                 schedules = self._schedules(pipe, own // microbatch, recompute)
                 for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
                     yield ParallelPlan(
-                        data=data,
-                        tensor=tensor,
-                        pipe=pipe,
-                        microbatch=microbatch,
-                        microbatches=own // microbatch,
-                        even=even,
-                        recompute=recompute,
+                        *(data, tensor, pipe, microbatch, own // microbatch),
+                        **(schedule | {"even": even, "recompute": recompute}),
                         param_bytes=self.param_bytes,
                         grad_bytes=self.param_bytes,
-                        **schedule,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
