@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from sharding.pipeline._pipeline import Pipeline
 
 P = PartitionSpec
+Lowered = tuple[Schedule, Instructions]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss(pipeline: "Pipeline", params: tuple[Any, Any], microbatches: Any, key: Any) -> Any:
     nothing = jax.tree.map(lambda _: False, params)
-    return _run(pipeline, *pipeline._evaluation, params, nothing, microbatches, key)[0]
+    return _run(pipeline, pipeline._evaluation, params, nothing, microbatches, key)[0]
 
 
 def _loss_forward(pipeline: "Pipeline", params: Any, microbatches: Any, key: Any) -> Any:
@@ -41,7 +42,7 @@ def _loss_forward(pipeline: "Pipeline", params: Any, microbatches: Any, key: Any
         )
     trained = jax.tree.map(lambda x: x.perturbed, params, is_leaf=is_primal)
     args = values(params), trained, values(microbatches), values(key)
-    out, grads = _run(pipeline, *pipeline._training, *args)
+    out, grads = _run(pipeline, pipeline._training, *args)
     return out, (grads, jax.tree.map(lambda x: jnp.zeros(0, x.dtype), values(params)))
 
 
@@ -60,15 +61,10 @@ loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _run(
-    pipeline: "Pipeline",
-    schedule: Schedule,
-    program: Instructions,
-    params: Any,
-    trained: Any,
-    microbatches: Any,
-    key: Any,
+    pipeline: "Pipeline", lowered: Lowered, params: Any, trained: Any, microbatches: Any, key: Any
 ) -> tuple[Any, Any]:
     """``((sum, weight), aux)``, and gradients as the parameters: zeros of those not trained."""
+    schedule, program = lowered
     layers, shared = (LayerParams.of(*part) for part in zip(params, trained, strict=True))
 
     def on_stage(shards: Any, shared: Any, microbatches: Any, key: Any, tables: Any) -> Any:

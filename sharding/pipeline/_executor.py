@@ -87,9 +87,7 @@ class Executor:
     microbatches: Any  # a tree of [micro-batches, ...]
     key: Any  # of the step; None without random numbers
 
-    def run(
-        self, tables: Sequence[dict[str, jax.Array]], buffers: Buffers | None = None
-    ) -> Buffers:
+    def run(self, tables: Sequence[Column], buffers: Buffers | None = None) -> Buffers:
         """Runs all ticks: for each segment, this stage's columns [iterations, phases, 1]."""
         carry = buffers or self._empty_buffers()
         for segment, table in zip(self.program.segments, tables, strict=True):

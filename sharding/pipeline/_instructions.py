@@ -14,8 +14,6 @@ Pairs = tuple[tuple[int, int], ...]  # of stages: sender, receiver
 
 
 class Code(NamedTuple):
-    """A branch of the program: what a stage computes in one tick."""
-
     op: Op
     first: bool  # of the virtual stages: it embeds
     last: bool  # of the virtual stages: it has the head and the loss

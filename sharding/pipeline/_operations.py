@@ -22,8 +22,6 @@ LETTERS = {Op.IDLE: ".", Op.FORWARD: "F", Op.BACKWARD: "B", Op.WEIGHT: "W", Op.U
 
 
 class Task(NamedTuple):
-    """One operation on one micro-batch in one virtual stage."""
-
     op: Op
     microbatch: int
     virtual_stage: int

@@ -177,9 +177,8 @@ class Pipeline:
     def stack(self, tree: Any) -> Any:
         """The tree of a model, or of an optimizer's state, with its layers under ``layers``.
 
-        Args:
-          tree: with the model's layers in order: under the key ``layers`` [layers, ...], or under
-            ``numbered`` keys. Arrays may be abstract.
+        In ``tree`` they are in order, under the key ``layers`` [layers, ...] or under ``numbered``
+        keys. Arrays may be abstract.
 
         Raises:
           ValueError: if there are no layers in it, or not as many as expected.
@@ -229,8 +228,7 @@ class Pipeline:
         ``specs`` are those on other mesh axes: a tree, or a prefix of one; None replicates.
 
         Raises:
-          ValueError: if a parameter does not have the layers of this pipeline, or a spec shards
-            them.
+          ValueError: if a parameter does not have this pipeline's layers, or a spec shards them.
         """
         specs = expand_specs(specs, params)
 

@@ -111,11 +111,7 @@ class Schedule:
         return not np.any(self.op == Op.BACKWARD)
 
     def tasks(self) -> Iterator[tuple[int, int, Task]]:
-        """Every operation as (tick, stage, task), tick by tick.
-
-        Raises:
-          ScheduleError: if an entry names no micro-batch, or a chunk that its stage does not have.
-        """
+        """Every operation as (tick, stage, task), tick by tick."""
         at = virtual_stages(self.routes)
         table = np.stack([self.op, self.microbatch, self.chunk], -1)
         for tick, stage in np.argwhere(self.op != Op.IDLE).tolist():
@@ -259,12 +255,8 @@ class Schedule:
     ) -> "Schedule":
         """Puts each operation in the earliest tick that its dependencies and its order allow.
 
-        Args:
-          name: of the schedule.
-          orders: for each stage, its operations in order, as (operation, micro-batch, chunk).
-          routes: for each route, the place of every virtual stage.
-          route_of: for each micro-batch, its route.
-          aligned: whether even ticks hold forward passes alone, and odd ticks none.
+        ``orders`` are, for each stage, its operations in order, as (operation, micro-batch, chunk).
+        If ``aligned``, even ticks hold forward passes alone, and odd ticks none.
 
         Raises:
           ScheduleError: if the orders wait for each other; names the first that do.
@@ -288,13 +280,10 @@ class Schedule:
 
     @staticmethod
     def from_csv(text: str, name: str = "csv", *, retime: bool = False) -> "Schedule":
-        """Reads a table in PyTorch's format, a row per stage as ``to_csv`` writes them.
+        """Reads a table in PyTorch's format; in tables that have ``W``, ``B`` is the same as ``I``.
 
-        Args:
-          text: in tables that have ``W``, ``B`` is the same as ``I``.
-          name: of the schedule.
-          retime: whether to move each operation to the earliest tick that its dependencies allow,
-            for tables that state the order on each stage alone.
+        ``retime`` moves each operation to the earliest tick that its dependencies allow, for tables
+        that state the order on each stage alone.
 
         Raises:
           ScheduleError: if an entry cannot be read, naming its row and column, or the table does
@@ -314,11 +303,10 @@ class Schedule:
         return schedule
 
     def draw(self, ax: Any = None, costs: Costs | None = None) -> Any:
-        """Draws the table: a row per stage, a box per operation; needs matplotlib (extra ``cli``).
+        """Draws a row per stage, a box per operation; needs matplotlib (extra ``cli``).
 
-        Args:
-          ax: matplotlib axes, which are returned; None makes a figure.
-          costs: widths of the boxes, for lockstep time; None draws all ticks alike.
+        ``costs`` are the widths of the boxes, for lockstep time; None draws all ticks alike.
+        Returns the matplotlib axes, which are ``ax`` if it is given.
         """
         return draw(self, ax, costs)
 

@@ -36,8 +36,6 @@ class LayerParams(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What else a layer reads."""
-
     microbatch: Any  # the tree of its arrays
     key: Any  # of the micro-batch, or of one layer; None without random numbers
     first_layer: Any  # the number of the stage's first layer in the model
@@ -50,11 +48,7 @@ LayerFn = Callable[[Any, Any, Scope], tuple[Any, Any]]
 
 @dataclasses.dataclass
 class Stage:
-    """Loops over the layers of a virtual stage.
-
-    Residuals are what ``jax.vjp`` of one layer stores, without parameters and arrays of the
-    micro-batch, which are there anyway.
-    """
+    """Loops over the layers of a virtual stage."""
 
     layer: Callable[[LayerParams, Any, Any, Any], Any]  # (params, x, microbatch, key) -> x
     num_layers: int  # in the arrays of a stage
@@ -144,6 +138,7 @@ class Stage:
             return self.layer(own, x, scope.microbatch, scope.key)
 
         y, vjp = jax.vjp(of_inputs, params.trained, x)
+        # Residuals are what jax.vjp stores, without parameters and micro-batch, which are there.
         leaves, treedef = jax.tree.flatten(vjp)
         known = [id(array) for array in _known(params, scope)]
         sources = [known.index(id(leaf)) if id(leaf) in known else None for leaf in leaves]

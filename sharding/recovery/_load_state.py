@@ -30,8 +30,6 @@ Box = tuple[tuple[int, int], ...]  # a start and a stop in each dim
 
 
 class Request(NamedTuple):
-    """A box of a block that a process needs."""
-
     source: int  # the process that sends it
     leaf: int  # of the snapshot
     block: int  # of the leaf

@@ -282,12 +282,10 @@ class PeerCheckpoints:
     def restore(self, abstract_state: Any) -> Restored:
         """Loads the newest complete snapshot on any mesh, stage and processes; a collective.
 
-        Blocks are verified against the checksums of their source devices, and sent to machines that
-        lack them. Newer, incomplete snapshots are discarded. A snapshot of the restored state is
-        started, as ``save`` does: lost replicas are there again once it is complete.
-
-        Args:
-          abstract_state: types with shardings, such as ``zero.abstract_state(...)``, or a state.
+        ``abstract_state`` has types with shardings, as ``zero.abstract_state`` returns. Blocks are
+        verified against the checksums of their source devices, and sent to machines without them.
+        Newer, incomplete snapshots are discarded. A snapshot of the restored state is started, as
+        ``save`` does: lost replicas are there again once it is complete.
 
         Raises:
           NoCompleteCheckpoint: if shards have no replica left.

@@ -20,9 +20,6 @@ def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool =
     each other; machines left over form a ring with the last group. ``spread``: the replicas of a
     shard are in different failure domains.
 
-    Raises:
-      ValueError: if there are fewer machines or failure domains than replicas.
-
     >>> place_replicas(range(5), 2)
     ((0, 1), (1, 0), (2, 3), (3, 4), (4, 2))
     >>> place_replicas(["a", "a", "b", "b"], 2, spread=True)
@@ -79,8 +76,6 @@ def _least_loaded(domains: Sequence[Hashable], replicas: int) -> Holders:
 
 def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lost: int) -> float:
     """The exact probability that no shard is lost with ``lost`` machines, all equally likely.
-
-    The sets that include no set of holders are counted machine by machine.
 
     >>> round(recovery_probability(place_replicas(range(16), 2), 16, 3), 3)
     0.8

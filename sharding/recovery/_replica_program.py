@@ -161,10 +161,7 @@ class ReplicaProgram:
 
 
 class StepCopies:
-    """Copies that a training step makes beside its own work, of a state that it may donate.
-
-    Leaves of the snapshot that are none of the step's state are further arguments of the step.
-    """
+    """Copies that a training step makes beside its own work, of a state that it may donate."""
 
     def __init__(
         self,
@@ -177,6 +174,7 @@ class StepCopies:
         places = {id(x): i for i, x in enumerate(taken)}
         self._program = program
         self._places = [places.get(id(x)) for x in saved]
+        # Leaves of the snapshot that are none of the step's state are further arguments.
         others = [x for x, i in zip(saved, self._places, strict=True) if i is None]
         self.key = (id(program), tuple(self._places))  # distinguishes compiled steps
         self.arguments = program.flags(committed), others  # of the step, beside its own

@@ -181,7 +181,6 @@ class OpenSlot(NamedTuple):
         return self.table.id
 
     def block(self, number: int) -> np.ndarray:
-        """A view of the file."""
         row = self.table.blocks[number]
         leaf, start = self.table.leaves[row["leaf"]], int(row["offset"])
         raw = self.data[start : start + leaf.block_bytes]

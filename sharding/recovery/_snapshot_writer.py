@@ -101,11 +101,9 @@ class SlotLayout:
 
 
 class SnapshotWriter:
-    """Writes one snapshot at a time, in a thread, into the older of two slots.
+    """Writes a snapshot at a time, in a thread, into the older of two slots; locks the folder."""
 
-    It locks the folder. ``rank`` is that of this process among the ``num_mates`` of its machine.
-    """
-
+    # The rank is that of this process among the mates on its machine.
     def __init__(self, folder: pathlib.Path, rank: int, num_mates: int, counts: SaveCounts):
         make_private(folder)
         lock, text = folder / f"{rank}.lock", _lock_text(-1)
@@ -234,7 +232,6 @@ class SnapshotWriter:
                 slot.clear()
 
     def close(self, *, delete: bool = False) -> None:
-        """Releases the folder; with ``delete`` the slots are gone, and their memory is free."""
         if delete:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)

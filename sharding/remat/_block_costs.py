@@ -153,8 +153,6 @@ def compiled_for(
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredBlock:
-    """A block for the planner, and the operations behind its times."""
-
     block: Block  # times in seconds, and bytes
     forward: Work  # operations of the forward pass
     backward: Work  # of the backward pass without recomputation

@@ -43,10 +43,7 @@ class ChainPlan(RematPlan):
     names: tuple[tuple[tuple[str, ...], ...], ...]
 
     def apply(self, zero: "Zero | None" = None) -> Callable[[Sequence[Any], Any], Any]:
-        """``fn(params, x)``, the chain with its blocks under ``jax.checkpoint``.
-
-        In a ``train_step`` of ``zero`` each block gathers its own parameters.
-        """
+        """``fn(params, x)``, the chain; with ``zero`` each block gathers its own parameters."""
         run = self._runner(self.tree, zero)
 
         def chain(params: Sequence[Any], x: Any) -> Any:

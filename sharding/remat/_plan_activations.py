@@ -315,7 +315,6 @@ def _warn(
 
 
 def _device(device: Device, args: Any) -> tuple[DeviceKind | None, jax.Device]:
-    """Finds figures of a device, where they are known, and the device to compile for."""
     if isinstance(device, str):
         return device_of_target(device)
     if device is None:

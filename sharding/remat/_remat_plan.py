@@ -36,14 +36,11 @@ class RematPlan:
         return _ratio(self.work.seconds - self.plain.seconds, self.plain.seconds)
 
     def check(self, compiled: Any, tolerance: float = 0.03) -> int:
-        """Compares with a program that was compiled for the plan's device; returns its temporaries.
-
-        Args:
-          compiled: of ``jax.jit(...).lower(...).compile()``: a step with these blocks.
-          tolerance: by which temporaries may be above the plan, as a fraction of it.
+        """Returns the temporaries of a compiled step with these blocks, for the plan's device.
 
         Raises:
-          OverBudgetError: if temporaries are above the plan, or above the budget.
+          OverBudgetError: if they are above the plan by more than ``tolerance``, a fraction of it,
+            or above the budget.
         """
         temporaries = temporaries_of(compiled)
         for limit, most, what in (
@@ -133,9 +130,7 @@ class Frontier(list[Any]):
 def plot(frontiers: Mapping[str, Sequence[RematPlan]], others: Any = None) -> Any:
     """A ``matplotlib.figure.Figure`` of bytes against time, a line for each frontier by its name.
 
-    Args:
-      frontiers: as ``frontier`` returns them.
-      others: by name, plans to be shown as points beside the lines, such as those of presets.
+    ``others`` are, by name, plans to be shown as points, such as those of presets.
 
     Raises:
       ValueError: matplotlib is not installed.

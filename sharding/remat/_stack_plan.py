@@ -51,10 +51,7 @@ class StackPlan(RematPlan):
         return policy_of(self.names, (*self.offloaded, *more))
 
     def apply(self, zero: "Zero | None" = None) -> Fn:
-        """``fn(params, x)``, the scan over stacked parameters.
-
-        In a ``train_step`` of ``zero`` each layer gathers its own parameters.
-        """
+        """``fn(params, x)``, the scan; with ``zero`` each layer gathers its own parameters."""
         return scanned(self.block, self.lengths, self.policy, zero, INPUT in self.offloaded)
 
     @property
@@ -248,7 +245,6 @@ class Stack:
         return min(candidates, key=self.peak)
 
     def frontier(self, candidates: Sequence[Candidate]) -> list[StackPlan]:
-        """Plans that no other candidate beats in bytes and time; all are compiled."""
         peaks = map(self.peak, candidates)
         return unbeaten(self.plan(c, p, p) for c, p in zip(candidates, peaks, strict=True))
 

@@ -55,9 +55,6 @@ class AsyncPipeline:
       ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or
         ``tx`` is neither an optimizer nor a function.
       ScheduleError: if the schedule cannot run.
-
-    References:
-      Those of the schedules.
     """
 
     pipeline: Pipeline  #: the model, with its layers on the stages, and a schedule for evaluation
@@ -103,9 +100,8 @@ class AsyncPipeline:
     def init(self, params: Any) -> AsyncState:
         """The state before the first update, with each stage's layers on its devices.
 
-        Args:
-          params: stacked, floating-point arrays. They are copied, so that a state may be donated;
-            shardings over other mesh axes stay. A trace takes them as is.
+        ``params`` are stacked, floating-point arrays. They are copied, so that a state may be
+        donated; shardings over other mesh axes stay. A trace takes them as is.
 
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
@@ -150,9 +146,8 @@ class AsyncPipeline:
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         to_tree = functools.partial(self._to_tree, state.params)
 
-        def on_stage(
-            shards: Any, shared: Any, opt_state: Any, batches: Any, key: Any, tables: Any
-        ) -> Any:
+        def on_stage(shards: Any, shared: Any, opt_state: Any, *args: Any) -> Any:
+            batches, key, tables = args
             rows, tx = jax.tree.map(pipeline._rows.to_stage, shards, layers), self._optimizer()
             backward_params = self.backward_params
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
@@ -215,7 +210,6 @@ class AsyncPipeline:
         return layers, shared
 
     def _to_tree(self, params: Any, parts: Parts) -> Any:
-        """The tree of both, with the type and the keys of ``params``."""
         own = {**parts[1], self.pipeline.layers: parts[0]}
         return type(params)({name: own[name] for name in params})
 

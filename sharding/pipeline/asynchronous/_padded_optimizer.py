@@ -16,11 +16,7 @@ from sharding.pipeline._layers import StageRows
 
 @dataclasses.dataclass(frozen=True)
 class PaddedOptimizer:
-    """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages.
-
-    All stages run one program: a branch for each number of layers takes the padding off, and pads
-    the results.
-    """
+    """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages."""
 
     tx: optax.GradientTransformationExtraArgs
     rows: StageRows  # of the stages; those of padding are the last
@@ -61,6 +57,7 @@ class PaddedOptimizer:
 
     def _on_stage(self, fn: Callable[[int], Any], like: Any) -> Any:
         """``fn`` of the number of layers that this stage has, with zeros at the end of its dims."""
+        # All stages run one program: it has a branch for each number of layers.
 
         def pad(x: Any, like: Any) -> jax.Array:
             x = jnp.asarray(x, like.dtype)
