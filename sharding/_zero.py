@@ -406,8 +406,7 @@ class Zero(NnxMethods):
           new)``, with both ``(loss, (new, aux))``.
         """
         fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
-        stateful = model_state
-        loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
+        loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
         return ValueAndGrad(self, loss, trainable, param_specs)
 
     def apply_gradients(
