@@ -1,7 +1,7 @@
 """The forms of an update that ``low_precision_state(implementation=...)`` selects, side by side.
 
 They round in other places, as XLA fuses them. Updates agree to 1e-6 of their largest element and
-scales to 1e-6; one code in a thousand may be the next one.
+scales to 1e-6; one code, or bfloat16 number, in a thousand may be the next one.
 """
 
 import jax
@@ -63,8 +63,11 @@ def assert_same(have, want):
                 else:
                     np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=name)
         else:
+            narrow = a.dtype == jax.numpy.bfloat16
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            assert np.all(np.abs(a - b) <= 1e-6 * np.max(np.abs(b))), name
+            far = np.abs(a - b) > 1e-6 * np.max(np.abs(b))
+            assert np.mean(far) < 1e-3 * narrow or not np.any(far), name
+            assert np.all(np.abs(a - b)[far] <= 2**-7 * np.abs(b)[far]), name
 
 
 def check_steps(update, other, params, state, dtype="float32", num_steps=4):
