@@ -9,7 +9,8 @@ import optax
 
 from optax_ext import _bias_correction, _moments, _phases, _validate
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
-from optax_ext._leaves import Leaves, Tree, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._types import DType, Tree
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -62,7 +63,7 @@ def normalize(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
 PHASES = ((second_moment, "v"), (_moments.clip, "factors"), (normalize, None))
 
 
-def _decay(hyper: _Hyper, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _decay(hyper: _Hyper, count: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Array]:
     if hyper.b2 is not None:
         return jnp.asarray(hyper.b2, dtype), jnp.asarray(1 - hyper.b2, dtype)
     step = jnp.maximum(count.astype(dtype) - hyper.decay_offset, 1)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, Tree, at_least_float32, wide_zeros
+from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
+from optax_ext._types import DType, Tree
 
 
-def one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
+def one_minus_power(beta: Any, count: jax.Array, dtype: DType) -> jax.Array:
     """Returns ``1 - beta**count`` without the cancellation that float32 has at 0.9999."""
     concrete = isinstance(beta, float)
     log_beta: Any = (math.log(beta) if beta > 0 else -math.inf) if concrete else jnp.log(beta)
@@ -19,7 +20,7 @@ def one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
 
 
 def momentum(
-    make_state: Any, decay: Any, dtype: Any = None, *, dampened: bool, nesterov: bool = False
+    make_state: Any, decay: Any, dtype: DType = None, *, dampened: bool, nesterov: bool = False
 ) -> optax.GradientTransformation:
     """``mu = decay * mu + weight * update``, stored in ``dtype``, computed in float32 or wider.
 
@@ -29,7 +30,7 @@ def momentum(
     def init(params: optax.Params) -> Any:
         return make_state(wide_zeros(params, dtype))
 
-    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Tree]:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         (old,), (name,) = state, make_state._fields
         Leaves.of(updates).averages_in(name, old, dtype)  # raises unless they match
 

@@ -10,7 +10,8 @@ import optax
 from optax_ext import _matrix_passes, _moments, _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
-from optax_ext._leaves import Leaves, Tree, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._types import DType, Tree
 
 
 class ScaleByCameState(NamedTuple):
@@ -63,7 +64,7 @@ def _average_updates(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:
     return u, b1 * mu.astype(b1.dtype) + weight * u
 
 
-def _weights(hyper: _Hyper, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _weights(hyper: _Hyper, dtype: DType) -> tuple[jax.Array, jax.Array]:
     """Returns the weights of m_{t-1} and u_t as arrays: a pass takes them as operands."""
     return jnp.asarray(hyper.b1, dtype), jnp.asarray(1 - hyper.b1, dtype)
 

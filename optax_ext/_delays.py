@@ -12,6 +12,7 @@ import numpy as np
 
 from optax_ext import _validate
 from optax_ext._leaves import Leaves, states_of, unboxed
+from optax_ext._types import Tree
 
 Method = Literal["pipemare", "pipedream", "pipedream_2bw", "gpipe"]
 
@@ -169,8 +170,8 @@ def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
 def map_slots(
     names: tuple[str, str],  # of the function that is called, and of that which makes the states
     fn: Callable[[Any, Any], Any],
-    params: Any,
-    state: Any,
+    params: Tree,
+    state: Tree,
     state_type: type,
     field: Callable[[Any], Any],  # the tree of slots in a state of this type
 ) -> Any:

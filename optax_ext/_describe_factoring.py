@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import optax
 
@@ -11,6 +10,7 @@ from optax_ext._flax_transformer import split_of
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._moments import moment_dims
 from optax_ext._text_table import aligned
+from optax_ext._types import Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
       all                                                       596 bytes
     """
 
-    def row(path: str, leaf: Any, factoring: Factoring) -> FactoringRow:
+    def row(path: str, leaf: Array, factoring: Factoring) -> FactoringRow:
         shape = tuple(leaf.shape)
         size = at_least_float32(leaf.dtype).itemsize
         return FactoringRow(path, shape, factoring, _num_statistics(shape, factoring) * size)

@@ -11,7 +11,8 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._delays import check_delays, delays_of, map_slots
-from optax_ext._leaves import Leaves, Tree, wide_zeros
+from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._types import Tree
 
 _DECAY = math.exp(-2)  # D of the paper
 

@@ -11,6 +11,7 @@ import optax
 from optax_ext import _validate
 from optax_ext._factoring import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves
+from optax_ext._types import Array
 
 # Paths that may be of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists
 # or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
@@ -234,7 +235,7 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
     return leaves.unflatten(list(map(_is_matrix, leaves.paths, leaves.arrays, dims)))
 
 
-def _is_matrix(path: str, leaf: Any, dims: Factoring) -> bool:
+def _is_matrix(path: str, leaf: Array, dims: Factoring) -> bool:
     free = [n for d, n in enumerate(leaf.shape) if d not in dims.batch]
     thin = len(free) == 2 and 1 in free and re.search(_MATRIX, path)  # the kernel of a value head
     return dims.factored or bool(thin)

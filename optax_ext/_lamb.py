@@ -10,8 +10,9 @@ import optax
 from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring import FactoringRule, factorings
-from optax_ext._leaves import Leaves, Tree, wide_zeros
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import Layer, Leaf, check_options, decayed, layers, norm, ratio, scale
+from optax_ext._types import Tree
 
 
 class ScaleByLambState(NamedTuple):
@@ -104,7 +105,7 @@ def scale_by_lamb(
     return _scale(b1, b2, eps, weight_decay, stacked, masks)
 
 
-def _scale(b1: Any, b2: Any, eps: Any, weight_decay: Any, stacked: Any, masks: Any) -> Any:
+def _scale(b1: Any, b2: Any, eps: Any, weight_decay: Any, stacked: Any, masks: Tree) -> Any:
     _validate.unit_interval(b1=b1, b2=b2)
     _validate.positive(eps=eps)
     check_options(weight_decay, stacked, **masks)

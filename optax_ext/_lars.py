@@ -9,8 +9,9 @@ import optax
 
 from optax_ext import _bias_correction, _phases, _validate
 from optax_ext._factoring import FactoringRule, factorings
-from optax_ext._leaves import Leaves, Tree
+from optax_ext._leaves import Leaves
 from optax_ext._trust_ratio import Layer, Leaf, check_options, decayed, layers, norm, ratio, scale
+from optax_ext._types import Tree
 
 
 class ScaleByLarsState(NamedTuple):

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import Tree, path_name
+from optax_ext._leaves import path_name
+from optax_ext._types import Tree
 
 Key = tuple[Any, ...]
 
@@ -52,7 +53,7 @@ def lazy_rows(
     """
     inner = optax.with_extra_args_support(inner)
 
-    def tables_of(tree: Any) -> dict[Key, Any]:
+    def tables_of(tree: Tree) -> dict[Key, Any]:
         chosen = _validate.mask("lazy_rows: the mask", mask, tree)
         flat = jax.tree_util.tree_leaves_with_path(tree)
         return {path: x for (path, x), c in zip(flat, chosen, strict=True) if c}
@@ -80,7 +81,7 @@ def lazy_rows(
             tables, paths = tables_of(updates).items(), _paths(updates)
             used = {path: jnp.any(g != 0, axis=tuple(range(1, g.ndim))) for path, g in tables}
 
-            def select(path: Key, new: Any, old: Any) -> Any:
+            def select(path: Key, new: Tree, old: Tree) -> Any:
                 owner = _owner(path, paths)
                 return _where(used[owner], new, old) if owner in used else new
 
@@ -91,11 +92,11 @@ def lazy_rows(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _paths(tree: Any) -> list[Key]:
+def _paths(tree: Tree) -> list[Key]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _check(state: Any, tables: dict[Key, Any], paths: list[Key]) -> None:
+def _check(state: Tree, tables: dict[Key, Any], paths: list[Key]) -> None:
     """Raises unless the dims of a table's state leaves are some of its dims, in their order."""
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         owner = _owner(path, paths)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._validate import Tree as Tree
+from optax_ext._types import Array, DType, Tree
 
 Dims = tuple[int, ...]
 
@@ -23,17 +23,17 @@ def path_name(path: Any) -> str:
 # --- Flax's boxes: an array and the names of its dims ---------------------------------------------
 
 
-def is_box(x: Any) -> bool:
+def is_box(x: Array) -> bool:
     """Whether this is ``nn.Partitioned``, another box of linen, or an nnx Variable."""
     nnx = sys.modules.get("flax.nnx")
     return hasattr(type(x), "replace_boxed") or (nnx is not None and isinstance(x, nnx.Variable))
 
 
-def unboxed(x: Any) -> Any:
+def unboxed(x: Array) -> Any:
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_box(x) else x
 
 
-def boxed(like: Any, value: Any, dims: Dims | None = None) -> Any:
+def boxed(like: Array, value: Any, dims: Dims | None = None) -> Any:
     """Returns ``value`` in a box like that of ``like``, if any: ``dims`` of its dims; not None."""
     if value is None or not is_box(like):
         return value
@@ -55,23 +55,23 @@ def boxed(like: Any, value: Any, dims: Dims | None = None) -> Any:
 # --- Leaves ---------------------------------------------------------------------------------------
 
 
-def at_least_float32(dtype: Any) -> Any:
+def at_least_float32(dtype: DType) -> Any:
     """Returns float32, or a wider ``dtype``: 16-bit averages stop moving at a decay of 0.999."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def wide_zeros(params: Any, dtype: Any = None) -> Any:
+def wide_zeros(params: Tree, dtype: DType = None) -> Any:
     return jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
     )
 
 
-def states_of(kind: type, state: Any) -> list[Any]:
+def states_of(kind: type, state: Tree) -> list[Any]:
     parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in parts if isinstance(x, kind)]
 
 
-def check_arrays(params: Any) -> None:
+def check_arrays(params: Tree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         _validate.array(path_name(path), leaf)
 
@@ -84,7 +84,7 @@ class Leaves:
     treedef: Any  # the structure of the tree, whose leaves may be boxes
 
     @classmethod
-    def of_any_dtype(cls, tree: Any) -> "Leaves":
+    def of_any_dtype(cls, tree: Tree) -> "Leaves":
         """Flattens a tree; an array and its box are one leaf."""
         flat, treedef = jax.tree_util.tree_flatten_with_path(
             tree, is_leaf=lambda x: is_box(x) and hasattr(unboxed(x), "dtype")
@@ -93,7 +93,7 @@ class Leaves:
         return cls([path_name(p) for p, _ in flat], list(map(unboxed, boxes)), boxes, treedef)
 
     @classmethod
-    def of(cls, tree: Any) -> "Leaves":
+    def of(cls, tree: Tree) -> "Leaves":
         """Flattens a tree; raises unless all leaves are real and floating."""
         leaves = cls.of_any_dtype(tree)
         for path, leaf in zip(leaves.paths, leaves.arrays, strict=True):
@@ -105,7 +105,7 @@ class Leaves:
         kept = itertools.repeat(None) if dims is None else dims
         return self.treedef.unflatten(list(map(boxed, self.boxes, values, kept)))
 
-    def slots(self, field: str, tree: Any) -> list[Any]:
+    def slots(self, field: str, tree: Tree) -> list[Any]:
         """Returns each leaf's slot in a field of the state; None for leaves without one."""
         try:
             return list(map(unboxed, self.treedef.flatten_up_to(tree)))
@@ -115,14 +115,14 @@ class Leaves:
                 f"{_difference(self.treedef, tree) or error}"
             ) from None
 
-    def arrays_in(self, field: str, tree: Any) -> list[Any]:
+    def arrays_in(self, field: str, tree: Tree) -> list[Any]:
         """Returns each leaf's array in a field of the state; raises unless the shapes agree."""
         arrays = self.slots(field, tree)
         for path, leaf, array in zip(self.paths, self.arrays, arrays, strict=True):
             check_shape(path, leaf, field, array)
         return arrays
 
-    def averages_in(self, field: str, tree: Any, dtype: Any = None) -> list[Any]:
+    def averages_in(self, field: str, tree: Tree, dtype: DType = None) -> list[Any]:
         """Returns each leaf's average; raises if one was cast, too. None: float32 or wider."""
         arrays = self.arrays_in(field, tree)
         for path, array in zip(self.paths, arrays, strict=True):
@@ -130,7 +130,7 @@ class Leaves:
         return arrays
 
 
-def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
+def check_dtype(path: str, field: str, array: Array, dtype: DType = None) -> None:
     """Raises if an average of the state has not the ``dtype`` of ``init``: float32 or wider."""
     if array.dtype != (at_least_float32(array.dtype) if dtype is None else dtype):
         raise ValueError(
@@ -140,10 +140,10 @@ def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
         )
 
 
-def _difference(treedef: Any, tree: Any) -> str:
+def _difference(treedef: Any, tree: Tree) -> str:
     """Names the first leaf that the gradients or the state lack; empty if there is none."""
 
-    def by_path(tree: Any) -> dict[str, Any]:
+    def by_path(tree: Tree) -> dict[str, Any]:
         empty = lambda x: x is None or is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
         flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=empty)
         return {path_name(path): leaf for path, leaf in flat}
@@ -159,7 +159,7 @@ def _difference(treedef: Any, tree: Any) -> str:
     return f"there is a gradient of {more[0]!r}, which has no state." if more else ""
 
 
-def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
+def check_shape(path: str, gradient: Any, field: str, array: Array) -> None:
     shape = getattr(array, "shape", None)
     if gradient.shape != shape:
         raise ValueError(

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, Tree, check_dtype, check_shape
+from optax_ext._leaves import Leaves, check_dtype, check_shape
+from optax_ext._types import DType, Tree
 
 
 class MasterWeightsState(NamedTuple):
@@ -17,7 +18,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: optax.OptState
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: DType) -> jax.Array:
     """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``."""
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     # XLA may remove a pair of casts, and few exponent bits have no subnormals here.
@@ -48,7 +49,7 @@ def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array
 
 
 def master_weights(
-    inner: optax.GradientTransformation, dtype: Any = jnp.float32
+    inner: optax.GradientTransformation, dtype: DType = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     r"""Runs ``inner`` on wide master weights, and makes low-precision parameters their rounding.
 
@@ -143,7 +144,7 @@ def _has_master(path: str, p: Any, dtype: Any) -> bool:
     return True
 
 
-def _check(leaves: Leaves, masters: list[Any], params: list[Any], dtype: Any) -> None:
+def _check(leaves: Leaves, masters: list[Any], params: list[Any], dtype: DType) -> None:
     for path, g, m, p in zip(leaves.paths, leaves.arrays, masters, params, strict=True):
         if (m is not None) != _has_master(path, p, dtype):
             raise ValueError(

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext._types import Array, Tree
+
 Dims = tuple[int, ...]
 # From an array and a tree of others: (x, new), element by element; new may be None.
 Function = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array | None]]
@@ -77,11 +79,11 @@ def hold(arrays: Any, after: Any = ()) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _varying(x: Any) -> frozenset[str]:
+def _varying(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def barrier(tree: Any) -> Any:
+def barrier(tree: Tree) -> Any:
     """Returns the same arrays, none available before all are: their sums become one all-reduce."""
     if not is_partitioned(tree):
         return tree

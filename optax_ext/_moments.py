@@ -15,6 +15,7 @@ from optax_ext import _matrix_passes
 from optax_ext._factoring import Dims, Factoring
 from optax_ext._leaves import Leaves, check_dtype
 from optax_ext._matrix_passes import Function
+from optax_ext._types import Array, DType
 
 
 class Moment(NamedTuple):
@@ -36,7 +37,7 @@ class Estimate(NamedTuple):
     row_mean: jax.Array | None  # (1, 1)
 
 
-def init(like: Any, dims: Factoring, dtype: Any) -> Moment:
+def init(like: Array, dims: Factoring, dtype: DType) -> Moment:
     """Returns zeros; factored ones are sums of zeros like ``like``, to inherit its sharding."""
     zeros = jnp.zeros_like(like, dtype=dtype)  # (rows, cols)
     if not dims.factored:
@@ -60,7 +61,7 @@ def average(
     return Estimate(Moment(None, row, col), row_mean), new  # row_mean: (1, 1)
 
 
-def average_squares(leaf: Any, eps: Any, weights: Any, dims: Factoring) -> Estimate:
+def average_squares(leaf: Array, eps: Any, weights: Any, dims: Factoring) -> Estimate:
     """Returns the average of ``leaf.nu`` and ``leaf.g**2 + eps``."""
 
     def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -81,7 +82,7 @@ def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:
     return jax.lax.rsqrt(row) * jnp.sqrt(row_mean), jax.lax.rsqrt(col)
 
 
-def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
+def clip(hyper: Any, dims: Factoring, leaf: Array) -> Any:
     """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
     factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
     if threshold is not None and leaf.g.size:

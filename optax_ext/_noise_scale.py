@@ -9,7 +9,8 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._bias_correction import one_minus_power
-from optax_ext._leaves import Tree, at_least_float32, states_of
+from optax_ext._leaves import at_least_float32, states_of
+from optax_ext._types import Tree
 
 _HOW = (
     "gradient_noise_scale compares the gradient with those of sub-batches: update needs "

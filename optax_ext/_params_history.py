@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 from optax_ext._delays import check_delays, delays_of, map_slots, numbers_in, whole_number
-from optax_ext._leaves import Leaves, Tree, check_shape
+from optax_ext._leaves import Leaves, check_shape
+from optax_ext._types import Array, Tree
 
 
 class ParamsHistoryState(NamedTuple):
@@ -125,7 +126,7 @@ def _replica(p: Any) -> jax.Array:
     return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else jnp.copy(p)
 
 
-def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
+def _check(path: str, u: Array, delay: np.ndarray, versions: list[Any]) -> None:
     have = [version is not None for version in versions]
     if have != [lag <= delay.max(initial=0) for lag in _lags(len(versions))]:
         raise ValueError(

@@ -8,7 +8,8 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._delays import check_delays, delays_of
-from optax_ext._leaves import Leaves, Tree, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._types import Tree
 
 
 class ScaleByDelayState(NamedTuple):

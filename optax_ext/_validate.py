@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Tree = Any  # of parameters, updates or a state
+from optax_ext._types import Array, DType, Tree
 
 
 def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
@@ -68,20 +68,20 @@ def as_dtype(name: str, value: Any) -> np.dtype | None:
     return dtype
 
 
-def hyperparameter(value: Any, dtype: Any) -> Any:
+def hyperparameter(value: Any, dtype: DType) -> Any:
     """Returns a hyperparameter that does not change the dtype of the arrays it multiplies."""
     if isinstance(value, float | int | np.generic | np.ndarray):
         return float(value)
     return jnp.asarray(value, dtype)
 
 
-def cast(hyper: Any, dtype: Any) -> Any:
+def cast(hyper: Any, dtype: DType) -> Any:
     """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
     stays = (bool, str, type(None))
     return type(hyper)(*(h if isinstance(h, stays) else hyperparameter(h, dtype) for h in hyper))
 
 
-def array(path: str, leaf: Any) -> None:
+def array(path: str, leaf: Array) -> None:
     if not hasattr(leaf, "dtype"):
         raise ValueError(
             f"parameter {path!r} is {leaf!r}, of type {type(leaf).__name__}: make it an array, as "
@@ -89,7 +89,7 @@ def array(path: str, leaf: Any) -> None:
         )
 
 
-def floating(path: str, leaf: Any) -> None:
+def floating(path: str, leaf: Array) -> None:
     """Raises unless a parameter is a real floating array of at least 16 bits."""
     array(path, leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -122,7 +122,7 @@ def known(**values: Any) -> None:
             )
 
 
-def not_a_count(name: str, params: Any) -> None:
+def not_a_count(name: str, params: Tree) -> None:
     """Raises if ``optax.inject_hyperparams`` calls the function ``name`` of the parameters."""
     if jnp.issubdtype(getattr(params, "dtype", jnp.float32), jnp.integer):
         raise ValueError(
@@ -142,7 +142,7 @@ def not_called(name: str, value: Any) -> None:
         )
 
 
-def mask(name: str, value: Any, tree: Any) -> list[bool]:
+def mask(name: str, value: Any, tree: Tree) -> list[bool]:
     """Returns a bool per leaf, from a tree of bools, a prefix of one, or a function of the tree."""
     if isinstance(value, str):
         raise ValueError(
@@ -173,7 +173,7 @@ def decayed_weights(rate: Any, weight_decay_mask: Any) -> optax.GradientTransfor
     if isinstance(chosen, str):
         mask(name, chosen, ())
 
-    def of_tree(tree: Any) -> Any:
+    def of_tree(tree: Tree) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), mask(name, chosen, tree))
 
     as_function = None if chosen is None else of_tree

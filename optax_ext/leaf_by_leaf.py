@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from optax_ext import _matrix_passes
+from optax_ext._types import Array, Tree
 from optax_ext.traced_graph import Graph, evaluate
 
 
@@ -76,15 +77,15 @@ class ScheduledRun:
         """Converts deferred inputs to operands of the graph's equations."""
         return arrays
 
-    def store(self, output: int, x: Any) -> Any:
+    def store(self, output: int, x: Array) -> Any:
         """Converts a computed output to what the caller receives."""
         return x
 
 
 def run_by_leaf(
     fn: Callable[[Any, Any], tuple[Any, Any]],
-    tree: Any,
-    state: Any,
+    tree: Tree,
+    state: Tree,
     is_deferred: Callable[[Any], bool],  # whether an array of the state waits for such a leaf
     make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
     portable: bool = False,

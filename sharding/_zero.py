@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from sharding._types import Batch, Tree
 from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
@@ -143,7 +144,7 @@ class Zero(NnxMethods):
         fields = (field.name for field in dataclasses.fields(Layout))
         return Layout(**{name: getattr(self, name) for name in fields})
 
-    def specs(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
+    def specs(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
         """The partition spec of every array of a train state.
 
         Args:
@@ -157,12 +158,12 @@ class Zero(NnxMethods):
         """
         return _placed_state.specs(self, state, tx, param_specs)
 
-    def shardings(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
+    def shardings(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
         """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
         return _placed_state.shardings_of(self, state, specs)
 
-    def describe(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Description:
+    def describe(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Description:
         """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
 
         Arguments are those of ``specs``.
@@ -173,7 +174,7 @@ class Zero(NnxMethods):
     # --- Train states -------------------------------------------------------------------------
 
     def init(
-        self, make_state: Callable[..., Any], *args: Any, tx: Tx = None, param_specs: Any = None
+        self, make_state: Callable[..., Any], *args: Any, tx: Tx = None, param_specs: Tree = None
     ) -> Any:
         """Makes a train state, each device its shard; its values do not depend on the mesh.
 
@@ -191,7 +192,7 @@ class Zero(NnxMethods):
         make_state: Callable[..., Any],
         *args: Any,
         tx: Tx = None,
-        param_specs: Any = None,
+        param_specs: Tree = None,
         sync_devices: int | None = None,
     ) -> Any:
         """The train state that ``init`` would make of these arguments, as types, to restore into.
@@ -207,7 +208,7 @@ class Zero(NnxMethods):
         """
         return _placed_state.abstract(self, make_state, args, tx, param_specs, sync_devices)
 
-    def resize_sync(self, state: Any) -> Any:
+    def resize_sync(self, state: Tree) -> Any:
         """Converts the gradient sync's state of another number of devices.
 
         The sum of all residuals stays; each device starts with an equal part of it. ``state`` is
@@ -218,7 +219,7 @@ class Zero(NnxMethods):
         """
         return _placed_state.resize_sync(self, state)
 
-    def change_sync(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Any:
+    def change_sync(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
         """Makes a train state of another gradient sync, or of none, one of this sync.
 
         Its residuals are applied as the gradient of one more update; other state of that sync is
@@ -229,7 +230,7 @@ class Zero(NnxMethods):
         """
         return _placed_state.change_sync(self, state, tx, param_specs)
 
-    def full_params(self, state: Any) -> Any:
+    def full_params(self, state: Tree) -> Any:
         """The unsharded parameters, gathered one at a time, as NumPy arrays in each process.
 
         Those of an nnx model are a state for ``nnx.update``.
@@ -239,11 +240,11 @@ class Zero(NnxMethods):
         with no_mesh():
             return full_tree(params)
 
-    def replicate(self, tree: Any) -> Any:
+    def replicate(self, tree: Tree) -> Any:
         """Places arrays, the same on all processes, on every device: such as a model state."""
         return self._layout.copy(tree, self._layout.replicated)
 
-    def place(self, tree: Any, *, param_specs: Any = None) -> Any:
+    def place(self, tree: Tree, *, param_specs: Tree = None) -> Any:
         """Places a tree as parameters are at this stage: a second model, or an average of one.
 
         Args:
@@ -270,7 +271,7 @@ class Zero(NnxMethods):
         """
         return _put.data_shard(self._layout)
 
-    def put(self, batch: Any, *, check: bool = True) -> Any:
+    def put(self, batch: Batch, *, check: bool = True) -> Any:
         """Places this process's rows of a batch on the mesh, sharded along the first dim.
 
         With several processes it is a collective: all call it, in the same order and from one
@@ -301,7 +302,7 @@ class Zero(NnxMethods):
         model_state: str | tuple[str, ...] | bool = False,
         model_state_reduction: Any = "mean",
         microbatches: int = 1,
-        trainable: Any = None,
+        trainable: Tree = None,
         grad_norm: bool = False,
         sync_batch_norm: bool = True,
         snapshot: PeerCheckpoints | None = None,
@@ -390,8 +391,8 @@ class Zero(NnxMethods):
         model_state: bool = False,
         model_state_reduction: Any = "mean",
         microbatches: int = 1,
-        trainable: Any = None,
-        param_specs: Any = None,
+        trainable: Tree = None,
+        param_specs: Tree = None,
         sync_batch_norm: bool = True,
     ) -> ValueAndGrad:
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage requires.
@@ -411,12 +412,12 @@ class Zero(NnxMethods):
 
     def apply_gradients(
         self,
-        state: Any,
-        grads: Any,
+        state: Tree,
+        grads: Tree,
         *,
         tx: Tx = None,
-        trainable: Any = None,
-        param_specs: Any = None,
+        trainable: Tree = None,
+        param_specs: Tree = None,
         extra_args: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Any:
@@ -437,11 +438,11 @@ class Zero(NnxMethods):
     def check_loss(
         self,
         loss_fn: Callable[..., Any],
-        state: Any,
-        batch: Any,
+        state: Tree,
+        batch: Batch,
         key: Any = None,
         *,
-        model_state: Any = False,
+        model_state: Tree = False,
         **options: Any,
     ) -> None:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
@@ -469,7 +470,7 @@ class Zero(NnxMethods):
         self,
         loss_fn: Callable[..., Any],
         sync_batch_norm: bool,
-        model_state: Any,
+        model_state: Tree,
         rngs: Any = False,
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
@@ -486,7 +487,7 @@ class Zero(NnxMethods):
         """Whether layers that gather their parameters are computed again in the backward pass."""
         return self.stage == 3 and self.reshard_after_forward
 
-    def gather(self, tree: Any) -> Any:
+    def gather(self, tree: Tree) -> Any:
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in a

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._leaves import Tree, check_arrays
+from optax_ext._leaves import check_arrays
+from optax_ext._types import Array, Tree
 from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
@@ -53,7 +54,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) 
     """
     seed = jax.random.bits(key, (2,), jnp.uint32)
 
-    def add(path: Any, p: Any, u: Any) -> Any:
+    def add(path: Any, p: Any, u: Array) -> Any:
         if u is None or p is None:
             return p
         return _rounded_sum(path, p, u, seed).astype(p.dtype)
@@ -107,7 +108,7 @@ def stochastic_rounding(
         out, inner_state = inner.update(grads, state.inner_state, wide, **extra_args)
         key = next_key(state.key)
 
-        def difference(path: Any, u: Any, p: Any) -> Any:
+        def difference(path: Any, u: Array, p: Any) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
             return _rounded_sum(path, p, u, key) - p.astype(jnp.float32)
@@ -119,12 +120,12 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widen(x: Any, p: Any) -> Any:
+def _widen(x: Array, p: Any) -> Any:
     """Returns a parameter or its gradient in the dtype that ``inner`` receives."""
     return jnp.asarray(x, jnp.float32) if p.dtype == jnp.bfloat16 else x
 
 
-def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
+def _rounded_sum(path: Any, p: jax.Array, u: Array, key: jax.Array) -> jax.Array:
     """Returns ``p + u``; for bfloat16 ``p``, rounded to bfloat16 and stored in float32."""
     if p.dtype != jnp.bfloat16:
         return p + u

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_ext._types import Tree
 from optax_ext.kernels import Path, Shards
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, decode
@@ -65,7 +66,7 @@ class OnePassUpdates:
     def __init__(
         self,
         inner_update: Callable[[Any, Any], tuple[Any, Any]],  # of updates and decoded inner state
-        updates: Any,
+        updates: Tree,
         moments: Sequence[tuple[Path, Any]],  # the inner state
         treedef: Any,  # its structure
         key: jax.Array | None,  # of the step, for stochastic rounding

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from optax_ext._leaves import at_least_float32
 from optax_ext._matrix_passes import sharded_as, splittable
+from optax_ext._types import DType
 from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
@@ -127,7 +128,7 @@ class _Scaled:
     """Conversions between the elements of an array, their scales and a map's levels."""
 
     def __init__(
-        self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any = None
+        self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: DType, blocks: Any = None
     ):
         self.signed, self.dtype = signed, dtype
         self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1

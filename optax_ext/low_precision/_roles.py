@@ -20,6 +20,7 @@ from optax_ext._lamb import ScaleByLambState
 from optax_ext._lars import LarsMomentumState
 from optax_ext._leaves import path_name
 from optax_ext._master_weights import MasterWeightsState
+from optax_ext._types import Array, Tree
 
 # States of averages and of sums of squares, and which fields are never negative.
 _AVERAGES: dict[type, tuple[str, ...]] = {
@@ -48,7 +49,7 @@ _ERROR = 2.0**-7  # relative, of a field
 _MOST = 4  # times as large as this may be that of the update
 
 
-def find_signs(inner: Any, params: Any, fields: Iterable[Any]) -> dict[Any, bool]:
+def find_signs(inner: Any, params: Tree, fields: Iterable[Any]) -> dict[Any, bool]:
     """Returns the fields, of classes and paths, that suit low precision, and if they are signed."""
     # Left out: sums, which do not change where gradients are zero; copies of parameters; what moves
     # an update by several times its own error, as terms of a small difference; what fails.
@@ -61,7 +62,7 @@ def find_signs(inner: Any, params: Any, fields: Iterable[Any]) -> dict[Any, bool
     return known | (_tried(inner, params, unknown) if unknown else {})
 
 
-def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
+def _tried(inner: Any, params: Tree, fields: list[Any]) -> dict[Any, bool]:
     """Tries fields in a thread, which the trace and the mesh of here do not reach."""
     x64 = jax.dtypes.canonicalize_dtype(float) == np.float64
 
@@ -92,16 +93,16 @@ def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
     return {}
 
 
-def _small(x: Any) -> tuple[int, ...]:
+def _small(x: Array) -> tuple[int, ...]:
     return tuple(min(_SIDE, n) for n in x.shape)
 
 
-def _signs(inner: Any, params: Any, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
+def _signs(inner: Any, params: Tree, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
     """Tries fields on small parameters: returns those that suit low precision, and if signed."""
     shapes = {path: _small(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
     rng, num = np.random.default_rng(0), len(fields)
 
-    def random(x: Any) -> jax.Array:
+    def random(x: Array) -> jax.Array:
         one, two = rng.normal(size=(2, *_small(x)))
         return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
@@ -116,12 +117,12 @@ def _signs(inner: Any, params: Any, fields: list[Any], extra_args: Any) -> dict[
         if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
     ]
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree) -> Any:
         more = {"grad": grads, **extra_args} if extra_args else {}
         return inner.update(grads, state, params, **more)
 
     @jax.jit
-    def advance(params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
+    def advance(params: Tree, state: Tree, steps: Any, noise: Any, mean: Any) -> Any:
         """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay."""
         random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
         none = jnp.zeros(len(arrays), bool)
@@ -143,7 +144,7 @@ def _signs(inner: Any, params: Any, fields: list[Any], extra_args: Any) -> dict[
         return jax.lax.fori_loop(0, steps, step, (params, state, (none, none, none)))
 
     @jax.jit
-    def errors(params: Any, state: Any) -> jax.Array:
+    def errors(params: Tree, state: Tree) -> jax.Array:
         """Returns the relative error of updates if each field in turn has one."""
 
         def updates(scales: jax.Array) -> list[jax.Array]:

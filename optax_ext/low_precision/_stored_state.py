@@ -11,6 +11,7 @@ import optax
 
 from optax_ext._leaves import boxed, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
+from optax_ext._types import Array, Tree
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import decode, encode
 from optax_ext.low_precision._rounding import salt_of, uniform
@@ -84,7 +85,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
       'Quantized'
     """
 
-    def convert(like: Any, x: Any) -> Any:
+    def convert(like: Array, x: Array) -> Any:
         key, x = x if isinstance(x, LowPrecisionState) else (None, x)
         if isinstance(like, LowPrecisionState):
             key = like.key if key is None or like.key is None else key
@@ -111,7 +112,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 # --- For ``low_precision_state`` ------------------------------------------------------------------
 
 
-def encode_as(path: Any, old: Any, new: Any, key: jax.Array | None) -> Any:
+def encode_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
     """Encodes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
@@ -124,16 +125,16 @@ def encode_as(path: Any, old: Any, new: Any, key: jax.Array | None) -> Any:
 def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:
     """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
 
-    def has_fields(x: Any) -> bool:
+    def has_fields(x: Array) -> bool:
         return isinstance(x, Mapping) and "codes" in x
 
-    def stop(x: Any) -> bool:
+    def stop(x: Array) -> bool:
         return isinstance(x, Quantized) or has_fields(x)
 
     if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
         return state
 
-    def make(like: Any, x: Any) -> Any:
+    def make(like: Array, x: Array) -> Any:
         if not isinstance(like, Quantized) or isinstance(x, Quantized):
             return x
         scale = tuple(x["scale"][i] for i in range(len(like.scale)))  # no key where it is empty
@@ -143,10 +144,10 @@ def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrec
     return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
 
 
-def boxes_inside(state: Any) -> Any:
+def boxes_inside(state: Tree) -> Any:
     """Moves the box around each ``Quantized`` to its arrays; vectors of scales name their dim."""
 
-    def inside(x: Any) -> Any:
+    def inside(x: Array) -> Any:
         q = unboxed(x)
         if q is x or not isinstance(q, Quantized):
             return x
@@ -157,7 +158,7 @@ def boxes_inside(state: Any) -> Any:
     return jax.tree.map(inside, state, is_leaf=lambda x: is_box(x) or isinstance(x, Quantized))
 
 
-def boxes_outside(state: Any) -> Any:
+def boxes_outside(state: Tree) -> Any:
     def outside(q: Any) -> Any:
         if not isinstance(q, Quantized) or not is_box(q.codes):
             return q
@@ -166,10 +167,10 @@ def boxes_outside(state: Any) -> Any:
     return jax.tree.map(outside, state, is_leaf=lambda x: isinstance(x, Quantized))
 
 
-def is_floating(leaf: Any) -> bool:
+def is_floating(leaf: Array) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def flatten(state: Tree) -> tuple[list[tuple[Any, Any]], Any]:
     """Flattens with paths; a ``Quantized`` is a leaf."""
     return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from optax_ext._types import Array, DType, Tree
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._one_pass import (
     OnePass,
@@ -47,7 +48,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
     results, aliases = results_of(update, operands)
     num_matrices, (rows, columns) = tiling.matrices[0], tiling.tile
 
-    def matrices(x: Any) -> tuple[int, ...]:
+    def matrices(x: Array) -> tuple[int, ...]:
         return num_matrices, *x.shape[-2:]
 
     both = jax.tree.leaves((full, stored, results))
@@ -179,7 +180,7 @@ class _Tiling:
         # Tiles along each dim of ``matrices``.
         self.grid = self.matrices[0], pl.cdiv(rows, height), pl.cdiv(columns, width)
 
-    def spec(self, x: Any) -> pl.BlockSpec:
+    def spec(self, x: Array) -> pl.BlockSpec:
         is_full = tuple(x.shape[-2:]) == tuple(self.shape[-2:])
         tile = self.tile if is_full else self.scale_tile
         return pl.BlockSpec((None, *tile), lambda matrix, i, j: (matrix, i, j))
@@ -222,7 +223,7 @@ class _SliceBlocks:
         return jnp.broadcast_to(per_block[:, None, :], shape).reshape(_SLICE)
 
 
-def _spread(scale: jax.Array, block_columns: int, out: Any) -> None:
+def _spread(scale: jax.Array, block_columns: int, out: Tree) -> None:
     """Writes the scales of a tile, (rows, blocks), to every lane of their block in ``out``."""
     lane = jax.lax.broadcasted_iota(jnp.int32, (scale.shape[0], _LANES), 1)
     scale = jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % _LANES)))
@@ -235,7 +236,7 @@ def _spread(scale: jax.Array, block_columns: int, out: Any) -> None:
         )
 
 
-def _gather_up(spread: Any, block_columns: int, out: Any) -> None:
+def _gather_up(spread: Any, block_columns: int, out: Tree) -> None:
     """Inverts ``_spread``: collects the scales of 128 blocks from ``block_columns`` registers."""
     rows, width = out.shape
     per_slice = _LANES // block_columns  # blocks
@@ -287,5 +288,5 @@ def _quotient_and_remainder(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array
     return jax.lax.div(x, number), jax.lax.rem(x, number)
 
 
-def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
+def _as_dtype(x: jax.Array, dtype: DType) -> jax.Array:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import Tree, check_arrays, path_name
+from optax_ext._leaves import check_arrays, path_name
+from optax_ext._types import Array, Tree
 from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
@@ -124,7 +125,7 @@ def low_precision_state(
         leaves = [jax.ShapeDtypeStruct(*x) for x in shapes]
         return find_signs(inner, structure.unflatten(leaves), fields)
 
-    def candidate(path: Any, leaf: Any, field: Any) -> dict[bool | None, Format]:
+    def candidate(path: Any, leaf: Array, field: Any) -> dict[bool | None, Format]:
         """Returns the formats of a state array: if signed, unsigned, or not suited (None)."""
         if not is_floating(leaf) or not leaf.ndim or not leaf.size:
             return {}
@@ -264,7 +265,7 @@ def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")
 
 
-def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
+def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Tree) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state contains another one; remove one of the two.")
     names = [path_name(path) for path, leaf in flat if is_floating(leaf)]
@@ -282,11 +283,11 @@ def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None
             )
 
 
-def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
+def _fields(state: Tree, flat: list[Any], params: Tree) -> list[Any]:
     """Returns the class and path of each array's field; None if it is not of a parameter."""
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
-    def field(path: Any, leaf: Any) -> Any:
+    def field(path: Any, leaf: Array) -> Any:
         for i in range(len(path) + 1):
             if path[i:] in shapes and getattr(leaf, "shape", None) == shapes[path[i:]]:
                 return _class_of(state, path[:i]), path[:i]

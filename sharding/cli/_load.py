@@ -15,11 +15,12 @@ import jax
 import optax
 
 import optax_ext
+from sharding._types import DType
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.step.owners._by_owner import by_owner
 
 
-def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
+def params_of_model(text: str, dtype: DType, length: int | None) -> tuple[Any, Decoder | None]:
     """Abstract parameters, and the model where it is one of ``MODELS``."""
     if ":" in text:
         with users_code(f"--model {text} must make parameters without arguments, but failed"):

@@ -5,8 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding._types import DType
 
-def sum_dtype(dtype: Any) -> Any:
+
+def sum_dtype(dtype: DType) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 

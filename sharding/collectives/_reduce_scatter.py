@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import DType
 from sharding.collectives._map_arrays import ArrayLayout, map_arrays
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes, Axis, axes_of
@@ -52,7 +52,7 @@ def current_platform() -> str:
 
 
 def choose_form(
-    platform: str, axis_sizes: Sequence[int], shape: Sequence[int], dim: int, dtype: Any
+    platform: str, axis_sizes: Sequence[int], shape: Sequence[int], dim: int, dtype: DType
 ) -> str:
     """The form that sends no more than a reduce-scatter must, in the fewest steps.
 

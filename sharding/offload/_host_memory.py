@@ -6,23 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.placement._specs import Tree
+from sharding._types import Array, Tree
 
 MEMORY_KIND = "pinned_host"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def on_host(x: Any) -> bool:
+def on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == HOST
 
 
-def is_large(x: Any, min_size: int) -> bool:
+def is_large(x: Array, min_size: int) -> bool:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return not is_key and math.prod(x.shape) >= min_size
 
 
 def host_shardings(shardings: Tree, tree: Tree, min_size: int) -> Tree:
-    def moved(sharding: Any, x: Any) -> Any:
+    def moved(sharding: Any, x: Array) -> Any:
         return host_sharding(sharding) if is_large(x, min_size) else sharding
 
     return jax.tree.map(moved, shardings, tree)

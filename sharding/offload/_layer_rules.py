@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
+from sharding._types import Array
 
 # Elements of one layer, on all devices together, from which on a stack is worth a loop.
 MIN_LAYER_SIZE = 2**18
@@ -27,7 +28,7 @@ def is_stack(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and shape[0] > 2 and math.prod(shape[1:]) >= MIN_LAYER_SIZE
 
 
-def slice_layer(x: Any, layer: Any, dim: int) -> Any:
+def slice_layer(x: Array, layer: Any, dim: int) -> Any:
     """One layer, with a dim of size 1 in place of that of the layers."""
     return lax.dynamic_index_in_dim(x, layer, dim, keepdims=True)
 

@@ -15,10 +15,11 @@ import optax
 
 from optax_ext.leaf_by_leaf import ScheduledRun, run_by_leaf
 from optax_ext.traced_graph import Graph
+from sharding._types import Array, Tree
 from sharding._user_line import warn
 from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
 from sharding.offload._layer_loop import LayerLoop
-from sharding.placement._specs import Tree, is_spec
+from sharding.placement._specs import is_spec
 
 
 def offload(
@@ -65,7 +66,7 @@ def offload(
     """
     inner = optax.with_extra_args_support(inner)
 
-    def put(x: Any) -> Any:
+    def put(x: Array) -> Any:
         if not is_large(x, min_size):
             return x
         if isinstance(x, jax.core.Tracer):
@@ -156,7 +157,7 @@ class StreamedRun(ScheduledRun):
     def load(self, arrays: list[Any]) -> list[Any]:
         return jax.device_put(arrays, DEVICE)
 
-    def store(self, output: int, x: Any) -> Any:
+    def store(self, output: int, x: Array) -> Any:
         """Moves an output to host memory if it replaces an array there."""
         return jax.device_put(x, HOST) if self.replaces_deferred(output) else x
 

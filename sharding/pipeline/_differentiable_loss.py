@@ -10,6 +10,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.pipeline._executor import Buffers, Executor, sum_totals
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._schedule import Schedule
@@ -29,11 +30,11 @@ def loss(pipeline: "Pipeline", params: tuple[Any, Any], microbatches: Any, key: 
     return _run(pipeline, pipeline._evaluation, params, nothing, microbatches, key)[0]
 
 
-def _loss_forward(pipeline: "Pipeline", params: Any, microbatches: Any, key: Any) -> Any:
-    def is_primal(x: Any) -> bool:
+def _loss_forward(pipeline: "Pipeline", params: Tree, microbatches: Any, key: Any) -> Any:
+    def is_primal(x: Array) -> bool:
         return hasattr(x, "perturbed")
 
-    def values(tree: Any) -> Any:
+    def values(tree: Tree) -> Any:
         return jax.tree.map(lambda x: x.value, tree, is_leaf=is_primal)
 
     if any(x.perturbed for x in jax.tree.leaves(microbatches, is_leaf=is_primal)):
@@ -46,7 +47,7 @@ def _loss_forward(pipeline: "Pipeline", params: Any, microbatches: Any, key: Any
     return out, (grads, jax.tree.map(lambda x: jnp.zeros(0, x.dtype), values(params)))
 
 
-def _loss_backward(pipeline: "Pipeline", residuals: Any, cotangents: Any) -> Any:
+def _loss_backward(pipeline: "Pipeline", residuals: Tree, cotangents: Tree) -> Any:
     del pipeline
     grads, like = residuals
     (of_sum, _), _ = cotangents  # weight and aux do not depend on the parameters
@@ -61,13 +62,13 @@ loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _run(
-    pipeline: "Pipeline", lowered: Lowered, params: Any, trained: Any, microbatches: Any, key: Any
+    pipeline: "Pipeline", lowered: Lowered, params: Tree, trained: Tree, microbatches: Any, key: Any
 ) -> tuple[Any, Any]:
     """``((sum, weight), aux)``, and gradients as the parameters: zeros of those not trained."""
     schedule, program = lowered
     layers, shared = (LayerParams.of(*part) for part in zip(params, trained, strict=True))
 
-    def on_stage(shards: Any, shared: Any, microbatches: Any, key: Any, tables: Any) -> Any:
+    def on_stage(shards: Tree, shared: Any, microbatches: Any, key: Any, tables: Any) -> Any:
         rows = jax.tree.map(pipeline._rows.to_stage, shards, params[0])
         rows = jax.tree.map(functools.partial(_with_replicas, pipeline), rows)
         own = LayerParams.of(rows, trained[0]), LayerParams.of(shared, trained[1])
@@ -164,7 +165,7 @@ def on_auto_axes(mesh: AnyMesh, fn: Callable[..., Any], out_types: Any) -> Calla
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
 
 
-def spec_of_layers(pipeline: "Pipeline", x: Any) -> PartitionSpec:
+def spec_of_layers(pipeline: "Pipeline", x: Array) -> PartitionSpec:
     """The spec of stacked layers on Explicit axes and on that of the stages."""
     spec = jax.typeof(x).sharding.spec
     named = any(pipeline.axis in axes_of(entry) for entry in spec)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharding._types import Array, Batch, Tree
 from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
@@ -57,11 +58,11 @@ class Buffers(NamedTuple):
     opt_state: Any = ()  # of the optimizer there
 
 
-def read_slot(tree: Any, i: Any) -> Any:
+def read_slot(tree: Tree, i: Any) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
-def write_slot(tree: Any, i: Any, new: Any) -> Any:
+def write_slot(tree: Tree, i: Any, new: Tree) -> Any:
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
 
 
@@ -192,7 +193,7 @@ class Executor:
             # The cotangent of the stage's output: from the head, or from the next stage.
             if code.last:
 
-                def head(trained: Any, y: Any) -> Any:
+                def head(trained: Tree, y: Any) -> Any:
                     return self._head(shared._replace(trained=trained), y, scope)
 
                 sum_, vjp, others = jax.vjp(head, shared.trained, y, has_aux=True)
@@ -211,7 +212,7 @@ class Executor:
             if not code.first:
                 return cotangent, later, buffers
 
-            def embed(trained: Any) -> Any:
+            def embed(trained: Tree) -> Any:
                 return self._embed(shared._replace(trained=trained), scope)
 
             (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
@@ -232,7 +233,7 @@ class Executor:
         counts = self.pipeline.layer_counts
         return Stage(self._layer, max(counts), uneven=min(counts) < max(counts))
 
-    def _layer(self, params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
+    def _layer(self, params: LayerParams, x: Array, microbatch: Batch, key: Any) -> Any:
         # Otherwise the layers are gathered already. A gather would hide that residuals are
         # parameters.
         tree = gather(params.tree) if self.pipeline.gather == "tick" else params.tree
@@ -241,7 +242,7 @@ class Executor:
     def _embed(self, shared: LayerParams, scope: Scope) -> Any:
         return self.pipeline.embed(shared.tree, *self._args(scope, 0))
 
-    def _head(self, shared: LayerParams, x: Any, scope: Scope) -> tuple[Any, tuple[Any, Any]]:
+    def _head(self, shared: LayerParams, x: Array, scope: Scope) -> tuple[Any, tuple[Any, Any]]:
         """``(sum, (weight, aux))``."""
         out = self.pipeline.head(shared.tree, x, *self._args(scope, 1))
         (sum_, weight), aux = out if self.pipeline.has_aux else (out, ())
@@ -276,7 +277,7 @@ class Executor:
         del code, buffers
         return self._chunk_of(self.layers, column), self.shared
 
-    def _chunk_of(self, tree: Any, column: Column) -> Any:
+    def _chunk_of(self, tree: Tree, column: Column) -> Any:
         """[chunks * layers, ...] to [layers, ...]."""
         size = self.stage.num_layers
         if self.schedule.num_chunks == 1:
@@ -285,7 +286,7 @@ class Executor:
             lambda x: lax.dynamic_slice_in_dim(x, column["chunk"] * size, size), tree
         )
 
-    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Any) -> Buffers:
+    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Tree) -> Buffers:
         """Adds gradients of one chunk, [layers, ...]."""
         # A sum inside the loop over layers would copy all sums into the loop and out of it.
         sums = _add_grads(self._chunk_of(buffers.layer_grads, column), grads)
@@ -370,5 +371,5 @@ def _check_activations(embedded: Any, after_layer: Any) -> None:
             )
 
 
-def _add_grads(sums: Any, grads: Any) -> Any:
+def _add_grads(sums: Any, grads: Tree) -> Any:
     return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)

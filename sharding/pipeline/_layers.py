@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import with_axis
 
@@ -84,7 +85,7 @@ class StageRows:
             return 0
         return other_dim(shape, len(self.layer), spec)
 
-    def spec(self, x: Any, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
+    def spec(self, x: Array, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
         """The spec of a stacked array: ``spec``, on other mesh axes, and the stages' axis."""
         dim = self.dim(x.shape, spec)
         return spec if dim is None else with_axis(spec, x.ndim, dim, self.axis)
@@ -102,7 +103,7 @@ class StageRows:
 
     # Within a shard_map over the stages.
 
-    def to_stage(self, x: jax.Array, like: Any) -> jax.Array:
+    def to_stage(self, x: jax.Array, like: Array) -> jax.Array:
         """The rows of this stage, from its shard of ``like``; padding has any layer."""
         if not self.uneven:
             return x
@@ -173,13 +174,13 @@ class Moves(NamedTuple):
         return jnp.concatenate([x, *received])[jnp.asarray(self.take)[stage]]
 
 
-def reordered(x: Any, order: np.ndarray) -> Any:
+def reordered(x: Array, order: np.ndarray) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(order, np.arange(len(order))):
         return x
     return _unsharded_dim(x)[order] if isinstance(x, jax.Array) else np.asarray(x)[order]
 
 
-def _unsharded_dim(x: Any) -> Any:
+def _unsharded_dim(x: Array) -> Any:
     """The array with dim 0 unsharded on Explicit axes, where jax takes no rows of a sharded one."""
     sharding = jax.typeof(x).sharding
     if not sharding.spec or sharding.spec[0] is None:
@@ -188,12 +189,12 @@ def _unsharded_dim(x: Any) -> Any:
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
-def map_layers(tree: Any, name: str, fn: Callable[[Any], Any]) -> Any:
+def map_layers(tree: Tree, name: str, fn: Callable[[Any], Any]) -> Any:
     """The tree with ``fn(subtree)`` in place of every subtree under the key ``name``."""
     return _map_parents(tree, name, lambda parent: {**parent, name: fn(parent[name])})
 
 
-def join_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
+def join_numbered(tree: Tree, numbered: str, name: str, count: int) -> Any:
     """Subtrees under numbered keys as one, whose arrays are stacked under the key ``name``."""
     keys = [numbered.format(i) for i in range(count)]
     pattern = re.compile(re.escape(numbered).replace(r"\{\}", r"\d+"))
@@ -208,7 +209,7 @@ def join_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
     return _map_parents(tree, keys[0], join)
 
 
-def split_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
+def split_numbered(tree: Tree, numbered: str, name: str, count: int) -> Any:
     def split(parent: Mapping[Any, Any]) -> dict[Any, Any]:
         layers = {
             numbered.format(i): jax.tree.map(lambda a, i=i: _layer(a, i), parent[name])
@@ -219,13 +220,13 @@ def split_numbered(tree: Any, numbered: str, name: str, count: int) -> Any:
     return _map_parents(tree, name, split)
 
 
-def _map_parents(tree: Any, key: str, fn: Callable[[Mapping[Any, Any]], Any]) -> Any:
+def _map_parents(tree: Tree, key: str, fn: Callable[[Mapping[Any, Any]], Any]) -> Any:
     """The tree with ``fn(mapping)``, in its type, in place of every mapping that has the key."""
 
-    def is_parent(x: Any) -> bool:
+    def is_parent(x: Array) -> bool:
         return isinstance(x, Mapping) and key in x
 
-    def convert(x: Any) -> Any:
+    def convert(x: Array) -> Any:
         return type(x)(fn(x)) if is_parent(x) else x
 
     return jax.tree.map(convert, tree, is_leaf=is_parent)
@@ -237,7 +238,7 @@ def _stack(layers: Sequence[Any]) -> Any:
     return (jnp if isinstance(layers[0], jax.Array) else np).stack(layers)
 
 
-def _layer(x: Any, i: int) -> Any:
+def _layer(x: Array, i: int) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     return _unsharded_dim(x)[i]

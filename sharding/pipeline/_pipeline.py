@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from sharding._types import Array, Batch, Tree
 from sharding.pipeline._differentiable_loss import loss, on_auto_axes
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._layers import (
@@ -174,7 +175,7 @@ class Pipeline:
         schedule = self.schedule.without_backward()
         return schedule, instructions(schedule, self.recompute)
 
-    def stack(self, tree: Any) -> Any:
+    def stack(self, tree: Tree) -> Any:
         """The tree of a model, or of an optimizer's state, with its layers under ``layers``.
 
         In ``tree`` they are in order, under the key ``layers`` [layers, ...] or under ``numbered``
@@ -193,18 +194,18 @@ class Pipeline:
             )
         return tree
 
-    def unstack(self, tree: Any) -> Any:
+    def unstack(self, tree: Tree) -> Any:
         """The inverse of ``stack``."""
         tree, _ = self._reorder(tree, np.argsort(self._rows.order))
         if self.numbered is not None:
             tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         return tree
 
-    def _reorder(self, tree: Any, order: np.ndarray, stacking: bool = False) -> tuple[Any, int]:
+    def _reorder(self, tree: Tree, order: np.ndarray, stacking: bool = False) -> tuple[Any, int]:
         """A tree with its arrays of layers in another order; and their number."""
         arrays = []
 
-        def layers(x: Any) -> Any:
+        def layers(x: Array) -> Any:
             self._check_layers(x, stacking)
             arrays.append(x)
             return reordered(x, order)
@@ -212,7 +213,7 @@ class Pipeline:
         tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
         return tree, len(arrays)
 
-    def _check_layers(self, x: Any, stacking: bool = False) -> None:
+    def _check_layers(self, x: Array, stacking: bool = False) -> None:
         total = sum(self.layer_counts)
         if not jnp.ndim(x) or x.shape[0] != total:
             hint = "" if stacking else " Convert the model's parameters with pipeline.stack."
@@ -221,7 +222,7 @@ class Pipeline:
                 f"dim 0, got shape {jnp.shape(x)}.{hint}"
             )
 
-    def param_specs(self, params: Any, specs: Any = None) -> Any:
+    def param_specs(self, params: Tree, specs: Tree = None) -> Any:
         """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
 
         Stages shard dim 0 of layers, or, if it does not divide, the first other dim that does.
@@ -232,7 +233,7 @@ class Pipeline:
         """
         specs = expand_specs(specs, params)
 
-        def over_stages(spec: Any, x: Any) -> Any:
+        def over_stages(spec: Any, x: Array) -> Any:
             self._check_layers(x)
             if len(spec) and spec[0] is not None:
                 raise ValueError(f"dim 0 of stacked layers is sharded over stages, got {spec}.")
@@ -243,7 +244,7 @@ class Pipeline:
         new = jax.tree.map(over_stages, of_layers, layers, is_leaf=is_spec)
         return type(params)({**specs, self.layers: new})
 
-    def _parts(self, params: Any) -> tuple[Any, Any]:
+    def _parts(self, params: Tree) -> tuple[Any, Any]:
         """The stacked layers, and the shared parameters."""
         if not isinstance(params, Mapping) or self.layers not in params:
             have = list(params) if isinstance(params, Mapping) else type(params).__name__
@@ -255,7 +256,7 @@ class Pipeline:
 
     # --- The loss ---------------------------------------------------------------------------------
 
-    def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+    def loss(self, params: Tree, batch: Batch, key: Any = None) -> Any:
         """``(sum, weight)``: the sum of the losses of a batch and of their weights; differentiable.
 
         With ``has_aux`` it is ``((sum, weight), aux)``.
@@ -287,7 +288,7 @@ class Pipeline:
                 else "the pipeline takes no key. Make it with rngs=True."
             )
 
-    def _microbatches(self, batch: Any) -> Any:
+    def _microbatches(self, batch: Batch) -> Any:
         count = self.schedule.num_microbatches
         for x in jax.tree.leaves(batch):
             if jnp.ndim(x) and x.shape[0] % count:
@@ -297,18 +298,18 @@ class Pipeline:
                 )
         return split_microbatches(batch, count)
 
-    def sequential_loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+    def sequential_loss(self, params: Tree, batch: Batch, key: Any = None) -> Any:
         """What ``loss`` computes, layer by layer on one device: a reference, and for debugging."""
         types = map(jax.typeof, jax.tree.leaves((params, batch)))
         if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types):
             return on_auto_axes(self.mesh, self._sequential_loss, P())(params, batch, key)
         return self._sequential_loss(params, batch, key)
 
-    def _sequential_loss(self, params: Any, batch: Any, key: Any) -> Any:
+    def _sequential_loss(self, params: Tree, batch: Batch, key: Any) -> Any:
         layers, shared = self._parts(params)
         total = sum(self.layer_counts)
 
-        def one(microbatch: Any, number: Any) -> Any:
+        def one(microbatch: Batch, number: Any) -> Any:
             def keyed(i: int) -> tuple[Any, ...]:
                 if key is None:
                     return (microbatch,)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.traced_graph import Graph, evaluate
+from sharding._types import Array, Tree
 
 Arrays = list[Any]
 
@@ -20,7 +21,7 @@ class LayerParams(NamedTuple):
     frozen: Any = None  # None if there are none
 
     @staticmethod
-    def of(tree: Any, trained: Any) -> "LayerParams":
+    def of(tree: Tree, trained: Tree) -> "LayerParams":
         """A tree, by a tree of whether each leaf is trained."""
         return LayerParams(
             jax.tree.map(lambda x, t: x if t else None, tree, trained),
@@ -57,19 +58,19 @@ class Stage:
     _vjp: Any = None  # the tree of jax.vjp's function, and where each of its leaves is from
     _weight_part: Any = None  # of a layer's split backward pass
 
-    def forward(self, params: LayerParams, x: Any, scope: Scope) -> Any:
-        def run(x: Any, layer_params: LayerParams, scope: Scope) -> tuple[Any, None]:
+    def forward(self, params: LayerParams, x: Array, scope: Scope) -> Any:
+        def run(x: Array, layer_params: LayerParams, scope: Scope) -> tuple[Any, None]:
             return self.layer(layer_params, x, scope.microbatch, scope.key), None
 
         return self._scan(run, x, params, scope)[0]
 
-    def forward_storing(self, params: LayerParams, x: Any, scope: Scope) -> tuple[Any, Arrays]:
+    def forward_storing(self, params: LayerParams, x: Array, scope: Scope) -> tuple[Any, Arrays]:
         return self._scan(self._run_storing, x, params, scope)
 
     def backward(
-        self, params: LayerParams, residuals: Arrays, cotangent: Any, scope: Scope
+        self, params: LayerParams, residuals: Arrays, cotangent: Tree, scope: Scope
     ) -> tuple[Any, Any]:
-        def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Any]:
+        def run(cotangent: Tree, indexed: Any, scope: Scope) -> tuple[Any, Any]:
             layer_params, stored = indexed
             grads, cotangent = self._layer_vjp(layer_params, stored, scope)(cotangent)
             return cotangent, grads
@@ -77,11 +78,11 @@ class Stage:
         return self._scan(run, cotangent, (params, residuals), scope, reverse=True)
 
     def backward_input(
-        self, params: LayerParams, residuals: Arrays, cotangent: Any, scope: Scope
+        self, params: LayerParams, residuals: Arrays, cotangent: Tree, scope: Scope
     ) -> tuple[Any, Arrays]:
         """The cotangent of the input, and what the gradients of the layers need beside it."""
 
-        def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Arrays]:
+        def run(cotangent: Tree, indexed: Any, scope: Scope) -> tuple[Any, Arrays]:
             args = (*indexed, cotangent, scope)  # parameters and residuals of the layer
             input_part, self._weight_part = split_backward(self._layer_vjp, *args)
             return input_part(*args)
@@ -94,7 +95,7 @@ class Stage:
 
         return self._scan(run, None, (params, crossing), scope)[1]
 
-    def stores_changed_params(self, params: LayerParams, x: Any, scope: Scope) -> bool:
+    def stores_changed_params(self, params: LayerParams, x: Array, scope: Scope) -> bool:
         """Whether a layer's residuals hold what it made of its parameters alone, such as a cast."""
         treedef: Any
         own = jax.tree.map(lambda x: x[0], params)
@@ -132,8 +133,8 @@ class Stage:
 
     # --- One layer --------------------------------------------------------------------------------
 
-    def _run_storing(self, x: Any, params: LayerParams, scope: Scope) -> tuple[Any, Arrays]:
-        def of_inputs(trained: Any, x: Any) -> Any:
+    def _run_storing(self, x: Array, params: LayerParams, scope: Scope) -> tuple[Any, Arrays]:
+        def of_inputs(trained: Tree, x: Array) -> Any:
             own = params._replace(trained=trained)
             return self.layer(own, x, scope.microbatch, scope.key)
 
@@ -153,7 +154,11 @@ class Stage:
 
 
 def split_backward(
-    layer_vjp: Callable[..., Any], params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
+    layer_vjp: Callable[..., Any],
+    params: LayerParams,
+    stored: Arrays,
+    cotangent: Tree,
+    scope: Scope,
 ) -> tuple[Callable[..., tuple[Any, Arrays]], Callable[..., Any]]:
     """The backward pass of one layer in two: the gradient of its input, then of its parameters."""
     # What the second needs of the first crosses over: results of the first that it reads,
@@ -184,7 +189,7 @@ def split_backward(
     crossing = sorted(reads & (computed | set(range(len(known), len(inputs)))))
 
     def input_part(
-        params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
+        params: LayerParams, stored: Arrays, cotangent: Tree, scope: Scope
     ) -> tuple[Any, Arrays]:
         inputs = [*_known(params, scope), *stored, *jax.tree.leaves(cotangent)]
         values = dict(enumerate(inputs)) | graph.constants

@@ -10,7 +10,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.placement._specs import AnyMesh, Tree, first_names, is_spec, leaf_names, num_shards
+from sharding._types import Tree
+from sharding.placement._specs import AnyMesh, first_names, is_spec, leaf_names, num_shards
 
 
 @dataclasses.dataclass(frozen=True)

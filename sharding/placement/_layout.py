@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.placement import _specs
 from sharding.placement._shard_dim import shard_dim
-from sharding.placement._specs import AnyMesh, Axis, Tree
+from sharding.placement._specs import AnyMesh, Axis
 
 P = PartitionSpec
 
@@ -107,7 +108,7 @@ class Layout:
         ]
         return Placement(*(treedef.unflatten([fields[i] for fields in placed]) for i in range(4)))
 
-    def _place_leaf(self, path: str, leaf: Any, spec: P) -> tuple[P, P, int, str]:
+    def _place_leaf(self, path: str, leaf: Array, spec: P) -> tuple[P, P, int, str]:
         """The fields of ``Placement`` for one parameter."""
         ndim = len(leaf.shape)
         entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
@@ -142,7 +143,7 @@ class Layout:
         """Without those of one device, which shard nothing."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
-    def shard_spec(self, leaf: Any) -> P:
+    def shard_spec(self, leaf: Array) -> P:
         """The spec of the shards of an array that is no parameter, by its shape."""
         return self._place_leaf("", leaf, P())[1]
 
@@ -192,7 +193,7 @@ class Layout:
     def place_batch(self, batch: Tree) -> Tree:
         """Moves the arrays of a batch that are committed to another placement."""
 
-        def place(x: Any, want: NamedSharding) -> Any:
+        def place(x: Array, want: NamedSharding) -> Any:
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
                 raise ValueError(
                     f"a step over several processes got a batch array of this process, of shape "
@@ -210,7 +211,7 @@ class Layout:
             return args
         devices = set(self.mesh.devices.flat)
 
-        def place(x: Any) -> Any:
+        def place(x: Array) -> Any:
             inside = not _is_committed(x) or x.sharding.device_set == devices
             return x if inside else jax.device_put(x, self.replicated)
 
@@ -222,7 +223,7 @@ class Layout:
             return state
         devices = set(self.mesh.devices.flat)
 
-        def place(x: Any) -> Any:
+        def place(x: Array) -> Any:
             real = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
             if not real or np.ndim(x) or isinstance(x, jax.core.Tracer):
                 return x
@@ -246,12 +247,12 @@ class Layout:
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
 
 
-def _is_local(x: Any) -> bool:
+def _is_local(x: Array) -> bool:
     """Whether an array, such as a NumPy array, is of this process alone; scalars are not asked."""
     real = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
     return real and x.ndim > 0 and getattr(x, "is_fully_addressable", True)
 
 
-def _is_committed(x: Any) -> bool:
+def _is_committed(x: Array) -> bool:
     """Whether a real array was put on its devices explicitly."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from sharding._types import Tree
 from sharding.placement._layout import Layout
-from sharding.placement._specs import AnyMesh, Tree, only_axes
+from sharding.placement._specs import AnyMesh, only_axes
 
 
 def on_mesh(

@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+
+from sharding._types import Array
 
 # Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
 # quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
@@ -20,7 +21,7 @@ _MIN_OTHER_DIM = 64
 
 def shard_dim(
     path: str,
-    leaf: Any,
+    leaf: Array,
     spec: PartitionSpec,  # on the user's axes
     counts: Sequence[int],  # of shards, see ``choose_sharded_dim``
     min_size: int,

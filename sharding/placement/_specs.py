@@ -12,19 +12,19 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext import FactoringRule
+from sharding._types import Array, Tree
 
 AnyMesh = Mesh | AbstractMesh
 Axis = str | tuple[str, ...]
 Axes = tuple[str, ...]
-Tree = Any  # a pytree, of arrays where nothing else is said
 KeyPath = tuple[Any, ...]
 
 
-def is_spec(x: Any) -> bool:
+def is_spec(x: Array) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: Array) -> bool:
     """Whether a node carries Flax's partition metadata; Flax itself is not needed here."""
     nnx = sys.modules.get("flax.nnx")
     return hasattr(x, "get_partition_spec") or (nnx is not None and isinstance(x, nnx.Variable))
@@ -138,7 +138,7 @@ def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
-def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
+def sharding_on(leaf: Array, mesh: AnyMesh) -> NamedSharding | None:
     """The sharding of a real or abstract array on the mesh; None if it is not known."""
     if isinstance(leaf, jax.core.Tracer):
         return None
@@ -152,7 +152,7 @@ def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
     """A spec for every parameter: the argument, else Flax metadata, else replicated; checked."""
     if param_specs is None:
 
-        def given(path: KeyPath, x: Any) -> Tree:
+        def given(path: KeyPath, x: Array) -> Tree:
             if not _is_box(x):
                 return PartitionSpec()
             spec = _spec_in(path_str(path), x, mesh)
@@ -176,7 +176,7 @@ def expand_specs(param_specs: Tree, params: Tree) -> Tree:
         raise ValueError(f"param_specs does not match the parameters: {error}") from None
 
 
-def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Any, spec: PartitionSpec) -> None:
+def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Array, spec: PartitionSpec) -> None:
     shape, which = tuple(leaf.shape), f"{spec} for {path_str(path)!r}"
     if len(spec) > len(shape):
         raise ValueError(f"{which} has more entries than its shape {shape}.")

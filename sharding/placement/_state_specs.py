@@ -7,8 +7,9 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding._user_line import warn
-from sharding.placement._specs import AnyMesh, Tree, is_spec, path_str, resolve_param_specs, trim
+from sharding.placement._specs import AnyMesh, is_spec, path_str, resolve_param_specs, trim
 
 
 def state_shardings(
@@ -159,7 +160,7 @@ def _specs_by_path(
         "parameters by path and shape, and replicated where that finds none."
     )
 
-    def match(path: Any, leaf: Any, like: Any) -> PartitionSpec:
+    def match(path: Any, leaf: Array, like: Array) -> PartitionSpec:
         ends = range(len(path) + 1)
         within = ((path[i:j], leaf.shape) for i in ends for j in reversed(ends[i:]))
         return next((left[key] for key in within if key in left), _spec_of(like))

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.placement._specs import Tree
+from sharding._types import Array, OptState, Tree
 
 
 def parts(
-    state: Any, tx: optax.GradientTransformation | None
+    state: Tree, tx: optax.GradientTransformation | None
 ) -> tuple[Any, Any, optax.GradientTransformation]:
     """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
     if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
@@ -31,12 +31,12 @@ def parts(
     raise _not_a_train_state(state)
 
 
-def _is_pair(state: Any) -> bool:
+def _is_pair(state: Tree) -> bool:
     """Whether a state is a plain tuple of two; methods of ``Zero`` return such tuples."""
     return type(state) is tuple and len(state) == 2
 
 
-def _not_a_train_state(state: Any) -> ValueError:
+def _not_a_train_state(state: Tree) -> ValueError:
     size = f" of {len(state)}" if isinstance(state, tuple) else ""
     return ValueError(
         "a train state must be a Flax TrainState or a pair (params, opt_state), a plain tuple, got "
@@ -46,7 +46,7 @@ def _not_a_train_state(state: Any) -> ValueError:
     )
 
 
-def params_of(state: Any) -> Any:
+def params_of(state: Tree) -> Any:
     if _is_pair(state):
         return state[0]
     if not hasattr(state, "params"):
@@ -54,7 +54,7 @@ def params_of(state: Any) -> Any:
     return state.params
 
 
-def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
+def model_state_of(state: Tree, names: str | tuple[str, ...] | bool) -> Tree:
     """The fields of a ``TrainState`` that a loss takes as its model state; None for a bool."""
     if isinstance(names, bool) or not names:
         return None
@@ -69,19 +69,19 @@ def model_state_of(state: Any, names: str | tuple[str, ...] | bool) -> Tree:
     return getattr(state, names)
 
 
-def with_model_state(state: Any, names: str | tuple[str, ...], model_state: Tree) -> Any:
+def with_model_state(state: Tree, names: str | tuple[str, ...], model_state: Tree) -> Any:
     return state.replace(**({names: model_state} if isinstance(names, str) else model_state))
 
 
-def opt_state_of(state: Any) -> Any:
+def opt_state_of(state: Tree) -> Any:
     return state[1] if isinstance(state, tuple) else state.opt_state
 
 
-def with_opt_state(state: Any, opt_state: Any) -> Any:
+def with_opt_state(state: Tree, opt_state: OptState) -> Any:
     return (state[0], opt_state) if isinstance(state, tuple) else state.replace(opt_state=opt_state)
 
 
-def resolve_trainable(params: Any, trainable: Any) -> Any:
+def resolve_trainable(params: Tree, trainable: Tree) -> Any:
     """Whether each parameter is trained: as requested, and never if it is not floating."""
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
@@ -103,7 +103,7 @@ def full_tree(tree: Tree) -> Tree:
     return jax.tree.map(_full, tree)
 
 
-def _full(x: Any) -> np.ndarray:
+def _full(x: Array) -> np.ndarray:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return np.asarray(jax.device_get(x))

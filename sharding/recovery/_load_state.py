@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from sharding._types import Array
 from sharding.recovery._find_snapshot import FoundSnapshot
 from sharding.recovery._machines import gather_json
 from sharding.recovery._stored_leaf import (
@@ -78,7 +79,7 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tup
     return [(x, stored[path]) for path, x in targets]
 
 
-def _local_boxes(x: Any) -> dict[jax.Device, Box]:
+def _local_boxes(x: Array) -> dict[jax.Device, Box]:
     indices = x.sharding.addressable_devices_indices_map(x.shape)
     return {
         device: tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
@@ -114,7 +115,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _assemble(
-    x: Any, i: int, needed: Needed, snapshot: FoundSnapshot, received: dict[Request, np.ndarray]
+    x: Array, i: int, needed: Needed, snapshot: FoundSnapshot, received: dict[Request, np.ndarray]
 ) -> jax.Array:
     arrays: dict[Box, np.ndarray] = {}
     shards = []
@@ -130,7 +131,7 @@ def _assemble(
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-def _as_keys(x: Any, data: jax.Array) -> jax.Array:
+def _as_keys(x: Array, data: jax.Array) -> jax.Array:
     impl = []
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), x)
     wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from sharding._types import Tree
 from sharding.recovery._find_snapshot import (
     FoundSnapshot,
     NoCompleteCheckpoint,
@@ -140,7 +141,7 @@ class PeerCheckpoints:
 
     # --- Saving ---------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any, extra: Any = None) -> bool:
+    def save(self, step: int, state: Tree, extra: Any = None) -> bool:
         """Starts a snapshot if the step is a multiple of ``interval``; returns whether it did.
 
         A collective. The state may be donated at once; with ``zero.train_step(snapshot=...)`` only
@@ -171,7 +172,7 @@ class PeerCheckpoints:
             self._flush()
         return True
 
-    def _leave(self, step: int, state: Any, extra: Any) -> None:
+    def _leave(self, step: int, state: Tree, extra: Any) -> None:
         """Checks a snapshot, and makes it the pending one."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}.")
@@ -229,7 +230,7 @@ class PeerCheckpoints:
         """Leaves copying to training steps, which ask for ``copies``."""
         self._in_steps = True
 
-    def copies(self, state: Any) -> StepCopies | None:
+    def copies(self, state: Tree) -> StepCopies | None:
         """Copies of the saved snapshot for a training step that takes this state, if any."""
         leaves = jax.tree.leaves(state)
         pending, self._restored = self._pending or self._restored, None
@@ -243,12 +244,12 @@ class PeerCheckpoints:
         program, _ = self._program_for([(path, data_type(x)) for path, x in saved])
         return StepCopies(program, [x for _, x in saved], leaves, self._committed(), self._started)
 
-    def planned_copies(self, state: Any) -> StepCopies:
+    def planned_copies(self, state: Tree) -> StepCopies:
         """As ``copies``, of a state that may be abstract."""
         leaves = [x for _, x in leaf_paths(state)]
         return StepCopies(self._program_of(state), leaves, leaves, False, lambda replicas: None)
 
-    def _program_of(self, state: Any) -> ReplicaProgram:
+    def _program_of(self, state: Tree) -> ReplicaProgram:
         types = [(path, data_type(x)) for path, x in leaf_paths(state)]
         return ReplicaProgram(self.mesh, self.machines, self.holders, types)
 
@@ -319,7 +320,7 @@ class PeerCheckpoints:
 
     # --- Describing and closing -----------------------------------------------------------------
 
-    def describe(self, state: Any = None) -> PeerDescription:
+    def describe(self, state: Tree = None) -> PeerDescription:
         """Describes who stores whose shards, bytes, and the probability of recovery.
 
         ``state`` has arrays or types with shardings; None: that of the last ``save``.

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding._types import Tree
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.recovery._checksum import as_words, checksum
 from sharding.recovery._machines import Holders, Machines, is_compile_only
@@ -184,7 +185,7 @@ class StepCopies:
         """Makes the step take ``arguments`` as its last one, and return the replicas, too."""
         # The last argument of ``step`` is a scalar that is known once the state is copied.
 
-        def call(state: Any, *args: Any) -> tuple[Any, Replicas]:
+        def call(state: Tree, *args: Any) -> tuple[Any, Replicas]:
             *own, (flags, others) = args
             taken, untaken = jax.tree.leaves(state), iter(others)
             leaves = [next(untaken) if i is None else taken[i] for i in self._places]
@@ -220,7 +221,7 @@ def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
         yield from _boxes(inner, -(-count // num)) if num < count else (inner,)
 
 
-def _after(committed: jax.Array, state: Any) -> Any:
+def _after(committed: jax.Array, state: Tree) -> Any:
     """A state that XLA knows once the copies are sent."""
     # CPU programs run the collectives of a loop beside others, each device in an order of its own,
     # until all threads wait. They drop barriers, so data must depend on what is sent.

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from sharding._types import Array, DType, Tree
 from sharding.recovery._machines import Holders, Machines
 
 # Smaller blocks that several devices of a machine hold are stored by one of them, larger by all.
@@ -155,21 +156,21 @@ def disjoint_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, in
 # --- Leaves of states -----------------------------------------------------------------------------
 
 
-def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+def leaf_paths(tree: Tree) -> list[tuple[str, Any]]:
     flat, _ = jax.tree.flatten_with_path(tree)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Array) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def as_data(x: Any) -> Any:
+def as_data(x: Array) -> Any:
     """A leaf whose random keys are integers; other leaves as they are."""
     return jax.random.key_data(x) if is_key(x) and isinstance(x, jax.Array) else data_type(x)
 
 
-def data_type(x: Any) -> Any:
+def data_type(x: Array) -> Any:
     """``as_data`` that computes nothing: of random keys the type of their integers."""
     if not is_key(x):
         return x
@@ -177,7 +178,7 @@ def data_type(x: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 
 
-def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
+def check_on_mesh(path: str, x: Array, mesh: Mesh) -> None:
     """Raises TypeError unless a leaf can be stored, and is on the devices of the mesh in order."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
@@ -192,7 +193,7 @@ def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
         stored_dtype(x.dtype, path)
 
 
-def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
+def stored_dtype(dtype: DType, path: str = "an array") -> np.dtype:
     """The dtype in which an array is stored: 8 bits for narrower integers."""
     dtype = np.dtype(dtype)
     narrow = _NARROW.get(dtype.name)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from sharding._types import Array, Tree
 from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -28,7 +29,7 @@ class TracedBlock:
     device: jax.Device  # for which it is compiled, where the arguments are not on several devices
 
     @staticmethod
-    def of(fn: Fn, params: Any, x: Any, device: jax.Device) -> "TracedBlock":
+    def of(fn: Fn, params: Tree, x: Array, device: jax.Device) -> "TracedBlock":
         params, x = types_of(params), types_of(x)
         return TracedBlock(fn, params, x, _types_of_results(fn, params, x), device)
 
@@ -51,14 +52,14 @@ class TracedBlock:
         return self._step_work(self.with_policy(names), kind) - plain
 
     def _step_work(self, fn: Fn, kind: DeviceKind | None) -> Work:
-        def step(params: Any, x: Any, cotangent: Any) -> Any:
+        def step(params: Tree, x: Array, cotangent: Tree) -> Any:
             y, vjp = floating_vjp(fn, params, x)
             return y, vjp(cotangent)
 
         return work_of(step, self.params, self.x, self.y, kind=kind)
 
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
-        def vjp(params: Any, x: Any) -> Any:
+        def vjp(params: Tree, x: Array) -> Any:
             return floating_vjp(self.fn, params, x)[1]
 
         return NamedValues.of(vjp, (self.params, self.x), kind, names)
@@ -68,7 +69,7 @@ class TracedBlock:
         return self._residuals(names) - self._residuals(()) if names else 0
 
     def _residuals(self, names: Sequence[str]) -> int:
-        def residuals(params: Any, x: Any) -> Any:
+        def residuals(params: Tree, x: Array) -> Any:
             return jax.tree.leaves(floating_vjp(self.with_policy(names), params, x)[1])
 
         return device_bytes(_types_of_results(residuals, self.params, self.x))
@@ -78,7 +79,7 @@ class TracedBlock:
         # The cotangent is donated: XLA may write that of the input in its place.
         fn = after_backward(self.with_policy(names))
 
-        def backward(params: Any, x: Any, cotangent: Any) -> Any:
+        def backward(params: Tree, x: Array, cotangent: Tree) -> Any:
             return floating_vjp(fn, params, x)[1](cotangent)
 
         args, results = (self.params, self.x, self.y), (_floating((self.params, self.x)),)
@@ -86,7 +87,7 @@ class TracedBlock:
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
 
-def _types_of_results(fn: Fn, params: Any, x: Any) -> Any:
+def _types_of_results(fn: Fn, params: Tree, x: Array) -> Any:
     """Types of what a function returns; of sharded arguments sharded as the compiler has it."""
     types = jax.eval_shape(fn, params, x)
     if is_sharded((params, x)):
@@ -95,16 +96,16 @@ def _types_of_results(fn: Fn, params: Any, x: Any) -> Any:
     return types
 
 
-def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
+def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> float:
     """Bytes of a compiled program that runs a function forward and backward."""
     # As in a training step, the cotangent of the result is computed from the result, and that of
     # the input is not returned. Infinite where the compiler gives up, as beyond a TPU's memory.
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params: Tree, x: Array) -> Any:
         squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _floating(fn(params, x))]
         return sum(squares)
 
-    def step(params: Any, x: Any) -> Any:
+    def step(params: Tree, x: Array) -> Any:
         _, vjp = floating_vjp(loss, params, x)
         return vjp(jnp.float32(1.0))[0][: len(_floating(params))]
 
@@ -117,11 +118,11 @@ def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
     return temporaries_of(compiled)
 
 
-def _floating(tree: Any) -> list[Any]:
+def _floating(tree: Tree) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def floating_vjp(fn: Fn, params: Any, x: Any) -> tuple[Any, Any]:
+def floating_vjp(fn: Fn, params: Tree, x: Array) -> tuple[Any, Any]:
     """``jax.vjp`` with respect to parameters and input, as far as they are floating."""
     treedef: Any
     leaves, treedef = jax.tree.flatten((params, x))
@@ -188,13 +189,13 @@ def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]
     return [frontier[round(i * step)] for i in range(most)]
 
 
-def is_sharded(tree: Any) -> bool:
+def is_sharded(tree: Tree) -> bool:
     return any(x.sharding is not None for x in jax.tree.leaves(tree))
 
 
-def device_bytes(tree: Any) -> int:
+def device_bytes(tree: Tree) -> int:
 
-    def of_one(x: Any) -> int:
+    def of_one(x: Array) -> int:
         if x.sharding is None:
             return num_bytes(x)
         return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
@@ -213,10 +214,10 @@ def one_of(stack: Any) -> Any:
     return jax.tree.map(first, types_of(stack))
 
 
-def types_of(tree: Any) -> Any:
+def types_of(tree: Tree) -> Any:
     """Shapes, dtypes, and the shardings of arrays on several devices."""
 
-    def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    def type_of(x: Array) -> jax.ShapeDtypeStruct:
         sharding = getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
             sharding = None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from sharding._types import Array
 from sharding.plan.model._traced_model import Work
 from sharding.remat._block_costs import MeasuredBlock, step_temporaries
 from sharding.remat._chain_search import (
@@ -46,7 +47,7 @@ class ChainPlan(RematPlan):
         """``fn(params, x)``, the chain; with ``zero`` each block gathers its own parameters."""
         run = self._runner(self.tree, zero)
 
-        def chain(params: Sequence[Any], x: Any) -> Any:
+        def chain(params: Sequence[Any], x: Array) -> Any:
             if len(params) != len(self.blocks):
                 raise ValueError(
                     f"expected parameters for each of {len(self.blocks)} blocks, got {len(params)}."
@@ -69,7 +70,7 @@ class ChainPlan(RematPlan):
                 fn = jax.checkpoint(self._runner(part.parts, zero))
             parts.append((fn, numbers_in_tree((part,))))
 
-        def run(params: dict[int, Any], x: Any) -> Any:
+        def run(params: dict[int, Any], x: Array) -> Any:
             for fn, numbers in parts:
                 x = fn({n: params[n] for n in numbers}, x)
             return x
@@ -91,7 +92,7 @@ class ChainPlan(RematPlan):
         return rows
 
 
-def _by_number(block: Fn, number: int, params: dict[int, Any], x: Any) -> Any:
+def _by_number(block: Fn, number: int, params: dict[int, Any], x: Array) -> Any:
     return block(params[number], x)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from sharding._types import Array, Tree
 from sharding.step._gathered_layers import after_input
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def after_backward(fn: Fn) -> Fn:
     # Without the barrier XLA may put off the products of all blocks that sum gradients of
     # parameters, and hold what they read until then.
 
-    def call(params: Any, x: Any) -> Any:
+    def call(params: Tree, x: Array) -> Any:
         treedef: Any
         arrays, treedef = jax.tree.flatten(x)
         params, arrays = after_input(params, arrays)
@@ -77,13 +78,13 @@ def scanned(
     # Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
     # one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
 
-    def named(params: Any, x: Any) -> Any:
+    def named(params: Tree, x: Array) -> Any:
         # Only a name within the loop's body lets its carry be offloaded.
         return fn(params, jax.tree.map(_with_name, x) if name_input else x)
 
     block = under_policy(named, policy, zero, in_loop=True)
 
-    def layers(params: Any, x: Any) -> Any:
+    def layers(params: Tree, x: Array) -> Any:
         return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
 
     if len(lengths) == 1:
@@ -91,7 +92,7 @@ def scanned(
     outer, inner = lengths
     segment = jax.checkpoint(layers, prevent_cse=False)
 
-    def segments(params: Any, x: Any) -> Any:
+    def segments(params: Tree, x: Array) -> Any:
         parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
         return lax.scan(lambda x, p: (segment(p, x), None), x, parts, length=outer)[0]
 

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, overload
 
 import jax
 
+from sharding._types import Array, Tree
 from sharding.plan import targets
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
@@ -43,8 +44,8 @@ Device: TypeAlias = "str | jax.Device | None"
 @overload
 def plan(
     blocks: Fn,
-    params: Any,
-    x: Any,
+    params: Tree,
+    x: Array,
     budget: Budget,
     *,
     length: int,
@@ -58,7 +59,7 @@ def plan(
 def plan(
     blocks: Sequence[Fn] | Fn,
     params: Sequence[Any],
-    x: Any,
+    x: Array,
     budget: Budget,
     *,
     device: str | jax.Device | None = ...,
@@ -69,8 +70,8 @@ def plan(
 
 def plan(
     blocks: Any,
-    params: Any,
-    x: Any,
+    params: Tree,
+    x: Array,
     budget: Budget,
     *,
     device: str | jax.Device | None = None,
@@ -140,8 +141,8 @@ def plan(
 
 def frontier(
     blocks: Any,
-    params: Any,
-    x: Any,
+    params: Tree,
+    x: Array,
     *,
     device: str | jax.Device | None = None,
     names: Names = None,
@@ -203,7 +204,13 @@ def _left_by(planned: Plan) -> float:
 
 
 def _measured_chain(
-    blocks: Any, params: Any, x: Any, device: Device, request: NameRequest, offload: Any, modes: int
+    blocks: Any,
+    params: Tree,
+    x: Array,
+    device: Device,
+    request: NameRequest,
+    offload: Any,
+    modes: int,
 ) -> MeasuredChain:
     if isinstance(params, Mapping):
         raise ValueError(
@@ -246,8 +253,8 @@ def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[Save
 
 def _measured_stack(
     block: Any,
-    params: Any,
-    x: Any,
+    params: Tree,
+    x: Array,
     device: Device,
     request: NameRequest,
     offload: bool | Collection[str],

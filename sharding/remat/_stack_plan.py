@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._traced_model import Work
 from sharding.remat._block_costs import (
@@ -98,7 +99,13 @@ class Stack:
     """
 
     def __init__(
-        self, fn: Fn, params: Any, x: Any, length: int, device: jax.Device, kind: DeviceKind | None
+        self,
+        fn: Fn,
+        params: Tree,
+        x: Array,
+        length: int,
+        device: jax.Device,
+        kind: DeviceKind | None,
     ):
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}.")

@@ -1,17 +1,16 @@
 """Statistics of the batch of all devices, for batch norms of any framework."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import Array
 from sharding.placement._specs import Axis
 from sharding.step.flax._batch_norm import is_bound
 
 
 def batch_moments(
-    x: Any, axis: Axis, dims: int | tuple[int, ...] = 0
+    x: Array, axis: Axis, dims: int | tuple[int, ...] = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over the batch of all devices, as a batch norm computes them.
 

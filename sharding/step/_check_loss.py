@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.placement._specs import Tree, path_str
+from sharding._types import Array, Batch, Tree
+from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
 from sharding.step._layer_check import operations
 from sharding.step.flax._nnx_model import is_module, pure_loss
 
 
 def check_loss(
-    zero: Any, loss_fn: Any, state: Any, batch: Any, key: Any, model_state: Any, options: Any
+    zero: Any, loss_fn: Any, state: Tree, batch: Batch, key: Any, model_state: Tree, options: Any
 ) -> None:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
@@ -38,7 +39,7 @@ def check_loss(
         sharded, mesh=_one_shard(zero), stage=0, shard_state_over_replicas=False
     )
 
-    def on_one(tree: Any) -> Any:
+    def on_one(tree: Tree) -> Any:
         full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate(tree))
         return alone.replicate(full)
 
@@ -110,6 +111,6 @@ def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
     return differing
 
 
-def _in_double(x: Any) -> np.ndarray:
+def _in_double(x: Array) -> np.ndarray:
     full = full_tree(x)
     return full.astype(np.result_type(full, np.float64))

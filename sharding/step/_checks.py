@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from sharding.placement._specs import KeyPath, Tree, path_str
+from sharding._types import Array, Tree
+from sharding.placement._specs import KeyPath, path_str
 from sharding.sync import GradientSync
 
 
 def check_placed(tree: Tree, shardings: Tree) -> None:
     """Raises if a real array has another placement than a step requires."""
 
-    def check(path: KeyPath, leaf: Any, want: NamedSharding) -> None:
+    def check(path: KeyPath, leaf: Array, want: NamedSharding) -> None:
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             return
         have = getattr(leaf, "sharding", None)
@@ -76,7 +77,7 @@ def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
         )
 
 
-def check_numbers(path: KeyPath, x: Any, keys: bool = True) -> None:
+def check_numbers(path: KeyPath, x: Array, keys: bool = True) -> None:
     """Raises unless a leaf of a batch holds numbers, or random keys where these are allowed."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):

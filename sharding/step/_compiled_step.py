@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from sharding._types import Batch, Tree
 from sharding.placement._on_mesh import no_mesh, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
@@ -49,19 +50,19 @@ class CompiledStep:
         self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
         self._known: KnownState | None = None
 
-    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         """A jitted function of ``(selected, batch, key, model_state)`` for these placements."""
         raise NotImplementedError
 
-    def select(self, state: Any) -> Any:
+    def select(self, state: Tree) -> Any:
         """What the function takes of a state."""
         return state
 
-    def signature(self, selected: Any) -> Any:
+    def signature(self, selected: Tree) -> Any:
         """What distinguishes compiled functions: structure, shapes and dtypes of a state."""
         return _types_of(selected)
 
-    def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
+    def __call__(self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None) -> Any:
         """Runs the function."""
         check_compiled()
         selected, layout = self.select(state), self.zero._layout
@@ -98,7 +99,7 @@ class CompiledStep:
                 copies.started(replicas)
             return result
 
-    def _signature_if_known(self, selected: Any, others: Any) -> Any:
+    def _signature_if_known(self, selected: Tree, others: Any) -> Any:
         """The signature of a state like that of the call before, of arrays that are all usable."""
         known, (leaves, treedef) = self._known, jax.tree.flatten(selected)
         if (
@@ -116,7 +117,7 @@ class CompiledStep:
         apart = len(set(map(id, arrays))) == len(arrays)
         return known.signature if apart and not any(x.is_deleted() for x in leaves) else None
 
-    def _remember(self, selected: Any, signature: Any) -> None:
+    def _remember(self, selected: Tree, signature: Any) -> None:
         leaves, treedef = jax.tree.flatten(selected)
         self._known = None
         if all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
@@ -124,7 +125,7 @@ class CompiledStep:
             self._known = KnownState(treedef, set(map(type, leaves)), types, shardings, signature)
 
     def lower(
-        self, state: Any, batch: Any, key: Any = None, model_state: Any = None
+        self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None
     ) -> jax.stages.Lowered:
         """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``.
 
@@ -140,22 +141,24 @@ class CompiledStep:
             extra = [copies.arguments] if copies else []
             return run.lower(selected, batch, key, model_state, *extra)
 
-    def _placed(self, batch: Any) -> Any:
+    def _placed(self, batch: Batch) -> Any:
         check_batch(batch, self.zero.num_devices, self.microbatches)
         return self.zero._layout.place_batch(batch)
 
-    def _program(self, program: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+    def _program(
+        self, program: Any, selected: Tree, batch: Batch, copies: StepCopies | None
+    ) -> Any:
         if program not in self._programs:
             self._programs[program] = self.compile(selected, batch, copies)
         return self._programs[program]
 
 
-def _types_of(tree: Any) -> Any:
+def _types_of(tree: Tree) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     return treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def check_passed(passed: Any, model_state: Any) -> None:
+def check_passed(passed: Any, model_state: Tree) -> None:
     """Raises unless a call passes a model state exactly if the step takes it from there."""
     if model_state is True and passed is None:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Batch, Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh, over_data_axes
 from sharding.placement._specs import entry_of
@@ -24,14 +25,14 @@ from sharding.step._step_plan import StepSpec, plan_step
 class EvalStep(CompiledStep):
     """A compiled function of parameters and a batch; see ``Zero.eval_step``."""
 
-    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
+    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Tree):
         super().__init__(zero)
         self.fn, self.model_state = fn, model_state
 
-    def select(self, state: Any) -> Any:
+    def select(self, state: Tree) -> Any:
         return params_of(state), model_state_of(state, self.model_state)
 
-    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         params, fields = selected
         layout = self.zero._layout
         placed = layout.place(params)
@@ -46,7 +47,7 @@ class EvalStep(CompiledStep):
         )
 
     def run(
-        self, layout: Layout, selected: Any, batch: Any, key: Any, passed: Any, *, spec: StepSpec
+        self, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any, *, spec: StepSpec
     ) -> Any:
         """What the function returns, on the mesh: scalars averaged, arrays concatenated."""
         del key

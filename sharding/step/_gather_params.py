@@ -18,6 +18,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from sharding._types import Array, DType, Tree
 from sharding.collectives._all_gather import all_gather_arrays, gather_axis_groups
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
@@ -28,7 +29,7 @@ from sharding.sync import RowMethod
 # --- Stages 1 and 2: all parameters at once, after the update -------------------------------------
 
 
-def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
+def gather_updated(layout: Layout, shards: Tree, placed: Placement) -> Any:
     """Gathers over all but the last group of axes; the caller's constraint gathers over that one.
 
     Runs on the partitioner's global view, inside ``on_mesh``.
@@ -147,7 +148,7 @@ class ParamHandle:
         """The number of elements."""
         return math.prod(self.shape)
 
-    def astype(self, dtype: Any) -> "ParamHandle":
+    def astype(self, dtype: DType) -> "ParamHandle":
         """Itself, if that is its dtype."""
         if jnp.dtype(dtype) != self.dtype:
             raise TypeError(f"{_NOT_AN_ARRAY} It cannot be cast to {jnp.dtype(dtype)} before.")
@@ -190,12 +191,12 @@ class LeafShard(Shard):
     """A shard that is a leaf of a tree, as an array is; loops over layers do not accept it."""
 
 
-def is_shard(x: Any) -> bool:
+def is_shard(x: Array) -> bool:
     """Whether a tree's node is a shard."""
     return isinstance(x, Shard)
 
 
-def has_shards(tree: Any) -> bool:
+def has_shards(tree: Tree) -> bool:
     """Whether any leaf of a tree is a shard."""
     return any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard))
 
@@ -230,18 +231,18 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
             ) from error
 
 
-def _as_leaf(x: Any) -> Any:
+def _as_leaf(x: Array) -> Any:
     return LeafShard(x.held, x.tap, x.spec) if is_shard(x) else x
 
 
-def as_node(x: Any) -> Any:
+def as_node(x: Array) -> Any:
     return Shard(x.held, x.tap, x.spec) if isinstance(x, LeafShard) else x
 
 
 # --- Stages 2 and 3: the gather and its transpose -------------------------------------------------
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: Tree) -> Any:
     """The tree with every shard gathered; the gradient is reduce-scattered in the backward pass.
 
     Arrays are marked, while ``find_uses`` traces the loss.
@@ -265,7 +266,7 @@ def gather(tree: Any) -> Any:
     )
 
 
-def _mark(x: Any, name: str) -> Any:
+def _mark(x: Array, name: str) -> Any:
     marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
     return _marked(name, x) if marks else x
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharding._types import Tree
 from sharding.step._gather_params import Shard, as_node, gather, has_shards, is_shard
 
 
@@ -18,7 +19,7 @@ def gathered(
     """``fn(params, ...)`` that gathers its shards, with ``reshard`` again in backward."""
 
     @functools.wraps(fn)
-    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
         if not (has_shards(params) and reshard):
             return fn(gather(params), *args, **kwargs)
         # Leaves that are no arrays, such as functions in a module that is a pytree, stay outside.
@@ -35,7 +36,7 @@ def gathered(
     return call
 
 
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays and shards of a tree, and a function that puts new ones in their places."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
@@ -48,7 +49,7 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [as_node(leaves[i]) for i in places], join
 
 
-def after_input(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+def after_input(params: Tree, arrays: list[Any]) -> tuple[Any, list[Any]]:
     """Parameters and the input of their layer behind one barrier.
 
     It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Tree
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
@@ -39,12 +40,12 @@ class _Scalar(NamedTuple):
     value: jax.Array
 
 
-def mark_scalars(tree: Any) -> Any:
+def mark_scalars(tree: Tree) -> Any:
     """Gives every leaf a first dim along which devices are concatenated; scalars are marked."""
     return jax.tree.map(lambda x: x if jnp.ndim(x) else _Scalar(jnp.asarray(x)[None]), tree)
 
 
-def average_scalars(tree: Any) -> Any:
+def average_scalars(tree: Tree) -> Any:
     """Undoes ``mark_scalars`` on the mesh: marked scalars become their mean over the devices."""
     return jax.tree.map(
         lambda x: jnp.mean(x.value, axis=0) if isinstance(x, _Scalar) else x,
@@ -60,9 +61,9 @@ def gradients(
     layout: Layout,
     spec: StepSpec,
     loss: Loss,
-    params: Any,
+    params: Tree,
     inputs: Inputs,
-    sync_state: Any = None,
+    sync_state: Tree = None,
     early_shards: bool = False,
 ) -> Gradients:
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
@@ -115,7 +116,7 @@ def _on_device(
     early_specs: list[P] | None,
     leaves: list[jax.Array],
     inputs: Inputs,
-    sync_state: Any,
+    sync_state: Tree,
 ) -> Gradients:
     """Plans the step of one device, and runs it up to the reduced gradients."""
     fn = of_leaves(layout, loss.fn, spec.placed.params)
@@ -156,7 +157,7 @@ def _own_shard(x: jax.Array, spec: P) -> jax.Array:
 
 
 def device_gradients(
-    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs, sync_state: Any = None
+    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs, sync_state: Tree = None
 ) -> Gradients:
     """Gradients of the mean loss over all devices and micro-batches; inside a ``shard_map``.
 

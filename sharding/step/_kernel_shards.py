@@ -1,12 +1,12 @@
 """Kernels of an update run on the shards of each device."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext import kernels
+from sharding._types import Tree
 from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 
@@ -14,7 +14,7 @@ from sharding.placement._specs import is_spec
 class KernelShards(kernels.Shards):
     """How parameters are sharded on a mesh."""
 
-    def __init__(self, layout: Layout, params: Any, specs: Any):
+    def __init__(self, layout: Layout, params: Tree, specs: Tree):
         self.layout = layout
         leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
         self.specs: dict[kernels.Path, PartitionSpec] = dict(leaves)

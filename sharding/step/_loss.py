@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharding._types import Array, Batch, Tree
 from sharding.step import _model_state
 from sharding.step._rng import RNGS, microbatch_key
 
@@ -37,7 +38,7 @@ class Loss(NamedTuple):
         _model_state.check_reduction(self.reduction)
         return self
 
-    def split(self, out: Any) -> tuple[Any, Any, Any, Any]:
+    def split(self, out: Tree) -> tuple[Any, Any, Any, Any]:
         """``(total, weight, new model state, aux)`` of what ``fn`` returned, else 1 and None."""
         model_state = aux = None
         if self.model_state and self.has_aux:
@@ -59,20 +60,20 @@ class Loss(NamedTuple):
         return total, weight, model_state, aux
 
 
-def as_pair(out: Any, expected: str) -> Any:
+def as_pair(out: Tree, expected: str) -> Any:
     """A pair that a loss returned, or an error that says what was expected."""
     if not isinstance(out, tuple | list) or len(out) != 2:
         raise ValueError(f"the loss must return {expected}; it returned {_returned(out)}.")
     return out
 
 
-def _is_scalar(x: Any, kind: Any) -> bool:
+def _is_scalar(x: Array, kind: Any) -> bool:
     x = np.asarray(x) if isinstance(x, int | float) else x
     return getattr(x, "shape", None) == () and jnp.issubdtype(x.dtype, kind)
 
 
-def _returned(out: Any) -> str:
-    def short(x: Any) -> str:
+def _returned(out: Tree) -> str:
+    def short(x: Array) -> str:
         return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
     return str(jax.tree.map(short, out)).replace("'", "")
@@ -114,7 +115,7 @@ def first_args(loss: Loss, axes: tuple[str, ...], inputs: Inputs) -> tuple[Any, 
 
 
 def loss_args(
-    loss: Loss, axes: tuple[str, ...], key: Any, microbatch: Any, index: Any, model_state: Any
+    loss: Loss, axes: tuple[str, ...], key: Any, microbatch: Batch, index: Any, model_state: Tree
 ) -> tuple[Any, ...]:
     """The arguments of the loss after the parameters, for micro-batch ``index`` of this device."""
     args = (microbatch, model_state) if loss.model_state else (microbatch,)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.collectives._dtypes import sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_other_axes
@@ -71,7 +72,7 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
     return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
 
 
-def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Tree) -> Callable[..., Any]:
     """``fn(params, *args)`` as a function of the leaves, or handles, inside a ``shard_map``.
 
     The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
@@ -101,7 +102,7 @@ def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..
     return call
 
 
-def _reshard(x: Any, spec: PartitionSpec) -> Any:
+def _reshard(x: Array, spec: PartitionSpec) -> Any:
     if not isinstance(x, ParamHandle):
         return jax.sharding.reshard(x, spec)
     arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _local_norm, _model_state
 from sharding.step._gather_params import call_with_shards
@@ -52,7 +53,7 @@ class _Device:
     unchanged: list[bool] = dataclasses.field(default_factory=list)  # known after a trace
 
     def total_loss(
-        self, trained: list[jax.Array], microbatch: Any, index: Any, model_state: Any
+        self, trained: list[jax.Array], microbatch: Batch, index: Any, model_state: Tree
     ) -> tuple[jax.Array, Any]:
         """The sum of the losses of a micro-batch; its weight, the new model state, and the aux."""
         plan, loss, in_order = self.plan, self.loss, iter(trained)
@@ -76,7 +77,7 @@ class _Device:
         return lax.psum(weight, axes) if self.loss.weighted else lax.axis_size(axes)
 
     def microbatch(
-        self, microbatch: Any, index: Any, model_state: Any, sums: list[Any] | None = None
+        self, microbatch: Batch, index: Any, model_state: Tree, sums: list[Any] | None = None
     ) -> tuple[Sums, Any, Any]:
         """Loss and gradients of a micro-batch, the model state after it, and its aux.
 
@@ -151,7 +152,7 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
         for param in plan.trained
     ]
 
-    def step(model_state: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
+    def step(model_state: Tree, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
         sums, model_state, aux = device.microbatch(*numbered, model_state, refs)
         return model_state, (sums, aux)
 
@@ -165,7 +166,7 @@ def inverse_weight(weight: jax.Array) -> jax.Array:
     return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
 
 
-def split_microbatches(batch: Any, count: int) -> Any:
+def split_microbatches(batch: Batch, count: int) -> Any:
     """(examples of a device, ...) to (micro-batch, examples, ...); scalars are the same in all."""
     return jax.tree.map(
         lambda x: (

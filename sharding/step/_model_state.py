@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import DType, Tree
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.placement._specs import KeyPath, Tree, path_str
+from sharding.placement._specs import KeyPath, path_str
 
 REDUCTIONS = ("mean", "sum", "same")
 
@@ -45,7 +46,7 @@ def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def _as(path: KeyPath, old: Any, new: Any) -> Any:
+def _as(path: KeyPath, old: Tree, new: Tree) -> Any:
     """The new value in the dtype of the old one."""
     if jnp.shape(old) != jnp.shape(new):
         raise ValueError(
@@ -64,7 +65,7 @@ def _as(path: KeyPath, old: Any, new: Any) -> Any:
     return jnp.asarray(new, required) if is_number else new
 
 
-def _rank(dtype: Any) -> int:
+def _rank(dtype: DType) -> int:
     """The kind of a dtype; below 0 where it is no number, such as a key."""
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Placement
@@ -35,7 +36,7 @@ from sharding.step._sync_state import (
 P = PartitionSpec
 
 
-def with_sync(zero: Any, state: Any, param_specs: Any, real: bool = False) -> Any:
+def with_sync(zero: Any, state: Tree, param_specs: Tree, real: bool = False) -> Any:
     """A state with that of the gradient sync, if it has one: its types, or ``real`` arrays."""
     if zero.sync is None or has_sync_state(state):
         return state
@@ -48,7 +49,7 @@ def with_sync(zero: Any, state: Any, param_specs: Any, real: bool = False) -> An
     return join_sync_state(state, sync_state)
 
 
-def specs(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
+def specs(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Any:
     """See ``Zero.specs``."""
     state, sync_state = split_sync_state(with_sync(zero, state, param_specs))
     params, opt_state, tx = parts(state, tx)
@@ -69,7 +70,7 @@ def specs(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
     return join_sync_state(new, jax.tree.map(lambda _: sync_spec(zero._layout), sync_state))
 
 
-def shardings_of(zero: Any, state: Any, specs: Any) -> Any:
+def shardings_of(zero: Any, state: Tree, specs: Tree) -> Any:
     """The shardings of a state with these specs; offloaded state is in host memory."""
     shardings = zero._layout.shardings(specs)
     if zero.offload is None:
@@ -81,7 +82,7 @@ def shardings_of(zero: Any, state: Any, specs: Any) -> Any:
 
 
 def places(
-    zero: Any, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
+    zero: Any, state: Tree, tx: optax.GradientTransformation | None, param_specs: Tree = None
 ) -> tuple[Any, Placement, Any]:
     """Shardings of a state, the placement of its parameters, and specs of ``tx``'s state."""
     state_specs = specs(zero, state, tx, param_specs)
@@ -92,7 +93,7 @@ def places(
     return shardings_of(zero, state, state_specs), placed, opt_specs
 
 
-def describe(zero: Any, state: Any, tx: Any, param_specs: Any) -> Description:
+def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
     """See ``Zero.describe``."""
     layout = zero._layout
     state = with_sync(zero, state, param_specs)
@@ -125,7 +126,7 @@ def describe(zero: Any, state: Any, tx: Any, param_specs: Any) -> Description:
 
 
 def init(
-    zero: Any, make_state: Callable[..., Any], args: tuple[Any, ...], tx: Any, param_specs: Any
+    zero: Any, make_state: Callable[..., Any], args: tuple[Any, ...], tx: Any, param_specs: Tree
 ) -> Any:
     """See ``Zero.init``."""
     make = make_state
@@ -148,7 +149,7 @@ def abstract(
     make_state: Callable[..., Any],
     args: tuple[Any, ...],
     tx: Any,
-    param_specs: Any,
+    param_specs: Tree,
     sync_devices: int | None = None,
 ) -> Any:
     """See ``Zero.abstract_state``."""
@@ -166,7 +167,7 @@ def abstract(
     return join_sync_state(plain, types_for_devices(zero._layout, sync_state, sync_devices))
 
 
-def resize_sync(zero: Any, state: Any) -> Any:
+def resize_sync(zero: Any, state: Tree) -> Any:
     """See ``Zero.resize_sync``."""
     plain, sync_state = split_sync_state(state)
     _, types = split_sync_state(with_sync(zero, plain, None))
@@ -174,7 +175,7 @@ def resize_sync(zero: Any, state: Any) -> Any:
         return join_sync_state(plain, resize_sync_state(zero._layout, sync_state, types))
 
 
-def change_sync(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
+def change_sync(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Any:
     """See ``Zero.change_sync``."""
     plain, other = split_sync_state(state)
     placed = zero._layout.place(params_of(plain), param_specs)
@@ -186,12 +187,12 @@ def change_sync(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
     return jax.device_put(state, zero.shardings(state, tx=tx, param_specs=param_specs))
 
 
-def place(zero: Any, tree: Any, param_specs: Any) -> Any:
+def place(zero: Any, tree: Tree, param_specs: Tree) -> Any:
     """See ``Zero.place``."""
     layout = zero._layout
     axes = layout.axes if zero.stage == 3 else ()
 
-    def without_data_axes(x: Any) -> Any:
+    def without_data_axes(x: Array) -> Any:
         sharding = sharding_on(x, zero.mesh)
         if sharding is None:
             return _type_of(x)
@@ -206,7 +207,7 @@ def place(zero: Any, tree: Any, param_specs: Any) -> Any:
         return layout.copy(tree, shardings)
 
 
-def _type_of(x: Any) -> Any:
+def _type_of(x: Array) -> Any:
     """The shape and dtype of an array, or of a Python number."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return x

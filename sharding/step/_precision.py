@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from sharding._types import DType
 from sharding.collectives._dtypes import sum_dtype
 
 
@@ -58,10 +59,10 @@ class Precision:
                 raise ValueError(f"Precision.{field.name} must be a floating dtype, got {dtype}.")
             object.__setattr__(self, field.name, dtype)
 
-    def of_loss(self, dtype: Any) -> Any:
+    def of_loss(self, dtype: DType) -> Any:
         return _unless_none(self.compute, dtype)
 
-    def of_sum(self, dtype: Any) -> Any:
+    def of_sum(self, dtype: DType) -> Any:
         return _unless_none(self.reduce, dtype)
 
     @property
@@ -69,13 +70,13 @@ class Precision:
         """In how many bits parameters are sent, if in codes."""
         return None if self.gather is None else jnp.iinfo(self.gather).bits
 
-    def of_accumulator(self, dtype: Any) -> Any:
+    def of_accumulator(self, dtype: DType) -> Any:
         return _unless_none(self.accumulate, sum_dtype(dtype))
 
-    def of_result(self, dtype: Any) -> Any:
+    def of_result(self, dtype: DType) -> Any:
         """In which dtype the transformation gets a gradient."""
         return _unless_none(self.accumulate, dtype)
 
 
-def _unless_none(choice: Any, dtype: Any) -> Any:
+def _unless_none(choice: Any, dtype: DType) -> Any:
     return choice if choice is not None and jnp.issubdtype(dtype, jnp.floating) else dtype

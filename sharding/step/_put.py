@@ -4,16 +4,16 @@ import functools
 import itertools
 import zlib
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
-from sharding.placement._specs import AnyMesh, KeyPath, Tree, first_names
+from sharding.placement._specs import AnyMesh, KeyPath, first_names
 from sharding.step._checks import check_batch, check_numbers
 
 P = PartitionSpec
@@ -76,7 +76,7 @@ def put(layout: Layout, batch: Tree, check: bool) -> Tree:
     return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
 
 
-def _as_numbers(path: KeyPath, x: Any) -> np.ndarray:
+def _as_numbers(path: KeyPath, x: Array) -> np.ndarray:
     check_numbers(path, x, keys=False)
     return np.asarray(x)
 

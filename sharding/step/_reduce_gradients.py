@@ -7,6 +7,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Tree
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._on_mesh import over_other_axes
@@ -47,7 +48,7 @@ def reduce_accumulated(plan: StepPlan, grads: Arrays) -> Arrays:
     return _sum(plan, grads, layout.data_axes, unsharded, _shards(plan))
 
 
-def sync_accumulated(plan: StepPlan, grads: Arrays, state: Any, scale: Any) -> tuple[Arrays, Any]:
+def sync_accumulated(plan: StepPlan, grads: Arrays, state: Tree, scale: Any) -> tuple[Arrays, Any]:
     """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync."""
     chosen = [
         not (param.synced_by_rows or (param.shard.dim and plan.reduces_microbatches))
@@ -82,7 +83,7 @@ def _sum(
     return [new.get(i, g) for i, g in enumerate(grads)]
 
 
-def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Any) -> tuple[Arrays, Any]:
+def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Tree) -> tuple[Arrays, Any]:
     """The sums of the chosen gradients by the plan's sync, and its new state.
 
     Of a parameter that other axes shard, every device synchronizes its own block; of a replicated
@@ -99,7 +100,7 @@ def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Any) -> tupl
             tree[param.path] = g.astype(param.reduce_dtype)
             dims[param.path] = (param.replica_shard if replicas else param.shard).dim
 
-    def sync_blocks(tree: Any, state: Any) -> tuple[Any, Any]:
+    def sync_blocks(tree: Tree, state: Tree) -> tuple[Any, Any]:
         own = jax.tree.map(lambda x: x[0], state) if layout.other_axes else state
         means, new = sync.reduce_scatter(tree, own, axes, dims)
         return means, jax.tree.map(lambda x: x[None], new) if layout.other_axes else new

@@ -5,13 +5,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding._types import Batch, Tree
+
 # What a loss may request as ``rngs``: no key, one for each micro-batch of a device, one for each
 # example, or the number of the micro-batch beside the key (nnx models hold keys of their own).
 NUMBERED: Any = object()
 RNGS = (False, True, "per_example", NUMBERED)
 
 
-def step_key(state: Any, key: Any) -> Any:
+def step_key(state: Tree, key: Any) -> Any:
     """The key of this step: the key of the run, folded by the step count of the train state."""
     if isinstance(state, tuple):
         if key is None:
@@ -23,7 +25,7 @@ def step_key(state: Any, key: Any) -> Any:
     return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)
 
 
-def microbatch_key(rngs: Any, key: Any, number: jax.Array, microbatch: Any) -> Any:
+def microbatch_key(rngs: Any, key: Any, number: jax.Array, microbatch: Batch) -> Any:
     """What the loss gets as its key for the micro-batch of this number of all devices."""
     if rngs is NUMBERED:
         return number, None if key is None else jax.random.fold_in(key, number)

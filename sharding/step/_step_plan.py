@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding._types import Tree
 from sharding._user_line import warn
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
@@ -111,7 +112,7 @@ class StepPlan:
 def plan_step(
     layout: Layout,
     spec: StepSpec,
-    params: Any,
+    params: Tree,
     sync_has_state: bool,
     loss: Callable[..., Any],
     *args: Any,

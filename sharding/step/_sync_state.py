@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding._types import Array, Tree
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import on_mesh
-from sharding.placement._specs import Tree, entry_of, first_names, leaf_names, path_str
+from sharding.placement._specs import entry_of, first_names, leaf_names, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
 
@@ -140,7 +141,7 @@ def check_sync_state(state: Tree, expected: Tree) -> None:
     )
 
 
-def _type(x: Any) -> tuple[tuple[int, ...], str]:
+def _type(x: Array) -> tuple[tuple[int, ...], str]:
     return tuple(x.shape), str(x.dtype)
 
 
@@ -165,7 +166,7 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
             "sync that they belong to, or drop its state."
         )
 
-    def owed(error: Any, x: Any, dim: int) -> jax.Array:
+    def owed(error: Any, x: Array, dim: int) -> jax.Array:
         if error is None:
             return jnp.zeros(x.shape, x.dtype)
         error = jnp.sum(error, axis=0)  # (devices of a replica, ...)
@@ -187,12 +188,12 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
 # --- In a train state -----------------------------------------------------------------------------
 
 
-def has_sync_state(state: Any) -> bool:
+def has_sync_state(state: Tree) -> bool:
     opt_states = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
     return any(isinstance(x, SyncedState) for x in opt_states)
 
 
-def split_sync_state(state: Any) -> tuple[Any, Any]:
+def split_sync_state(state: Tree) -> tuple[Any, Any]:
     """A train state with the transformation's own ``opt_state``, and the state of the sync."""
     if not has_sync_state(state):
         return state, None
@@ -200,7 +201,7 @@ def split_sync_state(state: Any) -> tuple[Any, Any]:
     return with_opt_state(state, both.inner_state), both.sync_state
 
 
-def join_sync_state(state: Any, sync_state: Any) -> Any:
+def join_sync_state(state: Tree, sync_state: Tree) -> Any:
     if sync_state is None:
         return state
     return with_opt_state(state, SyncedState(opt_state_of(state), sync_state))

@@ -11,6 +11,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Batch, Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh, on_mesh
 from sharding.placement._train_state import (
@@ -44,7 +45,7 @@ class TrainStep(CompiledStep):
         loss: Loss,
         tx: Any,
         model_state: str | tuple[str, ...] | bool,
-        trainable: Any,
+        trainable: Tree,
         grad_norm: bool,
         snapshot: PeerCheckpoints | None,
         donate: bool,
@@ -62,14 +63,14 @@ class TrainStep(CompiledStep):
                 )
             snapshot.copy_in_steps()
 
-    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
         trained = resolve_trainable(params_of(selected), self.trainable)
         spec = StepSpec(self.zero.precision, placed, trained, self.zero.sync)
 
-        def out_shardings(out: Any) -> Any:
+        def out_shardings(out: Tree) -> Any:
             metrics = layout.batch_shardings(out[1])
             if "model_state" in metrics:
                 metrics["model_state"] = jax.tree.map(
@@ -89,14 +90,14 @@ class TrainStep(CompiledStep):
     def step(
         self,
         layout: Layout,
-        state: Any,
-        batch: Any,
+        state: Tree,
+        batch: Batch,
         key: Any,
         passed: Any,
         copied: Any = None,
         *,
         spec: StepSpec,
-        opt_specs: Any,
+        opt_specs: Tree,
     ) -> tuple[Any, dict[str, Any]]:
         """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
         check_passed(passed, self.model_state)
@@ -134,11 +135,11 @@ class TrainStep(CompiledStep):
 
 def apply_gradients(
     zero: Any,
-    state: Any,
-    grads: Any,
+    state: Tree,
+    grads: Tree,
     tx: optax.GradientTransformation | None,
-    trainable: Any,
-    param_specs: Any,
+    trainable: Tree,
+    param_specs: Tree,
     extra_args: dict[str, Any] | None,
 ) -> Any:
     check_alive(state, grads=grads, extra_args=extra_args)
@@ -147,7 +148,7 @@ def apply_gradients(
     trained = resolve_trainable(params_of(state), trainable)
     spec = StepSpec(zero.precision, placed, trained, zero.sync)
 
-    def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
+    def run(layout: Layout, state: Tree, grads: Tree, extra_args: Any) -> Any:
         state, sync_state = split_sync_state(state)
         new = update(layout, spec, opt_specs, state, grads, tx, extra_args)
         return join_sync_state(new, sync_state)

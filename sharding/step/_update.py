@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import kernels
+from sharding._types import OptState, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
@@ -19,12 +20,12 @@ from sharding.step._step_plan import StepSpec
 def update(
     layout: Layout,
     spec: StepSpec,
-    opt_specs: Any,
-    state: Any,
-    grads: Any,
+    opt_specs: Tree,
+    state: Tree,
+    grads: Tree,
     tx: Any,
     extra_args: dict[str, Any],
-    shards: Any = None,
+    shards: Tree = None,
 ) -> Any:
     """A train state after one step: the shards are updated, then the parameters gathered.
 
@@ -49,7 +50,7 @@ def update(
         run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
         kernel_shards = KernelShards(layout, shards, placed.shards)
 
-        def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
+        def advance(shards: Tree, opt_state: OptState) -> tuple[Any, Any]:
             with kernels.kernels_on(kernel_shards):
                 if update_params is not None:
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
@@ -73,7 +74,7 @@ def update(
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 
 
-def global_norm(layout: Layout, grads: Any, placed: Placement) -> jax.Array:
+def global_norm(layout: Layout, grads: Tree, placed: Placement) -> jax.Array:
     """The norm of all gradients together, in float32 or wider; inside ``on_mesh``."""
     with jax.named_scope("grad_norm"):
         grads = layout.constrain(grads, placed.shards)

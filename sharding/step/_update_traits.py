@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from sharding._jaxprs import all_equations
+from sharding._types import OptState, Tree
 from sharding.step._param_uses import uses_in
 from sharding.step._precision import Precision
 
@@ -21,14 +22,14 @@ class UpdateTraits(NamedTuple):
 
 
 def update_traits(
-    tx: Any, params: Any, opt_state: Any, precision: Precision, trained: Any
+    tx: Any, params: Tree, opt_state: OptState, precision: Precision, trained: Tree
 ) -> UpdateTraits:
     """Traces the update of a transformation for parameters of these types."""
 
-    def types(tree: Any) -> Any:
+    def types(tree: Tree) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
-    def update(local_norm: Any, grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
+    def update(local_norm: Any, grads: Tree, opt_state: OptState, params: Tree, value: Any) -> Any:
         extra_args = {"value": value, "local_squared_norm": local_norm, "num_pieces": 2}
         run = optax.with_extra_args_support(tx).update
         return run(grads, opt_state, params, **extra_args)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding._types import Array, Tree
 from sharding.placement._specs import Axis
 from sharding.sync._interface import GradientSync
 
@@ -62,7 +63,7 @@ def transformation(
         )
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
+        updates: optax.Updates, state: Tree, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
         del params
         mean, new = sync.all_reduce(updates, jax.tree.map(lambda x: x[0], state), axis)
@@ -71,14 +72,14 @@ def transformation(
     return optax.GradientTransformation(init, update)
 
 
-def resize(state: Any, num_devices: int) -> Any:
+def resize(state: Tree, num_devices: int) -> Any:
     """The state of a gradient sync, arrays (devices, ...), for another number of devices.
 
     Every device starts with the mean of the residuals, so that what is sent later stays the same on
     average; integers are those of the first device. Runs inside ``jit`` too.
     """
 
-    def resize_array(x: Any) -> jax.Array:
+    def resize_array(x: Array) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
         row = jnp.mean(x, axis=0) if floating else x[0]
         return jnp.broadcast_to(row, (num_devices, *x.shape[1:]))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from sharding._types import Array, Tree
 from sharding.placement._specs import Axis, check_patterns, plain_path
 from sharding.sync._dense import dense
 from sharding.sync._interface import GradientSync, RowMethod, is_none, named_leaves, with_all_reduce
@@ -48,7 +49,7 @@ def by_path(
             groups[sync_of(path)][path] = x
         return groups
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Any:
         flat, _ = named_leaves(params)
         groups = split(flat)
         for pattern, group in zip(rules, groups[:-1], strict=True):
@@ -62,7 +63,7 @@ def by_path(
                 )
         return tuple(sync.init(group) for sync, group in zip(syncs, groups, strict=True))
 
-    def reduce_scatter(grads: Any, state: Any, axis: Axis, dims: Any) -> tuple[Any, Any]:
+    def reduce_scatter(grads: Tree, state: Tree, axis: Axis, dims: Any) -> tuple[Any, Any]:
         flat, treedef = named_leaves(grads, is_leaf=is_none)
         flat_dims = dict(zip((p for p, _ in flat), treedef.flatten_up_to(dims), strict=True))
         out: dict[str, Any] = {}
@@ -74,7 +75,7 @@ def by_path(
             new_states.append(new)
         return treedef.unflatten([out[path] for path, _ in flat]), tuple(new_states)
 
-    def rows(path: str, x: Any) -> RowMethod | None:
+    def rows(path: str, x: Array) -> RowMethod | None:
         rows_of = syncs[sync_of(path)].rows
         return rows_of(path, x) if rows_of else None
 

@@ -1,18 +1,17 @@
 """Lossless dense gradient sync: the baseline."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import DType
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.collectives._reduce_scatter import psum_scatter_auto
 from sharding.placement._specs import Axes
 from sharding.sync._interface import GradientSync, Method, StepContext, leafwise, stateless
 
 
-def dense(dtype: Any = None) -> GradientSync:
+def dense(dtype: DType = None) -> GradientSync:
     r"""Sends every gradient in full, :math:`\bar g = \frac 1n \sum_i g_i`: the baseline.
 
     Wire bytes per device: 2 (n - 1) / n times the gradient's for a full mean, (n - 1) / n for a
@@ -34,7 +33,7 @@ def dense(dtype: Any = None) -> GradientSync:
     return leafwise(lambda path, x: method)
 
 
-def dense_method(dtype: Any = None) -> Method:
+def dense_method(dtype: DType = None) -> Method:
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         del context
         return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)

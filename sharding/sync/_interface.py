@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import Array, Tree
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._specs import Axes, Axis, axes_of, leaf_names
 
@@ -85,7 +86,7 @@ def leafwise(choose: Callable[[str, Any], Method], unmet: str = "") -> GradientS
     ``init`` raises if all are sent in full, and ``unmet`` states the condition that none meets.
     """
 
-    def init(params: Any) -> SyncState:
+    def init(params: Tree) -> SyncState:
         flat, treedef = named_leaves(params)
         methods = [choose(path, x) for path, x in flat]
         if unmet and flat and all(method.in_full for method in methods):
@@ -98,7 +99,7 @@ def leafwise(choose: Callable[[str, Any], Method], unmet: str = "") -> GradientS
         return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(states))
 
     def reduce_scatter(
-        grads: Any, state: SyncState, axis: Axis, dims: Any
+        grads: Tree, state: SyncState, axis: Axis, dims: Any
     ) -> tuple[Any, SyncState]:
         axes = check_axes(axis)
         flat, treedef = named_leaves(grads, is_leaf=is_none)
@@ -132,7 +133,7 @@ def by_size(
 ) -> GradientSync:
     """The sync ``name``: a method for arrays of that size and number of dims, one for others."""
 
-    def choose(path: str, x: Any) -> Method:
+    def choose(path: str, x: Array) -> Method:
         return method if x.size >= min_size and len(x.shape) >= min_dims else small
 
     dims = f" in {min_dims} dims or more" if min_dims else ""
@@ -149,7 +150,7 @@ def with_all_reduce(
 ) -> GradientSync:
     """A sync whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
 
-    def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
+    def all_reduce(grads: Tree, state: Tree, axis: Axis) -> tuple[Any, Any]:
         dims = jax.tree.map(lambda _: 0, grads, is_leaf=is_none)
         return reduce_scatter(grads, state, axis, dims)
 
@@ -157,13 +158,13 @@ def with_all_reduce(
 
 
 def named_leaves(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+    tree: Tree, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
     return list(zip(leaf_names(tree, is_leaf=is_leaf), leaves, strict=True)), treedef
 
 
-def is_none(x: Any) -> bool:
+def is_none(x: Array) -> bool:
     """Whether a gradient is left out of the sync."""
     return x is None
 
@@ -197,7 +198,7 @@ def check_axes(axis: Axis) -> Axes:
 def stateless(mean: Callable[..., jax.Array], **options: Any) -> Method:
     """The method of ``mean(x, axes, context, dim)``: dim 0 for the full mean; see ``Method``."""
 
-    def reduce(x: jax.Array, state: Any, *args: Any) -> Reduced:
+    def reduce(x: jax.Array, state: Tree, *args: Any) -> Reduced:
         return mean(x, *args), state
 
     return Method(lambda x: (), reduce, **options)
@@ -208,7 +209,7 @@ def sliced(
 ) -> Callable[..., Reduced]:
     """The ``reduce`` of a method that slices shards from the full mean."""
 
-    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int) -> Reduced:
+    def reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext, dim: int) -> Reduced:
         mean, state = all_reduce(x, state, axes, context)
         return (own_shard(mean, axes, dim) if dim else mean), state
 

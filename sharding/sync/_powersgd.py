@@ -1,13 +1,13 @@
 """Gradients as products of two narrow matrices."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
+from sharding._types import Array, Tree
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method
@@ -68,7 +68,7 @@ def powersgd(
     if not min_compression >= 1:
         raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
 
-    def view_of(path: str, x: Any, rule: FactoringRule) -> "_MatrixView | None":
+    def view_of(path: str, x: Array, rule: FactoringRule) -> "_MatrixView | None":
         """The matrices of an array; None if it is sent in full."""
         dims = rule.resolve(plain_path(path), tuple(x.shape))
         if dims is None or not dims.factored:
@@ -77,10 +77,10 @@ def powersgd(
         small = rank * (view.rows + view.cols) * min_compression < view.rows * view.cols
         return view if small and jnp.issubdtype(x.dtype, jnp.floating) else None
 
-    def sync_of(tree: Any) -> GradientSync:
+    def sync_of(tree: Tree) -> GradientSync:
         rule = rule_for_tree(factoring, tree)
 
-        def choose(path: str, x: Any) -> Method:
+        def choose(path: str, x: Array) -> Method:
             view = view_of(path, x, rule)
             return _method_of(path, view, rank, seed) if view else dense_method()
 
@@ -100,12 +100,12 @@ def powersgd(
 def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
     """The method of the array with this path and these matrices."""
 
-    def init(x: Any) -> dict[str, jax.Array]:
+    def init(x: Array) -> dict[str, jax.Array]:
         dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
         q = jax.random.normal(key, (view.count, view.cols, rank), dtype)
         return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
-    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
+    def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         del context
         m = view.matrices(to_sum_dtype(x) + state["error"])
         mean, own, q = _power_iteration(m, state["q"], axes)

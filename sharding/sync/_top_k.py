@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._types import Array, Tree
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes
@@ -92,7 +93,7 @@ def top_k(
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
-    def init(x: Any) -> dict[str, jax.Array]:
+    def init(x: Array) -> dict[str, jax.Array]:
         if feedback == "ef21":
             return {"own": _zeros(x), "mean": _zeros(x)}
         state = {} if momentum is None else {"momentum": _zeros(x)}
@@ -106,7 +107,7 @@ def top_k(
         max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
         return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
-    def all_reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
+    def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         full, new = clip(x, axes), {}  # all that could be sent, (*x.shape)
         if momentum is not None:
             full = new["momentum"] = momentum * state["momentum"] + full
@@ -135,7 +136,7 @@ def top_k(
             new["momentum"] = unsent(new["momentum"])
         return mean, new
 
-    def all_reduce_small(x: jax.Array, state: Any, axes: Axes, context: StepContext) -> Reduced:
+    def all_reduce_small(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         """The full mean of a small array, with momentum."""
         del context
         new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
@@ -148,7 +149,7 @@ def top_k(
     return by_size("top_k", method, small, min_size)
 
 
-def _zeros(x: Any) -> jax.Array:
+def _zeros(x: Array) -> jax.Array:
     return jnp.zeros(x.shape, sum_dtype(x.dtype))
 
 

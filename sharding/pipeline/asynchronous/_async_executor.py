@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from sharding._types import OptState
 from sharding.pipeline._executor import (
     Buffers,
     Column,
@@ -60,7 +61,7 @@ class AsyncExecutor(Executor):
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
-        self, opt_state: Any, tables: Sequence[dict[str, jax.Array]], last_version: Any
+        self, opt_state: OptState, tables: Sequence[dict[str, jax.Array]], last_version: Any
     ) -> tuple[Parts, Any, Totals]:
         """Runs all ticks from a state of this stage: its last parameters and state, and totals."""
         buffers = self._empty_buffers()

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding._types import Array, OptState, Tree
 from sharding.pipeline._differentiable_loss import over_axis, spec_of_layers
 from sharding.pipeline._executor import sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
@@ -97,7 +98,7 @@ class AsyncPipeline:
     def _program(self) -> Instructions:
         return instructions(self.schedule, self.pipeline.recompute, versions_of(self.schedule))
 
-    def init(self, params: Any) -> AsyncState:
+    def init(self, params: Tree) -> AsyncState:
         """The state before the first update, with each stage's layers on its devices.
 
         ``params`` are stacked, floating-point arrays. They are copied, so that a state may be
@@ -111,7 +112,7 @@ class AsyncPipeline:
         params = jax.tree.map(self._place, params, specs)
         parts = self._parts(params)
 
-        def on_stage(shards: Any, shared: Any) -> Any:
+        def on_stage(shards: Tree, shared: Any) -> Any:
             rows = jax.tree.map(self.pipeline._rows.to_stage, shards, parts[0])
             return _with_stage(self._optimizer().init(self._to_tree(params, (rows, shared))))
 
@@ -146,7 +147,7 @@ class AsyncPipeline:
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         to_tree = functools.partial(self._to_tree, state.params)
 
-        def on_stage(shards: Any, shared: Any, opt_state: Any, *args: Any) -> Any:
+        def on_stage(shards: Tree, shared: Any, opt_state: OptState, *args: Any) -> Any:
             batches, key, tables = args
             rows, tx = jax.tree.map(pipeline._rows.to_stage, shards, layers), self._optimizer()
             backward_params = self.backward_params
@@ -185,19 +186,19 @@ class AsyncPipeline:
 
     # --- Parameters -------------------------------------------------------------------------------
 
-    def _other_axes(self, x: Any) -> PartitionSpec:
+    def _other_axes(self, x: Array) -> PartitionSpec:
         """The spec of an array that is on the mesh already, without the axis of the stages."""
         sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self.pipeline.mesh:
             return P()
         return P(*(None if entry == self.pipeline.axis else entry for entry in sharding.spec))
 
-    def _place(self, x: Any, spec: PartitionSpec) -> Any:
+    def _place(self, x: Array, spec: PartitionSpec) -> Any:
         if isinstance(x, jax.core.Tracer):
             return x
         return jnp.copy(jax.device_put(x, NamedSharding(self.pipeline.mesh, spec)))
 
-    def _parts(self, params: Any) -> Parts:
+    def _parts(self, params: Tree) -> Parts:
         """The layers and the shared parameters, checked."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
@@ -209,7 +210,7 @@ class AsyncPipeline:
         jax.tree.map(self.pipeline._check_layers, layers)
         return layers, shared
 
-    def _to_tree(self, params: Any, parts: Parts) -> Any:
+    def _to_tree(self, params: Tree, parts: Parts) -> Any:
         own = {**parts[1], self.pipeline.layers: parts[0]}
         return type(params)({name: own[name] for name in params})
 
@@ -225,7 +226,7 @@ class AsyncPipeline:
                     f"...], got shape {jnp.shape(x)}."
                 )
 
-    def _check_state(self, opt_state: Any) -> None:
+    def _check_state(self, opt_state: OptState) -> None:
         stages = self.schedule.num_stages
         for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
             if not jnp.ndim(x) or x.shape[0] != stages:
@@ -236,7 +237,7 @@ class AsyncPipeline:
                 )
 
     def _microbatches(self, batches: Any) -> Any:
-        def merge(x: Any) -> Any:  # [updates, micro-batches, ...] to [micro-batches, ...]
+        def merge(x: Array) -> Any:  # [updates, micro-batches, ...] to [micro-batches, ...]
             count = self.schedule.num_microbatches
             return jnp.reshape(x, (count, *x.shape[2:])) if x.ndim else jnp.broadcast_to(x, count)
 
@@ -257,7 +258,7 @@ class AsyncPipeline:
         return PaddedOptimizer(tx, rows, self.pipeline.layers) if rows.uneven else tx
 
 
-def _with_stage(opt_state: Any) -> Any:
+def _with_stage(opt_state: OptState) -> Any:
     """A state with a first dim for the stages, of which this is one."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], opt_state)
 
@@ -265,7 +266,7 @@ def _with_stage(opt_state: Any) -> Any:
 def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) -> Any:
     """The stage that updates each shared parameter; raises if ``embed`` and ``head`` use one."""
 
-    def types(tree: Any, skipped: int) -> Any:
+    def types(tree: Tree, skipped: int) -> Any:
         """Without shardings, and without the first dims."""
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[skipped:], jnp.result_type(x)), tree

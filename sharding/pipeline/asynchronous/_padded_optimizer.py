@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 
+from sharding._types import Array, Tree
 from sharding.pipeline._layers import StageRows
 
 
@@ -22,7 +23,7 @@ class PaddedOptimizer:
     rows: StageRows  # of the stages; those of padding are the last
     layers: str  # their key in the tree of parameters
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> Any:
         types = [self._state_types(params, count) for count in self._counts]
         if len({str(jax.tree.map(lambda x: (x.ndim, x.dtype), tree)) for tree in types}) > 1:
             raise ValueError(
@@ -38,14 +39,14 @@ class PaddedOptimizer:
         like = jax.tree.map(largest, *types)
         return self._on_stage(lambda count: self.tx.init(self._own_layers(params, count)), like)
 
-    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
         def of(count: int) -> Any:
             own = self._own_layers(grads, count), self._own_state(state, params, count)
             return self.tx.update(*own, self._own_layers(params, count))
 
         return self._on_stage(of, (grads, state))
 
-    def backward_params(self, fn: Callable[[Any, Any], Any], params: Any, state: Any) -> Any:
+    def backward_params(self, fn: Callable[[Any, Any], Any], params: Tree, state: Tree) -> Any:
         def of(count: int) -> Any:
             return fn(self._own_layers(params, count), self._own_state(state, params, count))
 
@@ -55,11 +56,11 @@ class PaddedOptimizer:
     def _counts(self) -> list[int]:
         return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
 
-    def _on_stage(self, fn: Callable[[int], Any], like: Any) -> Any:
+    def _on_stage(self, fn: Callable[[int], Any], like: Array) -> Any:
         """``fn`` of the number of layers that this stage has, with zeros at the end of its dims."""
         # All stages run one program: it has a branch for each number of layers.
 
-        def pad(x: Any, like: Any) -> jax.Array:
+        def pad(x: Array, like: Array) -> jax.Array:
             x = jnp.asarray(x, like.dtype)
             more = [(0, n - m, 0) for n, m in zip(like.shape, x.shape, strict=True)]
             return lax.pad(x, jnp.zeros((), x.dtype), more)
@@ -68,13 +69,13 @@ class PaddedOptimizer:
         branches = [lambda n=n: jax.tree.map(pad, fn(n), like) for n in self._counts]
         return lax.switch(jnp.asarray(branch)[lax.axis_index(self.rows.axis)], branches)
 
-    def _own_layers(self, params: Any, count: int) -> Any:
+    def _own_layers(self, params: Tree, count: int) -> Any:
         own = jax.tree.map(lambda x: x[:count], params[self.layers])
         return type(params)({**params, self.layers: own})
 
-    def _state_types(self, params: Any, count: int) -> Any:
+    def _state_types(self, params: Tree, count: int) -> Any:
         return jax.eval_shape(lambda params: self.tx.init(self._own_layers(params, count)), params)
 
-    def _own_state(self, state: Any, params: Any, count: int) -> Any:
+    def _own_state(self, state: Tree, params: Tree, count: int) -> Any:
         types = self._state_types(params, count)
         return jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], state, types)

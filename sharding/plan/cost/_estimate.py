@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import STATE_FORMATS, low_precision_state
+from sharding._types import Tree
 from sharding._zero import Zero
 from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
@@ -141,11 +142,11 @@ class Plan(Printed):
 
 
 def estimate(
-    params: Any,
+    params: Tree,
     tx: optax.GradientTransformation,
     zero: Zero,
     *,
-    param_specs: Any = None,
+    param_specs: Tree = None,
     microbatches: int = 1,
     batch: float = 0.0,
     state_format: str | None = None,
@@ -220,7 +221,7 @@ def estimate(
 
 
 def estimate_stage(
-    params: Any, tx: optax.GradientTransformation, zero: Zero, **options: Any
+    params: Tree, tx: optax.GradientTransformation, zero: Zero, **options: Any
 ) -> StagePlan:
     """The stage that a ``Zero`` runs, as ``estimate`` with these options finds it."""
     (stage,) = _stage_plans(params, tx, {name_of(zero): zero}, **options)
@@ -238,11 +239,11 @@ def with_state_format(
 
 
 def _stage_plans(
-    params: Any,
+    params: Tree,
     tx: optax.GradientTransformation,
     variants: dict[str, Zero],
     *,
-    param_specs: Any = None,
+    param_specs: Tree = None,
     device: DeviceKind | None = None,
     **options: Any,
 ) -> tuple[StagePlan, ...]:
@@ -331,7 +332,7 @@ def saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str] = ("it"
 
 
 def why_wider(
-    params: Any,
+    params: Tree,
     tx: optax.GradientTransformation,
     other: optax.GradientTransformation,
     names: tuple[str, str] = ("it", "AdamW"),

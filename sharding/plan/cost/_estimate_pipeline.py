@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding._types import DType
 from sharding._zero import Zero
 from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
 from sharding.plan.cost import _pipeline_schedules as schedules
@@ -142,7 +143,7 @@ def estimate_pipeline(
     chunks: int | None = None,
     batch: int = 1,
     length: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DType = jnp.bfloat16,
     recompute: bool = True,
     efficiency: float = 0.5,
     state_format: str | None = None,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding._types import Array
 from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, with_axis
@@ -105,7 +106,7 @@ class StageEstimates:
         specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
         specs = expand_specs(specs, params)
 
-        def over_stages(x: Any, spec: Any) -> Any:
+        def over_stages(x: Array, spec: Any) -> Any:
             uneven = layers % self.num_stages
             dim = other_dim(x.shape, self.num_stages, spec) if uneven else 0
             return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import NamedSharding
 
 import optax_ext
+from sharding._types import DType, Tree
 from sharding._zero import Zero
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
@@ -49,7 +50,7 @@ class PlanCosts:
         machine: Machine,
         *,
         length: int,
-        dtype: Any,
+        dtype: DType,
         implementation: Implementation,
     ):
         self.model, self.tx, self.machine = model, tx, machine
@@ -76,7 +77,7 @@ class PlanCosts:
         params = self.model.abstract(self.dtype)
         update = optax.with_extra_args_support(self.tx).update
 
-        def of(params: Any) -> float:
+        def of(params: Tree) -> float:
             state = jax.eval_shape(self.tx.init, params)
             return work_of(update, params, state, params, kind=self.machine.device).flops
 
@@ -244,13 +245,13 @@ def transformation_of(
     return getattr(optax_ext, wrap)(tx) if wrap else tx
 
 
-def sync_of_plan(plan: ParallelPlan, params: Any) -> SyncWork:
+def sync_of_plan(plan: ParallelPlan, params: Tree) -> SyncWork:
     """The compressed synchronization of a plan."""
     assert plan.sync
     return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
 
 
-def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
+def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
     """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
     zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
     arrays = []
@@ -264,7 +265,7 @@ def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
     return arrays
 
 
-def sync_change(plan: ParallelPlan, params: Any) -> float:
+def sync_change(plan: ParallelPlan, params: Tree) -> float:
     """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
     assert plan.sync
     devices, arrays = plan.synced_devices, _synced_arrays(plan, params)

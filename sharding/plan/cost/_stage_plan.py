@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from optax_ext import flax_transformer
+from sharding._types import DType
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
@@ -247,7 +248,7 @@ def _wire(
     return {"wire": total, "network": network}
 
 
-def _gathered_bytes(zero: Zero, row: Row, dtype: Any, elements: float) -> float:
+def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float) -> float:
     """Bytes of one full parameter as stage 3 gathers it: in the dtype of the loss, or in codes."""
     # Stacked layers count as one array, though a scan gathers them one by one.
     bits = zero.precision.gather_bits

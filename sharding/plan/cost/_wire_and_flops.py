@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding._types import Array, Batch, Tree
 from sharding.pipeline import Op, Schedule
 from sharding.pipeline._instructions import Code, Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
@@ -52,7 +53,7 @@ def pipeline_flops(
     return over_ticks(schedule, of)
 
 
-def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = None) -> float:
+def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree = None) -> float:
     """Bytes that one device sends for a pipeline in one step, beside what ``Zero`` sends.
 
     A permute of one activation in each tick and direction in which any stage sends; an all-reduce
@@ -82,7 +83,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
 
-    def sent_of(x: Any, spec: Any, is_layers: bool) -> float:
+    def sent_of(x: Array, spec: Any, is_layers: bool) -> float:
         own = num_bytes(x)  # and of the accumulated gradient
         of_sum = num_bytes(jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
         if not is_layers:
@@ -103,7 +104,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     return float(sent)
 
 
-def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
+def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Tree, batch: Batch) -> float:
     """Bytes that one device sends for all updates of an asynchronous pipeline of such batches."""
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
     permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
@@ -121,10 +122,10 @@ def num_permutes(program: Instructions) -> int:
     )
 
 
-def _message(pipeline: Pipeline, shared: Any, batch: Any) -> list[Any]:
+def _message(pipeline: Pipeline, shared: Any, batch: Batch) -> list[Any]:
     """The types of the activations of one micro-batch."""
 
-    def embedded(shared: Any, batch: Any) -> Any:
+    def embedded(shared: Any, batch: Batch) -> Any:
         microbatches = split_microbatches(batch, pipeline.schedule.num_microbatches)
         key = (jax.random.key(0),) if pipeline.rngs else ()
         return pipeline.embed(shared, jax.tree.map(lambda x: x[0], microbatches), *key)

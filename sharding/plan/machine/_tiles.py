@@ -3,16 +3,16 @@
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from sharding._types import Tree
 from sharding.placement._describe import Description, Row
 from sharding.placement._specs import num_shards
 
 
-def num_bytes(tree: Any) -> int:
+def num_bytes(tree: Tree) -> int:
     """Bytes of all arrays of a tree, real or abstract, without tiles."""
     arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding._types import Array, Batch, DType
 from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -50,7 +51,7 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _layer_bytes(
-    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+    model: Decoder, batch: int, length: int, dtype: DType, tensor: int
 ) -> tuple[float, tuple[float, ...]]:
     """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
     layer, x = _layer_and_input(model, batch, length, dtype, tensor)
@@ -60,7 +61,7 @@ def _layer_bytes(
 
 
 def _layer_and_input(
-    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+    model: Decoder, batch: int, length: int, dtype: DType, tensor: int
 ) -> tuple[Any, Any]:
     """The types of a layer's parameters on one device, and of its input."""
     (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
@@ -68,17 +69,17 @@ def _layer_and_input(
 
 
 @functools.lru_cache(maxsize=256)
-def _crossing_bytes(model: Decoder, batch: int, length: int, dtype: Any, tensor: int) -> float:
+def _crossing_bytes(model: Decoder, batch: int, length: int, dtype: DType, tensor: int) -> float:
     """Bytes that the gradients of parameters need, once that of the input is there."""
     params, x = _layer_and_input(model, batch, length, dtype, tensor)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 
-    def layer(params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
+    def layer(params: LayerParams, x: Array, microbatch: Batch, key: Any) -> Any:
         del microbatch, key
         return model.apply_layer(treedef.unflatten(params.trained), x)
 
-    def backward(leaves: Any, x: Any) -> Any:
+    def backward(leaves: Any, x: Array) -> Any:
         stage = Stage(layer, num_layers=1, uneven=False)
         params = LayerParams([leaf[None] for leaf in leaves], [])
         scope = Scope((), None, 0, 1)
@@ -94,7 +95,7 @@ def layer_costs(
     *,
     batch: int = 1,
     length: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DType = jnp.bfloat16,
     recompute: bool | str = True,
     efficiency: float = 0.5,
     tensor: int = 1,

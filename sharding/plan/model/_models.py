@@ -12,6 +12,8 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from sharding._types import Array, DType
+
 
 class Matrices(NamedTuple):
     """Equal matrices that read the same values."""
@@ -51,7 +53,7 @@ class Decoder:
         """Width of the keys of all heads, and of the values."""
         return self.queries // self.heads * self.kv_heads
 
-    def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+    def init(self, dtype: DType = jnp.float32) -> dict[str, Any]:
         """Parameters of one dtype."""
 
         def draw(path: Any, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -86,7 +88,7 @@ class Decoder:
             **({} if self.tied else {"unembed": (width, self.vocabulary)}),
         }
 
-    def abstract(self, dtype: Any = jnp.float32, shards: int = 1) -> dict[str, Any]:
+    def abstract(self, dtype: DType = jnp.float32, shards: int = 1) -> dict[str, Any]:
         """The parameters' shapes and dtypes; those of one of ``shards`` devices, as ``specs`` says.
 
         >>> from sharding.plan import MODELS
@@ -273,7 +275,7 @@ class Decoder:
         return y + params[f"{name}_bias"][None, None] if self.biased else y
 
 
-def _is_shape(x: Any) -> bool:
+def _is_shape(x: Array) -> bool:
     return isinstance(x, tuple)
 
 
@@ -311,7 +313,7 @@ MODELS = {
 }
 
 
-def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
+def count_to_params(count: int, dtype: DType = jnp.bfloat16) -> Any:
     """Abstract parameters of a given number: matrices of (4096, 4096), and the rest."""
     side = 4096
     matrices, others = divmod(count, side * side)

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from optax_ext.traced_graph import Equation
 from sharding._jaxprs import inner_jaxprs
+from sharding._types import DType, Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -89,14 +90,14 @@ def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
     return total
 
 
-def stored_by(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+def stored_by(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
     """The types of what the vector-Jacobian product of a function stores beside its matrices."""
     matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
     vjp = jax.eval_shape(lambda *args: jax.vjp(lambda *args: fn(*args), *args)[1], params, *args)
     return [x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) not in matrices]
 
 
-def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
     """The types of what the matrix products of a function read and write, without parameters."""
     traced = jax.make_jaxpr(fn)(params, *args).jaxpr
     own = traced.invars[: len(jax.tree.leaves(params))]
@@ -163,7 +164,7 @@ class TracedModel:
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers = heads = kv_heads = hidden = 1
 
-    def abstract(self, dtype: Any = jnp.float32) -> Any:
+    def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
         return jax.eval_shape(lambda: self.init(dtype))
 
@@ -180,14 +181,14 @@ class TracedModel:
         """Operations of a training step, ``length`` tokens an example: no layer runs twice."""
         return num_tokens / length * self.traced(1, jnp.bfloat16, "none").flops
 
-    def layer_bytes(self, dtype: Any) -> tuple[float, float]:
+    def layer_bytes(self, dtype: DType) -> tuple[float, float]:
         """Bytes of the parameters of the largest layer, and of those outside of all layers."""
         leaves = jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
         outside = [x for path, x in leaves if re.search(self.gathered_once, path_str(path))]
         layers = (num_bytes(call[0]) for call in self._calls(1, dtype))
         return float(max(layers, default=0)), float(num_bytes(outside))
 
-    def traced(self, size: int, dtype: Any, recompute: str) -> Traced:
+    def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
         """What a micro-batch of one device computes and stores; parameters are of a dtype."""
         layer = self._layer(recompute)
         loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
@@ -219,7 +220,7 @@ class TracedModel:
         policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[recompute][0])
         return jax.checkpoint(self.apply_layer, policy=policy)
 
-    def _calls(self, size: int, dtype: Any) -> list[tuple[Any, ...]]:
+    def _calls(self, size: int, dtype: DType) -> list[tuple[Any, ...]]:
         """The types of the arguments of each call of the layer in a loss; a scan calls it once."""
         calls = []
 

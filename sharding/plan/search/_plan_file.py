@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sharding._types import Tree
 from sharding._zero import Zero
 from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
 from sharding.pipeline._pipeline import Pipeline
@@ -260,7 +261,7 @@ def _lowered_updates(
     pipeline = file.pipeline(mesh, model)
     training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)
 
-    def placed(tree: Any, specs: Any) -> Any:
+    def placed(tree: Tree, specs: Tree) -> Any:
         return jax.tree.map(lambda x, s: x.update(sharding=NamedSharding(mesh, s)), tree, specs)
 
     params = jax.eval_shape(lambda: pipeline.stack(model.init(file.dtype)))

@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from sharding._types import DType
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
@@ -132,7 +133,7 @@ def search(
     *,
     sequences: int,
     length: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DType = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
     recompute: Sequence[str] = SEARCHED,
@@ -326,7 +327,7 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     return Machine(device, parsed.num_devices, *torus)
 
 
-def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
+def _check_dtype(target: str, dtype: DType, weights: Sequence[str]) -> None:
     cpu = targets.parse(target, other_gpus=True).kind == "cpu"
     if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
         raise ValueError(

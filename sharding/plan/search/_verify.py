@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sharding._types import DType
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost import _wire_and_flops as of_program
@@ -173,7 +174,7 @@ def _planned_flops(file: PlanFile, model: AnyModel) -> float:
     )
 
 
-def planned_flops(model: AnyModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16) -> float:
+def planned_flops(model: AnyModel, plan: ParallelPlan, dtype: DType = jnp.bfloat16) -> float:
     """Operations of matrix products of one device in a step, with those that run again."""
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops

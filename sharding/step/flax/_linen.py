@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from sharding._types import Array, Tree
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step.flax._batch_norm import over_devices
 from sharding.step.flax._modules import check_found, gathered_call, matches
@@ -27,7 +28,7 @@ def in_step(
     unchecked = all_blocks
 
     @functools.wraps(loss_fn)
-    def call(params: Any, *args: Any) -> Any:
+    def call(params: Tree, *args: Any) -> Any:
         nonlocal unchecked
         with _intercepting(axes, sync_batch_norm, blocks, reshard) as check:
             out = loss_fn(without_names(params, axes), *args)
@@ -78,13 +79,13 @@ def _intercepting(
         yield lambda: check_found(blocks, found, _CALLED, seen.items())
 
 
-def without_names(params: Any, axes: tuple[str, ...]) -> Any:
+def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
     """Parameters whose linen boxes name none of these axes, to which unboxing constrains them."""
     nn = sys.modules.get("flax.linen")
     if nn is None:
         return params
 
-    def strip(x: Any) -> Any:
+    def strip(x: Array) -> Any:
         if isinstance(x, nn.LogicallyPartitioned):
             return x.replace(rules=x.rules and _without_axes(x.rules, axes))
         if isinstance(x, nn.Partitioned):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from sharding._types import Tree
 from sharding.step._gather_params import ParamHandle, gather, has_shards
 from sharding.step._gathered_layers import after_input, gathered, split_arrays
 from sharding.step._lookup import lookup
@@ -49,7 +50,7 @@ def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[...
         def run(module: Any, arrays: list[Any]) -> Any:
             moved: list[Any] = []
 
-            def gather_after_input(params: Any) -> Any:
+            def gather_after_input(params: Tree) -> Any:
                 params, moved[:] = after_input(params, arrays)
                 return gather(params)
 
@@ -68,7 +69,7 @@ def _nnx_call(nnx: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., A
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         graph, params, rest = nnx.split(self, nnx.Param, ...)
 
-        def run(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(params: Tree, rest: Any, *args: Any, **kwargs: Any) -> Any:
             module = nnx.merge(graph, params, rest)
             out = cls.__call__(module, *args, **kwargs)
             return out, nnx.state(module, nnx.Not(nnx.Param))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import optax
 
+from sharding._types import Array, Batch, Tree
 from sharding.placement._on_mesh import no_mesh
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
@@ -30,7 +31,7 @@ from sharding.step.flax._nnx_model import (
 class NnxMethods:
     """What ``Zero`` does with nnx models."""
 
-    def nnx_init(self: Any, make: Callable[..., Any], *args: Any, param_specs: Any = None) -> Any:
+    def nnx_init(self: Any, make: Callable[..., Any], *args: Any, param_specs: Tree = None) -> Any:
         """Makes an nnx model and its optimizer, each device its own shard; values are those of one.
 
         Args:
@@ -50,7 +51,7 @@ class NnxMethods:
         rngs: bool = False,
         microbatches: int = 1,
         reductions: Mapping[type, str] = MappingProxyType({}),
-        trainable: Any = None,
+        trainable: Tree = None,
         grad_norm: bool = False,
         donate: bool = True,
     ) -> "NnxStep":
@@ -159,7 +160,7 @@ class NnxStep:
             **options,
         )
 
-    def __call__(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> dict[str, Any]:
+    def __call__(self, model: Any, optimizer: Any, batch: Batch, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
         with no_mesh():
             state, metrics = self._step(*self._arguments(model, optimizer, batch, key))
@@ -169,11 +170,13 @@ class NnxStep:
             optimizer.step.set_value(state.step)
         return metrics
 
-    def lower(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
+    def lower(
+        self, model: Any, optimizer: Any, batch: Batch, key: Any = None
+    ) -> jax.stages.Lowered:
         with no_mesh():
             return self._step.lower(*self._arguments(model, optimizer, batch, key))
 
-    def _arguments(self, model: Any, optimizer: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+    def _arguments(self, model: Any, optimizer: Any, batch: Batch, key: Any) -> tuple[Any, ...]:
         """``(state, batch, key, model state)`` of the step."""
         zero = self.zero
         if not is_placed((model, optimizer.opt_state), zero.mesh):
@@ -202,7 +205,7 @@ class NnxStep:
         by_type = (kind for cls, kind in self.reductions.items() if isinstance(variable, cls))
         return next(by_type, "mean")
 
-    def _loss(self, params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
+    def _loss(self, params: Tree, batch: Batch, parts: Any, numbered: Any) -> tuple[Any, Any]:
         """The loss of the model's parameters; ``parts`` are all else of the model."""
         number, key = numbered
         graph, wrt, _ = parts["static"].value
@@ -225,7 +228,7 @@ class NnxEvalStep:
         self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
         self._step = zero.eval_step(self._run, model_state=True)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, batch: Batch) -> Any:
         if not is_placed(nnx.state(model, self.wrt), self.zero.mesh):
             raise ValueError(
                 "the model is not on the mesh. Make it with zero.nnx_init, or train a step: the "
@@ -235,7 +238,7 @@ class NnxEvalStep:
         params, rest = nnx.as_pure((params, rest))
         return self._step((params, ()), batch, model_state=(_Static(graph), rest))
 
-    def _run(self, params: Any, batch: Any, parts: Any) -> Any:
+    def _run(self, params: Tree, batch: Batch, parts: Any) -> Any:
         graph, rest = parts
         return self.fn(model_in_step(self.zero, graph.value, params, rest), batch)
 
@@ -245,7 +248,7 @@ def _split(model: Any, wrt: Any) -> Any:
     return nnx.split(model, wrt, nnx.RngState, nnx.Intermediate, ...)
 
 
-def train_state(zero: Any, state: Any, param_specs: Any = None) -> tuple[Any, Any]:
+def train_state(zero: Any, state: Tree, param_specs: Tree = None) -> tuple[Any, Any]:
     """An nnx model, alone or with its optimizer, as a train state, and specs of its parameters.
 
     Any other state, and specs that are given, are returned as they are.
@@ -263,7 +266,7 @@ def train_state(zero: Any, state: Any, param_specs: Any = None) -> tuple[Any, An
     return _NnxState(step, params, opt_state, optimizer.tx), param_specs
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Array) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

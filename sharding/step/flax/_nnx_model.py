@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from sharding._types import Array, Batch, OptState, Tree
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._batch_norm import set_axes
 from sharding.step.flax._modules import check_found, gathered_module, matches
@@ -23,7 +24,9 @@ class _Nnx:
 nnx: Any = _Nnx()
 
 
-def init_model(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Any) -> Any:
+def init_model(
+    zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Tree
+) -> Any:
     """Model and optimizer as ``make(*args)`` makes them, each device its own shard."""
 
     def arrays(*args: Any) -> Any:
@@ -52,7 +55,7 @@ def place_model(zero: Any, model: Any, optimizer: Any) -> None:
     set_opt_state(optimizer, state[1])
 
 
-def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
+def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Tree) -> Any:
     params = nnx.state(model, optimizer.wrt)
     if param_specs is None:
         param_specs = nnx.as_pure(nnx.get_partition_spec(params))
@@ -68,13 +71,13 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     return zero.shardings(state, tx=optimizer.tx, param_specs=param_specs)
 
 
-def is_placed(tree: Any, mesh: Any) -> bool:
+def is_placed(tree: Tree, mesh: Any) -> bool:
     """Whether every array but scalars is on all devices of the mesh."""
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.ndim]
     return all(x.sharding.device_set == set(mesh.devices.flat) for x in leaves)
 
 
-def set_opt_state(optimizer: Any, opt_state: Any) -> None:
+def set_opt_state(optimizer: Any, opt_state: OptState) -> None:
     treedef: Any = jax.tree.structure(optimizer.opt_state)
     optimizer.opt_state = nnx.data(treedef.unflatten(jax.tree.leaves(opt_state)))
 
@@ -107,7 +110,7 @@ def model_in_step(zero: Any, graph: Any, *states: Any) -> Any:
     return model
 
 
-def values_at(old: Any, new: Any) -> Any:
+def values_at(old: Tree, new: Tree) -> Any:
     """The pure values of ``new`` at the paths of ``old``; what a loss sows is dropped."""
     values = dict(nnx.to_flat_state(new))
     paths = [path for path, _ in nnx.to_flat_state(old)]
@@ -121,7 +124,7 @@ def values_at(old: Any, new: Any) -> Any:
     return nnx.as_pure(nnx.from_flat_state([(path, values[path]) for path in paths]))
 
 
-def is_module(x: Any) -> bool:
+def is_module(x: Array) -> bool:
     """Whether it is an nnx model; without Flax there are none."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Module)
@@ -133,7 +136,7 @@ def pure_loss(
     """The loss of a model as one of ``(params, batch, rest)``, with a state, and the rest."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss(params: Any, batch: Any, rest: Any, *key: Any) -> Any:
+    def loss(params: Tree, batch: Batch, rest: Any, *key: Any) -> Any:
         model = model_in_step(zero, graph, params, rest)
         out = loss_fn(model, batch, *key)
         value, aux = out if options.get("has_aux") else (out, None)

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule, kernels, last_two_dims
+from sharding._types import Array, DType
 from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
 from sharding.step._kernel_shards import KernelShards
@@ -74,13 +75,13 @@ def by_owner(
     wire = _wire_dtype(wire_dtype)
     tx = optax.with_extra_args_support(tx)
 
-    def form_of(rule: FactoringRule, path: KeyPath, x: Any) -> MatrixForm:
+    def form_of(rule: FactoringRule, path: KeyPath, x: Array) -> MatrixForm:
         return MatrixForm.of(rule, parameter_path(path), tuple(jnp.shape(x)))
 
     def init(params: optax.Params) -> optax.OptState:
         rule = rule_for_tree(factoring, params)
 
-        def init_leaf(path: KeyPath, x: Any) -> optax.OptState:
+        def init_leaf(path: KeyPath, x: Array) -> optax.OptState:
             p = form_of(rule, path, x).to_matrices(x)
             state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
             return jax.tree.map(lambda s: _sharded_like(s, p), state)
@@ -134,11 +135,11 @@ def _check(tx: Any, factoring: Any) -> None:
         )
 
 
-def _wire_dtype(dtype: Any) -> Any:
+def _wire_dtype(dtype: DType) -> Any:
     if dtype is None:
         return None
     try:
-        wire = jnp.dtype(dtype)
+        wire: Any = jnp.dtype(dtype)
     except TypeError:
         wire = jnp.dtype(bool)
     if not jnp.issubdtype(wire, jnp.floating):
@@ -154,7 +155,7 @@ def _wire_dtype(dtype: Any) -> Any:
     return wire
 
 
-def _sharded_like(x: Any, param: Any) -> Any:
+def _sharded_like(x: Array, param: Array) -> Any:
     """State of another shape, such as a statistic (n, n), sharded over the axes of its parameter.
 
     Only where types hold shardings: there an array made from nothing is replicated.

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule
+from sharding._types import Array
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._shard_dim import choose_sharded_dim
@@ -97,7 +98,7 @@ class MatrixForm(NamedTuple):
 
     # --- Arrays -----------------------------------------------------------------------------------
 
-    def to_matrices(self, x: Any) -> Any:
+    def to_matrices(self, x: Array) -> Any:
         """A parameter or its gradient in matrix form, placed as by ``spec``; None for None."""
         if x is None or self.is_identity:
             return x
@@ -112,7 +113,7 @@ class MatrixForm(NamedTuple):
         x = jnp.transpose(x, self.order)  # (stack..., dims of rows..., dims of cols...)
         return jnp.reshape(x, self.shape, out_sharding=out)  # (stack..., rows, cols)
 
-    def from_matrices(self, x: jax.Array, like: Any) -> jax.Array:
+    def from_matrices(self, x: jax.Array, like: Array) -> jax.Array:
         """Inverts ``to_matrices``; where types hold shardings, placed as ``like``."""
         if self.is_identity:
             return x

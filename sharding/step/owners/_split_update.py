@@ -17,7 +17,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph, evaluate
-from sharding.placement._specs import KeyPath, Tree
+from sharding._types import Tree
+from sharding.placement._specs import KeyPath
 
 MIN_SIZE = 1024  # elements of an array that is worth an all-to-all
 _SHAPE_NAMES = "broadcast_in_dim concatenate iota pad reshape rev slice squeeze transpose"
