@@ -13,7 +13,7 @@ The words of a name say what a program is: "stage 3, came, replicas, zen, micro"
 the lists in programs.json; those of accelerators have the optimizer shapes whose bytes an element
 differ. Compilers for TPUs and GPUs: ``pip install 'optax-ext[aot]'``.
 
-Of v5e, whose programs compile for minutes, those of optimizers and four of training are recorded.
+Of v5e, whose programs compile for minutes, those of optimizers and five of training are recorded.
 Its compiler refuses "stage 1, adamw 8 bits, explicit, offload".
 """
 
