@@ -121,7 +121,8 @@ def describe(zero: Any, state: Any, tx: Any, param_specs: Any) -> Description:
         replicated = [P()] * len(jax.tree.leaves(others))
         rows += describe_tree("model_state", others, replicated, zero.mesh)
     axes = layout.axes, layout.replica_axes
-    return Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout))
+    group = layout.gather_group_bytes
+    return Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout), group)
 
 
 def init(
