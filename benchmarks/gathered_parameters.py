@@ -62,16 +62,16 @@ def programs(name: str, layers: int, target: str, stage: int) -> Iterator[jax.st
 
 
 def rows(cases: list[tuple[str, int, str, int]]) -> Iterator[str]:
-    """Bytes of one device in MiB, at once and by group; seconds of compiling the step."""
+    """Bytes of one device in MiB, at once and by group; CPU seconds of compiling the step."""
     for case in cases:
         cells: list[str] = []
         for at_once in (True, False):
             groups = mock.patch.object(_layout, "_GATHER_SHARD_BYTES", 2**50)
             with groups if at_once else contextlib.nullcontext():
                 lowered, update = programs(*case)
-            begin = time.perf_counter()
+            begin = time.process_time()
             step = lowered.compile()
-            seconds = time.perf_counter() - begin
+            seconds = time.process_time() - begin
             memory, alone = (p.memory_analysis() for p in (step, update.compile()))
             gathers = [t.wire_bytes for t in shd.audit(step).traffic if t.op == "all-gather"]
             state = memory.argument_size_in_bytes / MIB
@@ -90,7 +90,7 @@ def main() -> None:
     if smoke:
         jax.config.update("jax_num_cpu_devices", 8)
     columns = " | ".join(
-        f"{how}: arguments + temporaries | of the update alone | gathered | compiled in s"
+        f"{how}: arguments + temporaries | of the update alone | gathered | compiled in CPU s"
         for how in ("at once", "by group")
     )
     header = f"| model | target | stage | {columns} |\n|---|---|---|{'---|' * 8}"
