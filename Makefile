@@ -36,7 +36,8 @@ bench: .venv/examples
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/training_step.py
 	! $(BIN)/python -c 'import libtpu, jax_cuda13_plugin' 2>/dev/null || \
-		$(BIN)/python benchmarks/step_bytes.py
+		{ $(BIN)/python benchmarks/step_bytes.py && \
+		$(BIN)/python benchmarks/gathered_parameters.py; }
 
 # Where jax is installed with its GPU wheels already, PYTHON runs it as it is.
 bench-gpu:

@@ -55,6 +55,7 @@ class Description:
       replica_axes: the axes of replicas.
       rows: the arrays.
       batch_rows: which rows of a batch this process gives; empty where one process gives all.
+      gather_group: bytes of the parameters that are gathered at once after an update.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -84,6 +85,7 @@ class Description:
     replica_axes: tuple[str, ...]
     rows: tuple[Row, ...]
     batch_rows: str = ""
+    gather_group: int = 0
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -114,6 +116,9 @@ class Description:
         lines = [f"{self._title}: bytes of one device", *_total_lines(self)]
         if self.batch_rows:
             lines.append(f"rows of a batch: {self.batch_rows}")
+        if self.stage in (1, 2) and self.bytes_per_device["params"] > self.gather_group:
+            group = f"groups of {self.gather_group:,} bytes"
+            lines.append(f"updated parameters are gathered in {group}, larger arrays alone")
         return "\n".join([*lines, *_reason_lines(params), *_group_lines(params, self)])
 
     def table(self) -> str:

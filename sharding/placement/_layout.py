@@ -17,6 +17,10 @@ from sharding.placement._specs import AnyMesh, Axis
 
 P = PartitionSpec
 
+# By the planner's links a gather over the n H100s of a node takes n x 3.8 us of hops, then sends
+# 345 GB/s: with shards of 9 x 3.8 us x 345 GB/s n / (n - 1) it reaches 90 % of that.
+_GATHER_SHARD_BYTES = 13 * 2**20
+
 
 class Placement(NamedTuple):
     """The placement of parameters; trees as the parameters."""
@@ -79,6 +83,11 @@ class Layout:
     def num_devices(self) -> int:
         """The number of data-parallel devices."""
         return self.num_shards * self.num_replicas
+
+    @property
+    def gather_group_bytes(self) -> int:
+        """The bytes of a group of parameters that are gathered at once after an update."""
+        return _GATHER_SHARD_BYTES * self.num_shards
 
     def _size(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.mesh.shape[axis] for axis in axes)

@@ -122,7 +122,8 @@ def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
         replicated = [P()] * len(jax.tree.leaves(others))
         rows += describe_tree("model_state", others, replicated, zero.mesh)
     axes = layout.axes, layout.replica_axes
-    return Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout))
+    group = layout.gather_group_bytes
+    return Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout), group)
 
 
 def init(

@@ -65,8 +65,8 @@ def update(
         shards, opt_state = streamed(advance, shards, opt_state, grads, specs)
     with jax.named_scope("gather_params"):
         new = layout.constrain(shards, placed.shards)
-        if layout.stage < 3:
-            new = gather_updated(layout, new, placed)
+        if layout.stage in (1, 2):
+            new = gather_updated(layout, new, params, placed, spec.trained)
         new = layout.constrain(new, placed.params)
         params = jax.tree.map(lambda t, x, old: x if t else old, spec.trained, new, params)
     if isinstance(state, tuple):
