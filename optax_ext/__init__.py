@@ -22,9 +22,7 @@ from optax_ext._factoring import FactoringRule as FactoringRule
 from optax_ext._factoring import by_path as by_path
 from optax_ext._factoring import last_two_dims as last_two_dims
 from optax_ext._factoring import two_largest_dims as two_largest_dims
-from optax_ext._flax_transformer import decay_mask as decay_mask
 from optax_ext._flax_transformer import flax_transformer as flax_transformer
-from optax_ext._flax_transformer import hidden_matrices as hidden_matrices
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState
 from optax_ext._lamb import lamb as lamb
 from optax_ext._lamb import scale_by_lamb as scale_by_lamb
@@ -42,6 +40,8 @@ from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScale
 from optax_ext._noise_scale import batch_advice as batch_advice
 from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
 from optax_ext._noise_scale import noise_scale as noise_scale
+from optax_ext._parameter_masks import decay_mask as decay_mask
+from optax_ext._parameter_masks import hidden_matrices as hidden_matrices
 from optax_ext._params_history import ParamsHistoryState as ParamsHistoryState
 from optax_ext._params_history import delayed_params as delayed_params
 from optax_ext._params_history import params_history as params_history

@@ -1,17 +1,12 @@
-"""The factoring rule for Flax transformers, and masks of matrices by it."""
+"""The factoring rule for Flax transformers."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
-
-import optax
 
 from optax_ext import _validate
-from optax_ext._factoring import Dims, Factoring, FactoringRule, check_rule, factorings
-from optax_ext._leaves import Leaves
-from optax_ext._types import Array
+from optax_ext._factoring import Dims, Factoring
 
 # Paths that may be of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists
 # or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
@@ -35,16 +30,8 @@ _BY_NAME: tuple[tuple[str, int, Factoring], ...] = (
     # (experts, embed, hidden)
     (rf"{_EXPERTS}(\w+/)?\w+$", 3, Factoring((-2,), (-1,))),
 )
-# Names of a parameter, or of a module around it, that is not of a hidden layer: embeddings (embed,
-# shared_embedding, embed_tokens, Embed_0, pos_embedding, unembed), positions and output heads.
-# "heads", "out" and "output" are of attention and of hidden layers.
-NOT_HIDDEN = (
-    r"(^|/)(\w*[eE]mb(ed(der|dings?)?)?s?(_(\d+|tokens|positions|table))?"
-    r"|wte|wpe|pos|positions?|((lm|mlp|output|classifier)_)?head|logits?_?(dense|proj)?"
-    r"|classifier|readout)(_?\d+)?(/|$)"
-)
 _VECTOR = r"(^|/)(bias|scale|\w*norm\w*|\w*norm\w*/(?!kernel$|embedding$)\w+)$"
-_MATRIX = r"(^|/)(kernel|embedding)$"
+MATRIX = r"(^|/)(kernel|embedding)$"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,60 +200,4 @@ def _least_rank(path: str) -> int:
     for pattern, rank, _ in _BY_NAME:
         if "einsum" in pattern and re.search(rf"(^|/)({pattern})", path):
             return rank
-    return 2 if re.search(_MATRIX, path) else 0
-
-
-def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
-    """Selects the matrices, to which weight decay applies, in a tree of bools: a mask for optax.
-
-    Args:
-      params: the parameters, or abstract arrays in their place.
-      rule: the rule; matrices are the parameters that it factors, and kernels (n, 1).
-
-    Example:
-      >>> import jax.numpy as jnp, optax_ext
-      >>> query = {"kernel": jnp.ones((8, 4, 16)), "bias": jnp.ones((4, 16))}
-      >>> optax_ext.decay_mask({"query": query})
-      {'query': {'bias': False, 'kernel': True}}
-    """
-    _validate.not_a_count("decay_mask", params)
-    leaves = Leaves.of(params)
-    dims = factorings(check_rule("rule", rule), leaves)
-    return leaves.unflatten(list(map(_is_matrix, leaves.paths, leaves.arrays, dims)))
-
-
-def _is_matrix(path: str, leaf: Array, dims: Factoring) -> bool:
-    free = [n for d, n in enumerate(leaf.shape) if d not in dims.batch]
-    thin = len(free) == 2 and 1 in free and re.search(_MATRIX, path)  # the kernel of a value head
-    return dims.factored or bool(thin)
-
-
-def hidden_matrices(
-    params: optax.Params, rule: FactoringRule = flax_transformer(), *, not_hidden: str = NOT_HIDDEN
-) -> Any:
-    """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
-
-    These are the parameters that the rule factors, without embeddings, positions and output heads,
-    in a tree of bools: labels for ``optax.partition``.
-
-    Args:
-      params: the parameters, or abstract arrays in their place.
-      rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected: by default components
-        such as ``embed``, ``wte``, ``positions``, ``lm_head``, ``logits``; not ``heads``, ``out``.
-
-    Raises:
-      ValueError: if ``rule`` is not a rule, or ``not_hidden`` is not a regular expression.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_ext
-      >>> params = {"embed": {"embedding": jnp.ones((9, 8))}, "mlp": {"kernel": jnp.ones((8, 32))}}
-      >>> optax_ext.hidden_matrices(params)
-      {'embed': {'embedding': False}, 'mlp': {'kernel': True}}
-    """
-    _validate.pattern("not_hidden", not_hidden)
-    _validate.not_a_count("hidden_matrices", params)
-    leaves = Leaves.of(params)
-    dims = factorings(check_rule("rule", rule), leaves)
-    hidden = [not re.search(not_hidden, path) for path in leaves.paths]
-    return leaves.unflatten([d.factored and h for d, h in zip(dims, hidden, strict=True)])
+    return 2 if re.search(MATRIX, path) else 0
