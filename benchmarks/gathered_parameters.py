@@ -1,7 +1,7 @@
 """Bytes of ZeRO 1 and 2 where updated parameters are gathered all at once, and group by group.
 
-Read from programs for TPUs and GPUs: of a step, and of its update and gather alone. Needs the
-compilers: pip install 'optax-ext[aot]'.
+Read from programs for GPUs: of a step, and of its update and gather alone. Needs the compilers:
+pip install 'optax-ext[aot]'.
 
   python benchmarks/gathered_parameters.py            # writes results/gathered_parameters.md
   python benchmarks/gathered_parameters.py --smoke    # the CPU and one layer, prints only
@@ -27,13 +27,12 @@ import sharding as shd
 from sharding.placement import _layout
 from sharding.plan import MODELS
 
-# Model, its layers, target, stage. A few layers where the target's compiler is slow.
+# Model, its layers, target, stage.
 ROWS = [
     ("llama2-7b", 32, "h100x8", 2),
     ("llama2-7b", 32, "h100x8", 1),
-    ("llama2-7b", 32, "h200x8", 2),
     ("gpt2-small", 12, "h100x8", 2),
-    ("llama2-7b", 2, "v5p:2x2x2", 2),
+    ("llama2-7b", 32, "h200x8", 2),
 ]
 TX = optax.adamw(1e-3)
 MIB = 2**20

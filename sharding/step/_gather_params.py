@@ -87,8 +87,12 @@ def _gather_groups(layout: Layout, sizes: dict[int, int]) -> Iterator[list[int]]
 
 
 def _gather_into_old(layout: Layout, leaf: _Updated) -> jax.Array:
-    """One parameter; a stack larger than a group is gathered and stored some layers at a time."""
+    """One parameter; a stack is gathered and stored some layers at a time, unless it is small.
+
+    The compiler stores transposed what it gathers along another dim than the first, at the end.
+    """
     old, x, shard_spec, spec, dim = leaf
+    small = old.nbytes <= layout.gather_group_bytes // 8
 
     def gather(x: jax.Array) -> jax.Array:
         remaining = list(layout.axes)
@@ -97,7 +101,7 @@ def _gather_into_old(layout: Layout, leaf: _Updated) -> jax.Array:
             x = layout.constrain(x, layout.keep_axes(shard_spec, remaining))
         return layout.constrain(x, spec)
 
-    if old.nbytes <= layout.gather_group_bytes or x.ndim < 3 or dim == -x.ndim or shard_spec[0]:
+    if small or x.ndim < 3 or dim == -x.ndim or shard_spec[0]:
         return gather(x)
 
     def gather_layers(first: Any, num: int, full: jax.Array) -> jax.Array:

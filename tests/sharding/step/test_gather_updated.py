@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import sharding as shd
-from sharding.placement import _layout
+from sharding.placement._layout import Layout
 from sharding.plan import kind_of
 from sharding.plan.machine._collective_time import NodeGroup, collective_seconds
 
@@ -19,7 +19,7 @@ from .. import model
 
 ADAMW = optax.adamw(1e-2)
 SHAPES = {"a": (64, 32), "b": (32, 64), "c": (64, 32), "small": (3,), "stack": (11, 64, 32)}
-GROUP_SHARD = 2**11  # bytes: two of the matrices, or two layers of the stack, on eight devices
+GROUP = 2**14  # bytes: two of the matrices, or two layers of the stack
 PLACED = {
     "one axis": ((8,), ("data",), {}),
     "stage 1": ((8,), ("data",), {"stage": 1}),
@@ -34,6 +34,11 @@ PLACED = {
     "tensor": ((4, 2), ("data", "model"), {}),
     "sync": ((8,), ("data",), {"sync": shd.sync.qsgd()}),
 }
+
+
+def set_group(monkeypatch, nbytes):
+    """CPUs have one group."""
+    monkeypatch.setattr(Layout, "gather_group_bytes", property(lambda _: nbytes))
 
 
 def make():
@@ -62,7 +67,7 @@ def test_groups_change_no_bit(name, monkeypatch):
         return jax.tree.map(np.asarray, state)
 
     want = train()
-    monkeypatch.setattr(_layout, "_GATHER_SHARD_BYTES", GROUP_SHARD)
+    set_group(monkeypatch, GROUP)
     assert "gathered in groups of" in str(zero.describe(jax.eval_shape(make), tx=ADAMW))
     jax.tree.map(np.testing.assert_array_equal, train(), want)
 
@@ -79,7 +84,7 @@ def equations(jaxpr):
 
 def test_each_group_waits_for_the_one_before(monkeypatch):
     """Two matrices, the third one, and the stack: in loops of two layers, the last one alone."""
-    monkeypatch.setattr(_layout, "_GATHER_SHARD_BYTES", GROUP_SHARD)
+    set_group(monkeypatch, GROUP)
     zero = model.zero_on(8, stage=2)
     state = zero.abstract_state(make, tx=ADAMW)
     step = zero.train_step(model.linear_loss, tx=ADAMW)
@@ -103,10 +108,10 @@ def test_each_group_waits_for_the_one_before(monkeypatch):
 
 def test_a_group_keeps_the_link_busy():
     """By the planner's model of it, nine tenths of the time that a gather takes are sending."""
-    zero = model.zero_on(8)
+    group = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)))._layout.gather_group_bytes
     times = [
         collective_seconds("all-gather", size, NodeGroup(8, 8), kind_of("h100")) / size
-        for size in (zero._layout.gather_group_bytes, 2**50)
+        for size in (group, 2**50)
     ]
     assert 0.9 < times[1] / times[0] < 0.92
 
@@ -133,7 +138,7 @@ def test_parameters_are_held_once(target, width, monkeypatch):
     need(target)
     shapes = {"first": (512, width), "stack": (8, width, width), "last": (width, 512)}
     layer, params = 2 * width**2, sum(2 * math.prod(s) for s in shapes.values())
-    monkeypatch.setattr(_layout, "_GATHER_SHARD_BYTES", layer // 8)  # a layer at once
+    set_group(monkeypatch, layer)
     memory = large_step(target, shapes).memory_analysis()
     assert memory.alias_size_in_bytes >= params * (1 + 2 / 8)
     assert memory.temp_size_in_bytes < params / 8 + 4 * layer
