@@ -12,7 +12,7 @@ from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._train_state import parts
-from sharding.step._gather_params import gather_updated
+from sharding.step._gather_updated import gather_updated
 from sharding.step._kernel_shards import KernelShards
 from sharding.step._step_plan import StepSpec
 
