@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 import optax_ext
 from sharding._types import DType, Tree
 from sharding._zero import Zero
+from sharding.placement._layout import GATHER_SHARD_BYTES
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.cost._estimate import estimate_stage, with_state_format
@@ -97,7 +98,9 @@ class PlanCosts:
         held = self._stage(_placed(plan))
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads
-        if plan.spread or (plan.stage in (1, 2) and plan.shards > 1):
+        if plan.stage in (1, 2) and plan.shards > 1:
+            update += min(held.params, self._gathered_at_once(plan))
+        elif plan.spread:
             update += held.params  # new ones are gathered while the old ones are still there
         if plan.sync:
             # Gradients are there in full, or of the shard that replicas have.
@@ -105,6 +108,17 @@ class PlanCosts:
             summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
             update = max(update, held.arguments + summed + self.sync(plan).held)
         return max(self._backward(plan, held), update) + self.batch(plan)
+
+    def _gathered_at_once(self, plan: ParallelPlan) -> float:
+        """Bytes of new parameters that are not in place yet: a group, and what no layer has."""
+        layer, outside = self._layer_and_outside(plan)
+        return outside + max(layer, GATHER_SHARD_BYTES * plan.shards)
+
+    def _layer_and_outside(self, plan: ParallelPlan) -> tuple[float, float]:
+        """Bytes of the parameters of the largest layer, and of those outside of all layers."""
+        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
+        first, *layers, last = (cost.param_bytes for cost in costs)
+        return max(layers, default=0.0), first + last
 
     def _backward(self, plan: ParallelPlan, held: StagePlan) -> float:
         """Bytes of the backward pass of the last micro-batch."""
@@ -320,6 +334,9 @@ class TracedCosts(PlanCosts):
         traced = self.traced(plan.microbatch, plan.recompute)
         layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
         return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
+
+    def _layer_and_outside(self, plan: ParallelPlan) -> tuple[float, float]:
+        return self._layer_bytes()
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))

@@ -63,8 +63,12 @@ def by_planner(plan, model=SMALL, device=H100):
         activations=stored,
     )
     stage = found.stage(found.requested)
-    # The update of stages 1 and 2 gathers parameters when activations and full gradients are free.
-    gathered = stage.params if plan.stage in (1, 2) or plan.spread else 0.0
+    # The update of stages 1 and 2 gathers parameters when activations and full gradients are free:
+    # a layer or 13 MiB a shard, and what is outside of layers.
+    gathered = stage.params if plan.spread else 0.0
+    if plan.stage in (1, 2):
+        first, *layers, last = (c.param_bytes for c in costs)
+        gathered = min(stage.params, first + last + max(*layers, plan.shards * 13 * 2**20))
     grads = stage.grads / (plan.shards_of_state if plan.stage == 1 else 1)
     # Beside the head there are no gradients of the micro-batch yet.
     own = stage.grads
