@@ -24,7 +24,7 @@ from sharding.remat._block_costs import (
 )
 from sharding.remat._chain_plan import ChainPlan, MeasuredChain
 from sharding.remat._checkpoint import INPUT, Fn
-from sharding.remat._names import (
+from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
     NamedValues,
     NameRequest,
