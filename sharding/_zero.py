@@ -310,6 +310,9 @@ class Zero(NnxMethods):
     ) -> TrainStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
 
+        A step with gradients that are not finite is not skipped: wrap ``tx`` in
+        ``optax.apply_if_finite`` for that.
+
         Args:
           loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the
             batch.
