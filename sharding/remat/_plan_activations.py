@@ -1,4 +1,8 @@
-"""``plan`` and ``frontier``: activations under a budget of bytes."""
+"""``plan`` and ``frontier``: activations under a budget of bytes.
+
+What is stored is chosen in ``_chain_search.py`` for a chain of blocks that are called one by one,
+in ``_stack_plan.py`` for a scanned stack of equal blocks.
+"""
 
 import numbers
 import re
