@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import sharding as shd
 from sharding.plan._format import size
 from sharding.plan.model._models import MODELS, gpt2
-from sharding.remat._names import NameRequest, request_of
+from sharding.remat._choose_saved_names import NameRequest, request_of
 from sharding.remat._plan_activations import device_of_target
 from sharding.remat._stack_plan import Stack
 

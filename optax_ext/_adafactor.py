@@ -11,6 +11,7 @@ from optax_ext import _bias_correction, _moments, _phases, _validate
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
+from optax_ext._update_clipping import clip, rms
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -60,7 +61,7 @@ def normalize(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
-PHASES = ((second_moment, "v"), (_moments.clip, "factors"), (normalize, None))
+PHASES = ((second_moment, "v"), (clip, "factors"), (normalize, None))
 
 
 def _decay(hyper: _Hyper, count: jax.Array, dtype: DType) -> tuple[jax.Array, jax.Array]:
@@ -170,7 +171,7 @@ def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransfor
                 return u
             dtype = at_least_float32(p.dtype)
             floor = _validate.hyperparameter(min_scale, dtype)
-            factor = jnp.maximum(_moments.rms(p.astype(dtype), dims), floor)  # (1, 1)
+            factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
             return (u.astype(dtype) * factor).astype(u.dtype)
 
         dims = factorings(rule, leaves)

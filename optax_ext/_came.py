@@ -12,6 +12,7 @@ from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
+from optax_ext._update_clipping import clip
 
 
 class ScaleByCameState(NamedTuple):
@@ -100,7 +101,7 @@ def momentum(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
-PHASES = ((second_moment, "v"), (_moments.clip, "factors"), (confidence, "s"), (momentum, None))
+PHASES = ((second_moment, "v"), (clip, "factors"), (confidence, "s"), (momentum, None))
 
 
 def scale_by_came(

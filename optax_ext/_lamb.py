@@ -42,8 +42,7 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     if not layer.has_ratio:
         return leaf
     w_norm, u_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
-    zero = (w_norm == 0) | (u_norm == 0)
-    return leaf._replace(ratio=ratio(w_norm, u_norm, zero))
+    return leaf._replace(ratio=ratio(w_norm, u_norm, w_norm, u_norm))
 
 
 PHASES = ((moments, None), (trust_ratio, "ratio"), (scale, None))

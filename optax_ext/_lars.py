@@ -41,8 +41,8 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     else:
         g_norm = norm(leaf.u, layer.batch)
         denominator = decayed(g_norm, w_norm, layer, decay)
-    zero = (w_norm == 0) | (g_norm == 0)
-    return leaf._replace(u=u, ratio=ratio(hyper.trust_coefficient * w_norm, denominator, zero))
+    numerator = hyper.trust_coefficient * w_norm
+    return leaf._replace(u=u, ratio=ratio(w_norm, g_norm, numerator, denominator))
 
 
 PHASES = ((trust_ratio, "ratio"), (scale, None))

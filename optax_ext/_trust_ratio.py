@@ -73,8 +73,11 @@ def _norm_jvp(batch: Dims, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     return x_norm, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
 
 
-def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:
-    """Returns the quotient, and 1 where a norm is ``zero``."""
+def ratio(
+    w_norm: jax.Array, u_norm: jax.Array, numerator: jax.Array, denominator: jax.Array
+) -> jax.Array:
+    """Returns the quotient, and 1 where a norm is 0; ``u`` of LARS's paper is without decay."""
+    zero = (w_norm == 0) | (u_norm == 0)
     return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
 
 

@@ -15,7 +15,7 @@ from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
 from sharding.placement._train_state import full_tree, params_of
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
-from sharding.step import _placed_state, _put
+from sharding.step import _batch_rows, _placed_state
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_alive, check_options
 from sharding.step._eval_step import EvalStep
@@ -269,7 +269,7 @@ class Zero(NnxMethods):
         Raises:
           ValueError: if this process has no device of the mesh, or rows of processes overlap.
         """
-        return _put.data_shard(self._layout)
+        return _batch_rows.data_shard(self._layout)
 
     def put(self, batch: Batch, *, check: bool = True) -> Any:
         """Places this process's rows of a batch on the mesh, sharded along the first dim.
@@ -287,7 +287,7 @@ class Zero(NnxMethods):
           ValueError: if the batch is empty, first dims differ, or one does not divide by this
             process's devices; in all processes, if one raises or their rows do not make one batch.
         """
-        return _put.put(self._layout, batch, check)
+        return _batch_rows.put(self._layout, batch, check)
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -309,6 +309,9 @@ class Zero(NnxMethods):
         donate: bool = True,
     ) -> TrainStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
+
+        A step with gradients that are not finite is not skipped: wrap ``tx`` in
+        ``optax.apply_if_finite`` for that.
 
         Args:
           loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the

@@ -12,7 +12,7 @@ from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._tiles import num_bytes
 from sharding.remat._block_costs import types_of
-from sharding.remat._names import NameRequest
+from sharding.remat._choose_saved_names import NameRequest
 from sharding.remat._plan_activations import device_of_target, in_bytes
 from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan

@@ -1,4 +1,8 @@
-"""The checksum of a stored block, on its source device and in host memory."""
+"""The checksum of a stored block, on its source device and in host memory.
+
+``OpenSlot.intact`` in ``_slot.py`` compares the two; ``_find_snapshot.py`` takes no block where
+they differ, and refuses a snapshot that then lacks one.
+"""
 
 import jax
 import jax.numpy as jnp

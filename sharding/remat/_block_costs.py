@@ -17,7 +17,7 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._chain_search import Block, Mode
 from sharding.remat._checkpoint import Fn, after_backward, policy_of
-from sharding.remat._names import NamedValues, SavedNames
+from sharding.remat._choose_saved_names import NamedValues, SavedNames
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""``plan`` and ``frontier``: activations under a budget of bytes."""
+"""``plan`` and ``frontier``: activations under a budget of bytes.
+
+What is stored is chosen in ``_chain_search.py`` for a chain of blocks that are called one by one,
+in ``_stack_plan.py`` for a scanned stack of equal blocks.
+"""
 
 import numbers
 import re
@@ -24,7 +28,7 @@ from sharding.remat._block_costs import (
 )
 from sharding.remat._chain_plan import ChainPlan, MeasuredChain
 from sharding.remat._checkpoint import INPUT, Fn
-from sharding.remat._names import (
+from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
     NamedValues,
     NameRequest,

@@ -19,7 +19,7 @@ from sharding.remat._block_costs import (
     types_of,
 )
 from sharding.remat._checkpoint import INPUT, Fn, policy_of, scanned
-from sharding.remat._names import HostCopies, NamedValues, NameRequest, SavedNames
+from sharding.remat._choose_saved_names import HostCopies, NamedValues, NameRequest, SavedNames
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""Stage 3: layers that gather their own parameters, and free them after their forward pass."""
+"""Stage 3: layers that gather their own parameters, and free them after their forward pass.
+
+``gather`` in ``_gather_params.py`` gathers; this file decides when.
+"""
 
 import functools
 from collections.abc import Callable

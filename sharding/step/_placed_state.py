@@ -17,8 +17,8 @@ from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import opt_state_of, params_of, parts, with_opt_state
+from sharding.step._batch_rows import describe_rows
 from sharding.step._checks import check_compiled
-from sharding.step._put import describe_rows
 from sharding.step._sync_state import (
     check_sync_state,
     has_sync_state,

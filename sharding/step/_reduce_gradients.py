@@ -1,4 +1,7 @@
-"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones."""
+"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones.
+
+Every array is reduced by a collective of its own; combining several is left to the compiler.
+"""
 
 from collections.abc import Sequence
 from typing import Any

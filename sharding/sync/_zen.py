@@ -1,4 +1,7 @@
-"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost."""
+"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost.
+
+Who owns a row is decided in ``collectives/_row_owners.py``.
+"""
 
 import functools
 from typing import Any

@@ -19,7 +19,7 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._block_costs import TracedBlock, one_of
-from sharding.remat._names import MAXTEXT_NAMES, NameRequest
+from sharding.remat._choose_saved_names import MAXTEXT_NAMES, NameRequest
 from sharding.remat._stack_plan import Stack
 
 LENGTH, WIDTH, ROWS = 12, 16, 1024

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 import sharding as shd
-from sharding.step import _put
+from sharding.step._batch_rows import describe_rows
 
 
 class Device:
@@ -41,9 +41,7 @@ def test_the_shard_of_each_process(monkeypatch, processes, names, shards):
         assert zero.data_shard() == (index, count)
         others = [p for p, shard in enumerate(shards) if shard == (index, count) and p != me]
         same = f", the same rows as process {others[0]}" if others else ""
-        assert (
-            _put.describe_rows(zero._layout) == f"process {me} gives shard {index} of {count}{same}"
-        )
+        assert describe_rows(zero._layout) == f"process {me} gives shard {index} of {count}{same}"
     monkeypatch.setattr(jax, "process_index", lambda: 7)
     with pytest.raises(ValueError, match="process 7 has no device of the mesh"):
         zero.data_shard()
@@ -58,7 +56,7 @@ def test_processes_whose_rows_make_no_shards(processes, names):
     zero = zero_of(processes, names)
     with pytest.raises(ValueError, match="places of the axes") as error:
         zero.put(np.ones(6))
-    assert _put.describe_rows(zero._layout) == str(error.value)
+    assert describe_rows(zero._layout) == str(error.value)
 
 
 def test_one_process_gives_all():
@@ -67,4 +65,4 @@ def test_one_process_gives_all():
     abstract = shd.Zero(AbstractMesh((4,), ("data",)))
     with pytest.raises(ValueError, match="is abstract"):
         abstract.data_shard()
-    assert _put.describe_rows(zero._layout) == _put.describe_rows(abstract._layout) == ""
+    assert describe_rows(zero._layout) == describe_rows(abstract._layout) == ""

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan.machine._devices import KINDS
 from sharding.remat._block_costs import TracedBlock
-from sharding.remat._names import HostCopies
+from sharding.remat._choose_saved_names import HostCopies
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 
