@@ -26,8 +26,6 @@ MARKS = "not slow and not script"  # as pyproject.toml has it: what `make test` 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One planted fault."""
-
     file: str  # that it is in
     tests: tuple[str, ...]  # what pytest runs to see it
     breaks: str  # the promise that it breaks

@@ -107,7 +107,7 @@ def test_figures_without_a_flush(stages, microbatches):
             for table in (few, more)
         ]
         found = by_name.lockstep_seconds(
-            *("2bw", stages, microbatches, forward, backward), last=(of_last, 0)
+            "2bw", stages, microbatches, forward, backward, last=(of_last, 0)
         )
         assert found == added[1] - added[0]
     program = instructions(more, recompute=False, versions=versions_of(more))

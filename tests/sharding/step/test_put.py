@@ -41,9 +41,8 @@ def test_the_shard_of_each_process(monkeypatch, processes, names, shards):
         assert zero.data_shard() == (index, count)
         others = [p for p, shard in enumerate(shards) if shard == (index, count) and p != me]
         same = f", the same rows as process {others[0]}" if others else ""
-        assert (
-            _put.describe_rows(zero._layout) == f"process {me} gives shard {index} of {count}{same}"
-        )
+        text = f"process {me} gives shard {index} of {count}{same}"
+        assert _put.describe_rows(zero._layout) == text
     monkeypatch.setattr(jax, "process_index", lambda: 7)
     with pytest.raises(ValueError, match="process 7 has no device of the mesh"):
         zero.data_shard()
