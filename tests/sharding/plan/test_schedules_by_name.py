@@ -85,9 +85,8 @@ def test_chunks_share_layers_so_that_a_step_is_fastest(
             head=head,
         )
 
-    lockstep = functools.partial(
-        by_name.lockstep_seconds, schedule, stages, microbatches, chunks=chunks
-    )
+    args = schedule, stages, microbatches
+    lockstep = functools.partial(by_name.lockstep_seconds, *args, chunks=chunks)
     shared = by_name.layers_of_chunks(layers, number, layer, head, lockstep)
     least = min(taken(n) for n in range(1, layers - number + 2))
     assert taken(shared[-1]) == pytest.approx(least)
