@@ -63,9 +63,7 @@ def tests_of_module(file, test_files):
         pattern, folder = rf"/test_(\w+_)?{name}(_\w+)?\.py$", "tests"
     else:
         pattern, folder = rf"/test_{name}\.py$", layer
-    found = {
-        path for path in test_files if re.search(pattern, path) and path.startswith(f"{folder}/")
-    }
+    found = {p for p in test_files if re.search(pattern, p) and p.startswith(f"{folder}/")}
     return found or ({str(layer)} if str(layer) != "tests/sharding" else set())
 
 

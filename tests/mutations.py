@@ -26,8 +26,6 @@ MARKS = "not slow and not script"  # as pyproject.toml has it: what `make test` 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One planted fault."""
-
     file: str  # that it is in
     tests: tuple[str, ...]  # what pytest runs to see it
     breaks: str  # the promise that it breaks
@@ -36,7 +34,6 @@ class Fault:
 
     @classmethod
     def parse(cls, block):
-        """A block of mutations.txt."""
         head, breaks, *lines = block.splitlines()
         file, *tests = head.split()
         old, new = ([x[1:] for x in lines if x.startswith(sign)] for sign in "-+")
@@ -44,7 +41,6 @@ class Fault:
         return cls(file, tuple(tests), breaks, "\n".join(old) + end, "\n".join(new))
 
     def plant(self, source):
-        """The file with the fault."""
         if source.count(self.old) != 1:
             count = source.count(self.old)
             raise ValueError(f"{self.file} has {self.old!r} {count} times, not once.")

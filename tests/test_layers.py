@@ -55,17 +55,14 @@ def names(tree):
     return found
 
 
-def defined(tree):
-    """The functions and classes of a module, not those inside of them; overloads count once."""
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return [node.name for node in found if "overload" not in map(ast.unparse, node.decorator_list)]
-
-
 @functools.cache
 def module(name):
     """The imports, the names and the definitions of a file of the packages."""
     tree = ast.parse(FILES[name].read_text())
-    return imported(tree), names(tree), defined(tree)
+    # Not those inside of functions and classes; overloads count once.
+    own = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    own = [node.name for node in own if "overload" not in map(ast.unparse, node.decorator_list)]
+    return imported(tree), names(tree), own
 
 
 def run(code, *arguments):
@@ -98,7 +95,6 @@ def test_the_math_places_nothing():
 
 
 def test_only_public_interfaces():
-    """No module takes what is underscored in another package."""
     for file in FILES:
         imports, names, _ = module(file)
         assert not {"_src", "_src.core"} & names, file

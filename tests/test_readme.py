@@ -16,9 +16,7 @@ README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 def pages(folder):
     """The Markdown files of a folder, without those that the build of the documentation copies."""
-    copied = [
-        ROOT / "docs" / name for name in ("_build", "benchmarks", "notebooks", "CHANGELOG.md")
-    ]
+    copied = [ROOT / "docs" / n for n in ("_build", "benchmarks", "notebooks", "CHANGELOG.md")]
     found = sorted((ROOT / folder).rglob("*.md"))
     return [page for page in found if not any(page.is_relative_to(path) for path in copied)]
 
@@ -50,14 +48,9 @@ def test_every_relative_link_exists():
     assert not [(page, path) for page, path in targets if not path.exists()]
 
 
-def paths(text):
-    """What a text names in backticks that looks like a file or a folder of this repository."""
-    names = re.findall(r"`([\w.*/-]+)`", text)
-    return [name for name in names if "/" in name or name.endswith(".py")]
-
-
 def test_every_path_in_contributing_exists():
-    found = paths(CONTRIBUTING.read_text())
+    names = re.findall(r"`([\w.*/-]+)`", CONTRIBUTING.read_text())
+    found = [name for name in names if "/" in name or name.endswith(".py")]
     assert len(found) > 40
     assert not [path for path in found if not (ROOT / path).exists()]
 

@@ -308,10 +308,7 @@ SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", rec
 @pytest.mark.script
 @pytest.mark.parametrize(
     ("plan", "layers", "options"),
-    [
-        (REPLICAS, (2,), ("--stage", "2")),
-        (SPLIT, (1, 1), ("--stage", "0", "--microbatches", "4")),
-    ],
+    [(REPLICAS, (2,), ("--stage", "2")), (SPLIT, (1, 1), ("--stage", "0", "--microbatches", "4"))],
     ids=["replicas", "split backward pass"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):

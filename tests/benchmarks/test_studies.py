@@ -47,10 +47,8 @@ def test_final_takes_the_best_on_other_seeds_after_its_tuning():
 
 
 def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
-    contenders = ("adamw", "came_debiased")
-    rows = complete(
-        lambda rows: _lengths.plans(rows, "smoke", tasks=("masked",), contenders=contenders)
-    )
+    options = {"tasks": ("masked",), "contenders": ("adamw", "came_debiased")}
+    rows = complete(lambda rows: _lengths.plans(rows, "smoke", **options))
     steps = [row["config"]["steps"] for row in rows.values()]
     assert steps == sorted(steps)
     for length, b3 in ((40, 0.9999), (80, 0.999)):

@@ -157,11 +157,7 @@ TRANSFORMATIONS = {
     "lazy_rows": Row(around_came(lazy_rows), CAME),
     "scale_by_delay, a rule": Row(
         scale_by_delay,
-        {
-            "learning_rate": 0.1,
-            "anneal_steps": 9,
-            "delays": delays_by_path({"w": 3.0}, default=1.5),
-        },
+        {"learning_rate": 0.1, "anneal_steps": 9, "delays": delays_by_path({"w": 3}, default=1.5)},
     ),
     "discrepancy_correction": Row(
         discrepancy_correction,

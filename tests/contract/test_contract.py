@@ -153,9 +153,8 @@ def test_map_params(name):
         is_leaf=lambda x: x is None,
     )
     assert jax.tree.structure(marked) == jax.tree.structure(state)
-    for (path, old), new in zip(
-        jax.tree.leaves_with_path(state), jax.tree.leaves(marked), strict=True
-    ):
+    leaves = jax.tree.leaves_with_path(state)
+    for (path, old), new in zip(leaves, jax.tree.leaves(marked), strict=True):
         assert (new == path[-1].key) if old.ndim else (new is old), path
 
 

@@ -8,9 +8,7 @@ import pytest
 
 from .table import SHAPES, TRANSFORMATIONS
 
-NAMES = [
-    name for name, row in TRANSFORMATIONS.items() if not row.blocks and not row.rounds_parameters
-]
+NAMES = [name for name, row in TRANSFORMATIONS.items() if not (row.blocks or row.rounds_parameters)]
 SCALE = 0.3
 FORMS = {
     "random": lambda rng, shape: rng.normal(size=shape),

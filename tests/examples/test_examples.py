@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from .. import flax_nnx
+from ..flax_nnx import needs_nnx
 from ..multiprocess.processes import ROOT, output_of, wait_until
 
 pytest.importorskip("flax")
@@ -32,9 +32,7 @@ def test_example_is_short_and_says_how_to_run_it(name):
 
 
 @pytest.mark.script
-@pytest.mark.parametrize(
-    "name", ["scanned_stack", pytest.param("nnx_model", marks=flax_nnx.needs_nnx)]
-)
+@pytest.mark.parametrize("name", ["scanned_stack", pytest.param("nnx_model", marks=needs_nnx)])
 def test_loss_falls(processes, name):
     found = list(losses(run(processes, name)).values())
     assert len(found) > 3

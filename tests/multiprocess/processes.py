@@ -74,7 +74,6 @@ class Processes:
 
 
 def finish(process, seconds=SECONDS):
-    """The exit code and the output of a process."""
     code = process.wait(seconds)
     return code, process.log.read_text(errors="replace")
 

@@ -25,7 +25,6 @@ DEVICES, STEPS = 4, 5
 
 
 def tiny_state(tx, dtype):
-    """A function that makes (params, opt_state)."""
     shapes = {"in": (6, 12), "out": (12, 3)}
     return model.make_of(lambda: {k: jnp.ones(s, dtype) / s[0] for k, s in shapes.items()}, tx)
 
@@ -94,7 +93,6 @@ def train(case):
 
 
 def main(folder, *cases):
-    """One of the processes."""
     processes = int(os.environ["SLURM_NTASKS"])
     jax.distributed.initialize(heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60)
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)

@@ -31,5 +31,4 @@ def rule(cases):
 
 
 def as_kwargs(factoring):
-    """The arguments that the references take."""
     return {"rows": factoring.rows, "cols": factoring.cols, "batch": factoring.batch}

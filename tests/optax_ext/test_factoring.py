@@ -99,11 +99,8 @@ def test_paths_are_the_keys_joined_by_slashes():
         def resolve(self, path, shape):
             asked.append((path, shape))
 
-    params = {
-        "a": [jnp.ones(1), {"b/c": jnp.ones((2, 3))}],
-        "value": optax.EmaState(1.0, jnp.ones(4)),
-    }
-    params["value"] = params["value"]._replace(count=jnp.ones(()))
+    value = optax.EmaState(jnp.ones(()), jnp.ones(4))
+    params = {"a": [jnp.ones(1), {"b/c": jnp.ones((2, 3))}], "value": value}
     optax_ext.scale_by_came(factoring=Spy()).init(params)
     assert asked == [("a/0", (1,)), ("a/1/b/c", (2, 3)), ("value/count", ()), ("value/ema", (4,))]
 

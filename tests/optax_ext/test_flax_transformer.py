@@ -10,14 +10,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import (
-    Factoring,
-    by_path,
-    decay_mask,
-    describe_factoring,
-    flax_transformer,
-    hidden_matrices,
-)
+from optax_ext import Factoring, decay_mask, describe_factoring, flax_transformer, hidden_matrices
 
 RULE = flax_transformer()
 MATRIX, FULL = Factoring((0,), (1,)), Factoring()
@@ -122,7 +115,7 @@ def test_parameters_of_models(model):
     rows = MODELS.get(model, MAXTEXT)
     tree = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape, _ in rows}
     wanted = {path: want for path, _, want in rows}
-    for row in describe_factoring(by_path({"^none$": None}, default=rule), tree).rows:
+    for row in describe_factoring(optax_ext.by_path({"^none$": None}, default=rule), tree).rows:
         assert row.factoring == wanted[row.path], row.path
     for path, hidden in hidden_matrices(tree, rule).items():
         outer = re.search("embed|logit|head", path)
@@ -157,9 +150,8 @@ def test_a_stack_is_known_by_all_its_arrays(shapes, stack):
     shapes = {f"blocks/layers/{path}": shape for path, shape in shapes.items()}
     rows = [*(shapes | {"blocks/norm/scale": (8,)}).items()]
     if stack is None:
-        with pytest.raises(
-            ValueError, match=r"'blocks/layers/' may be of .*stacked='\^blocks/layers/'"
-        ):
+        message = r"'blocks/layers/' may be of .*stacked='\^blocks/layers/'"
+        with pytest.raises(ValueError, match=message):
             flax_transformer().for_tree(rows)
     else:
         rule = flax_transformer().for_tree(rows)
@@ -268,11 +260,7 @@ VECTORS = "layers/mlp/bias layers/norm/scale"
 
 def test_matrices_of_hidden_layers_are_known_by_name():
     """As models name embeddings, positions and heads, and what resembles them; matrices decay."""
-    for paths, decays, hidden in (
-        (OUTER, True, False),
-        (HIDDEN, True, True),
-        (VECTORS, False, False),
-    ):
+    for paths, decays, hidden in ((OUTER, 1, 0), (HIDDEN, 1, 1), (VECTORS, 0, 0)):
         for path in paths.split():
             shape = (8, 4, 6) if path.endswith("einsum/w") else (8, 6) if decays else (6,)
             tree = jax.ShapeDtypeStruct(shape, "float32")

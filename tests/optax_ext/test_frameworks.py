@@ -53,7 +53,6 @@ BATCHES = np.random.default_rng(0).normal(size=(STEPS, 8, WIDTH)).astype(np.floa
 
 
 def of_a_pair(name):
-    """Parameters after all batches."""
     function, params = as_function(name)
     tx = TXS[name]()
     update = step_of(tx)

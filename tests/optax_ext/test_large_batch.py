@@ -29,9 +29,8 @@ def test_warm_up_takes_the_place_of_the_first_steps():
     assert gradual_warmup(2.0, 4)(1) == 0.5
     assert gradual_warmup(2.0, 0)(0) == 2.0
     # Under jit, of a count that is traced, in an optimizer.
-    np.testing.assert_allclose(
-        jax.jit(jax.vmap(schedule))(jnp.arange(120)), at, rtol=1e-6, atol=1e-6
-    )
+    traced = jax.jit(jax.vmap(schedule))(jnp.arange(120))
+    np.testing.assert_allclose(traced, at, rtol=1e-6, atol=1e-6)
     tx = optax.inject_hyperparams(optax.sgd)(schedule)
     assert jax.jit(tx.init)(jnp.ones(3)).hyperparams["learning_rate"] == 0.5
 
@@ -88,9 +87,8 @@ def test_it_is_found_in_any_state():
     _, state = jax.jit(tx.update)(
         params, tx.init(params), params, local_squared_norm=320.0, num_pieces=4
     )
-    np.testing.assert_allclose(
-        noise_scale({"opt": state}), 64 * (8 / 3) / ((4 * 256 - 320) / 3), rtol=1e-6
-    )
+    want = 64 * (8 / 3) / ((4 * 256 - 320) / 3)
+    np.testing.assert_allclose(noise_scale({"opt": state}), want, rtol=1e-6)
 
 
 def test_advice():

@@ -103,9 +103,8 @@ def test_every_step_is_that_of_optax(name):
         theirs = optax.lamb(lr, weight_decay=decay)
     else:
         lr = falling(2.0)
-        masks = dict.fromkeys(
-            ("weight_decay_mask", "trust_ratio_mask"), jax.tree.map(is_matrix, example()[1])
-        )
+        mask = jax.tree.map(is_matrix, example()[1])
+        masks = dict.fromkeys(("weight_decay_mask", "trust_ratio_mask"), mask)
         ours = optax_ext.lars(lr, weight_decay=0.05, denominator="optax", nesterov=True)
         theirs = optax.lars(lr, 0.05, nesterov=True, **masks)
     assert_close(params_after(ours), params_after(theirs))
@@ -121,9 +120,8 @@ every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def firsts(make, params, grads, *options):
     """The first updates with each of these options, in one program."""
     txs = [make(**option) for option in options]
-    return jax.device_get(
-        jax.jit(lambda p, g: [tx.update(g, tx.init(p), p)[0] for tx in txs])(params, grads)
-    )
+    updates = jax.jit(lambda p, g: [tx.update(g, tx.init(p), p)[0] for tx in txs])
+    return jax.device_get(updates(params, grads))
 
 
 @every_maker

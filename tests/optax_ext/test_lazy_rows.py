@@ -25,15 +25,10 @@ def initial():
     return {"table": rng.normal(size=(ROWS, WIDTH)), "w": rng.normal(size=(WIDTH, WIDTH))}
 
 
-def gradients(steps):
-    rng = np.random.default_rng(1000)
-    table = np.stack([gradient(i) for i in range(steps)])
-    return {"table": table, "w": rng.normal(size=(steps, WIDTH, WIDTH))}
-
-
 def run(tx, steps):
-    """Parameters and state after the last step."""
-    _, params, state = traces.unroll(tx, gradients(steps), initial())
+    table = np.stack([gradient(i) for i in range(steps)])
+    w = np.random.default_rng(1000).normal(size=(steps, WIDTH, WIDTH))
+    _, params, state = traces.unroll(tx, {"table": table, "w": w}, initial())
     return jax.tree.map(lambda x: x[-1], (params, state))
 
 
@@ -71,9 +66,7 @@ def test_what_belongs_to_a_row(x64):
     assert np.flatnonzero(np.any(updates["table"] != 0, 1)).tolist() == [7]
     others = np.arange(ROWS) != 7
     kept = 0
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True
-    ):
+    for (path, a), b in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new), strict=True):
         if "table" not in str(path):
             continue
         if a.shape[:1] == (ROWS,):

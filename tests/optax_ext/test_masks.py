@@ -61,9 +61,7 @@ def test_what_inject_hyperparams_takes_for_a_schedule():
         fixed = optax.inject_hyperparams(make, static_args=(name,))
         assert decays(fixed(**options, **{name: optax_ext.decay_mask})) == {"w": True, "b": False}
     for make in (optax_ext.came, optax_ext.lamb, optax_ext.lars):
-        tx = optax.inject_hyperparams(make)(
-            **options, weight_decay_mask=lambda params: jnp.ndim(params) > 1
-        )
+        tx = optax.inject_hyperparams(make)(**options, weight_decay_mask=lambda p: jnp.ndim(p) > 1)
         with pytest.raises(ValueError, match=r"mask is False, neither .*static_args=\('weight_dec"):
             decays(tx)
     labels = {"hidden": optax.sgd(0.1)}, optax_ext.hidden_matrices

@@ -89,9 +89,8 @@ class TestForms:
             ]
 
         arrays = [operands(shape) for shape, _, _ in SWEEPS]
-        for (means, found), array, (_, over, new) in zip(
-            jax.jit(sweep)(arrays), arrays, SWEEPS, strict=True
-        ):
+        swept = zip(jax.jit(sweep)(arrays), arrays, SWEEPS, strict=True)
+        for (means, found), array, (_, over, new) in swept:
             x, value = both(*array)
             for have, dims_ in zip(means, over, strict=True):
                 np.testing.assert_allclose(have, np.mean(x, axis=dims_), rtol=1e-13)

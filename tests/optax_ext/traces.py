@@ -54,7 +54,6 @@ def gradients(shape, num_steps, seed=0, jumps=3):
 
 
 def parameters(shape, seed=0):
-    """Values in (-1, 1)."""
     return uniform(shape, seed, "parameters", shape)
 
 
@@ -91,9 +90,7 @@ def run(tx, state_of, *, num_steps, shapes, from_zero):
         params = updates if from_zero else optax.apply_updates(params, updates)
         fields = state_of(state) | {"update" if from_zero else "params": params}
         seen = {
-            leaf: {
-                f: summary(f, tree[leaf]) for f, tree in fields.items() if tree[leaf] is not None
-            }
+            leaf: {f: summary(f, of[leaf]) for f, of in fields.items() if of[leaf] is not None}
             for leaf in shapes
         }
         return (zero if from_zero else params, state), seen
@@ -123,9 +120,8 @@ def unroll(tx, grads, params):
         return (params, state), (updates, params, state)
 
     # All in one program: each operation outside of it would be one more.
-    return jax.device_get(
-        jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])(params, grads)
-    )
+    run = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])
+    return jax.device_get(run(params, grads))
 
 
 def summary(field, x):
@@ -194,6 +190,4 @@ def compare_to_reference(make, reference, cases, num_steps, options=(), theirs=(
             assert (have is None) == (want[0] is None), (k, field)
             if have is not None:
                 have, want = np.asarray(have, np.float64), np.stack(want)  # it may be bfloat16
-                compare(
-                    have, want, scale_of(field, want), f"{k}, {field}; the first dim is the step"
-                )
+                compare(have, want, scale_of(field, want), f"{k}, {field}; dim 0 is the step")

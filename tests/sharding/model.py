@@ -10,19 +10,15 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-import optax_ext
 import sharding as shd
+from optax_ext import adafactor, came, last_two_dims
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 61, 40, 5, 6, 16
 
 # Learning rates at which training is calm: chaos would grow rounding by powers of ten a step.
 OPTIMIZERS = {
-    "came": lambda: optax.chain(
-        optax.clip_by_global_norm(0.5), optax_ext.came(3e-5, weight_decay=0.1)
-    ),
-    "adafactor": lambda: optax_ext.adafactor(
-        1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
-    ),
+    "came": lambda: optax.chain(optax.clip_by_global_norm(0.5), came(3e-5, weight_decay=0.1)),
+    "adafactor": lambda: adafactor(1e-3, momentum=0.9, factoring=last_two_dims()),
     "adamw": lambda: optax.adamw(1e-3),
 }
 
@@ -107,24 +103,20 @@ def batch(step, size=BATCH):
 
 
 def make_state(tx, dtype):
-    """A function that makes (params, opt_state)."""
     return make_of(lambda: init_params(dtype), tx)
 
 
 def train_alone(tx, dtype, steps):
-    """The reference: plain jax and optax on one device."""
     return alone(make_state(tx, dtype), tx, loss_fn, batch, steps)
 
 
 def mesh_of(kind=AxisType.Auto, **axes):
-    """A mesh of the first devices."""
     shape = tuple(axes.values())
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.make_mesh(shape, tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
 
 
 def zero_on(*shape, names=("data",), kind=AxisType.Auto, **options):
-    """On the first devices."""
     mesh = mesh_of(kind, **dict(zip(names, shape, strict=True)))
     return shd.Zero(mesh, **({"min_shard_size": 0} | options))
 
@@ -178,7 +170,6 @@ def microbatches_of(batch, devices, count):
 
 
 def run(zero, make, tx, loss_fn, batch, steps, param_specs=None, **options):
-    """The state after some steps."""
     state = zero.init(make, tx=tx, param_specs=param_specs)
     step = zero.train_step(loss_fn, tx=tx, **options)
     for i in range(steps):
@@ -192,9 +183,8 @@ def alone(make, tx, loss_fn, batch, steps):
     @jax.jit
     def step(params, opt_state, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optax.with_extra_args_support(tx).update(
-            grads, opt_state, params, value=loss
-        )
+        update = optax.with_extra_args_support(tx).update
+        updates, opt_state = update(grads, opt_state, params, value=loss)
         return optax.apply_updates(params, updates), opt_state, loss
 
     (params, opt_state), losses = jax.jit(make)(), []
@@ -205,7 +195,6 @@ def alone(make, tx, loss_fn, batch, steps):
 
 
 def lowered(zero, make, tx, loss_fn, batch, param_specs=None, **options):
-    """The step for types of a state and of a batch."""
     state = zero.abstract_state(make, tx=tx, param_specs=param_specs)
     types = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))
     return zero.train_step(loss_fn, tx=tx, **options).lower(state, types)

@@ -33,9 +33,7 @@ SHAPES = {
 def example(shape, signed, decades=2.0, seed=0):
     """Rows and columns of different size; squares where nothing may be negative."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=shape) * 10.0 ** rng.uniform(
-        -decades, 0, shape[:1] + (1,) * (len(shape) - 1)
-    )
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(-decades, 0, (shape[0], *[1] * len(shape[1:])))
     x = x * 10.0 ** rng.uniform(-decades / 2, 0, shape[-1:])
     return (x if signed else np.square(x)).astype(np.float32)
 

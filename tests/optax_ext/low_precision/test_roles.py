@@ -141,8 +141,7 @@ FEW = ("adan", "mechanize", "simplified_ademamix")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in EVERY if EVERY[n]],
+    "name", [pytest.param(n, marks=() if n in FEW else pytest.mark.slow) for n in EVERY if EVERY[n]]
 )
 @pytest.mark.filterwarnings("ignore:Specifying a key", "ignore:.optimistic_adam. is deprecated")
 @pytest.mark.filterwarnings("ignore:low_precision_state. the state has no floating")

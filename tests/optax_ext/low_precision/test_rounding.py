@@ -80,9 +80,7 @@ def test_the_update_is_the_difference_to_the_rounded_sum():
     np.testing.assert_allclose(seen["b"][-1], 1 - 0.08, rtol=1e-6)  # as ever
     tx = optax_ext.stochastic_rounding(optax.adamw(1e-2))
     state = jax.eval_shape(tx.init, params)
-    assert {x.dtype for x in jax.tree.leaves(state.inner_state)} == {
-        np.dtype(d) for d in ("f4", "i4")
-    }
+    assert {x.dtype for x in jax.tree.leaves(state.inner_state)} == set(map(np.dtype, ("f4", "i4")))
     _, new = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
 

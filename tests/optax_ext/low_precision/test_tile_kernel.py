@@ -14,14 +14,7 @@ import optax_ext
 from optax_ext import Float8, kernels
 
 from ..traces import step_of
-from .kernels_and_xla import (
-    assert_same,
-    check_steps,
-    gradients_of,
-    interpreted,
-    pair,
-    params_of,
-)
+from .kernels_and_xla import assert_same, check_steps, gradients_of, interpreted, pair, params_of
 
 # Inner transformation, options, shapes, the gradients' dtype.
 CASES = {

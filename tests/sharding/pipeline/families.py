@@ -18,10 +18,7 @@ FAMILIES = {
 
 # Stages and micro-batches: one stage, one micro-batch, fewer micro-batches than stages, an odd
 # number of stages, micro-batches that the stages do not divide, and the usual case.
-SIZES = [
-    *[(1, 1), (1, 3), (4, 1), (4, 2), (8, 3)],
-    *[(3, 6), (4, 7), (2, 4), (4, 4), (4, 8), (8, 8)],
-]
+SIZES = [(1, 1), (1, 3), (4, 1), (4, 2), (8, 3), (3, 6), (4, 7), (2, 4), (4, 4), (4, 8), (8, 8)]
 
 
 def takes(name, stages, microbatches):

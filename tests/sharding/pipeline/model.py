@@ -53,10 +53,8 @@ def init_params(variant, layers=NUM_LAYERS):
             "out": {"kernel": draw(HEADS, 8, WIDTH)},
         }
 
-    params = {
-        "embed": {"embedding": 2.5 * draw(VOCAB, WIDTH)},
-        "norm": {"scale": draw(WIDTH, mean=1.0)},
-    }
+    params = {"embed": {"embedding": 2.5 * draw(VOCAB, WIDTH)}}
+    params["norm"] = {"scale": draw(WIDTH, mean=1.0)}
     if variant == "untied":
         params["head"] = {"kernel": draw(WIDTH, VOCAB)}
     return params | {f"block_{i}": layer() for i in range(layers)}

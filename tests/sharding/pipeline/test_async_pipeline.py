@@ -96,9 +96,8 @@ class Chain:
 
     def at(self, versions):
         """The parameters of a version for each stage."""
-        first, *ws, out = (
-            x[max(versions[s], 0)] for s, x in zip(self.stage, self.versions, strict=True)
-        )
+        parts = zip(self.stage, self.versions, strict=True)
+        first, *ws, out = (x[max(versions[s], 0)] for s, x in parts)
         return first, ws, out
 
     def stacked(self):

@@ -60,9 +60,7 @@ def test_trees_of_activations_without_zero(kind):
 
 def test_cotangents_and_narrow_dtypes():
     """Of NumPy, too; large sums are scaled before they are cast."""
-    pipe = chain(
-        mesh_of(pipe=2), one_f_one_b(2, 2), head=lambda shared, x, _: (100 * jnp.sum(x), 1.0)
-    )
+    pipe = chain(mesh_of(pipe=2), one_f_one_b(2, 2), head=lambda _, x, __: (100 * jnp.sum(x), 1.0))
     params = {"layers": 2 * jnp.ones((4, 1, 1), jnp.bfloat16)}
     x = jnp.ones((4, 1), jnp.bfloat16)
     (total, _), pull = jax.vjp(lambda p: pipe.loss(p, x), params)
@@ -107,10 +105,8 @@ def test_stack_and_unstack_are_inverse(counts):
     pipe = model.pipeline(mesh_of(pipe=3), interleaved(3, 3), num_layers=counts)
     params = model.init_params("tied", layers=sum(pipe.layer_counts))
     stacked = pipe.stack(params)
-    up, spec = (
-        stacked["layers"]["up"]["kernel"],
-        pipe.param_specs(stacked)["layers"]["up"]["kernel"],
-    )
+    trees = stacked, pipe.param_specs(stacked)
+    up, spec = (tree["layers"]["up"]["kernel"] for tree in trees)
     assert up.shape == (sum(pipe.layer_counts), model.WIDTH, model.WIDTH)
     jax.tree.map(np.testing.assert_array_equal, pipe.unstack(stacked), params)
     # Stage 1 of three holds virtual stages 1 and 4.

@@ -65,6 +65,7 @@ def replay(schedule, recompute):
 
 def replay_tick(schedule, recompute, program, phase, stages, columns):
     size, last = schedule.num_stages, schedule.num_virtual_stages - 1
+    options = recompute, schedule.forward_only, schedule.splits_backward
     sent, ran = [None] * size, [None] * size
     for s, (stage, column) in enumerate(zip(stages, columns, strict=True)):
         if not column["code"]:
@@ -72,9 +73,7 @@ def replay_tick(schedule, recompute, program, phase, stages, columns):
         code = phase.codes[column["code"] - 1]
         v = column["virtual_stage"]
         assert (code.first, code.last) == (v == 0, v == last)
-        sent[s] = stage.run(
-            code, column, recompute, schedule.forward_only, schedule.splits_backward
-        )
+        sent[s] = stage.run(code, column, *options)
         ran[s] = (code.op, column["microbatch"], v, column["chunk"])
     delivered = [False] * size
     for pairs, name, step in [(phase.right, "from_left", 1), (phase.left, "from_right", -1)]:

@@ -97,12 +97,8 @@ COUNTS = {
 }
 # By family and recompute: slots of activations and cotangents, and of residuals, one of each for
 # what is not stored; those of split backward passes have what crosses to their second half, too.
-SLOTS = {
-    ("gpipe", 0): (9, 9),
-    ("1f1b-aligned", 0): (3, 8),
-    ("zb-h1", 0): (3, 10),
-    ("chimera", 1): (7, 0),
-}
+SLOTS = {("gpipe", 0): (9, 9), ("1f1b-aligned", 0): (3, 8)}
+SLOTS |= {("zb-h1", 0): (3, 10), ("chimera", 1): (7, 0)}
 
 
 def head_with_aux(shared, x, batch):

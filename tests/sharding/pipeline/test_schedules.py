@@ -52,9 +52,8 @@ def test_figures(case):
     assert bubble is None or figures.bubble == pytest.approx(bubble)
     assert live in (None, figures.live)
     assert max(figures.live) <= (2 * stages if name == "zb-v" else microbatches * 3)
-    chunks = {"interleaved-2": 2, "interleaved-3": 3, "zb-v": 2}.get(
-        name.removesuffix("-aligned"), 1
-    )
+    several = {"interleaved-2": 2, "interleaved-3": 3, "zb-v": 2}
+    chunks = several.get(name.removesuffix("-aligned"), 1)
     assert figures.busy == ((3 if split else 2) * chunks * microbatches,) * stages
     assert figures.weight_copies == (2 if name == "chimera" else 1)
     # Each boundary, once in each direction; the turn of a V stays on its stage.

@@ -24,7 +24,6 @@ def make_state(tx=TX, dtype=jnp.float64):
 
 
 def train(zero, state, steps, step=None):
-    """``(state, losses)``."""
     step = step or zero.train_step(model.make_loss(zero), tx=TX)
     losses = []
     for i in steps:
@@ -104,6 +103,5 @@ def test_full_params_where_a_process_has_some_of_the_shards_alone(monkeypatch):
     zero = model.zero_on(8, stage=3)
     state = zero.init(make_state(TX, jnp.float32), tx=TX)
     monkeypatch.setattr(NamedSharding, "is_fully_addressable", False)
-    chex.assert_trees_all_equal(
-        zero.full_params(state), model.init_params(jnp.float32), strict=True
-    )
+    want = model.init_params(jnp.float32)
+    chex.assert_trees_all_equal(zero.full_params(state), want, strict=True)

@@ -31,10 +31,7 @@ POWERSGD = sync.powersgd(2, min_compression=1.0)
 
 @pytest.mark.parametrize(
     ("method", "stage"),
-    [
-        (POWERSGD, 1),
-        (sync.by_path({"^x/y$": POWERSGD}, default=sync.top_k(0.1, min_size=1)), 2),
-    ],
+    [(POWERSGD, 1), (sync.by_path({"^x/y$": POWERSGD}, default=sync.top_k(0.1, min_size=1)), 2)],
     ids=["residuals", "a rule"],
 )
 def test_a_sync_keeps_them_apart(method, stage, x64):

@@ -122,8 +122,6 @@ def test_an_init_that_cannot_be_typed_falls_back_and_says_so():
 
 
 class State(NamedTuple):
-    """A train state of someone else."""
-
     step: jax.Array
     average: dict
     opt: tuple

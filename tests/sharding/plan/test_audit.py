@@ -41,9 +41,7 @@ def counted(program):
     """All floating-point operations, those of matrix products, and bytes."""
     found, endless = costs(Program(program if isinstance(program, str) else program.as_text()))
     assert not endless
-    return tuple(
-        sum(getattr(c, name) for c in found) for name in ("flops", "matmul_flops", "nbytes")
-    )
+    return tuple(sum(getattr(c, x) for c in found) for x in ("flops", "matmul_flops", "nbytes"))
 
 
 def loop(x, w):
@@ -186,9 +184,8 @@ def layer(x, w):
 def test_the_schedule_gives_the_compilers_temporaries(layer):
     program = train(layer)
     found = at_peak(Program(program.as_text()))
-    assert sum(b.nbytes for b in found) == pytest.approx(
-        program.memory_analysis().temp_size_in_bytes, rel=0.1
-    )
+    held = program.memory_analysis().temp_size_in_bytes
+    assert sum(b.nbytes for b in found) == pytest.approx(held, rel=0.1)
 
 
 def test_a_start_allocates_its_results():

@@ -27,9 +27,7 @@ def figures_of(line):
         main([*line.split(), "--json"])
     found = json.loads(out.getvalue())
     if line.startswith("search"):
-        plans = [
-            [plan["plan"], plan["seconds"]["seconds"], plan["memory"]] for plan in found["plans"]
-        ]
+        plans = [[p["plan"], p["seconds"]["seconds"], p["memory"]] for p in found["plans"]]
         return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
     if "--pipeline" in line:
         names = ("bubble", "ideal", "lockstep", "transfers", "pipeline", "alternative")

@@ -198,7 +198,6 @@ def brute_pipedream(layers, levels, memory, factor, overlap):
 
 
 def period_of(stages, layers, levels, overlap):
-    """The period of a plan, from its stages alone."""
     k, parts = len(levels) - 1, []
     for stage in stages:
         span = layers[stage.first : stage.last + 1]
@@ -254,9 +253,8 @@ def brute_two_bw(layers, n, batch, microbatches, memory, link, network, host, fa
     for width, depth in itertools.product(range(1, n + 1), repeat=2):
         if width * depth != n or depth > len(layers):
             continue
-        for b, recompute, inner in itertools.product(
-            microbatches, (False, True), ("depth", "width")
-        ):
+        ways = itertools.product(microbatches, (False, True), ("depth", "width"))
+        for b, recompute, inner in ways:
             if batch % (width * b) or batch // (width * b) < depth:
                 continue
             if inner == "width" and (n <= host or width == 1 or depth == 1):
@@ -388,9 +386,8 @@ def test_hetpipe_equals_brute_force():
             if policy == plan.policy and x == pytest.approx(most)
         ]
         assert plan.num_concurrent == min(same)
-        assert plan.throughput == pytest.approx(
-            len(plan.workers) * min(worker.rate for worker in plan.workers)
-        )
+        rates = [worker.rate for worker in plan.workers]
+        assert plan.throughput == pytest.approx(len(rates) * min(rates))
     assert fitted > 20
     assert policies == {"node", "equal"}
 

@@ -243,11 +243,9 @@ def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     assert [stage.unreduced for stage in plan.stages] == [0, 0, 2 * (layer + outside), 0]
     # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
     sync = {"sync": shd.sync.qsgd(8, rounding="nearest")}
-    for found in (
-        plan_of(params, ADAM, zero=small | sync, **once),
-        plan_of(params, ADAM, zero=small),
-    ):
-        assert found.stages[2].unreduced == 2 * (5 * layer + outside)
+    for zero, options in ((small | sync, once), (small, {})):
+        found = plan_of(params, ADAM, zero=zero, **options).stages[2]
+        assert found.unreduced == 2 * (5 * layer + outside)
 
 
 def test_activations_are_beside_the_gradients():
@@ -327,9 +325,8 @@ def test_state_formats(state_format):
 @pytest.mark.parametrize("smallest", ["vector", "large"])
 def test_offload(smallest):
     zero = {"offload": "optimizer", "offload_min_size": math.prod(STATE_SHAPES[smallest])}
-    for plain, found in zip(
-        formatted(ADAM, batch=100.0), formatted(ADAM, batch=100.0, zero=zero), strict=True
-    ):
+    stages, offloaded = (formatted(ADAM, batch=100.0, zero=fields) for fields in (None, zero))
+    for plain, found in zip(stages, offloaded, strict=True):
         # Three arrays of each large parameter, sharded from stage 1 on; the rest is on the device.
         num_moved = 128 * 256 + (4096 if smallest == "vector" else 0)
         moved = 3 * 4 * num_moved / (1 if plain.name == "stage 0" else 8)

@@ -85,9 +85,8 @@ def test_chunks_share_layers_so_that_a_step_is_fastest(
             head=head,
         )
 
-    lockstep = functools.partial(
-        by_name.lockstep_seconds, schedule, stages, microbatches, chunks=chunks
-    )
+    args = schedule, stages, microbatches
+    lockstep = functools.partial(by_name.lockstep_seconds, *args, chunks=chunks)
     shared = by_name.layers_of_chunks(layers, number, layer, head, lockstep)
     least = min(taken(n) for n in range(1, layers - number + 2))
     assert taken(shared[-1]) == pytest.approx(least)
@@ -107,7 +106,7 @@ def test_figures_without_a_flush(stages, microbatches):
             for table in (few, more)
         ]
         found = by_name.lockstep_seconds(
-            *("2bw", stages, microbatches, forward, backward), last=(of_last, 0)
+            "2bw", stages, microbatches, forward, backward, last=(of_last, 0)
         )
         assert found == added[1] - added[0]
     program = instructions(more, recompute=False, versions=versions_of(more))

@@ -10,13 +10,8 @@ import optax
 import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
+from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import (
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-    chunks_of,
-    stage_of_chunk,
-)
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._layer_time import COMPILED, Roofline
@@ -44,7 +39,7 @@ def by_planner(plan, model=SMALL, device=H100):
     """Memory without a pipeline, by ``estimate`` with everything it takes."""
     recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
     costs = layer_costs(
-        *(model, device), batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
+        model, device, batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
     )
     params = model.abstract(jnp.bfloat16)
     full = 2 if plan.stage == 3 and plan.shards > 1 else 0
@@ -102,7 +97,7 @@ def test_memory_is_that_of_the_planner(target, plan):
     assert found == pytest.approx(by_planner(plan, device=kind_of(target)), rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", by_name.SCHEDULES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
     """Where both share the layers alike: without a head to speak of."""
@@ -113,8 +108,8 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
         microbatches=8,
         stage=stage,
         schedule=schedule,
-        chunks=chunks_of(schedule),
-        recompute="none" if schedule in SPLIT_SCHEDULES else "full",
+        chunks=by_name.chunks_of(schedule),
+        recompute="none" if schedule in by_name.SPLIT_SCHEDULES else "full",
     )
     memory = memory_of(model)
     planned = estimate_pipeline(
@@ -123,13 +118,13 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
         num_stages=4,
         microbatches=8,
         schedule=schedule,
-        recompute=schedule not in SPLIT_SCHEDULES,
+        recompute=schedule not in by_name.SPLIT_SCHEDULES,
     )
     layers = [sum(j - i for i, j in stage.layers) for stage in planned.stages]
     chunks = memory.layers(plan)
     mine = [0] * 4
     for v, number in enumerate(chunks):  # the embedding and the head are layers, too
-        mine[stage_of_chunk(schedule, 4, v)] += number + (v == 0) + (v == len(chunks) - 1)
+        mine[by_name.stage_of_chunk(schedule, 4, v)] += number + (v == 0) + (v == len(chunks) - 1)
     assert mine == layers
     for it in planned.stages:  # all hold alike, and more than the update does
         assert memory.fullest(plan) == pytest.approx(it.memory, rel=1e-12)
@@ -159,8 +154,8 @@ def test_schedules_of_plans():
     """Those that split backward passes compute nothing again; without a flush only if asked for."""
     keep = {"offload": False, "tensor": 1, "replicas": 1}
     found = list(PlanSpace(SMALL, 4, 16).plans(keep))
-    split = [plan for plan in found if plan.schedule in SPLIT_SCHEDULES]
-    assert {plan.schedule for plan in found} == set(SCHEDULES)
+    split = [plan for plan in found if plan.schedule in by_name.SPLIT_SCHEDULES]
+    assert {plan.schedule for plan in found} == set(by_name.SCHEDULES)
     assert {(plan.recompute, plan.pipe) for plan in split} == {("none", 2), ("none", 4)}
     assert not any(plan.lossy for plan in found)
 
@@ -245,8 +240,7 @@ def test_products_of_an_update_are_shared_as_the_state_is():
         (ParallelPlan(data=4, tensor=2, stage=0), 1, 2, 2),
     ):
         found, without = (
-            costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True)
-            for costs in (muon, plain)
+            x.seconds(plan, x.passes(plan, ideal=True), ideal=True) for x in (muon, plain)
         )
         added = found.update - without.update
         flops = ((products - of_tables) / stages + of_tables / of_table) / shards

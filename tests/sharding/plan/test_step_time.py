@@ -14,21 +14,12 @@ from step_time_model import errors, rank_correlation
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
+from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import (
-    SCHEDULES,
-    SPLIT_SCHEDULES,
-    chunks_of,
-    schedule_of,
-)
 from sharding.plan.cost._step_time import passes, step_seconds
 from sharding.plan.cost._wire_and_flops import tensor_wire
-from sharding.plan.machine._collective_time import (
-    Machine,
-    NodeGroup,
-    TorusGroup,
-    collective_seconds,
-)
+from sharding.plan.machine import _collective_time
+from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
 from sharding.plan.model._layer_time import Implementation, head_work, layer_work
 from sharding.plan.model._models import Decoder
 
@@ -125,10 +116,8 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
     """
     model = dataclasses.replace(SMALL, vocabulary=vocabulary)
     plan = ParallelPlan(tensor=8, microbatch=2, microbatches=3, recompute=recompute)
-    implementation = Implementation(lockstep=compiled)
-    found = step_seconds(
-        model, plan, Machine(A100, 8), implementation=implementation, ideal=True
-    ).tensor
+    options = {"implementation": Implementation(lockstep=compiled), "ideal": True}
+    found = step_seconds(model, plan, Machine(A100, 8), **options).tensor
     tokens = 3 * 2 * SMALL.length
     tables = 1 if vocabulary == 32000 else 0
     nbytes = 2 * (SMALL.layers * times + 2 * tables) * SMALL.width + 12 * tables
@@ -139,12 +128,12 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", by_name.SCHEDULES)
 def test_a_step_takes_the_ticks_of_its_table(schedule, recompute):
     """Computing and bubble, by the table and the seconds of a layer; all chunks as the largest."""
-    if schedule in SPLIT_SCHEDULES and recompute != "none":
+    if schedule in by_name.SPLIT_SCHEDULES and recompute != "none":
         pytest.skip("computes nothing again")
-    chunks = chunks_of(schedule)
+    chunks = by_name.chunks_of(schedule)
     plan = ParallelPlan(
         pipe=4, microbatches=8, schedule=schedule, chunks=chunks, recompute=recompute
     )
@@ -153,9 +142,9 @@ def test_a_step_takes_the_ticks_of_its_table(schedule, recompute):
     layer = layer_work(model, H100, microbatch=1, ideal=True)
     head = sum(it.seconds for it in head_work(model, H100, microbatch=1, ideal=True))
     again = layer.forward.seconds - layer.products["down"].seconds if recompute == "full" else 0.0
-    weight = layer.weight.seconds if schedule in SPLIT_SCHEDULES else 0.0
+    weight = layer.weight.seconds if schedule in by_name.SPLIT_SCHEDULES else 0.0
     expected = seconds_in_lockstep(
-        schedule_of(schedule, 4, 8, chunks),
+        by_name.schedule_of(schedule, 4, 8, chunks),
         [max(found.chunks[:-1])] * (4 * chunks - 1) + [found.chunks[-1]],
         forward=layer.forward.seconds,
         backward=layer.backward.seconds + again - weight,
@@ -174,14 +163,12 @@ def test_stages_of_one_program_sum_the_gradients_of_both_tables(tied):
     plan, machine = ParallelPlan(pipe=4, microbatches=8), Machine(H100, 4)
     model = dataclasses.replace(SMALL, tied=tied)
     compiled, eager = (
-        step_seconds(
-            *(model, plan, machine), implementation=Implementation(lockstep=lockstep), ideal=True
-        )
-        for lockstep in (True, False)
+        step_seconds(model, plan, machine, implementation=Implementation(lockstep=each), ideal=True)
+        for each in (True, False)
     )
     tables = SMALL.vocabulary * SMALL.width * (1 if tied else 2)
     group = machine.groups((1, 1, 1, 4))[3]
-    summed = collective_seconds("all-reduce", 4 * tables, group, H100, ideal=True)
+    summed = _collective_time.collective_seconds("all-reduce", 4 * tables, group, H100, ideal=True)
     assert compiled.transfers - eager.transfers == pytest.approx(summed)
     assert compiled.update > eager.update
 

@@ -133,10 +133,8 @@ def make(mesh):
 
     def state(step):
         x = np.arange(8 * 6, dtype=np.float32).reshape(8, 6) + 100 * step
-        return {
-            "w": jax.device_put(x, sharding),
-            "b": jax.device_put(x[0], NamedSharding(mesh, P())),
-        }
+        bias = jax.device_put(x[0], NamedSharding(mesh, P()))
+        return {"w": jax.device_put(x, sharding), "b": bias}
 
     return state
 

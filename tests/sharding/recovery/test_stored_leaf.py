@@ -18,12 +18,7 @@ from sharding.recovery import _checksum, _machines
 from sharding.recovery._checksum import as_words, checksum, host_checksum
 from sharding.recovery._machines import machines_of, this_machine
 from sharding.recovery._peer_placement import place_replicas
-from sharding.recovery._stored_leaf import (
-    SPLIT_BYTES,
-    StoredLeaf,
-    block_placement,
-    stored_dtype,
-)
+from sharding.recovery._stored_leaf import SPLIT_BYTES, StoredLeaf, block_placement, stored_dtype
 
 from .states import random_bits
 

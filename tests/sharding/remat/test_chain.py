@@ -6,17 +6,7 @@ import numpy as np
 import pytest
 
 from sharding.remat import _chain_search
-from sharding.remat._chain_search import (
-    Block,
-    ChainSearch,
-    Kept,
-    Mode,
-    Rerun,
-    numbers_in_tree,
-    peak_bytes,
-    time_of,
-    tree_as_text,
-)
+from sharding.remat._chain_search import Block, ChainSearch, Kept, Mode, Rerun, peak_bytes, time_of
 
 
 def random_chain(rng, count, modes):
@@ -25,10 +15,8 @@ def random_chain(rng, count, modes):
     for _ in range(count):
         saved = [*sorted(rng.integers(1, 8, modes - 1).tolist(), reverse=True), 0]
         recompute = np.sort(rng.integers(0, 9, modes)).tolist()
-        ways = [
-            Mode((), s, s + int(rng.integers(1, 6)), r)
-            for s, r in zip(saved, recompute, strict=True)
-        ]
+        pairs = zip(saved, recompute, strict=True)
+        ways = [Mode((), s, s + int(rng.integers(1, 6)), r) for s, r in pairs]
         forward = recompute[-1] + int(rng.integers(0, 5))
         blocks.append(Block(forward, int(rng.integers(1, 9)), tuple(ways)))
     return blocks, sizes
@@ -59,9 +47,9 @@ class Simulation:
 
     def run(self, parts, base, is_chain):
         """Forward, then backward; ``base`` is stored outside, the input of the parts aside."""
-        held, stack, start = base, [], numbers_in_tree(parts)[0]
+        held, stack, start = base, [], _chain_search.numbers_in_tree(parts)[0]
         for i, part in enumerate(parts):
-            numbers = numbers_in_tree((part,))
+            numbers = _chain_search.numbers_in_tree((part,))
             stack.append((part, held))
             if i == len(parts) - 1:  # its backward pass follows at once
                 block, mode = self.blocks[part.block], self.blocks[part.block].modes[part.mode]
@@ -106,7 +94,7 @@ def test_equals_brute_force_at_every_budget(count, modes):
         for peak, time in zip(found.peaks, found.times, strict=True):
             for budget in (peak, peak + 0.5):
                 tree = found.tree(budget)
-                assert numbers_in_tree(tree) == list(range(count))
+                assert _chain_search.numbers_in_tree(tree) == list(range(count))
                 assert peak_bytes(tree, blocks, sizes) == peak
                 assert time_of(tree, blocks) == time == least[peak]
 
@@ -125,4 +113,4 @@ def test_a_long_chain_is_planned(monkeypatch, most):
         tree = found.tree(peak)
         assert peak_bytes(tree, blocks, sizes) <= peak
         assert time_of(tree, blocks) == time
-    assert tree_as_text(found.tree(found.peaks[0])).count("(") > 0
+    assert _chain_search.tree_as_text(found.tree(found.peaks[0])).count("(") > 0

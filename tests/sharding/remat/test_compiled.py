@@ -52,12 +52,10 @@ def test_programs_of_stacks_hold_what_is_planned(target):
     x = array(ROWS, WIDTH)
     found = shd.remat.frontier(block, params, x, device=target, length=LENGTH)
     assert [each.lengths for each in found] == [(4, 3), (12,), (12,)]
-    offloading = shd.remat.plan(
-        block, params, x, "4.5GiB", device=target, length=LENGTH, offload=True
-    )
-    assert [each.host > 0 for each in (offloading, *found)] == [True, False, False, False]
+    moved = shd.remat.plan(block, params, x, "4.5GiB", device=target, length=LENGTH, offload=True)
+    assert [each.host > 0 for each in (moved, *found)] == [True, False, False, False]
     fitting = found[:-1] if target.startswith("v5e") else found  # all names are beyond its memory
-    for each in (offloading, *fitting):
+    for each in (moved, *fitting):
         program = compiled(target, each.apply(), params, x)
         assert each.peak * 0.97 < each.check(program) <= each.budget
         assert shd.audit(program).matmul_flops == each.work.flops

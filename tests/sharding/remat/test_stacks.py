@@ -119,8 +119,7 @@ def test_more_bytes_are_never_slower_whatever_programs_take(monkeypatch, seed):
     """Temporaries beside what is stored vary threefold: none of them is foreseen by another."""
     rng, rest = np.random.default_rng(seed), {}
     made, candidates = with_temporaries(
-        monkeypatch,
-        lambda key: rest.setdefault(key, rng.uniform(1, 3) * ROWS * 4 * WIDTH * 4),
+        monkeypatch, lambda key: rest.setdefault(key, rng.uniform(1, 3) * ROWS * 4 * WIDTH * 4)
     )
     peaks = {each.work.seconds: made.peak(each) for each in candidates}
     for budget in np.linspace(min(peaks.values()), max(peaks.values()), 30):

@@ -55,7 +55,6 @@ def loss_by(fn):
 
 @functools.cache
 def trained_alone():
-    """Parameters after some steps on one device, without plans."""
     loss = loss_by(functools.partial(scan, block))
     return model.alone(model.make_of(init, TX), TX, loss, data, STEPS)[0][0]
 
@@ -143,13 +142,10 @@ def test_beside_tensor_parallelism():
         name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(shared, specs[name]))
         for name, w in init().items()
     }
-    x = jax.ShapeDtypeStruct(
-        (ROWS // 2, WIDTH), params["up"].dtype, sharding=NamedSharding(shared, P())
-    )
+    replicated = NamedSharding(shared, P())
+    x = jax.ShapeDtypeStruct((ROWS // 2, WIDTH), params["up"].dtype, sharding=replicated)
     alone = jax.tree.map(lambda t: t.update(sharding=None), (params, x))
-    whole, found = (
-        shd.remat.plan(block, *args, "1GiB", length=LENGTH) for args in (alone, (params, x))
-    )
+    whole, found = (shd.remat.plan(block, *a, "1GiB", length=LENGTH) for a in (alone, (params, x)))
     assert found.names == whole.names == ("hidden",)
     # Hidden values are shards, inputs are not.
     inputs = LENGTH * ROWS // 2 * WIDTH * 8

@@ -116,11 +116,8 @@ SYNCS = {
     "zen": lambda: sync.zen(0.5, min_size=512),
 }
 # Query, key and hidden columns over the tensor axis, which replicas do not have.
-MODEL_AXIS = {
-    "query": P(None, None, "model"),
-    "mlp": P(None, None, "model"),
-    "mlp_bias": P(None, "model"),
-}
+MODEL_AXIS = dict.fromkeys(("query", "mlp"), P(None, None, "model"))
+MODEL_AXIS["mlp_bias"] = P(None, "model")
 
 
 def zero_of(row):
@@ -238,7 +235,7 @@ class Run:
                 # Copies: jax 0.11 does not donate what NumPy has read.
                 copied = jax.tree.map(jnp.copy, state)
                 resumed = self.through_a_checkpoint(copied, make, folder)
-                resumed_model_state = jax.device_get(model_state)
+                restored = jax.device_get(model_state)
             old = state
             state, metrics = step(state, zero.put(model.batch(i)), model_state=model_state)
             self.donated.append(all(x.is_deleted() for x in jax.tree.leaves(old)))
@@ -247,10 +244,8 @@ class Run:
             self.norms.append(float(metrics["grad_norm"]))
         self.state, self.model_state = state, model_state
         for i in range(SAVED, STEPS):
-            resumed, metrics = step(
-                resumed, zero.put(model.batch(i)), model_state=resumed_model_state
-            )
-            resumed_model_state = metrics.get("model_state")
+            resumed, metrics = step(resumed, zero.put(model.batch(i)), model_state=restored)
+            restored = metrics.get("model_state")
         self.resumed = resumed
 
     def through_a_checkpoint(self, state, make, folder):
@@ -263,7 +258,6 @@ class Run:
 
 @pytest.fixture(scope="module", params=TABLE, ids=str)
 def run(request, tmp_path_factory):
-    """A row's run, which the tests below share."""
     with jax.enable_x64(True):
         yield Run(request.param, tmp_path_factory.mktemp("covering"))
 

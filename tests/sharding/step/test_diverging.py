@@ -105,9 +105,8 @@ def test_evaluation_and_lookups():
     state = zero.init(lambda: (params(), SGD.init(params())), tx=SGD)
     block = zero.gathered(layer)
     have = zero.eval_step(lambda p, x: switch(block, p, x))(state, zero.put(x))
-    want = np.concatenate(
-        [np.tanh(part @ params()[f"e{i // 2}"]) for i, part in enumerate(np.split(x, 8))]
-    )
+    parts = enumerate(np.split(x, 8))
+    want = np.concatenate([np.tanh(part @ params()[f"e{i // 2}"]) for i, part in parts])
     np.testing.assert_allclose(have, want, rtol=1e-12)
 
     def rows(p, ids):

@@ -42,9 +42,8 @@ def weighted(params, batch):
 def test_sums_do_not_overflow(stage, fn, microbatches, options):
     zero = model.zero_on(8, stage=stage, **options)
     state = zero.init(make_state, tx=SGD)
-    step = zero.train_step(
-        fn, tx=SGD, weighted=fn is weighted, microbatches=microbatches, grad_norm=True
-    )
+    settings = {"weighted": fn is weighted, "microbatches": microbatches, "grad_norm": True}
+    step = zero.train_step(fn, tx=SGD, **settings)
     state, metrics = step(state, zero.put(np.full(32, GRADIENT)))
     np.testing.assert_allclose(state[0]["w"], -1e-4 * GRADIENT, rtol=2**-9)
     np.testing.assert_allclose(metrics["grad_norm"], WIDTH * GRADIENT, rtol=2**-9)

@@ -13,18 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from .. import model
-from .runs import (
-    TX,
-    WIDTH,
-    assert_same,
-    batch,
-    draw,
-    gathers_behind,
-    make_train_state_of,
-    train,
-    train_alone,
-    zero_of,
-)
+from . import runs
+from .runs import TX, WIDTH, assert_same, batch, make_train_state_of, train, train_alone, zero_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 SHAPES = {"inputs": (WIDTH, WIDTH), "outputs": (WIDTH, 8), "up": (WIDTH, 24), "down": (24, WIDTH)}
@@ -101,7 +91,7 @@ def test_equals_one_device(cls, stage, static_first):
     assert state[0]["layers"][0].bias is state[0]["none"] is None
     assert state[0]["layers"][1].up.sharding.spec == (P(None, "data") if stage == 3 else P())
     # Five arrays of layers, in both passes and never before their input; two others, once.
-    found = gathers_behind(program, "4x16xf64")
+    found = runs.gathers_behind(program, "4x16xf64")
     assert (len(found), sum(found)) == ((12, 10) if stage == 3 else (0, 0))
 
 
@@ -115,7 +105,7 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     with pytest.warns(UserWarning, match="with a loss that gathers no layer") as seen:
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert [warning.filename for warning in seen] == [__file__]  # the line that calls the step
-    assert gathers_behind(program, "4x16xf64") == [False] * 7
+    assert runs.gathers_behind(program, "4x16xf64") == [False] * 7
 
 
 def block(p, x):
@@ -170,7 +160,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
 
     def make_params():
         stack = {k: jax.ShapeDtypeStruct((2, *SHAPES[k]), jnp.float64) for k in ("up", "down")}
-        params = draw(dict.fromkeys(VIEWS, stack))
+        params = runs.draw(dict.fromkeys(VIEWS, stack))
         return params | {"second": each(lambda a: a.swapaxes(0, 1), params["second"])}
 
     def loss_fn(block, params, batch):
@@ -186,9 +176,8 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     zero, make_state = zero_of(3), make_train_state_of(make_params)
     own_loss = functools.partial(loss_fn, zero.gathered(block))
     used = r"uses 2 parameters, 12.0 KiB, outside .*: 'chosen/\w+' \(6.0 KiB\) in dynamic_slice at "
-    with pytest.warns(
-        UserWarning, match=rf"{used}{__file__}:\d+, 'chosen.*single layers\."
-    ) as seen:
+    message = rf"{used}{__file__}:\d+, 'chosen.*single layers\."
+    with pytest.warns(UserWarning, match=message) as seen:
         found = state, _ = train(zero, make_state, own_loss)
     assert len(seen) == 1
     expected = train_alone(make_state, mean)
@@ -196,4 +185,4 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     step = zero.train_step(own_loss)
     with pytest.warns(UserWarning, match=used):
         program = step.lower(state, zero.put(batch(0))).as_text()
-    assert gathers_behind(program, "4x16xf64").count(False) == 2
+    assert runs.gathers_behind(program, "4x16xf64").count(False) == 2

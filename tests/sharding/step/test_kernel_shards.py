@@ -92,9 +92,7 @@ def kernels_of_step(zero, *names):
     step = zero.train_step(model.linear_loss, tx=tx)
     gradients = model.gradients({k: SHAPES[k] for k in names}, 0, "float32")
     calls = kernels_in(lambda *args: step(*args), state, gradients)
-    return sorted(
-        next(v.aval.shape for v in call.outvars if v.aval.dtype == jnp.uint8) for call in calls
-    )
+    return sorted(next(v.aval.shape for v in c.outvars if v.aval.dtype == jnp.uint8) for c in calls)
 
 
 def test_each_device_updates_its_shard():

@@ -103,9 +103,8 @@ def by_hand(seen, groups, weighted):
 
 def local_batches(devices, microbatches, replicas=None):
     """The examples of each local gradient; of a replica, those of its devices in a micro-batch."""
-    parts = np.arange(ROWS).reshape(
-        replicas or devices, -1, microbatches, ROWS // devices // microbatches
-    )
+    shape = replicas or devices, -1, microbatches, ROWS // devices // microbatches
+    parts = np.arange(ROWS).reshape(shape)
     if replicas:
         return parts.swapaxes(1, 2).reshape(replicas * microbatches, -1)
     return parts.reshape(devices * microbatches, -1)

@@ -19,10 +19,8 @@ SHAPES = {"embed": (64, 8), "mlp/in": (24, 40), "b": (24,)}
 def test_the_first_pattern_decides(x64):
     rules = {"mlp": sync.powersgd(2), "^m": sync.dense(), "embed$": sync.top_k(0.1, min_size=1)}
     params = {k: jax.ShapeDtypeStruct(s, float) for k, s in SHAPES.items()}
-    with pytest.raises(
-        ValueError,
-        match=r"by_path: pattern '\^m' is the first match of no path.* 'embed', 'mlp/in'",
-    ):
+    message = r"by_path: pattern '\^m' is the first match of no path.* 'embed', 'mlp/in'"
+    with pytest.raises(ValueError, match=message):
         sync.by_path(rules).init(params)
     del rules["^m"]
     state = jax.eval_shape(sync.by_path(rules).init, params)
@@ -134,9 +132,8 @@ def test_bad_options(make, message):
 def test_a_sync_that_compresses_nothing_is_refused(name, options):
     method = getattr(sync, name)(**options)
     small, large = jnp.zeros((5, 800)), jnp.zeros((5, 820))
-    with pytest.raises(
-        ValueError, match=rf"{name}: min_size 4096 compresses no parameter: .*\(5, 800\)"
-    ):
+    message = rf"{name}: min_size 4096 compresses no parameter: .*\(5, 800\)"
+    with pytest.raises(ValueError, match=message):
         sync.by_path({"w": method}).init({"w": small})
     method.init({"w": small, "large": large})
     sync.by_path({"w": sync.dense()}, default=method).init({"w": small})

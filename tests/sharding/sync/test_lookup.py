@@ -67,9 +67,7 @@ class Table(NamedTuple):
 
 
 TABLES = {
-    "rows": Table(
-        (96, 16), use=lambda look: lambda t, ids: look(t, ids) - look(t, ids[:, ::-1]) / 2
-    ),
+    "rows": Table((96, 16), use=lambda look: lambda t, i: look(t, i) - look(t, i[:, ::-1]) / 2),
     "rounds": Table((1024, 16), sync.zen(0.05, min_size=1), "last owner"),
     "dense fallback": Table((1024, 8), sync.zen(0.001, min_size=1), "uniform"),
     "columns": Table((99, 4, 16)),
@@ -369,9 +367,7 @@ def test_bytes_are_those_of_the_rows():
     assert compiled.memory_analysis().temp_size_in_bytes < 2**14 * 64 * 4 / 2
 
 
-@pytest.mark.parametrize(
-    ("what", "rows"), [("frozen", 4096), ("evaluate", 4099), ("replicas", 4099)]
-)
+@pytest.mark.parametrize(("what", "rows"), [("frozen", 4096), ("eval", 4099), ("replicas", 4099)])
 def test_no_step_of_stage_3_gathers_the_table(what, rows):
     """Whichever dim is sharded, for training, evaluation, frozen tables and replicas."""
     mesh, replicas = mesh_of(data=8), None
@@ -386,7 +382,7 @@ def test_no_step_of_stage_3_gathers_the_table(what, rows):
         return jnp.mean(shd.lookup(params["table"], ids)) + jnp.mean(zero.gather(params["w"]))
 
     ids = jax.ShapeDtypeStruct((8 * 16,), jnp.int32)
-    if what == "evaluate":
+    if what == "eval":
         lowered = zero.eval_step(loss).lower(state, ids)
     else:
         trainable = {"table": what != "frozen", "w": True}

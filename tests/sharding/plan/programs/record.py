@@ -65,7 +65,6 @@ def lower(target):
 
 
 def path_of(target):
-    """The file of its program."""
     return pathlib.Path(__file__).with_name(re.sub("[:*]", "_", target) + ".txt")
 
 

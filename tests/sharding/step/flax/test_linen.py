@@ -12,19 +12,8 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..runs import (
-    F64,
-    TX,
-    WIDTH,
-    assert_close,
-    assert_same,
-    draw,
-    gathers_behind,
-    make_train_state_of,
-    train,
-    train_alone,
-    zero_of,
-)
+from .. import runs
+from ..runs import F64, TX, WIDTH, assert_same, make_train_state_of, train, train_alone, zero_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 VOCAB, HIDDEN, KEY = 24, 32, 5
@@ -99,7 +88,7 @@ def batch(step):
 
 
 def params_of(lm, *inputs):
-    return draw(jax.eval_shape(lambda: lm.init(jax.random.key(0), *inputs))["params"])
+    return runs.draw(jax.eval_shape(lambda: lm.init(jax.random.key(0), *inputs))["params"])
 
 
 def make_state(lm):
@@ -170,7 +159,7 @@ def test_equals_one_device(way):
         np.testing.assert_allclose(mean, one_mean, rtol=1e-12)
         (hidden,), (one_hidden,) = (x["intermediates"]["hidden"] for x in (found, one))
         np.testing.assert_allclose(hidden, one_hidden.reshape(hidden.shape), rtol=1e-10)
-    assert_close((state.params, state.opt_state), (expected.params, expected.opt_state))
+    runs.assert_close((state.params, state.opt_state), (expected.params, expected.opt_state))
     assert state.step == expected.step
 
 
@@ -180,7 +169,7 @@ def test_blocks_are_gathered_in_each_pass_and_freed():
     for way, passes in (("classes", 2), ("found", 2), ("stored", 1), ("stage 2", 0)):
         _, state, _, program = prepare(way)
         # The table is gathered once. (XLA:CPU, which drops barriers, merges the two passes.)
-        found = gathers_behind(program, "2x5x16xf64")
+        found = runs.gathers_behind(program, "2x5x16xf64")
         assert len(found) == passes * (arrays - 1) + min(passes, 1)
         assert sum(found) == (len(found) - 1 if passes == 2 else 0)
         held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
@@ -320,9 +309,7 @@ def test_blocks_that_are_not_there_raise():
         zero = zero_of(stage, "tensor", gathered_blocks=blocks)
         zero.train_step(parallel_loss).lower(zero.abstract_state(make_parallel), rows(0))
 
-    message = (
-        r"'Decoder' is neither .* It calls TwoLayers \(the model\), Parallel \(Par.* Name some"
-    )
+    message = r"'Decoder' is neither .* It calls TwoLayers \(the model\), Parallel \(P.* Name some"
     with nn.logical_axis_rules(RULES["lists"]):
         for stage in (2, 3):
             with pytest.raises(ValueError, match=message):

@@ -97,7 +97,6 @@ CASES = [
 
 @functools.cache
 def run(case):
-    """A trained model, its optimizer, and the losses."""
     stage, mesh, kind, born_sharded, tx = case
     zero = zero_of(stage, mesh, kind, gathered_blocks=r"^blocks/\d+$")
     init = functools.partial(make, tx, mesh == "tensor")
@@ -302,10 +301,8 @@ def test_options_of_train_step():
     assert jax.tree.structure(nnx.state(lm)) == before  # what the loss creates is dropped
     assert not clone.student.kernel[...].is_deleted()  # as it was not donated
     for key in (jax.random.key(1), None):  # folded by the step
-        again, then = (
-            step(lm, optimizer, batch(0), *([] if key is None else [key]))["aux"]["key"]
-            for _ in range(2)
-        )
+        args = [batch(0)] if key is None else [batch(0), key]
+        again, then = (step(lm, optimizer, *args)["aux"]["key"] for _ in range(2))
         of_step = jax.random.key(0) if key is None else key
         of_step = jax.random.fold_in(of_step, optimizer.step[...] - 1)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(of_step, jnp.arange(8))
@@ -323,9 +320,8 @@ def test_what_a_step_of_nnx_cannot_do_raises():
             call(zero_of(2, sync=sync.powersgd(2)))
     for stage in (2, 3):
         missing = zero_of(stage, gathered_blocks="Decoder")
-        with pytest.raises(
-            ValueError, match=r"'Decoder' is neither .* It has .*Block \(blocks/0\)"
-        ):
+        message = r"'Decoder' is neither .* It has .*Block \(blocks/0\)"
+        with pytest.raises(ValueError, match=message):
             _nnx_model.prepare(missing, Model(nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"calls <lambda>\(model, batch, key\), .* \(model, x\)"):
         zero_of(2).nnx_train_step(lambda model, x: 0.0, rngs=True)
