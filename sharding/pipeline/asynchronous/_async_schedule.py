@@ -19,8 +19,8 @@ class AsyncSchedule(Schedule):
     leads through one group of layers per stage.
     """
 
-    #: [ticks, stages]: how many updates are in the parameters that an operation reads, and for
-    #: ``UPDATE`` in those that it makes; 0 where idle
+    #: how many updates are in the parameters that an operation reads, and for ``UPDATE`` in those
+    #: that it makes; 0 where idle; of shape (ticks, stages)
     version: np.ndarray
     microbatches_per_update: int  #: micro-batches of a minibatch
 

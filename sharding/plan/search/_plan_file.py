@@ -40,7 +40,7 @@ class PlanFile:
     dtype: str  #: of the parameters
     layers: tuple[int, ...]  #: of each chunk of a pipeline
     plan: ParallelPlan  #: how a step is shared
-    promised: dict[str, float]  #: seconds, and memory: the program's once it is compiled
+    promised: dict[str, float]  #: seconds, and bytes, the program's once it is compiled
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
