@@ -65,7 +65,7 @@ def rows(cases: list[tuple[str, int, str, int]]) -> Iterator[str]:
     for case in cases:
         cells: list[str] = []
         for at_once in (True, False):
-            groups = mock.patch.object(_layout, "_GATHER_SHARD_BYTES", 2**50)
+            groups = mock.patch.object(_layout, "GATHER_SHARD_BYTES", 2**50)
             with groups if at_once else contextlib.nullcontext():
                 lowered, update = programs(*case)
             begin = time.process_time()
