@@ -155,6 +155,10 @@ VIEWS = {
 }
 
 
+@pytest.mark.skipif(
+    jax.__version_info__[:2] == (0, 11),
+    reason="XLA for CPUs aborts: it runs an early gather beside a loop of gathers",
+)
 def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     """Only what devices choose by their own data is gathered before the loss, with a warning."""
 
