@@ -23,17 +23,17 @@ def path_name(path: Any) -> str:
 # --- Flax's boxes: an array and the names of its dims ---------------------------------------------
 
 
-def is_box(x: Array) -> bool:
+def is_box(x: Any) -> bool:
     """Whether this is ``nn.Partitioned``, another box of linen, or an nnx Variable."""
     nnx = sys.modules.get("flax.nnx")
     return hasattr(type(x), "replace_boxed") or (nnx is not None and isinstance(x, nnx.Variable))
 
 
-def unboxed(x: Array) -> Any:
+def unboxed(x: Any) -> Any:
     return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_box(x) else x
 
 
-def boxed(like: Array, value: Any, dims: Dims | None = None) -> Any:
+def boxed(like: Any, value: Any, dims: Dims | None = None) -> Any:
     """Returns ``value`` in a box like that of ``like``, if any: ``dims`` of its dims; not None."""
     if value is None or not is_box(like):
         return value

@@ -60,7 +60,7 @@ def average(
     return Estimate(Moment(None, row, col), row_mean), new  # row_mean: (1, 1)
 
 
-def average_squares(leaf: Array, eps: Any, weights: Any, dims: Factoring) -> Estimate:
+def average_squares(leaf: Any, eps: Any, weights: Any, dims: Factoring) -> Estimate:
     """Returns the average of ``leaf.nu`` and ``leaf.g**2 + eps``."""
 
     def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:

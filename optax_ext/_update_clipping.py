@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from optax_ext import _matrix_passes
 from optax_ext._factoring import Factoring
 from optax_ext._moments import inverse_root, multiply
-from optax_ext._types import Array
 
 
-def clip(hyper: Any, dims: Factoring, leaf: Array) -> Any:
+def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
     """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
     factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
     if threshold is not None and leaf.g.size:

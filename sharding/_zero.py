@@ -445,7 +445,7 @@ class Zero(NnxMethods):
         batch: Batch,
         key: Any = None,
         *,
-        model_state: Tree = False,
+        model_state: Any = False,
         **options: Any,
     ) -> None:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
@@ -473,7 +473,7 @@ class Zero(NnxMethods):
         self,
         loss_fn: Callable[..., Any],
         sync_batch_norm: bool,
-        model_state: Tree,
+        model_state: Any,
         rngs: Any = False,
         all_blocks: bool = True,
     ) -> Callable[..., Any]:

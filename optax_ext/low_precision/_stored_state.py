@@ -125,10 +125,10 @@ def encode_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
 def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:
     """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
 
-    def has_fields(x: Array) -> bool:
+    def has_fields(x: Any) -> bool:
         return isinstance(x, Mapping) and "codes" in x
 
-    def stop(x: Array) -> bool:
+    def stop(x: Any) -> bool:
         return isinstance(x, Quantized) or has_fields(x)
 
     if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
@@ -147,7 +147,7 @@ def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrec
 def boxes_inside(state: Tree) -> Any:
     """Moves the box around each ``Quantized`` to its arrays; vectors of scales name their dim."""
 
-    def inside(x: Array) -> Any:
+    def inside(x: Any) -> Any:
         q = unboxed(x)
         if q is x or not isinstance(q, Quantized):
             return x

@@ -31,7 +31,7 @@ def loss(pipeline: "Pipeline", params: tuple[Any, Any], microbatches: Any, key: 
 
 
 def _loss_forward(pipeline: "Pipeline", params: Tree, microbatches: Any, key: Any) -> Any:
-    def is_primal(x: Array) -> bool:
+    def is_primal(x: Any) -> bool:
         return hasattr(x, "perturbed")
 
     def values(tree: Tree) -> Any:

@@ -223,10 +223,10 @@ def split_numbered(tree: Tree, numbered: str, name: str, count: int) -> Any:
 def _map_parents(tree: Tree, key: str, fn: Callable[[Mapping[Any, Any]], Any]) -> Any:
     """The tree with ``fn(mapping)``, in its type, in place of every mapping that has the key."""
 
-    def is_parent(x: Array) -> bool:
+    def is_parent(x: Any) -> bool:
         return isinstance(x, Mapping) and key in x
 
-    def convert(x: Array) -> Any:
+    def convert(x: Any) -> Any:
         return type(x)(fn(x)) if is_parent(x) else x
 
     return jax.tree.map(convert, tree, is_leaf=is_parent)

@@ -20,11 +20,11 @@ Axes = tuple[str, ...]
 KeyPath = tuple[Any, ...]
 
 
-def is_spec(x: Array) -> bool:
+def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _is_box(x: Array) -> bool:
+def _is_box(x: Any) -> bool:
     """Whether a node carries Flax's partition metadata; Flax itself is not needed here."""
     nnx = sys.modules.get("flax.nnx")
     return hasattr(x, "get_partition_spec") or (nnx is not None and isinstance(x, nnx.Variable))

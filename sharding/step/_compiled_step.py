@@ -158,7 +158,7 @@ def _types_of(tree: Tree) -> Any:
     return treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
 
 
-def check_passed(passed: Any, model_state: Tree) -> None:
+def check_passed(passed: Tree, model_state: Any) -> None:
     """Raises unless a call passes a model state exactly if the step takes it from there."""
     if model_state is True and passed is None:
         raise ValueError(

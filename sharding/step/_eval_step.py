@@ -25,7 +25,7 @@ from sharding.step._step_plan import StepSpec, plan_step
 class EvalStep(CompiledStep):
     """A compiled function of parameters and a batch; see ``Zero.eval_step``."""
 
-    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Tree):
+    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
         super().__init__(zero)
         self.fn, self.model_state = fn, model_state
 

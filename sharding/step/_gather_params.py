@@ -169,7 +169,7 @@ class LeafShard(Shard):
     """A shard that is a leaf of a tree, as an array is; loops over layers do not accept it."""
 
 
-def is_shard(x: Array) -> bool:
+def is_shard(x: Any) -> bool:
     """Whether a tree's node is a shard."""
     return isinstance(x, Shard)
 
@@ -209,11 +209,11 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
             ) from error
 
 
-def _as_leaf(x: Array) -> Any:
+def _as_leaf(x: Any) -> Any:
     return LeafShard(x.held, x.tap, x.spec) if is_shard(x) else x
 
 
-def as_node(x: Array) -> Any:
+def as_node(x: Any) -> Any:
     return Shard(x.held, x.tap, x.spec) if isinstance(x, LeafShard) else x
 
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from sharding._jaxprs import all_equations, inner_jaxprs
-from sharding._types import Array
 from sharding.step._gather_params import FULL_MARK, HANDLE_MARK, call_with_shards, marking
 from sharding.step._loss_params import differentiated, loss_params
 from sharding.step._param_uses import uses_in, without_dead
@@ -104,7 +103,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | np.dtype)
 
 
-def _constant(x: Array) -> Any:
+def _constant(x: Any) -> Any:
     """A constant of a trace: its type, and its value where that is small."""
     kind = (np.shape(x), str(getattr(x, "dtype", type(x))))
     small = isinstance(x, bool | int | float | complex | np.generic | np.ndarray | jax.Array)

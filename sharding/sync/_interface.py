@@ -164,7 +164,7 @@ def named_leaves(
     return list(zip(leaf_names(tree, is_leaf=is_leaf), leaves, strict=True)), treedef
 
 
-def is_none(x: Array) -> bool:
+def is_none(x: Any) -> bool:
     """Whether a gradient is left out of the sync."""
     return x is None
 

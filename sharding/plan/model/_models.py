@@ -12,7 +12,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from sharding._types import Array, DType
+from sharding._types import DType
 
 
 class Matrices(NamedTuple):
@@ -275,7 +275,7 @@ class Decoder:
         return y + params[f"{name}_bias"][None, None] if self.biased else y
 
 
-def _is_shape(x: Array) -> bool:
+def _is_shape(x: Any) -> bool:
     return isinstance(x, tuple)
 
 

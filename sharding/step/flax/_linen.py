@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from sharding._types import Array, Tree
+from sharding._types import Tree
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step.flax._batch_norm import over_devices
 from sharding.step.flax._modules import check_found, gathered_call, matches
@@ -85,7 +85,7 @@ def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
     if nn is None:
         return params
 
-    def strip(x: Array) -> Any:
+    def strip(x: Any) -> Any:
         if isinstance(x, nn.LogicallyPartitioned):
             return x.replace(rules=x.rules and _without_axes(x.rules, axes))
         if isinstance(x, nn.Partitioned):

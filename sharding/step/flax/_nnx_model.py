@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from sharding._types import Array, Batch, OptState, Tree
+from sharding._types import Batch, OptState, Tree
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._batch_norm import set_axes
 from sharding.step.flax._modules import check_found, gathered_module, matches
@@ -124,7 +124,7 @@ def values_at(old: Tree, new: Tree) -> Any:
     return nnx.as_pure(nnx.from_flat_state([(path, values[path]) for path in paths]))
 
 
-def is_module(x: Array) -> bool:
+def is_module(x: Any) -> bool:
     """Whether it is an nnx model; without Flax there are none."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Module)
