@@ -23,8 +23,7 @@ class KnownState(NamedTuple):
 
     treedef: Any
     kinds: set[type]
-    types: list[Any]
-    shardings: list[Any]
+    types: tuple[list[Any], list[Any]]  # and shardings
     signature: Any
 
 
@@ -69,15 +68,15 @@ class CompiledStep:
         others = {"batch": batch, "key": key, "model_state": model_state}
         # The state that a step returned has passed every check of a state; jit itself walks it too.
         signature = self._signature_if_known(selected, others)
-        check_alive(None if signature else selected, **others)
+        known = signature is not None
+        check_alive(None if known else selected, **others)
         with no_mesh(), with_remedies(layout):
             batch = self._placed(batch)
             key, model_state = layout.replicate_foreign((key, model_state))
-            if not signature:
+            if not known:
                 selected = layout.place_scalars(selected)
+                signature = self.signature(selected)
             copies = self.snapshot.copies(selected) if self.snapshot else None
-            known = bool(signature)
-            signature = signature or self.signature(selected)
             program = signature, _types_of(batch), copies and copies.key
             if self.donates and not (known and program in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
@@ -102,16 +101,10 @@ class CompiledStep:
     def _signature_if_known(self, selected: Tree, others: Any) -> Any:
         """The signature of a state like that of the call before, of arrays that are all usable."""
         known, (leaves, treedef) = self._known, jax.tree.flatten(selected)
-        if (
-            known is None
-            or known.treedef != treedef
-            or not known.kinds.issuperset(map(type, leaves))
-        ):
+        if known is None or known.treedef != treedef:
             return None
         # Lists compare equal at once where their items are the same objects, as jit returns them.
-        if [x.aval for x in leaves] != known.types or [
-            x.sharding for x in leaves
-        ] != known.shardings:
+        if not known.kinds.issuperset(map(type, leaves)) or _placed_types(leaves) != known.types:
             return None
         arrays = [*leaves, *jax.tree.leaves(others)] if self.donates else leaves
         apart = len(set(map(id, arrays))) == len(arrays)
@@ -119,10 +112,9 @@ class CompiledStep:
 
     def _remember(self, selected: Tree, signature: Any) -> None:
         leaves, treedef = jax.tree.flatten(selected)
-        self._known = None
-        if all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves):
-            types, shardings = [x.aval for x in leaves], [x.sharding for x in leaves]
-            self._known = KnownState(treedef, set(map(type, leaves)), types, shardings, signature)
+        real = all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in leaves)
+        kinds = set(map(type, leaves))
+        self._known = KnownState(treedef, kinds, _placed_types(leaves), signature) if real else None
 
     def lower(
         self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None
@@ -151,6 +143,10 @@ class CompiledStep:
         if program not in self._programs:
             self._programs[program] = self.compile(selected, batch, copies)
         return self._programs[program]
+
+
+def _placed_types(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+    return [x.aval for x in leaves], [x.sharding for x in leaves]
 
 
 def _types_of(tree: Tree) -> Any:

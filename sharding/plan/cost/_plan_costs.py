@@ -315,7 +315,7 @@ class TracedCosts(PlanCosts):
     ):
         super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
         self._traced = functools.cache(lambda size, form: model.traced(size, self.dtype, form))
-        self._layer_bytes = functools.cache(lambda: model.layer_bytes(self.dtype))
+        self._of_layers = functools.cache(lambda: model.layer_bytes(self.dtype))
 
     def traced(self, size: int, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
@@ -332,11 +332,11 @@ class TracedCosts(PlanCosts):
         """Bytes of what is stored, of temporaries, and of what stage 3 gathers."""
         # It gathers a layer, or what is outside of layers, and has gradients of the same size.
         traced = self.traced(plan.microbatch, plan.recompute)
-        layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
+        layer, outside = self._layer_and_outside(plan) if plan.gathers_layers else (0.0, 0.0)
         return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
 
     def _layer_and_outside(self, plan: ParallelPlan) -> tuple[float, float]:
-        return self._layer_bytes()
+        return self._of_layers()
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
