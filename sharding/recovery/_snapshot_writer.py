@@ -7,12 +7,12 @@ import os
 import pathlib
 import threading
 import time
-import warnings
 from typing import Any
 
 import jax
 import numpy as np
 
+from sharding._user_line import warn
 from sharding.recovery._checksum import WORDS
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, Transfer
 from sharding.recovery._slot import BLOCK, Slot, SlotTable, SnapshotId, lock_file, make_private
@@ -172,7 +172,7 @@ class SnapshotWriter:
             "processes must call save with the same steps."
         )
         self._copied_at = time.perf_counter()
-        warnings.warn(text, stacklevel=2)
+        warn(text)
         raise RuntimeError(text)
 
     def _remove_stale(self) -> None:
@@ -198,10 +198,9 @@ class SnapshotWriter:
         if isinstance(error, OSError | MemoryError):
             self._counts.failed += 1
             kept = "none" if self.complete is None else f"that of step {self.complete.step}"
-            warnings.warn(
+            warn(
                 f"the snapshot of step {self._written and self._written.step} was not written to "
-                f"{self._folder}: {error}. The last complete one that is known here is {kept}.",
-                stacklevel=6,
+                f"{self._folder}: {error}. The last complete one that is known here is {kept}."
             )
         elif error is not None:
             raise error
@@ -214,11 +213,10 @@ class SnapshotWriter:
             return
         self._counts.slow += 1
         if self._counts.slow == 1:
-            warnings.warn(
+            warn(
                 f"save waited {waited:.1f} s until the snapshot before was written to "
                 f"{self._folder}, longer than training took. A larger interval saves time. "
-                "This is reported once, and counted in counts.slow.",
-                stacklevel=6,
+                "This is reported once, and counted in counts.slow."
             )
 
     def return_to(self, snapshot: SnapshotId) -> None:

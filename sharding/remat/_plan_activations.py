@@ -6,13 +6,13 @@ in ``_stack_plan.py`` for a scanned stack of equal blocks.
 
 import numbers
 import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
 import jax
 
 from sharding._types import Array, Tree
+from sharding._user_line import warn
 from sharding.plan import targets
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
@@ -303,26 +303,22 @@ def _warn(
     known = {name for values in named for name in values.values}
     if not known:
         what = "no name that may be saved" if request.allowed is not None else "no named values"
-        warnings.warn(
+        warn(
             f"the blocks have {what}: each stores its input, or nothing. Name values that are "
-            "worth storing with jax.ad_checkpoint.checkpoint_name.",
-            stacklevel=4,
+            "worth storing with jax.ad_checkpoint.checkpoint_name."
         )
     # MaxText's models name what only some of its presets save.
     useless = sorted({name for values in named for name in values.useless()} - MAXTEXT_NAMES)
     if useless:
-        warnings.warn(
+        warn(
             f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "
             "that is read later: x = checkpoint_name(x, ...), before the operation whose "
-            "derivative needs it, as in tanh(checkpoint_name(x @ w, ...)).",
-            stacklevel=4,
+            "derivative needs it, as in tanh(checkpoint_name(x @ w, ...))."
         )
     demanded = {*(request.saved or ()), *request.offloaded, *offload}
     if known and demanded and not demanded & {*known, INPUT}:
         names = ", ".join(sorted(known))
-        warnings.warn(
-            f"none of the requested names is in the blocks, which have {names}.", stacklevel=4
-        )
+        warn(f"none of the requested names is in the blocks, which have {names}.")
 
 
 def _device(device: Device, args: Any) -> tuple[DeviceKind | None, jax.Device]:
