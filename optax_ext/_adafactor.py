@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _bias_correction, _moments, _phases, _validate
+from optax_ext import _bias_correction, _phases, _validate
+from optax_ext import _factored_moments as _moments
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree

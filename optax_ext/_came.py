@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _matrix_passes, _moments, _phases, _validate
+from optax_ext import _factored_moments as _moments
+from optax_ext import _matrix_passes, _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 from optax_ext._leaves import Leaves, at_least_float32

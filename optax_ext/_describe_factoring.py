@@ -5,10 +5,10 @@ import math
 
 import optax
 
+from optax_ext._factored_moments import moment_dims
 from optax_ext._factoring import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._flax_transformer import split_of
 from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._moments import moment_dims
 from optax_ext._text_table import aligned
 from optax_ext._types import Array
 

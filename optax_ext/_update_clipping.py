@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext import _matrix_passes
+from optax_ext._factored_moments import inverse_root, multiply
 from optax_ext._factoring import Factoring
-from optax_ext._moments import inverse_root, multiply
 
 
 def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:

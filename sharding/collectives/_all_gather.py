@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._block_codec import dequantize, quantize
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.collectives._map_arrays import ArrayLayout, map_arrays
+from sharding.collectives._quantize_blocks import dequantize, quantize
 from sharding.collectives._reduce_scatter import LANES, current_platform
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes

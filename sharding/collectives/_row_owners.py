@@ -19,7 +19,7 @@ class RowOwners:
     contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
     """
 
-    def __init__(self, num_rows: int, num_owners: int, permutation: "Permutation | None" = None):
+    def __init__(self, num_rows: int, num_owners: int, permutation: "RowHash | None" = None):
         self.num_rows, self.num_owners = num_rows, num_owners
         self.num_slots = -(-num_rows // num_owners)
         self._permutation = permutation
@@ -37,12 +37,12 @@ class RowOwners:
         return rows if self._permutation is None else self._permutation.apply(rows)
 
 
-class Permutation:
-    """A pseudorandom permutation of 0, 1, ..., size - 1, at most 2**31, that separates neighbours.
+class RowHash:
+    """The hash of rows: a pseudorandom permutation of 0, ..., size - 1, at most 2**31.
 
-    Numbers of as many bits as size - 1 are multiplied by odd factors and xored with their own upper
-    halves; both steps are invertible. A result of size or more is permuted again until it is less
-    (cycle walking).
+    Neighbours are far apart. Numbers of as many bits as size - 1 are multiplied by odd factors and
+    xored with their own upper halves; both steps are invertible. A result of size or more is
+    permuted again until it is less (cycle walking).
     """
 
     def __init__(self, size: int, seed: int = 0):

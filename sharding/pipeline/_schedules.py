@@ -127,7 +127,7 @@ def interleaved(
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with a split backward pass, whose second half fills the bubble (ZB-H1).
+    """Zero bubble, ZB-H1: 1F1B with a split backward pass, whose second half fills the bubble.
 
     ``BACKWARD`` is the gradient of the input, ``WEIGHT`` that of the parameters. Bubble
     (S - 1) (F + B - W); every stage stores the activations of up to S micro-batches until
@@ -151,7 +151,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """A split backward pass, over layers in the shape of a V: a bubble at the start alone (ZB-V).
+    """Zero bubble, ZB-V: a split backward pass over layers in a V; a bubble at the start alone.
 
     Stage s has virtual stages s and 2S - 1 - s: the first one has embedding and head. With
     M >= 2S - 2 the table has 6M + S - 1 ticks, each of half a stage's layers, and bubble

@@ -1,4 +1,7 @@
-"""Which named values of a block may be saved, and which are: the least time for their bytes."""
+"""Chooses which named values of one block are saved: the least time for their bytes.
+
+A chain of blocks is solved in ``_chain_search``, a stack of equal ones in ``_stack_plan``.
+"""
 
 import dataclasses
 import math
@@ -158,7 +161,7 @@ class NamedValues:
             and self.recompute_seconds(every - {name}) <= everything
         ]
 
-    def best(self, budget: float, host: HostCopies | None = None) -> SavedNames:
+    def choose_names(self, budget: float, host: HostCopies | None = None) -> SavedNames:
         """The names of least time whose values take at most ``budget`` bytes of the device."""
         # With ``host``, values may be copied to host memory as well.
         from scipy import sparse
@@ -254,10 +257,10 @@ class NamedValues:
 
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
-        choices = [self.best(float("inf"), host)]
+        choices = [self.choose_names(float("inf"), host)]
         while choices[-1].nbytes:
             # Below the last choice by more than the solver's tolerance.
-            choices.append(self.best(choices[-1].nbytes * (1 - 1e-5), host))
+            choices.append(self.choose_names(choices[-1].nbytes * (1 - 1e-5), host))
         slower = [*(choice.seconds for choice in choices[1:]), math.inf]
         pairs = zip(choices, slower, strict=True)
         return [choice for choice, other in pairs if choice.seconds < other * (1 - 1e-9)]

@@ -1,6 +1,6 @@
-"""Gathers parameters where the loss uses them, at stage 3.
+"""Gathers parameters where the loss uses them, at stage 3, and reduce-scatters their gradients.
 
-At stage 2 ``gather`` in the loss reduce-scatters the gradients in the backward pass.
+At stage 2 ``gather`` in the loss does the second alone, in the backward pass.
 """
 
 import contextlib

@@ -13,7 +13,8 @@ from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
-from sharding.step import _local_norm, _model_state, _sync_state
+from sharding.step import _model_state, _sync_state
+from sharding.step import _noise_scale_norms as norms
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
 from sharding.step._loss_params import of_leaves
@@ -169,7 +170,7 @@ def device_gradients(
 
     # One sum over devices for the loss and the local norms, one for the weight.
     metrics: dict[str, Any] = {}
-    total, *local = _local_norm.psum_stacked([sums.loss, *sums.local], axes)
+    total, *local = norms.psum_stacked([sums.loss, *sums.local], axes)
     scale: Any = 1.0 / (loss.microbatches * lax.axis_size(axes))
     if loss.weighted:
         weight = lax.psum(sums.weight, axes)
@@ -179,7 +180,7 @@ def device_gradients(
     if loss.local_norm:
         metrics["local"] = {"local_squared_norm": local[0] * scale}
         if loss.weighted:
-            metrics["local"]["num_pieces"] = local[1] / _local_norm.devices_per_gradient(plan)
+            metrics["local"]["num_pieces"] = local[1] / norms.devices_per_gradient(plan)
     if loss.has_aux:
         metrics["aux"] = mark_scalars(aux)
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._row_owners import Permutation, RowOwners
+from sharding.collectives._row_owners import RowHash, RowOwners
 from sharding.collectives._sparse_rows import (
     Loop,
     SendList,
@@ -85,7 +85,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     inside = (at >= 0) & (at < num_rows)
     at = at.astype(jnp.int32)
     if shuffled:
-        at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
+        at = RowHash(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, ParamHandle):
         rows = _table_rows(
@@ -99,13 +99,13 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
 def shuffle_rows(table: jax.Array) -> jax.Array:
     """Permutes a table (rows, ...) into the order that ``lookup(..., shuffled=True)`` expects."""
     size = table.shape[0]
-    return jnp.take(table, Permutation(size).invert(jnp.arange(size, dtype=jnp.int32)), axis=0)
+    return jnp.take(table, RowHash(size).invert(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
 
 def unshuffle_rows(table: jax.Array) -> jax.Array:
     """Undoes ``shuffle_rows``."""
     size = table.shape[0]
-    return jnp.take(table, Permutation(size).apply(jnp.arange(size, dtype=jnp.int32)), axis=0)
+    return jnp.take(table, RowHash(size).apply(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
 
 class _Lookup(NamedTuple):

@@ -10,7 +10,7 @@ from jax import lax
 
 from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.step import _local_norm, _model_state
+from sharding.step import _model_state, _noise_scale_norms
 from sharding.step._gather_params import call_with_shards
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._loss_params import differentiated, gradient_shape, loss_params
@@ -28,7 +28,7 @@ class Sums(NamedTuple):
 
     loss: jax.Array
     weight: jax.Array
-    local: list[jax.Array]  # as _local_norm.squares returns them
+    local: list[jax.Array]  # as _noise_scale_norms.squares returns them
     grads: list[jax.Array]  # of trained parameters
 
 
@@ -114,7 +114,7 @@ class _Device:
         local: list[jax.Array] = []
         if loss.local_norm:
             with jax.named_scope("local_norm"):
-                local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
+                local = _noise_scale_norms.squares(plan, grads, weight if loss.weighted else None)
         if sums is not None:
             after = [i for i, sink in enumerate(sinks) if sink is _RETURNED]
             # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates

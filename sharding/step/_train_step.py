@@ -26,8 +26,8 @@ from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_alive, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
-from sharding.step._local_norm import num_local_gradients
 from sharding.step._loss import Inputs, Loss
+from sharding.step._noise_scale_norms import num_local_gradients
 from sharding.step._placed_state import places
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec

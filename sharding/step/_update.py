@@ -1,4 +1,4 @@
-"""The optimizer step on shards."""
+"""The optimizer step on shards: ``tx`` gets global arrays, so that a clip sees the global norm."""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Quantized gradient sync: 8 or 4 bits per element on the wire."""
+"""Quantized gradient sync: 8 or 4 bits per element on the wire.
+
+Codes and their random rounding are in ``collectives/_quantize_blocks``.
+"""
 
 from typing import Any
 
@@ -7,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._block_codec import dequantize, quantize
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.collectives._quantize_blocks import dequantize, quantize
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import GradientSync, StepContext, by_size, stateless

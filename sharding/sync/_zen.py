@@ -12,7 +12,7 @@ from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._row_owners import Permutation, RowOwners
+from sharding.collectives._row_owners import RowHash, RowOwners
 from sharding.collectives._sparse_rows import (
     Loop,
     SendList,
@@ -83,7 +83,7 @@ def zen(
         """The full mean, pushed to permuted owners and pulled; a push alone along dim 0 or 1."""
         num, num_rows = lax.axis_size(axes), rows.shape[0]
         # Sharded rows have their shard's owner; along another dim one list goes to all devices.
-        hashed = Permutation(num_rows, seed) if dim is None else None
+        hashed = RowHash(num_rows, seed) if dim is None else None
         owners = RowOwners(num_rows, 1 if dim else num, hashed)
 
         def send(send_list: SendList, loop: Loop) -> jax.Array:

@@ -146,7 +146,7 @@ def test_frontiers_equal_enumeration(block, speed, hidden, input_bytes):
     best = []  # of fewer bytes than the one before, and more time
     for nbytes in sorted({nbytes for nbytes, _ in choices}):
         least = min(seconds for other, seconds in choices if other <= nbytes)
-        have = found.best(nbytes, host)
+        have = found.choose_names(nbytes, host)
         assert have.nbytes <= nbytes
         np.testing.assert_allclose(have.seconds, least, rtol=1e-4)
         if not best or least < best[-1][1] * (1 - 1e-9):

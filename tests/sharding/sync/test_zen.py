@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sharding import sync
-from sharding.collectives._row_owners import Permutation
+from sharding.collectives._row_owners import RowHash
 from sharding.plan.audit._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
@@ -19,7 +19,7 @@ from .harness import SyncRunner, assert_close, room
 @functools.cache
 def permuted(size, seed=0):
     """The image of each number, and that of each image under the inverse."""
-    permutation = Permutation(size, seed)
+    permutation = RowHash(size, seed)
 
     @jax.jit
     def run():
