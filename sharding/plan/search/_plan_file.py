@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -19,6 +20,7 @@ from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncS
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
+from sharding.plan.machine import targets
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
 from sharding.plan.model._traced_model import AnyModel
@@ -74,7 +76,30 @@ class PlanFile:
     def mesh_axes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, from the devices furthest apart to the nearest."""
         pipe = {"pipe": self.plan.pipe} if self.plan.pipe > 1 else {}
-        return pipe | dict(zero_of(self.plan).mesh.shape)
+        sizes = dict(zero_of(self.plan).mesh.shape)
+        tensor = {TENSOR_AXIS: sizes.pop(TENSOR_AXIS)} if self.plan.tensor > 1 else {}
+        del sizes["data"]
+        return pipe | sizes | self.data_axes | tensor
+
+    @property
+    def data_axes(self) -> dict[str, int]:
+        """The axes of ZeRO's shards: ``"data"``, or those of the torus that they span.
+
+        Over one axis of all devices of a torus XLA makes all-reduces of other collectives, which
+        send twice as much.
+        """
+        target = targets.parse(self.target, other_gpus=True)
+        nearer, left = self.plan.tensor, self.plan.shards
+        axes: dict[str, int] = {}
+        if target.is_torus:
+            for name, size in reversed([*zip("xyz", target.shape, strict=False)]):
+                shared = math.gcd(nearer, size)
+                axes[name] = math.gcd(left, size // shared)
+                nearer, left = nearer // shared, left // axes[name]
+            axes = {"slice": left} | dict(reversed(axes.items()))
+            axes = {name: size for name, size in axes.items() if size > 1}
+        several = len(axes) > 1 and left in (1, target.groups) and nearer == 1
+        return axes if several else {"data": self.plan.shards}
 
     @property
     def axis_order(self) -> tuple[str, ...]:
@@ -101,7 +126,7 @@ class PlanFile:
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        return dataclasses.replace(zero_of(self.plan), mesh=mesh)
+        return dataclasses.replace(zero_of(self.plan), mesh=mesh, axis=tuple(self.data_axes))
 
     def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
@@ -165,7 +190,8 @@ class PlanFile:
         step = zero.train_step(loss, tx=tx, microbatches=4)
         """
         plan, axes, names = self.plan, self.mesh_axes, self.saved
-        fields = [f"stage={plan.stage}", "axis='data'"]
+        data = tuple(self.data_axes)
+        fields = [f"stage={plan.stage}", f"axis={data if len(data) > 1 else data[0]!r}"]
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
         fields += ["offload='optimizer'"] if plan.offload else []

@@ -72,9 +72,9 @@ def model_of(layers):
     return dataclasses.replace(SMALL, layers=sum(layers))
 
 
-def file_of(plan, layers=(3,)):
+def file_of(plan, layers=(3,), target="cpu:8"):
     promised = {"memory": 2.0**20, "seconds": 1.0}
-    return PlanFile("small", "adamw", "cpu:8", SMALL.length, "float32", layers, plan, promised)
+    return PlanFile("small", "adamw", target, SMALL.length, "float32", layers, plan, promised)
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
@@ -96,9 +96,35 @@ def test_other_files(tmp_path):
             PlanFile.read(path)
 
 
-@pytest.mark.parametrize(("plan", "layers"), some_of(CASES[1], PIPELINES["shared layers"]), ids=str)
+@pytest.mark.parametrize(
+    ("target", "sizes", "axes"),
+    [
+        ("h100x16", {"data": 16}, {"data": 16}),
+        ("v5e:4x4", {"data": 16}, {"x": 4, "y": 4}),
+        ("v5e:4x4", {"data": 8, "tensor": 2}, {"x": 4, "y": 2, "model": 2}),
+        ("v5e:4x4", {"data": 2, "tensor": 8}, {"data": 2, "model": 8}),
+        ("v5e:4x4*2", {"data": 32}, {"slice": 2, "x": 4, "y": 4}),
+        ("v5e:4x4*2", {"data": 32, "replicas": 2}, {"replica": 2, "x": 4, "y": 4}),
+        ("v5p:4x4x4", {"data": 16, "pipe": 4}, {"pipe": 4, "y": 4, "z": 4}),
+    ],
+)
+def test_shards_span_the_axes_of_a_torus(target, sizes, axes):
+    file = file_of(ParallelPlan(stage=2, microbatches=4, **sizes), target=target)
+    assert list(file.mesh_axes.items()) == list(axes.items())
+    others = ("pipe", "replica", "model")
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    assert file.zero(mesh).axis == tuple(axis for axis in axes if axis not in others)
+
+
+ON_TORUS = (ParallelPlan(data=8, stage=2), (3,))
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers"), [*some_of(CASES[1], PIPELINES["shared layers"]), ON_TORUS], ids=str
+)
 def test_the_code_builds_the_step_that_is_verified(plan, layers):
-    file, model = file_of(plan, layers), model_of(layers)
+    target = "v5p:2x2x2" if (plan, layers) == ON_TORUS else "cpu:8"
+    file, model = file_of(plan, layers, target), model_of(layers)
     names = {"model": model, "tx": TX}
     exec("\n".join(file.code()), names)
     zero, pipeline, specs = (names.get(name) for name in ("zero", "pipeline", "param_specs"))
