@@ -5,6 +5,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,16 @@ def run_audit(options: Namespace) -> int:
     _check_options(options)
 
     # Compile: each step once, or with several batches.
-    batch, headroom = options.batch or 1, 0.1 if options.headroom is None else options.headroom
+    headroom = 0.1 if options.headroom is None else options.headroom
     device, audits, searches = opts.device_of(options), dict[str, Audit](), dict[str, FoundBatch]()
-    for name, make in _steps(options, target).items():
+    steps, batch, unit = _steps(options, target)
+    for name, make in steps.items():
         if not options.find_batch:
             audits[name] = _compiled(make, batch)
             continue
         print(f"{name}: trying batches", file=sys.stderr)
-        found = find_batch(make, device=device, headroom=headroom, start=batch, report=_report)
+        sizes: Any = {"start": batch, "unit": unit, "headroom": headroom}
+        found = find_batch(make, device=device, report=_report, **sizes)
         searches[name] = found
         audits |= {name: found.audit} if found.audit else {}
 
@@ -127,8 +130,10 @@ def _report(tried: Tried) -> None:
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[int], Audit]]:
-    """For each requested step a function of the batch that audits it."""
+def _steps(
+    options: Namespace, target: targets.Target
+) -> tuple[dict[str, Callable[[int], Audit]], int, int]:
+    """For each requested step a function of the batch that audits it; the batch, and its unit."""
     mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
         mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
@@ -140,7 +145,7 @@ def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[in
             lowered, pipeline = made if isinstance(made, tuple) else (made, None)
             return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
 
-        return {options.step: audit_step}
+        return {options.step: audit_step}, int(options.batch or 1), 1
     setup = opts.setup_of(options)
     if setup.model is None:
         raise ValueError(
@@ -161,12 +166,16 @@ def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[in
         zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
     staged = {stage: dataclasses.replace(zero, stage=stage) for stage in _stages(options)}
     make = functools.partial(_audit_stage, options, setup)
-    return {f"stage {stage}": functools.partial(make, zero) for stage, zero in staged.items()}
+    unit = zero.num_devices * setup.microbatches
+    steps: dict[str, Callable[[int], Audit]] = {
+        f"stage {stage}": functools.partial(make, zero) for stage, zero in staged.items()
+    }
+    return steps, unit * setup.batch, unit
 
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    setup = dataclasses.replace(setup, batch=batch)
+    setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan, model, stack = setup.plan(zero), setup.model, None
     assert model is not None
     if options.remat is not None:
@@ -183,8 +192,7 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
 
     loss = model.make_loss(layer, stack)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
-    sequences = zero.num_devices * setup.sequences
-    tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     return audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,

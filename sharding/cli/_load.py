@@ -17,21 +17,25 @@ import optax
 import optax_ext
 from sharding._types import DType
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
+from sharding.plan.model._traced_model import AnyModel
 from sharding.step.owners._by_owner import by_owner
 
 
-def params_of_model(text: str, dtype: DType, length: int | None) -> tuple[Any, Decoder | None]:
-    """Abstract parameters, and the model where it is one of ``MODELS``."""
+def model_of(text: str, dtype: DType, length: int | None) -> tuple[Any, AnyModel | None]:
+    """Abstract parameters, and the model where its layers are known."""
+    model: AnyModel | None = MODELS.get(text)
+    params = None
     if ":" in text:
         with users_code(f"--model {text} must make parameters without arguments, but failed"):
-            return jax.eval_shape(load(text, "--model")), None
-    if model := MODELS.get(text):
-        if length and not model.biased:
-            model = dataclasses.replace(model, length=length)
-        elif length and length > model.length:
+            model, params = _made_model(load(text, "--model"))
+    if isinstance(model, Decoder):
+        if length and model.biased and length > model.length:
             positions = f"{model.length} positions"
             raise ValueError(f"{text} has {positions}, --length {length} was requested.")
-        return model.abstract(dtype), model
+        if length and not model.biased:
+            model = dataclasses.replace(model, length=length)
+    if model or ":" in text:
+        return model.abstract(dtype) if model else params, model
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
     if not match:
         raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}.")
@@ -40,6 +44,19 @@ def params_of_model(text: str, dtype: DType, length: int | None) -> tuple[Any, D
     if not 1 <= count <= 1e15:
         raise ValueError(f"--model {text!r}: from 1 to 1e15 parameters can be planned.")
     return count_to_params(round(count), dtype), None
+
+
+def _made_model(made: Any) -> tuple[AnyModel | None, Any]:
+    """What a user's attribute is, or makes without arguments: a model, or abstract parameters."""
+    models = [made] if isinstance(made, AnyModel) else []
+
+    def params() -> Any:
+        result = made()
+        models.extend([result] if isinstance(result, AnyModel) else [])
+        return None if models else result
+
+    found = None if models else jax.eval_shape(params)
+    return (models[0] if models else None), found
 
 
 def optimizer_of(text: str) -> optax.GradientTransformation:

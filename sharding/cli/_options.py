@@ -17,8 +17,8 @@ _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 # Options by name and metavar, such as ``--batch N``, with their help.
 _NAMED = f"or one of {', '.join(MODELS)}"
 _MODEL = {
-    "--model": "a number of parameters such as 7e9 (plan), MODULE:FUNCTION that returns abstract "
-    f"parameters (plan), {_NAMED}",
+    "--model": "a number of parameters such as 7e9 (plan), MODULE:NAME of a function that returns "
+    f"abstract parameters (plan), or of a sharding.plan.Decoder, {_NAMED}",
     "--optimizer": "of optax_ext or optax, by name, or MODULE:ATTRIBUTE (default: adamw)",
     "--master": "float32 master weights beside the parameters",
     "--dtype": "of the parameters (default: bfloat16, for CPUs float32)",
@@ -44,21 +44,25 @@ _FIGURES = {
     "--link GB/S": "what it sends at best",
     "--network GB/S": "what it sends to other hosts or slices",
 }
+_OF_ALL = (
+    "of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units of "
+    "2^20), in full sequences"
+)
 _LENGTH = {"--length TOKENS": "of a sequence (default: as the model has it)"}
 _BATCH = {
-    "--batch N": "sequences of one device in a micro-batch (default: 1)",
+    "--batch BATCH": f"{_OF_ALL} (default: one sequence of each device in each micro-batch)",
     "--microbatches N": "accumulated in a step (default: 1)",
     **_LENGTH,
 }
 _REMAT = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
 _PIPELINE = {
-    "--pipeline N": "plan N pipeline stages with ZeRO over their replicas, and compare them with "
-    "ZeRO alone; --microbatches are those of a pipeline (default: 4 N)",
-    "--schedule": "of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
-    "--chunks V": "groups of layers on each device, with --schedule interleaved (default: 2)",
-    "--stage": "of ZeRO over the replicas (default: 1)",
-    "--no-remat": "keep all activations of a layer",
-    "--efficiency SHARE": "of the peak that compute reaches (default: 0.5)",
+    "--pipeline N": "the fastest pipeline of N stages that fits, beside the fastest plan without "
+    "one; --microbatches are those of the pipeline (default: the fastest; of a --batch of four "
+    "sequences a device)",
+    "--schedule": "of the pipeline (default: the fastest)",
+    "--chunks V": "groups of layers on each device of the pipeline (default: the fastest)",
+    "--stage": "of ZeRO over the replicas of the pipeline (default: the fastest)",
+    "--no-remat": "the pipeline keeps all activations of a layer",
 }
 
 
@@ -110,8 +114,7 @@ def search_options(parser: ArgumentParser) -> None:
         f"makes one, {_NAMED}"
     }
     plans = {
-        "--batch N": "of all devices in a step: sequences such as 1024, or tokens such as "
-        "4M-tokens (units of 2^20), in full sequences",
+        "--batch BATCH": _OF_ALL,
         **_LENGTH,
         "--keep NAME=VALUE": f"compare only plans with this value; names are {', '.join(KEPT)}",
         "--no-offload": "keep the optimizer state in device memory",
@@ -131,7 +134,7 @@ def search_options(parser: ArgumentParser) -> None:
     _add_machine(parser, _TARGET)
     _add(
         *(parser, "batch and plans", plans),
-        batch={"dest": "global_batch", "required": True, "type": None},
+        batch={"required": True},
         state=_SEVERAL | {"choices": STATE_FORMATS},
         keep=_SEVERAL,
         sync=_SEVERAL,

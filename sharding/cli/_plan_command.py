@@ -13,12 +13,14 @@ import optax
 
 import optax_ext
 from sharding.cli import _setup as opts
+from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import save, show_or_json
 from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
-from sharding.plan.cost._estimate_pipeline import estimate_pipeline
+from sharding.plan.model._models import Decoder
+from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
 
 def run_plan(options: Namespace) -> int:
@@ -28,11 +30,6 @@ def run_plan(options: Namespace) -> int:
     _reject(options, _ONLY_HERE, "needs --pipeline N")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
-    if options.batch and not setup.length:
-        raise ValueError(
-            f"--batch counts sequences, and --model {options.model} does not say how long they "
-            "are: give --length TOKENS, too."
-        )
     plan = setup.plan(setup.zero, state_format=options.state)
     planned = None
     if options.remat is not None:
@@ -127,41 +124,36 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
     return [f"Each of these makes it fit{before}: {'; '.join(fitting)}."]
 
 
-_ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
-_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
+_ONLY_HERE = ("schedule", "chunks", "stage", "no_remat")
+_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype")
 
 
 def run_pipeline(options: Namespace) -> int:
     """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
     _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
-    microbatches = options.microbatches
-    options.microbatches = microbatches or 1
-    setup = opts.setup_of(options)
-    if setup.model is None:
+    dtype, device, pipe = opts.dtype_of(options), opts.known_device(options), options.pipeline
+    _, model = model_of(options.model or "", dtype, options.length)
+    if not isinstance(model, Decoder):
         raise ValueError(
-            f"--pipeline needs a model whose layers are known, one of --help's names; --model "
-            f"{options.model} is not."
+            f"--pipeline needs a model whose layers are known, one of --help's names or a Decoder "
+            f"as MODULE:NAME; --model {options.model} is not."
         )
-    device = setup.device
-    if device is None or math.inf in (device.flops, device.link):
-        figures = f"the figures of {options.target}: --memory GIB, --tflops and --link"
-        raise ValueError(f"--pipeline needs {figures}.")
-    zero = dataclasses.replace(setup.zero, stage=int(options.stage or 1))
+    keep = {name: getattr(options, name) for name in ("schedule", "chunks", "microbatches")}
+    keep |= {"stage": int(options.stage) if options.stage else None, "offload": options.offload}
+    keep |= {"recompute": "none" if options.no_remat else None}
+    num_replicas = max(1, opts.target_of(options).num_devices // pipe)
+    sequences = (options.microbatches or 4 * pipe) * num_replicas
+    length = options.length or model.length
     plan = estimate_pipeline(
-        setup.model,
-        setup.tx,
-        zero,
+        *(model, optimizer_of(options.optimizer), options.target),
+        num_stages=pipe,
+        sequences=opts.sequences_of(options.batch, length) if options.batch else sequences,
+        keep={name: value for name, value in keep.items() if value is not None},
+        length=length,
+        dtype=dtype,
         device=device,
-        num_stages=options.pipeline,
-        microbatches=microbatches,
-        schedule=options.schedule or "aligned",
-        chunks=options.chunks,
-        batch=setup.batch,
-        length=setup.length,
-        dtype=opts.dtype_of(options),
-        recompute=not options.no_remat,
-        efficiency=options.efficiency or 0.5,
-        state_format=options.state,
+        state_formats=(options.state,),
+        weights=("master" if options.master else "plain",),
     )
     show_or_json(options, plan)
     return 0 if plan.recommended else 2

@@ -1,9 +1,7 @@
 """The command ``search``: the fastest plan that fits, ``plan.json``, and its program."""
 
 import dataclasses
-import math
 import pathlib
-import re
 import sys
 from argparse import Namespace
 from typing import Any
@@ -13,7 +11,6 @@ from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
-from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_model import AnyModel, TracedModel
@@ -24,8 +21,8 @@ from sharding.plan.search._verify import Verification, verify
 
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    target, device = opts.target_of(options), opts.device_of(options)
-    _check_before(options, target, device)
+    target, device = opts.target_of(options), opts.known_device(options)
+    _check_before(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
     if not options.model:
@@ -35,7 +32,7 @@ def run_search(options: Namespace) -> int:
     lossless = "master" if options.master else "plain"
     result = search(
         *(model, tx, options.target),
-        sequences=_sequences(options.global_batch, length),
+        sequences=opts.sequences_of(options.batch, length),
         length=length,
         dtype=dtype,
         device=device,
@@ -88,17 +85,10 @@ def run_search(options: Namespace) -> int:
     return 0 if holding else 2
 
 
-def _check_before(options: Namespace, target: Target, device: DeviceKind | None) -> None:
+def _check_before(options: Namespace, target: Target) -> None:
     """Raises before the search where it, or what follows, cannot be done."""
-    if min(options.top, options.verify + 1) < 1:
-        raise ValueError("--top must be above 0, and --verify at least 0.")
-    unknown = [
-        f"--{'tflops' if name == 'flops' else name}"
-        for name in ("memory", "bandwidth", "flops", "link")
-        if device is None or math.isinf(getattr(device, name))
-    ]
-    if unknown:
-        raise ValueError(f"a search needs {', '.join(unknown)} of a device of {options.target}.")
+    if options.verify < 0:
+        raise ValueError(f"--verify must be at least 0, got {options.verify}.")
     if options.verify and not target.compiles:
         raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
     if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
@@ -106,36 +96,17 @@ def _check_before(options: Namespace, target: Target, device: DeviceKind | None)
 
 
 def _model_of(options: Namespace) -> AnyModel:
-    if ":" not in options.model:
-        _, model = loading.params_of_model(options.model, opts.dtype_of(options), options.length)
-        if model is None:
-            raise ValueError(
-                f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
-                f"TracedModel as MODULE:NAME; --model {options.model} is not."
-            )
-        return model
-    kinds, name = AnyModel, "sharding.plan.TracedModel or Decoder"
-    made: AnyModel = loading.load_made(options.model, "--model", kinds, name)
-    if isinstance(made, TracedModel):
+    dtype = opts.dtype_of(options)
+    _, model = loading.model_of(options.model, dtype, options.length)
+    if model is None:
+        raise ValueError(
+            f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
+            f"TracedModel or Decoder as MODULE:NAME; --model {options.model} is not."
+        )
+    if isinstance(model, TracedModel):
         with loading.users_code(f"--model {options.model}: its loss of one example failed"):
-            made.traced(1, opts.dtype_of(options), "none")
-    elif made.biased and (options.length or 0) > made.length:
-        asked = f"--length {options.length} was requested"
-        raise ValueError(f"{options.model} has {made.length} positions, {asked}.")
-    return made
-
-
-def _sequences(text: str, length: int) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
-    if not match or (match[2] and not match[3]) or not float(match[1]):
-        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
-    number = float(match[1]) * {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}[match[2]]
-    sequences = int(number // length) if match[3] else int(number)
-    if not match[3] and sequences != number:
-        raise ValueError(f"--batch {text} is no whole number of sequences.")
-    if sequences < 1:
-        raise ValueError(f"--batch {text} is less than one sequence of {length:,} tokens.")
-    return sequences
+            model.traced(1, dtype, "none")
+    return model
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import optax
 
 import optax_ext
 from sharding._zero import Zero
-from sharding.cli._load import optimizer_of, params_of_model
+from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
@@ -28,7 +28,7 @@ class Setup:
     """A model, its optimizer and its ``Zero``, as the options say."""
 
     params: Any  # abstract parameters
-    model: Decoder | None  # the model, where it is one of ``MODELS``
+    model: Decoder | None  # the model, where its layers are known
     tx: optax.GradientTransformation  # the transformation, without ``--state``
     zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
     device: DeviceKind | None  # its figures, where they are known
@@ -67,8 +67,8 @@ class Setup:
 def setup_of(options: Namespace) -> Setup:
     mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
     if not options.model:
-        raise ValueError("--model is missing: a number, a name, or module:function.")
-    params, model = params_of_model(options.model, dtype_of(options), options.length)
+        raise ValueError("--model is missing: a number, a name, or MODULE:NAME.")
+    params, model = model_of(options.model, dtype_of(options), options.length)
     tx = optimizer_of(options.optimizer)
     axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
     replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
@@ -82,16 +82,43 @@ def setup_of(options: Namespace) -> Setup:
             reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
         ),
     )
+    length, microbatches = options.length or (model.length if model else 0), options.microbatches
+    unit = zero.num_devices * microbatches
     return Setup(
         params=params,
-        model=model,
+        model=model if isinstance(model, Decoder) else None,
         tx=optax_ext.master_weights(tx) if options.master else tx,
         zero=zero,
         device=device_of(options),
-        batch=options.batch or 1,
-        microbatches=options.microbatches,
-        length=options.length or (model.length if model else 0),
+        batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
+        microbatches=microbatches,
+        length=length,
     )
+
+
+def sequences_of(text: str, length: int, unit: int = 1) -> int:
+    """Sequences of all devices in a step, by ``--batch``: multiples of ``unit``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
+    if not match or (match[2] and not match[3]) or not float(match[1]):
+        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
+    if not length:
+        raise ValueError(
+            "--batch counts sequences, and --model does not say how long they are: give --length "
+            "TOKENS, too."
+        )
+    number = float(match[1]) * {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}[match[2]]
+    sequences = int(number // length) if match[3] else int(number)
+    if not match[3] and sequences != number:
+        raise ValueError(f"--batch {text} is no whole number of sequences.")
+    if sequences < 1:
+        raise ValueError(f"--batch {text} is less than one sequence of {length:,} tokens.")
+    if sequences % unit:
+        raise ValueError(
+            f"--batch counts the sequences of all devices in a step, which share them equally in "
+            f"all micro-batches: it must be a multiple of {unit:,}, got {sequences:,}; "
+            f"{sequences * unit:,} are {sequences:,} on each device in each micro-batch."
+        )
+    return sequences
 
 
 def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
@@ -118,8 +145,8 @@ def compile_on_cpu(target: targets.Target) -> None:
 
 
 def check_positive(options: Namespace) -> None:
-    names = ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link", "network")
-    for name in (*names, "pipeline", "chunks", "efficiency"):
+    names = ("microbatches", "length", "memory", "bandwidth", "tflops", "link", "network")
+    for name in (*names, "pipeline", "chunks", "top"):
         value = getattr(options, name, None)
         if value is not None and not value > 0:
             raise ValueError(f"--{name} must be above 0, got {value}.")
@@ -182,3 +209,17 @@ def device_of(options: Namespace) -> DeviceKind | None:
     figures = {"name": target_of(options).kind, "network": None, "source": "given"}
     figures |= dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
     return DeviceKind(**(figures | given))
+
+
+def known_device(options: Namespace) -> DeviceKind:
+    """The figures of the target, which a search needs all."""
+    device, names = device_of(options), {"flops": "tflops"}
+    several = ("network",) if target_of(options).groups > 1 else ()
+    unknown = [
+        f"--{names.get(name, name)}"
+        for name in ("memory", "bandwidth", "flops", "link", *several)
+        if device is None or getattr(device, name) in (None, math.inf)
+    ]
+    if device is None or unknown:
+        raise ValueError(f"a search needs {', '.join(unknown)} of a device of {options.target}.")
+    return device

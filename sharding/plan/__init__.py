@@ -11,8 +11,6 @@ from sharding.plan.audit._pipeline_audit import PipelineAudit as PipelineAudit
 from sharding.plan.audit._pipeline_audit import StoredSlots as StoredSlots
 from sharding.plan.cost._estimate import Plan as Plan
 from sharding.plan.cost._estimate import estimate as estimate
-from sharding.plan.cost._estimate_pipeline import PipelinePlan as PipelinePlan
-from sharding.plan.cost._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan.cost._lost_time import CheckpointLoss as CheckpointLoss
 from sharding.plan.cost._lost_time import LostTime as LostTime
 from sharding.plan.cost._lost_time import lost_time as lost_time
@@ -55,8 +53,11 @@ from sharding.plan.partition._two_bw import TwoBWChoice as TwoBWChoice
 from sharding.plan.partition._two_bw import TwoBWPlan as TwoBWPlan
 from sharding.plan.partition._two_bw import two_bw as two_bw
 from sharding.plan.search._chosen_plan import ChosenPlan as ChosenPlan
+from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
+from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import FrontierPlan as FrontierPlan
+from sharding.plan.search._search import NoPlanFits as NoPlanFits
 from sharding.plan.search._search import RejectedPlan as RejectedPlan
 from sharding.plan.search._search import SearchResult as SearchResult
 from sharding.plan.search._search import search as search

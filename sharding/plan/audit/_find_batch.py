@@ -46,7 +46,7 @@ class FoundBatch(Printed):
     def tables(self) -> list[Table]:
         verdicts = {True: "fits", False: "too much"}
         rows = [(str(x.batch), needed(x.memory), verdicts[x.fits]) for x in self.tried]
-        title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
+        title = f"Batches in {size(self.usable)} of a device, {self.headroom:.0%} left free"
         return [Table(title, ("batch", "needs", ""), rows)]
 
     @property
@@ -54,7 +54,7 @@ class FoundBatch(Printed):
         if not self.batch:
             return [f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"]
         more = "" if self.complete else "; larger ones were not tried"
-        return [f"the largest batch that fits is {self.batch} on each device{more}"]
+        return [f"the largest batch that fits is {self.batch}{more}"]
 
 
 def find_batch(
@@ -65,6 +65,7 @@ def find_batch(
     headroom: float = 0.1,
     start: int = 1,
     limit: int = 1 << 16,
+    unit: int = 1,
     report: Callable[[Tried], None] | None = None,
     **options: Any,
 ) -> FoundBatch:
@@ -81,6 +82,7 @@ def find_batch(
       headroom: the share of the memory that is left free, from 0 to below 1.
       start: the smallest size, which is tried first.
       limit: the largest.
+      unit: of which all sizes are multiples.
       report: is called with each ``Tried`` size.
       **options: of ``audit``.
 
@@ -106,10 +108,13 @@ def find_batch(
         raise ValueError(f"headroom must be from 0 to below 1, got {headroom}.")
     if not 1 <= start <= limit:
         raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
+    if start % unit:
+        raise ValueError(f"start must be a multiple of unit = {unit}, got {start}.")
     usable, tried, best = (1 - headroom) * memory, dict[int, Tried](), None
-    low, high = 0, limit + 1  # the largest that fits, the smallest that does not
+    limit -= limit % unit
+    low, high = 0, limit + unit  # the largest that fits, the smallest that does not
     batch, misses = start, 0
-    while low + 1 < high and (low or start not in tried):
+    while low + unit < high and (low or start not in tried):
         audited, need = _audited(make_step, batch, kind, options)
         fits = audited is not None and need <= usable
         tried[batch] = Tried(batch, need, fits)
@@ -120,11 +125,19 @@ def find_batch(
         # After two lines that neither halved the interval nor doubled ``low``, try the middle.
         good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
         misses = 0 if misses == 2 or good else misses + 1
-        batch = _next(low, high, limit, list(tried.values()), usable, misses < 2)
+        batch = _next(low, high, limit, list(tried.values()), usable, unit, misses < 2)
     return FoundBatch(low, memory, headroom, tuple(tried.values()), best, high <= limit)
 
 
-def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by_line: bool) -> int:
+def _next(
+    low: int,
+    high: int,
+    limit: int,
+    tried: list[Tried],
+    usable: float,
+    unit: int,
+    by_line: bool,
+) -> int:
     """The size to try next, between one that fits and one that does not."""
     known = [size for size in tried if size.memory < float("inf")]
     if by_line and len(known) >= 2:
@@ -135,10 +148,10 @@ def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by
             guess = int(a.batch + (usable - a.memory) / slope + 1e-6)
             if high > limit:  # none was too large yet: lines of small batches reach too far
                 guess = min(guess, _LARGEST_STEP * low)
-            return min(max(guess, low + 1), high - 1)
+            return min(max(guess - guess % unit, low + unit), high - unit)
     if high > limit:
         return min(2 * low, limit)
-    return (low + high) // 2
+    return (low + high) // (2 * unit) * unit
 
 
 def _audited(

@@ -1,11 +1,10 @@
-"""What one device of a pipeline holds and sends, and how fast the links are that it sends over."""
+"""What one device of a pipeline holds and sends."""
 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +21,6 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost
 from sharding.plan.model._models import Decoder
-
-
-class Links(NamedTuple):
-    """Groups of devices, such as hosts or slices, and the links within and between them."""
-
-    groups: int  # their number
-    devices: int  # of all groups
-    link: float  # bytes per second that a device sends within its group
-    network: float  # bytes per second that it sends to other groups
-
-    def permute_seconds(self, nbytes: float) -> float:
-        """The time of sending to the next stage, by the slowest link."""
-        return nbytes / (self.network if self.groups > 1 else self.link)
-
-    def collective_seconds(self, nbytes: float, devices: int) -> float:
-        """The time in which each of some neighbouring devices sends ``nbytes`` in collectives."""
-        inside = self.devices // self.groups
-        if devices <= inside:
-            return nbytes / self.link
-        # Arrays are reduced or gathered within h groups of g devices first: of (n - 1) / n of an
-        # array, (g - 1) / g stay within, and (h - 1) / (h g) leave.
-        groups = math.ceil(devices / inside)
-        outside = (groups - 1) / (groups * inside) / ((devices - 1) / devices)
-        return max(nbytes * (1 - outside) / self.link, nbytes * outside / self.network)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,10 @@ class PlanCosts:
     those of ``pipeline_stages``; activations are those that the code of the model stores.
     """
 
-    _CACHED = ("_tx", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced")
+    _CACHED = (
+        *("_tx", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced"),
+        *("fullest", "least"),
+    )
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from sharding.plan.machine._collective_time import Machine, Operation, collectiv
 from sharding.plan.machine._devices import achieved
 from sharding.plan.model import _layer_time as layer_time
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import saved_parts
 
 # How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,
 # factors that its code has for A100. TPUs send by engines of their own.
@@ -198,7 +197,7 @@ def passes(
     head_forward, head_backward = layer_time.head_work(
         model, device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
-    again = _recomputed(layer, plan, implementation)
+    again = layer.again(plan.recompute, implementation)
     sent, sent_back, sent_head = _tensor_seconds(model, plan, length, wire, implementation.lockstep)
 
     # Layers by chunk: the last chunk has the head, too.
@@ -308,20 +307,6 @@ def with_state(
         hideable=hideable * work.seconds,
         interference=not machine.torus,
     )
-
-
-def _recomputed(
-    layer: layer_time.LayerWork, plan: ParallelPlan, implementation: layer_time.Implementation
-) -> layer_time.KernelSeconds:
-    """What a layer computes again in its backward pass."""
-    if plan.recompute == "none":
-        return layer_time.KernelSeconds()
-    if plan.recompute == "selective":
-        return layer.attention
-    again = layer.forward  # but for products that are saved, or whose result nothing reads
-    for part in saved_parts(plan.recompute):
-        again -= layer.products[part]
-    return again - layer.products["down"] if implementation.lockstep else again
 
 
 def _launched(work: layer_time.KernelSeconds, launch: float) -> layer_time.KernelSeconds:

@@ -13,8 +13,9 @@ from sharding._types import Array, Batch, DType
 from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._layer_time import head_work, layer_work
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import attention_flops, flops_again, saved_elements
+from sharding.plan.model._saved_names import saved_elements
 from sharding.plan.model._traced_model import products_of, stored_by
 
 
@@ -28,8 +29,8 @@ class LayerCost:
     activation_bytes: float = 0.0  #: of what the forward pass stores for the backward pass
     output_bytes: float = 0.0  #: to the next layer; as many bytes of gradients come back
     working_bytes: float = 0.0  #: of temporaries of the backward pass beside ``activation_bytes``
-    weight: float = 0.0  #: seconds of ``backward`` that a split backward pass leaves for later
-    crossing_bytes: float = 0.0  #: of what that part needs then, if nothing is computed again
+    #: of what the second half of a split backward pass needs, if nothing is computed again
+    crossing_bytes: float = 0.0
 
 
 def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
@@ -97,66 +98,63 @@ def layer_costs(
     length: int | None = None,
     dtype: DType = jnp.bfloat16,
     recompute: bool | str = True,
-    efficiency: float = 0.5,
     tensor: int = 1,
 ) -> list[LayerCost]:
     """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
-    The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, the backward pass twice
-    that, and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
-    Activations are those that the vector-Jacobian product of the layer's code stores, without its
-    parameters; attention materializes its scores. What is computed again is a temporary of the
-    backward pass. A tied embedding counts as parameters of the head, too.
+    Seconds are those of ``step_seconds``, for 16 bits: backward passes have with ``recompute`` what
+    is computed again. Lookups in the embedding take no time. Activations are those that the
+    vector-Jacobian product of the layer's code stores, without its parameters; attention
+    materializes its scores. What is computed again is a temporary of the backward pass. A tied
+    embedding counts as parameters of the head, too.
 
     Args:
       model: one of ``MODELS``.
-      device: its peak figures.
+      device: its figures.
       batch: sequences in a micro-batch.
       length: tokens of a sequence; None: the model's.
       dtype: of parameters and activations.
       recompute: whether each layer stores its input only; or the name of a preset of MaxText, such
         as ``"minimal"``, whose values it stores, too.
-      efficiency: the share of the peak that is reached, in (0, 1].
       tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
 
     Raises:
-      ValueError: the efficiency is out of range, or so many devices cannot share the model.
+      ValueError: so many devices cannot share the model.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
     >>> len(costs), round(1e3 * costs[1].forward, 1), round(costs[1].param_bytes / 2**20)
     (34, 3.9, 386)
     """
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency must be in (0, 1], got {efficiency}.")
     length = length or model.length
     tokens = batch * length
     itemsize = jnp.dtype(dtype).itemsize
     stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
 
-    # Parameters and operations.
+    # Parameters.
     params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
     embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
     head = float(num_bytes([params["norm"], params["embed" if model.tied else "unembed"]]))
-    per_second = device.flops * efficiency
-    vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
-    head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
-    layer_flops, _ = model.layer_flops(tokens, length)
-    layer_seconds = layer_flops / 3 / tensor / per_second  # a step is three forward passes
+
+    # Seconds.
+    form = recompute if isinstance(recompute, str) else "full" if recompute else "none"
+    options: Any = {"microbatch": batch, "length": length}
+    work = layer_work(model, device, tensor=tensor, **options)
+    shards = model.shards_of_tokens(tensor)
+    head_forward, head_backward = head_work(model, device, tensor=shards, **options)
 
     # Activations.
     traced = (model, batch, length, jnp.dtype(dtype), tensor)
     full, products = _layer_bytes(*traced)
     largest = max(products)
+    vocabulary = model.vocabulary // shards
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
 
-    # Recomputation: what a layer stores beside its input, and the share of the forward pass that
-    # runs again.
-    kept, again = (0.0 if recompute else full - stream), float(recompute is True)
+    # What a layer stores beside its input.
+    kept = 0.0 if recompute else full - stream
     if isinstance(recompute, str):
         kept = float(tokens * itemsize * saved_elements(model, recompute, tensor))
-        again = tokens * flops_again(model, recompute, length) / layer_flops * 3
     # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what
     # products read and write that is computed again. Element-wise operations are fused.
     working = largest * 4 / itemsize
@@ -166,21 +164,19 @@ def layer_costs(
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
             LayerCost(
-                forward=layer_seconds,
-                backward=(2 + again) * layer_seconds,
+                forward=work.forward.seconds,
+                backward=(work.backward + work.again(form)).seconds,
                 param_bytes=float(num_bytes(params["layers"])),
                 activation_bytes=stream + kept,
                 output_bytes=stream,
                 working_bytes=working,
-                weight=layer_seconds
-                - tokens * attention_flops(model, length) / tensor / per_second,
                 crossing_bytes=0.0 if recompute else _crossing_bytes(*traced),
             )
         ]
         * model.layers,
         LayerCost(
-            forward=head_seconds,
-            backward=2 * head_seconds,
+            forward=head_forward.seconds,
+            backward=head_backward.seconds,
             param_bytes=head,
             activation_bytes=stream if recompute else stream + logits,
             working_bytes=gradient + (logits if recompute else 0.0),

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import saved_parts
 
 # The share of the peak that fused attention reaches: 50 to 73 % on A100, 35 % on H100 by the same
 # kernel, up to 75 % by a later one (abstracts of Dao, FlashAttention-2, ICLR 2024, and Shah et al.,
@@ -66,6 +67,17 @@ class LayerWork(NamedTuple):
     weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
     attention: KernelSeconds  # what selective recomputation runs again: scores to their product
     products: Mapping[str, KernelSeconds]  # of the forward pass, by ``SAVED_PARTS`` and ``"down"``
+
+    def again(self, recompute: str, implementation: Implementation = COMPILED) -> KernelSeconds:
+        """What the backward pass computes again; ``recompute`` as ``ParallelPlan`` has it."""
+        if recompute == "none":
+            return KernelSeconds()
+        if recompute == "selective":
+            return self.attention
+        again = self.forward  # but for products that are saved, or whose result nothing reads
+        for part in saved_parts(recompute):
+            again -= self.products[part]
+        return again - self.products["down"] if implementation.lockstep else again
 
 
 class Roofline:

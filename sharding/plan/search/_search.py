@@ -1,7 +1,6 @@
 """The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
 
 import dataclasses
-import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,6 @@ from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, che
 HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
 # Of equal times the first.
-_Bytes = Callable[[ParallelPlan], float]  # those of a plan, or of its passes
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
@@ -126,6 +124,14 @@ def _parts(step: StepSeconds) -> str:
     return ", ".join(f"{name} {seconds(value)}" for name, value in parts if value > least)
 
 
+class NoPlanFits(ValueError):
+    """Raised by ``search`` where no plan fits the devices."""
+
+    def __init__(self, message: str, smallest: ChosenPlan):
+        super().__init__(message)
+        self.smallest = smallest  #: the plan that needs least memory
+
+
 def search(
     model: AnyModel,
     tx: optax.GradientTransformation,
@@ -177,7 +183,8 @@ def search(
       frontier: whether to find the plans of all budgets, too, which takes longer.
 
     Raises:
-      ValueError: no plan exists, or none fits; with the constraint, and by how much it fails.
+      ValueError: no plan exists, with the constraint; or none fits (``NoPlanFits``), and by how
+        much.
 
     Example:
       >>> import optax
@@ -225,67 +232,72 @@ def search(
     if not groups:
         raise ValueError(_no_plan(space, keep))
     budget = machine.device.memory * (1 - headroom)
-    held = functools.cache(costs.fullest)  # of a plan, once it is asked for
-    least = functools.cache(costs.least)  # of passes
+    compared = sum(len(group.variants) for group in groups)
+
+    tokens = float(sequences * length)
+    flops = model.flops(tokens, length) / machine.num_devices
+
+    def chosen_plan(plan: ParallelPlan) -> ChosenPlan:
+        step = costs.seconds(plan, costs.passes(plan))
+        least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
+        utilization = flops / machine.device.flops / step.seconds
+        held, layers = costs.fullest(plan), costs.layers(plan)
+        return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
 
     # In the order of predicted times.
-    chosen: list[tuple[StepSeconds, ParallelPlan]] = []
+    chosen: list[ParallelPlan] = []
     rejected: list[RejectedPlan] = []
 
     def too_large(passes: ParallelPlan) -> bool:
-        return least(passes) > budget
+        return costs.least(passes) > budget
 
     def skip(passes: ParallelPlan) -> bool:
         return len(rejected) == top and too_large(passes)
 
     for step, plan in _in_order(costs, groups, skip):
-        nbytes = held(plan)
+        nbytes = costs.fullest(plan)
         if nbytes <= budget:
-            chosen.append((step, plan))
+            chosen.append(plan)
         elif len(rejected) < top:
             rejected.append(RejectedPlan(plan, step.seconds, nbytes, nbytes - budget))
         if len(chosen) == top:
             break
     if not chosen:
-        raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
+        plan = _smallest(costs, groups)
+        raise NoPlanFits(
+            f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their "
+            f"memory left free, and the smallest of {compared:,} plans needs "
+            f"{size(costs.fullest(plan))}, {size(costs.fullest(plan) - budget)} too much: "
+            f"{short(plan)}.",
+            chosen_plan(plan),
+        )
     bounds = _in_order(costs, groups, too_large, ideal=True)
-    bound = next(step.full_overlap for step, plan in bounds if held(plan) <= budget)
-
-    tokens = float(sequences * length)
-    flops = model.flops(tokens, length) / machine.num_devices
-
-    def chosen_plan(step: StepSeconds, plan: ParallelPlan) -> ChosenPlan:
-        least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
-        utilization = flops / machine.device.flops / step.seconds
-        layers = costs.layers(plan)
-        return ChosenPlan(plan, step, held(plan), least, layers, tokens, utilization)
-
+    bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
         *(target, machine.device, budget),
-        plans=tuple(itertools.starmap(chosen_plan, chosen)),
+        plans=tuple(map(chosen_plan, chosen)),
         rejected=tuple(rejected),
         bound=bound,
-        compared=sum(len(group.variants) for group in groups),
+        compared=compared,
         sequences=sequences,
         length=length,
-        of_update=costs.products(chosen[0][1]) / flops,
-        frontier=tuple(_frontier(costs, groups, held, least)) if frontier else (),
+        of_update=costs.products(chosen[0]) / flops,
+        frontier=tuple(_frontier(costs, groups)) if frontier else (),
     )
 
 
-def _frontier(
-    costs: PlanCosts, groups: Sequence[PlanGroup], held: _Bytes, least: _Bytes
-) -> list[FrontierPlan]:
+def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[FrontierPlan]:
     points: list[FrontierPlan] = []
 
     def skip(passes: ParallelPlan) -> bool:
-        return bool(points) and least(passes) >= points[-1].memory
+        return bool(points) and costs.least(passes) >= points[-1].memory
 
     for step, plan in _in_order(costs, groups, skip):
-        if not points or held(plan) < points[-1].memory:
+        held = costs.fullest(plan)
+        if not points or held < points[-1].memory:
             if points and points[-1].seconds == step.seconds:
                 points.pop()  # as fast, and takes more
-            points.append(FrontierPlan(plan, step.seconds, held(plan)))
+            points.append(FrontierPlan(plan, step.seconds, held))
     return points
 
 
@@ -368,22 +380,11 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     return f"no plan has what is kept: {reason}."
 
 
-def _nothing_fits(
-    target: str,
-    groups: Sequence[PlanGroup],
-    least: _Bytes,
-    held: _Bytes,
-    budget: float,
-    headroom: float,
-) -> str:
-    first, *others = sorted(groups, key=lambda group: least(group.passes))
-    smallest = min(first.plans(), key=held)
+def _smallest(costs: PlanCosts, groups: Sequence[PlanGroup]) -> ParallelPlan:
+    """The plan that needs least memory."""
+    first, *others = sorted(groups, key=lambda group: costs.least(group.passes))
+    found = min(first.plans(), key=costs.fullest)
     for group in others:
-        if least(group.passes) < held(smallest):
-            smallest = min(smallest, *group.plans(), key=held)
-    number = sum(len(group.variants) for group in groups)
-    return (
-        f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "
-        f"left free, and the smallest of {number:,} plans needs {size(held(smallest))}, "
-        f"{size(held(smallest) - budget)} too much: {short(smallest)}."
-    )
+        if costs.least(group.passes) < costs.fullest(found):
+            found = min(found, *group.plans(), key=costs.fullest)
+    return found

@@ -61,7 +61,8 @@ def test_options_reach_the_plan(figures):
 
     plain, third = stages(""), "stage 3"
     assert plain[third]["batch"] == 4 * 1025
-    assert stages("--batch 3 --microbatches 2 --length 99")[third]["batch"] == 3 * 2 * 4 * 100
+    assert stages("--batch 96 --microbatches 2 --length 99")[third]["batch"] == 3 * 2 * 4 * 100
+    assert stages("--batch 32k-tokens")[third]["batch"] == 2 * 4 * 1025
     assert stages("--microbatches 2")[third]["wire"] > 1.99 * plain[third]["wire"]
     assert stages("--dtype float32")[third]["params"] == 2 * plain[third]["params"]
     both = stages("--dtype float32 --compute-dtype bfloat16 --reduce-dtype float32")[third]
@@ -104,7 +105,7 @@ def test_notes_on_figures_of_deepspeed(text):
 
 
 def test_times_and_tokens_at_the_roofline(run, figures):
-    line = "plan --model llama2-7b --target v5e:16x16 --batch 2 --microbatches 3 --length 1024"
+    line = "plan --model llama2-7b --target v5e:16x16 --batch 1536 --microbatches 3 --length 1024"
     found, kind = figures(line), kind_of("v5e:16x16")
     tokens = 2 * 3 * 1024
     # All but the embedding, which is looked up; two products of attention, there and back.
@@ -206,10 +207,15 @@ WRONG = [
     ("plan --model 1e9 --target cpu:8 --batch 2", "--batch counts sequences, .* give --length"),
     (f"plan {LLAMA} --pipeline 0", "--pipeline must be above 0, got 0"),
     ("plan --model 7e9 --target h100x8 --pipeline 2", "needs a model whose layers are known"),
-    (f"plan {CPU} --pipeline 2", "needs the figures of cpu:8"),
+    (f"plan {CPU} --pipeline 2", "needs --memory, --bandwidth, --tflops, --link of a device of"),
     (f"plan {LLAMA} --pipeline 4 --mesh x=8", "--mesh cannot be combined"),
     (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline N"),
-    (f"plan {LLAMA} --pipeline 8 --schedule zb-v", "--no-remat"),
+    (f"plan {LLAMA} --pipeline 3", "pipe=3 is none of 1, 2, 4, 8"),
+    (
+        f"plan {LLAMA} --batch 4",
+        "of all devices in a step, .* of 8, got 4; 32 are 4 on each device",
+    ),
+    (f"audit {CPU} --batch 8 --microbatches 2", "must be a multiple of 16, got 8"),
     (
         f"audit {GPT2} --target a100-80x8",
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
@@ -334,7 +340,7 @@ def test_plan_of_several_hosts(text):
 def test_audit_of_a_model(figures, monkeypatch):
     tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
     monkeypatch.setitem(MODELS, "gpt2-small", tiny)
-    plain = figures(f"audit {CPU} --batch 8 --stage 2 --no-remat")["stage 2"]
+    plain = figures(f"audit {CPU} --batch 64 --stage 2 --no-remat")["stage 2"]
     # Six operations per parameter and token, and attention.
     assert tiny.flops(8 * 128, 128) == pytest.approx(plain["matmul_flops"], rel=0.01)
     assert plain["wire_bytes"] == pytest.approx(plain["expected_wire"], rel=0.01)
@@ -354,10 +360,10 @@ def test_find_batch_of_a_step_of_ones_own(run, module):
     code, out, _ = run(line)
     assert code == 0
     assert "mine:lowered, batch 117: Memory of one device" in out
-    assert "mine:lowered: the largest batch that fits is 117 on each device" in out
+    assert "mine:lowered: the largest batch that fits is 117\n" in out
     assert re.search(r"^ ?118 +944 KiB +too much", out, re.MULTILINE)
     _, out, _ = run(f"{line} --headroom 0.5")
-    assert "the largest batch that fits is 65 on each device" in out
+    assert "the largest batch that fits is 65\n" in out
     code, out, _ = run(f"{line} --batch 200")
     assert code == 2
     assert "no batch fits: 200 needs 1.56 MiB" in out

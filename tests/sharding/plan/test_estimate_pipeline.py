@@ -1,30 +1,34 @@
-"""The planner of pipelines: memory of stages, times of a step beside ZeRO alone."""
+"""A pipeline beside ZeRO alone: memory of its stages, and the seconds and bytes of ``search``."""
 
 import dataclasses
+import random
 
 import optax
 import pytest
-from jax.sharding import AbstractMesh
 
-import sharding as shd
-from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
+from sharding.plan import estimate_pipeline, kind_of, layer_costs, search, step_seconds
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.model._models import Decoder
+from sharding.plan.search._plan_space import KEPT
+from sharding.plan.search._search import machine_of
 
 from ..pipeline.families import seconds_in_lockstep
 
 ADAMW = optax.adamw(1e-3)
 SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)
+FIXED = {"replicas": 1, "recompute": "full", "offload": False}
 
 
-def zero_of(devices, stage=1):
-    return shd.Zero(AbstractMesh((devices,), ("data",)), stage=stage)
-
-
-def plan_of(model=SMALL, devices=8, stage=1, kind="h100x8", **kwargs):
-    device = kwargs.pop("device", kind_of(kind))
-    kwargs = {"num_stages": 4, "microbatches": 8} | kwargs
-    return estimate_pipeline(model, ADAMW, zero_of(devices, stage), device=device, **kwargs)
+def plan_of(model=SMALL, target="h100x8", batch=1, **keep):
+    """Four stages, on all devices, with micro-batches of so many sequences."""
+    options = {name: keep.pop(name) for name in ("device", "headroom") if name in keep}
+    keep = (
+        FIXED | {"stage": 1, "microbatch": batch, "microbatches": 8, "schedule": "aligned"} | keep
+    )
+    replicas = machine_of(target).num_devices // 4
+    sequences = replicas * batch * keep["microbatches"]
+    options |= {"num_stages": 4, "sequences": sequences, "keep": keep}
+    return estimate_pipeline(model, ADAMW, target, **options)
 
 
 def layers_of(plan):
@@ -48,7 +52,7 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
     on_gpus = kind == "h100x8"
     number = 13 if on_gpus else 12  # not shared equally on GPUs
     model = Decoder(number, 128, 4, 4, 256, 1024, 64)
-    plan = plan_of(model, stage=stage, batch=batch, kind=kind, schedule=schedule)
+    plan = plan_of(model, kind, batch, stage=stage, schedule=schedule)
     found = plan.stages[1]
     costs = layer_costs(model, kind_of(kind), batch=batch)
     rows = max(layers_of(plan))
@@ -92,49 +96,65 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
     assert len({it.memory for it in plan.stages}) == 1
 
 
-def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
+def test_equal_layers_are_taken_where_the_fastest_stages_do_not_fit():
     """All devices have as many layers as the largest chunk, which the head makes larger."""
     model = Decoder(24, 256, 4, 4, 512, 8192, 512)
-    options = {"devices": 4, "microbatches": 64, "schedule": "aligned"}
+    options = {"target": "h100x4", "stage": 0, "microbatches": 64, "headroom": 0.0}
     free = plan_of(model, **options)
-    rows = max(layers_of(free))
-    assert rows > 6
-    held = free.stages[0].memory
-    device = dataclasses.replace(kind_of("h100x8"), memory=held - 1)
+    assert max(layers_of(free)) > 6
+    device = dataclasses.replace(kind_of("h100"), memory=free.stages[0].memory - 1)
     tight = plan_of(model, device=device, **options)
-    assert tight.pipeline.fits
-    assert max(layers_of(tight)) == rows - 1
-    assert tight.lockstep > free.lockstep
+    assert tight.pipeline.plan.even
+    assert tight.pipeline.memory <= device.memory
+    assert max(layers_of(tight)) == 6
+    assert tight.pipeline.seconds.seconds > free.pipeline.seconds.seconds
 
 
-def test_times_of_a_step():
-    plan = plan_of(microbatches=8)
-    costs = layer_costs(SMALL, kind_of("h100x8"))
-    layers = layers_of(plan)
+def test_a_step_is_that_of_its_table():
+    plan = plan_of()
+    costs, layers = layer_costs(SMALL, kind_of("h100")), layers_of(plan)
     assert sum(layers) == 6
+    head = costs[-1].forward + costs[-1].backward
     expected = seconds_in_lockstep(
         *(schedule_of("aligned", 4, 8), [max(layers)] * 3 + layers[-1:]),
         forward=costs[1].forward,
         backward=costs[1].backward,
-        head=costs[-1].forward + costs[-1].backward,
+        head=head,
     )
-    assert plan.lockstep == pytest.approx(expected)
-    assert plan.ideal == pytest.approx(8 / 4 * sum(c.forward + c.backward for c in costs))
-    message = 2 * 32 * 64
-    assert plan.transfers == pytest.approx(22 * message / kind_of("h100x8").link)
-    assert plan.pipeline.compute == plan.lockstep + plan.transfers
-    assert plan.tokens == 2 * 8 * 32
-    # With ZeRO each of 8 devices takes 2 of the 16 micro-batches.
-    assert plan.alternative.compute == pytest.approx(plan.ideal)
-    zero = estimate(
-        SMALL.abstract("bfloat16"),
-        ADAMW,
-        zero_of(8),
-        microbatches=2,
-        batch=4 * 2 * 33,
-        device=kind_of("h100x8"),
-        gathered_once=SMALL.gathered_once,
-    ).stage(plan.alternative.name)
-    assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
-    activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
-    assert plan.alternative.memory == zero.peak + activations
+    step = plan.pipeline.seconds
+    assert step.compute + step.bubble == pytest.approx(expected)
+    by_stage = [stage.forward + stage.backward for stage in plan.stages]
+    layer = costs[1].forward + costs[1].backward
+    own = [n * layer + (head if s == 3 else 0) for s, n in enumerate(layers)]
+    assert by_stage == pytest.approx(own)
+
+
+MACHINES = {"h100x8": 16, "v5e:2x4": 8, "a100-80x16": 32}  # and sequences
+
+
+@pytest.mark.parametrize("target", MACHINES)
+def test_all_commands_have_the_same_seconds_and_bytes(target):
+    """Of 70 plans of a machine, with pipelines and without: as ``search`` lists them."""
+    model, machine = Decoder(8, 256, 4, 4, 512, 1000, 128), machine_of(target)
+    options = {"sequences": MACHINES[target], "headroom": 0.0}
+    every = [x for pipe in (1, 2, 4) for x in search(
+        *(model, ADAMW, target), keep={"pipe": pipe}, top=400, **options
+    ).plans]  # fmt: skip
+    chosen = random.Random(0).sample(every, 70)
+    assert len({it.plan.schedule for it in chosen if it.plan.pipe > 1}) > 3
+    assert {it.plan.stage for it in chosen if it.plan.pipe == 1} >= {1, 2, 3}
+    for it in chosen:
+        assert step_seconds(model, it.plan, machine) == it.seconds
+    pipelines = [it for it in chosen if it.plan.pipe > 1]
+    for it in random.Random(1).sample(pipelines, 6):
+        keep = {name: getattr(it.plan, name) for name in KEPT}
+        found = estimate_pipeline(
+            model, ADAMW, target, num_stages=keep.pop("pipe"), keep=keep, **options
+        )
+        assert found.pipeline == it
+        assert found.stages[0].memory < it.memory
+        same = {name: keep[name] for name in ("tensor", "offload", "state_format", "weights")}
+        zero = search(model, ADAMW, target, keep=same | {"pipe": 1}, top=1, **options).best
+        assert found.alternative == zero
+        faster = it.seconds.seconds < zero.seconds.seconds
+        assert found.recommended == ("pipeline" if faster else "ZeRO")

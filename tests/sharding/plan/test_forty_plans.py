@@ -26,12 +26,12 @@ def figures_of(line):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         main([*line.split(), "--json"])
     found = json.loads(out.getvalue())
+    both = [found[name] for name in ("pipeline", "alternative") if name in found]
+    plans = [[p["plan"], p["seconds"]["seconds"], p["memory"]] for p in found.get("plans", both)]
     if line.startswith("search"):
-        plans = [[p["plan"], p["seconds"]["seconds"], p["memory"]] for p in found["plans"]]
         return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
-    if "--pipeline" in line:
-        names = ("bubble", "ideal", "lockstep", "transfers", "pipeline", "alternative")
-        return {name: found[name] for name in names} | {"stage": found["stages"][0]}
+    if both:
+        return {"bubble": found["bubble"], "plans": plans, "stage": found["stages"][0]}
     names = ("name", "memory", "peak", "unreduced", "wire", "network", "host_wire", "moved")
     return {"stages": [[stage[name] for name in names] for stage in found["stages"]]}
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
+from sharding.plan import MODELS, estimate, kind_of, layer_costs, search
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
@@ -95,40 +95,6 @@ def by_planner(plan, model=SMALL, device=H100):
 def test_memory_is_that_of_the_planner(target, plan):
     found = memory_of(target=target).fullest(plan)
     assert found == pytest.approx(by_planner(plan, device=kind_of(target)), rel=1e-12)
-
-
-@pytest.mark.parametrize("schedule", by_name.SCHEDULES)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
-    """Where both share the layers alike: without a head to speak of."""
-    model = dataclasses.replace(SMALL, vocabulary=8)
-    plan = ParallelPlan(
-        data=2,
-        pipe=4,
-        microbatches=8,
-        stage=stage,
-        schedule=schedule,
-        chunks=by_name.chunks_of(schedule),
-        recompute="none" if schedule in by_name.SPLIT_SCHEDULES else "full",
-    )
-    memory = memory_of(model)
-    planned = estimate_pipeline(
-        *(model, TX, zero_of(ParallelPlan(data=8, stage=stage))),
-        device=H100,
-        num_stages=4,
-        microbatches=8,
-        schedule=schedule,
-        recompute=schedule not in by_name.SPLIT_SCHEDULES,
-    )
-    layers = [sum(j - i for i, j in stage.layers) for stage in planned.stages]
-    chunks = memory.layers(plan)
-    mine = [0] * 4
-    for v, number in enumerate(chunks):  # the embedding and the head are layers, too
-        mine[by_name.stage_of_chunk(schedule, 4, v)] += number + (v == 0) + (v == len(chunks) - 1)
-    assert mine == layers
-    for it in planned.stages:  # all hold alike, and more than the update does
-        assert memory.fullest(plan) == pytest.approx(it.memory, rel=1e-12)
-        assert it.memory > it.params * (2 if stage == 1 else 1) + it.state + it.batch + it.grads / 2
 
 
 def test_plans_use_all_devices_and_all_sequences_once():

@@ -1,0 +1,237 @@
+"""Whether to pipeline: the fastest pipeline of some stages beside the fastest plan without one."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
+from sharding.plan.cost._pipeline_schedules import bubble_share
+from sharding.plan.cost._pipeline_stages import PipelineStage
+from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.cost._step_time import PARTS_OF_STEP
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._layer_time import COMPILED
+from sharding.plan.model._models import Decoder
+from sharding.plan.search._chosen_plan import PLAN_COLUMNS, ChosenPlan, cells
+from sharding.plan.search._search import HEADROOM, NoPlanFits, machine_of, search
+
+# What a pipeline and the plan without one have in common, if it is kept.
+_OF_BOTH = ("tensor", "offload", "state_format", "weights")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan(Printed):
+    """A pipeline beside ZeRO alone; ``str()`` makes tables, ``to_dict()`` JSON."""
+
+    target: str  #: the name of the machine
+    device: DeviceKind  #: its figures
+    memory: float  #: bytes of a device that a plan may take
+    pipeline: ChosenPlan  #: the fastest pipeline that fits; if none does, the smallest
+    #: likewise without a pipeline; None where its devices cannot share the sequences
+    alternative: ChosenPlan | None
+    stages: tuple[PipelineStage, ...]  #: one device of each stage
+    bubble: float  #: the idle share of a step with equal operations
+
+    derived = ("recommended",)
+
+    @property
+    def steps(self) -> dict[str, ChosenPlan]:
+        """Both plans by name: ``"pipeline"``, ``"ZeRO"``."""
+        named = {"pipeline": self.pipeline, "ZeRO": self.alternative}
+        return {name: step for name, step in named.items() if step}
+
+    @property
+    def recommended(self) -> str:
+        """The name of the faster plan of those that fit; else empty."""
+        steps = self.steps
+        fitting = [name for name in ("ZeRO", "pipeline") if name in steps and self._fits(name)]
+        return min(fitting, key=lambda name: steps[name].seconds.seconds, default="")
+
+    def _fits(self, name: str) -> bool:
+        return self.steps[name].memory <= self.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        figures = super().to_dict()
+        for row, stage in zip(figures["stages"], self.stages, strict=True):
+            row["memory"] = stage.memory
+        both = {"pipeline": self.pipeline, "alternative": self.alternative}
+        return figures | {name: step and step.to_dict() for name, step in both.items()}
+
+    def tables(self) -> list[Table]:
+        """The tables to print: memory of a device, work and traffic by stage, both steps."""
+        plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
+        left = self.memory - self.pipeline.memory
+        title = f"{plan.pipe} stages x {plan.data * plan.tensor} replicas, {plan.schedule}"
+        parts = (held.params, held.grads, held.state, held.activations, self.pipeline.memory)
+        memory = (*map(size, parts), size(left) if left >= 0 else "too much")
+        columns = ("params", "gradients", "state", "activations", "total")
+        work = [
+            (
+                *(str(number), _layers_text(stage), seconds(stage.forward + stage.backward)),
+                *(str(stage.in_flight), *map(size, (stage.permuted, stage.synced, stage.summed))),
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+        sent = ("to stages", "to replicas", "summed")
+        headers = ("stage", "layers", "micro-batch", "in flight", *sent)
+
+        # Both steps side by side.
+        steps = self.steps
+        words = zip(PLAN_COLUMNS, *(cells(step.plan) for step in steps.values()), strict=True)
+        rows = [row for row in words if {*row[1:]} != {"-"}]
+        rows.append(("bubble of equal stages", f"{self.bubble:.1%}", *[""] * (len(steps) - 1)))
+        shown = {name: name for name in PARTS_OF_STEP} | {
+            "seconds": "step",
+            "full_overlap": "step, all wires hidden",
+            "no_overlap": "step, nothing hidden",
+        }
+        for name, text in shown.items():
+            values = [getattr(step.seconds, name) for step in steps.values()]
+            rows += [(text, *map(seconds, values))] if any(values) else []
+        rows.append(("tokens/s", *(count(step.tokens_per_second) for step in steps.values())))
+        rows.append(("memory", *(size(step.memory) for step in steps.values())))
+        names = [f"{name} *" if name == self.recommended else name for name in steps]
+        return [
+            Table(f"{title}: one device", (*columns, f"left of {size(self.memory)}"), [memory]),
+            Table("Work and bytes sent in a step", headers, work),
+            Table("One step", ("", *names), rows),
+        ]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Whether to pipeline, and what the figures assume."""
+        excess = self.pipeline.memory - self.memory
+        return (
+            self._verdict(),
+            *([f"warning: the stages do not fit, by {size(excess)}."] if excess > 0 else []),
+            *(f"{name}: {step.summary}." for name, step in self.steps.items()),
+            "Times are those of search: predicted, not measured. Activations are those that the "
+            "code of the model stores: its attention materializes scores.",
+        )
+
+    def _verdict(self) -> str:
+        """Whether to pipeline, with figures."""
+        pipe, zero, on = self.pipeline, self.alternative, f"{size(self.memory)} on {self.target}"
+        devices = pipe.plan.num_devices
+        if zero is None:
+            return f"Pipeline: without one {devices} devices cannot share so few sequences."
+        if not self.recommended:
+            return (
+                f"Neither fits {on}: the pipeline needs {size(pipe.memory)}, ZeRO alone "
+                f"{size(zero.memory)}."
+            )
+        if not self._fits("ZeRO"):
+            return (
+                f"Pipeline: ZeRO alone does not fit {on}. It needs {size(zero.memory)}, the "
+                f"pipeline {size(pipe.memory)}."
+            )
+        if not self._fits("pipeline"):
+            return (
+                f"Do not pipeline: its fullest device needs {size(pipe.memory)} of {on}, ZeRO "
+                f"alone {size(zero.memory)}."
+            )
+        a, b = pipe.seconds, zero.seconds
+        where = f"On {devices} devices a step takes {seconds(a.seconds)}"
+        if self.recommended == "pipeline":
+            text = (
+                f"Pipeline. {where}, and {seconds(b.seconds)} with ZeRO alone, whose wire takes "
+                f"{seconds(b.data)}; the pipeline's {seconds(a.data + a.transfers)}."
+            )
+        else:
+            text = (
+                f"Do not pipeline. {where} in the pipeline, of which bubble and transfers are "
+                f"{seconds(a.bubble + a.transfers)}, and {seconds(b.seconds)} with ZeRO alone."
+            )
+        ends = ((a.full_overlap, b.full_overlap), (a.no_overlap, b.no_overlap))
+        if len({x < y for x, y in (*ends, (a.seconds, b.seconds))}) == 1:
+            return f"{text} That holds if all wires are hidden, and if none is."
+        (a_hidden, b_hidden), (a_exposed, b_exposed) = ends
+        return (
+            f"{text} With all wires hidden they take {seconds(a_hidden)} and {seconds(b_hidden)}, "
+            f"with none {seconds(a_exposed)} and {seconds(b_exposed)}: measure both."
+        )
+
+
+def _layers_text(stage: PipelineStage) -> str:
+    """``0-9 20-29``; the number of layers where there are many chunks."""
+    if len(stage.layers) > 2:
+        return f"{sum(j - i for i, j in stage.layers)} in {len(stage.layers)}"
+    return " ".join(layer_range(range(i, j)) for i, j in stage.layers)
+
+
+def estimate_pipeline(
+    model: Decoder,
+    tx: optax.GradientTransformation,
+    target: str,
+    *,
+    num_stages: int,
+    sequences: int,
+    keep: Mapping[str, Any] | None = None,
+    headroom: float = HEADROOM,
+    **options: Any,
+) -> PipelinePlan:
+    """What the fastest pipeline of a number of stages takes, beside the fastest plan without one.
+
+    Both are plans of ``search``, for the same sequences on the same devices, and are timed and
+    measured by it. The embedding is in the first and the head in the last chunk of layers, and all
+    devices hold what the fullest stage needs. Devices share no layers, unless ``keep`` says so.
+
+    Args:
+      model: one of ``MODELS``, or a ``Decoder`` of one's own.
+      tx: the transformation.
+      target: the name of a machine, one of ``sharding.targets``.
+      num_stages: of the pipeline, at least 2.
+      sequences: of all devices in a step.
+      keep: values that the pipeline must have, such as ``{"schedule": "1f1b", "stage": 1}``; those
+        of the optimizer's state and of shared layers hold for both.
+      headroom: the share of a device's memory that is left to the allocator.
+      **options: others of ``search``, such as ``length`` and ``device``.
+
+    Raises:
+      ValueError: as ``search``, but for plans that do not fit.
+
+    >>> from sharding.plan import MODELS
+    >>> plan = estimate_pipeline(
+    ...     MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", num_stages=4, sequences=32,
+    ...     keep={"schedule": "aligned", "microbatches": 16})
+    >>> plan.recommended, round(plan.bubble, 3)
+    ('ZeRO', 0.158)
+    """
+    if num_stages < 2:
+        raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
+    if not isinstance(model, Decoder):
+        raise ValueError("a pipeline needs a Decoder, whose embedding, layers and head are known.")
+    keep = {"tensor": 1} | dict(keep or {})
+    machine = machine_of(target, options.get("device"))
+    options |= {"sequences": sequences, "headroom": headroom}
+
+    def best(**kept: Any) -> ChosenPlan:
+        try:
+            return search(model, tx, target, keep=kept, top=1, **options).best
+        except NoPlanFits as error:
+            return error.smallest
+
+    pipeline, alternative = best(**keep | {"pipe": num_stages}), None
+    if sequences % (machine.num_devices // keep["tensor"]) == 0:
+        of_both = {name: value for name, value in keep.items() if name in _OF_BOTH}
+        alternative = best(**of_both, pipe=1)
+    costs = PlanCosts(
+        *(model, tx, machine),
+        length=options.get("length") or model.length,
+        dtype=options.get("dtype", jnp.bfloat16),
+        implementation=options.get("implementation", COMPILED),
+    )
+    plan = pipeline.plan
+    return PipelinePlan(
+        target=target,
+        device=machine.device,
+        memory=machine.device.memory * (1 - headroom),
+        pipeline=pipeline,
+        alternative=alternative,
+        stages=tuple(costs.stages(plan)),
+        bubble=bubble_share(plan.schedule, plan.pipe, plan.microbatches, plan.chunks),
+    )
