@@ -74,8 +74,6 @@ def _check_options(options: Namespace) -> None:
         )
     if options.headroom is not None and not options.find_batch:
         raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
-    if options.headroom is not None and not 0 <= options.headroom < 1:
-        raise ValueError(f"--headroom must be from 0 to below 1, got {options.headroom}.")
     if options.step:
         given = [name for name in _OF_MODELS if getattr(options, name) != options.defaults(name)]
         if given:

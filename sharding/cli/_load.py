@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
@@ -16,6 +15,7 @@ import optax
 
 import optax_ext
 from sharding._types import DType
+from sharding.plan._format import nearest
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.plan.model._traced_model import AnyModel
 from sharding.step.owners._by_owner import by_owner
@@ -38,7 +38,9 @@ def model_of(text: str, dtype: DType, length: int | None) -> tuple[Any, AnyModel
         return model.abstract(dtype) if model else params, model
     match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
     if not match:
-        raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}.")
+        raise ValueError(
+            f"--model {text!r} is no number and no model{nearest(text, list(MODELS))}."
+        )
     scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
     count = float(match[1]) * scale
     if not 1 <= count <= 1e15:
@@ -81,12 +83,7 @@ def optimizer_of(text: str) -> optax.GradientTransformation:
     # Those that look like optimizers: they take a learning rate.
     code = {name: getattr(inspect.unwrap(x), "__code__", None) for name, x in makers.items()}
     known = [name for name in makers if "learning_rate" in getattr(code[name], "co_varnames", ())]
-    raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, known)}.")
-
-
-def _nearest(text: str, names: Any) -> str:
-    near = difflib.get_close_matches(text, list(names), n=4, cutoff=0.4)
-    return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(names))}"
+    raise ValueError(f"--optimizer {text!r} is no optimizer{nearest(text, known)}.")
 
 
 def load_made(path: str, option: str, kind: Any, name: str) -> Any:

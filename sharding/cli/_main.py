@@ -5,7 +5,7 @@ import pathlib
 import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -14,7 +14,7 @@ from sharding.cli._audit_command import run_audit
 from sharding.cli._options import audit_options, plan_options, search_options
 from sharding.cli._plan_command import run_plan
 from sharding.cli._search_command import run_search
-from sharding.cli._setup import check_positive
+from sharding.plan._format import nearest
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import KINDS
 
@@ -49,9 +49,12 @@ sharding.py, python -m sharding runs that file instead, in silence; optax-ext do
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns 0, or 2 after one sentence on what is wrong."""
     installed = pathlib.Path(sys.argv[0]).stem == "optax-ext"
-    options = _parser("optax-ext" if installed else "python -m sharding").parse_args(arguments)
     try:
-        check_positive(options)
+        parser = _parser("optax-ext" if installed else "python -m sharding")
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+            raise ValueError(f"{unknown[0]} is no option{nearest(unknown[0], known)}.")
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,8 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong with the arguments, in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        subject, colon, reason = message.removeprefix("argument ").partition(": ")
+        raise ValueError(f"{subject}{' ' if colon else ''}{reason}.")
+
+
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=prog,
         description=_ABOUT,
         epilog=_EPILOG.format(prog=prog, **_target_names()),

@@ -1,16 +1,48 @@
 """The options of each command, with their help."""
 
-from argparse import ArgumentParser
-from collections.abc import Mapping
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optax_ext import STATE_FORMATS
+from sharding.plan._format import check_choice
 from sharding.plan.cost._pipeline_schedules import SCHEDULES
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import HEADROOM
 
-_TYPES = {"N": int, "V": int, "TOKENS": int, "SHARE": float, "GIB": float, "GB/S": float}
+
+def _number(kind: type, least: float, most: float = 1e9) -> Callable[[str], Any]:
+    """Reads a number in a range."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            whole = "whole " if kind is int else ""
+            raise ArgumentTypeError(f"must be a {whole}number, got {text!r}") from None
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"must be from {least:g} to {most:g}, got {text}")
+        return value
+
+    return parse
+
+
+def _one_of(known: Iterable[str]) -> dict[str, Any]:
+    """The kind of an option that is one of some words."""
+
+    def parse(text: str) -> str:
+        try:
+            check_choice("", text, tuple(known))
+        except ValueError as error:
+            raise ArgumentTypeError(str(error).strip(" .")) from None
+        return text
+
+    return {"type": parse, "metavar": "|".join(known)}
+
+
+_TYPES: dict[str, Any] = dict.fromkeys(("N", "V", "TOKENS"), _number(int, 1))
+_TYPES |= dict.fromkeys(("GIB", "GB/S"), _number(float, 1e-9)) | {"SHARE": _number(float, 0, 0.99)}
 _STAGES = ["0", "1", "2", "3"]
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 
@@ -73,12 +105,10 @@ def plan_options(parser: ArgumentParser) -> None:
         "--offload": "keep the optimizer state in host memory",
     }
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
-    formats = {"choices": STATE_FORMATS}
-    _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=formats)
+    _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=_one_of(STATE_FORMATS))
     _add_machine(parser, _TARGET | _MESH)
     _add(parser, "batch", _BATCH | remat)
-    stages = {"choices": _STAGES}
-    _add(parser, "pipeline", _PIPELINE, schedule={"choices": SCHEDULES}, stage=stages)
+    _add(parser, "pipeline", _PIPELINE, schedule=_one_of(SCHEDULES), stage=_one_of(_STAGES))
     _add_output(parser)
 
 
@@ -101,7 +131,7 @@ def audit_options(parser: ArgumentParser) -> None:
         "(default: 0.1)",
     }
     _add(parser, "model and optimizer", _MODEL | _DTYPES | step)
-    stages = {"action": "append", "choices": _STAGES}
+    stages = {"action": "append"} | _one_of(_STAGES)
     _add_machine(parser, _TARGET | _MESH | stage, stage=stages)
     _add(parser, "batch", _BATCH | more, microbatches={"default": 1})
     _add_output(parser)
@@ -135,12 +165,12 @@ def search_options(parser: ArgumentParser) -> None:
     _add(
         *(parser, "batch and plans", plans),
         batch={"required": True},
-        state=_SEVERAL | {"choices": STATE_FORMATS},
+        state=_SEVERAL | _one_of(STATE_FORMATS),
         keep=_SEVERAL,
         sync=_SEVERAL,
         headroom={"default": HEADROOM},
         top={"default": 5},
-        verify={"default": 0},
+        verify={"default": 0, "type": _number(int, 0)},
     )
     _add_output(parser)
 
@@ -148,7 +178,7 @@ def search_options(parser: ArgumentParser) -> None:
 def _add_machine(parser: ArgumentParser, helps: Mapping[str, str], **kinds: dict[str, Any]) -> None:
     _add(parser, "machine and sharding", helps, target={"required": True}, **kinds)
     title = "figures of a device: of an unknown one, or other than known"
-    _add(parser, title, _FIGURES, tflops={"type": float})
+    _add(parser, title, _FIGURES, tflops={"type": _TYPES["GB/S"]})
 
 
 def _add_output(parser: ArgumentParser) -> None:

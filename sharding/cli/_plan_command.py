@@ -1,5 +1,6 @@
 """The command ``plan``: the stages side by side, and what to know beside them."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -117,7 +118,9 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
         ("--offload", lambda: setup.plan(offloaded, state_format=state)),
         ("CAME with a bfloat16 momentum and no master weights", lambda: setup.plan(zero, came)),
     ]
-    fitting += [name for name, make in changes if make().fits]
+    for name, make in changes:
+        with contextlib.suppress(ValueError):  # such as low-bit state, whose format is its own
+            fitting += [name] if make().fits else []
     if not fitting:
         return ["No change that is known here makes it fit: shard it over a model axis, too."]
     before = ", before activations" if setup.activations is None else ""

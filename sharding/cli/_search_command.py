@@ -87,8 +87,6 @@ def run_search(options: Namespace) -> int:
 
 def _check_before(options: Namespace, target: Target) -> None:
     """Raises before the search where it, or what follows, cannot be done."""
-    if options.verify < 0:
-        raise ValueError(f"--verify must be at least 0, got {options.verify}.")
     if options.verify and not target.compiles:
         raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
     if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():

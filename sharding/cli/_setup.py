@@ -110,6 +110,8 @@ def sequences_of(text: str, length: int, unit: int = 1) -> int:
     sequences = int(number // length) if match[3] else int(number)
     if not match[3] and sequences != number:
         raise ValueError(f"--batch {text} is no whole number of sequences.")
+    if sequences > 1e9:
+        raise ValueError(f"--batch must be at most 1e9 sequences, got {sequences}.")
     if sequences < 1:
         raise ValueError(f"--batch {text} is less than one sequence of {length:,} tokens.")
     if sequences % unit:
@@ -142,14 +144,6 @@ def compile_on_cpu(target: targets.Target) -> None:
     jax.config.update("jax_platforms", "cpu")
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
-
-
-def check_positive(options: Namespace) -> None:
-    names = ("microbatches", "length", "memory", "bandwidth", "tflops", "link", "network")
-    for name in (*names, "pipeline", "chunks", "top"):
-        value = getattr(options, name, None)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name} must be above 0, got {value}.")
 
 
 def mesh_axes_of(options: Namespace, target: targets.Target) -> dict[str, int]:

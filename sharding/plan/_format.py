@@ -1,6 +1,7 @@
 """Numbers and tables as text."""
 
 import dataclasses
+import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -69,7 +70,16 @@ def seconds(value: float) -> str:
 def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:
     """Raises unless a value is a known one."""
     if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
+        near = difflib.get_close_matches(str(value), map(str, known), n=1)
+        meant = f"; nearest is {near[0]!r}" if near else ""
+        values = ", ".join(map(repr, known))
+        raise ValueError(f"{name} must be one of {values}, got {value!r}{meant}.")
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """The end of a sentence on an unknown word: what it may mean, or all that are known."""
+    near = difflib.get_close_matches(word, known, n=4, cutoff=0.4)
+    return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(known))}"
 
 
 def layer_range(layers: range) -> str:

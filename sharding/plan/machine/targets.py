@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 
+from sharding.plan._format import nearest
 from sharding.plan.machine._devices import KINDS
 
 __all__ = ["Target", "mesh", "parse", "topology"]
@@ -40,11 +41,7 @@ _CORES = {"tpu7x": 2}  # devices of a chip
 _SQUARES = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
 _SHAPES = {"v5e": _SQUARES, "v6e": _SQUARES}
 _HOW = "pip install 'optax-ext[aot]'"
-_KNOWN = (
-    "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1 (a TPU slice; its shape may differ), "
-    "v5e:4x4*2 (two slices), h100x8, h200x8, h200x16 (GPUs, 8 to a host), cpu:8; and to plan only, "
-    f"GPUs that cannot be compiled for: {', '.join(f'{kind}x8' for kind in _PLANNED)}"
-)
+_FORMS = "v5e:4x4 (a TPU slice), v5e:4x4*2 (two slices), h100x8 (GPUs) or cpu:8"
 
 
 class Target(NamedTuple):
@@ -92,6 +89,8 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     >>> parse("v5e:4x4*2").mesh_axes
     {'slice': 2, 'x': 4, 'y': 4}
     """
+    if any(len(number) > 7 for number in re.findall(r"\d+", name)):
+        raise ValueError(f"{name!r} has more than 10 million devices.")
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
     if match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name):
@@ -108,8 +107,12 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
         if shape not in _SHAPES.get(match[1], [shape]):
             known = ", ".join("x".join(map(str, sizes)) for sizes in _SHAPES[match[1]])
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
+        if match[1] not in _SHAPES and len(shape) != 3:
+            three = f"those of {match[1]} have three sizes, as {match[1]}:4x4x4"
+            raise ValueError(f"there is no slice {name!r}; {three}.")
         return Target(match[1], shape, int(match[3] or 1))
-    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
+    kinds = nearest(re.split("[:*]|x[0-9]", name)[0], ["cpu", *KINDS])
+    raise ValueError(f"unknown target {name!r}{kinds}. Targets look like {_FORMS}.")
 
 
 def topology(name: str) -> list[jax.Device]:

@@ -124,7 +124,7 @@ def layer_costs(
     >>> from sharding.plan import MODELS, kind_of
     >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
     >>> len(costs), round(1e3 * costs[1].forward, 1), round(costs[1].param_bytes / 2**20)
-    (34, 3.9, 386)
+    (34, 2.8, 386)
     """
     length = length or model.length
     tokens = batch * length

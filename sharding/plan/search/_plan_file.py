@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import optax
+import optax.contrib
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optax_ext
 from sharding._types import Tree
 from sharding._zero import Zero
 from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
@@ -21,7 +23,7 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.machine import targets
-from sharding.plan.model._models import Decoder
+from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
 from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._chosen_plan import ChosenPlan
@@ -169,19 +171,18 @@ class PlanFile:
             recompute=False,  # forward passes store what each layer stores
         )
 
-    def code(self) -> list[str]:
-        """The lines that build the step of the plan.
+    def code(self, *, run: bool = True) -> list[str]:
+        """The lines that build the step of the plan; if ``run``, a state, and one step of it, too.
 
-        ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
-        transformation. Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init``
-        takes their ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous
-        pipeline is 100 updates, from ``training.init(pipeline.stack(params))``, on batches
-        [updates, micro-batches, sequences, tokens].
+        They make the model and the transformation by their names in a command; of other names,
+        ``model`` and ``tx`` are expected. A step of an asynchronous pipeline is 100 updates.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
-        >>> print(*file.code(), sep=chr(10))
-        import jax, optax_ext, sharding as shd
+        >>> print(*file.code(run=False), sep=chr(10))
+        import jax, optax, optax_ext, sharding as shd
+        model = shd.plan.MODELS['llama2-7b']
+        tx = optax.adamw(1e-3)
         auto = (jax.sharding.AxisType.Auto,) * 1
         mesh = jax.make_mesh((8,), ('data',), auto)
         zero = shd.Zero(mesh, stage=2, axis='data')
@@ -197,7 +198,9 @@ class PlanFile:
         fields += ["offload='optimizer'"] if plan.offload else []
         fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
         lines = [
-            "import jax, optax_ext, sharding as shd",
+            "import jax, optax, optax_ext, sharding as shd",
+            *_model_lines(self.model),
+            *_optimizer_lines(self.optimizer),
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
         ]
@@ -208,8 +211,7 @@ class PlanFile:
         lines += [] if plan.asynchronous else [f"zero = shd.Zero(mesh, {', '.join(fields)})"]
         if plan.tensor > 1:
             specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
-            use = "pipeline.param_specs(params, param_specs)" if plan.pipe > 1 else "zero.init"
-            lines.append(f"param_specs = {specs}  # for {use}")
+            lines.append(f"param_specs = {specs}")
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
@@ -242,13 +244,63 @@ class PlanFile:
                 ]
             else:
                 lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
-            return lines
-        lines += [
-            f"layer = {layer}",
-            "loss = model.make_loss(layer)",
-            f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
+        else:
+            lines += [
+                f"layer = {layer}",
+                "loss = model.make_loss(layer)",
+                f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
+            ]
+        return lines + self._running() * run
+
+    def _running(self) -> list[str]:
+        """The lines that make a state and run a step."""
+        plan, params, shape = self.plan, f"model.init({self.dtype!r})", "x.shape"
+        params = f"pipeline.stack({params})" if plan.pipe > 1 else params
+        examples = f"model.batch({plan.sequences})"
+        if self.model in MODELS:
+            examples = f"jax.ShapeDtypeStruct(({plan.sequences}, {self.length + 1}), 'int32')"
+        if plan.asynchronous:
+            shape = f"({_UPDATES}, {plan.microbatches}, {plan.microbatch}, *x.shape[1:])"
+        zeros = f"lambda x: jax.numpy.zeros({shape}, x.dtype)"
+        lines = [f"batch = jax.tree.map({zeros}, {examples})  # yours takes its place"]
+        if plan.asynchronous:
+            lines.append(f"state = training.init({params})")
+            return [*lines, "state, metrics = step(state, batch)"]
+        specs = "param_specs" if plan.tensor > 1 else "None"
+        if plan.pipe > 1:
+            specs = f"pipeline.param_specs(jax.eval_shape(make_state)[0], {specs})"
+        return [
+            *lines,
+            "def make_state():",
+            f"    params = {params}",
+            "    return params, tx.init(params)",
+            f"state = zero.init(make_state, tx=tx, param_specs={specs})",
+            "state, metrics = step(state, zero.put(batch))",
         ]
-        return lines
+
+
+def _model_lines(name: str) -> list[str]:
+    if ":" in name:
+        return [_imported(name, "model"), "model = model() if callable(model) else model"]
+    return [f"model = shd.plan.MODELS[{name!r}]"] if name in MODELS else []
+
+
+def _optimizer_lines(name: str) -> list[str]:
+    if ":" in name:
+        return [_imported(name, "tx"), "tx = tx() if callable(tx) else tx"]
+    if name == "muon":
+        matrices = "shd.by_owner(optax.contrib.muon(1e-3), factoring=optax_ext.flax_transformer())"
+        return [
+            f"inner = {{True: {matrices}, False: optax.adamw(1e-3)}}",
+            "tx = optax.partition(inner, optax_ext.hidden_matrices)",
+        ]
+    modules = {"optax_ext": optax_ext, "optax": optax, "optax.contrib": optax.contrib}
+    found = [text for text, module in modules.items() if name and hasattr(module, name)]
+    return [f"tx = {found[0]}.{name}(1e-3)"] if found else []
+
+
+def _imported(path: str, name: str) -> str:
+    return f"import {path.partition(':')[0]}; {name} = {path.replace(':', '.')}"
 
 
 def lowered_step(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from optax_ext import STATE_FORMATS
+from sharding.plan._format import check_choice
 from sharding.plan.cost._compressed_sync import sync_of
 from sharding.plan.cost._parallel_plan import OF_STATE, RECOMPUTE, WEIGHTS, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import (
@@ -81,9 +82,7 @@ class PlanSpace:
         """The same plans, grouped by their forward and backward passes."""
         keep = dict(keep or {})
         for name in keep:
-            if name not in KEPT:
-                known = ", ".join(map(repr, KEPT))
-                raise ValueError(f"keep has {name!r}; what can be kept is {known}.")
+            check_choice("what is kept", name, KEPT)
         of_state = {name: value for name, value in keep.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
 
@@ -169,7 +168,8 @@ class PlanSpace:
 
 
 def divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def check_values(**searched: Sequence[str | None]) -> None:

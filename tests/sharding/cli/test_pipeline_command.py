@@ -60,7 +60,9 @@ def test_options_reach_the_plan(figures):
     assert stored["pipeline"]["plan"]["recompute"] == "none"
     assert stored["pipeline"]["plan"]["microbatches"] == 16
     assert plan(f"{ALIGNED} --length 512")["pipeline"]["tokens"] == plain["pipeline"]["tokens"] / 4
-    assert plan(f"{ALIGNED} --batch 128k-tokens")["pipeline"]["tokens"] == plain["pipeline"]["tokens"]
+    assert (
+        plan(f"{ALIGNED} --batch 128k-tokens")["pipeline"]["tokens"] == plain["pipeline"]["tokens"]
+    )
     assert plan("--chunks 3 --stage 1")["pipeline"]["plan"]["chunks"] == 3
     assert plan(f"{ALIGNED} --offload")["stages"][0]["state"] < 0.1 * plain["stages"][0]["state"]
     wide, narrow = (plan(f"--master {x} {ALIGNED}")["stages"][0] for x in ("", "--state bfloat16"))

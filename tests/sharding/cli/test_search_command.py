@@ -2,7 +2,7 @@
 
 import pytest
 
-from sharding.plan import ParallelPlan, PlanFile, Verification
+from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile, Verification
 from sharding.plan.search._chosen_plan import short
 
 SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
@@ -49,6 +49,17 @@ def test_options_reach_the_search(figures, text):
     assert "on foox8" in text(f"{SEARCH} {FEW} --target foox8 {FIGURES} --top 1")
     muon = text(f"{SEARCH} {FEW} --optimizer muon --top 1 --keep stage=0")
     assert "The update of the best plan computes products of" in muon
+
+
+@pytest.mark.parametrize("keep", ["stage=2 --keep pipe=1", "pipe=2 --keep tensor=2"])
+def test_the_printed_code_runs(keep, run, monkeypatch):
+    tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
+    monkeypatch.setitem(MODELS, "gpt2-small", tiny)
+    line = f"search --model gpt2-small --target cpu:8 --batch 16 {FIGURES} --optimizer came"
+    _, out, _ = run(f"{line} --keep {keep} --keep recompute=full --no-offload")
+    names = {}
+    exec(out[out.index("import jax") :], names)
+    assert 6 < names["metrics"]["loss"] < 7  # the logarithm of 512 tokens
 
 
 OWN = """

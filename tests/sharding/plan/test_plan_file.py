@@ -126,7 +126,7 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
     target = "v5p:2x2x2" if (plan, layers) == ON_TORUS else "cpu:8"
     file, model = file_of(plan, layers, target), model_of(layers)
     names = {"model": model, "tx": TX}
-    exec("\n".join(file.code()), names)
+    exec("\n".join(file.code(run=False)), names)
     zero, pipeline, specs = (names.get(name) for name in ("zero", "pipeline", "param_specs"))
 
     def make_state():
@@ -153,7 +153,7 @@ def test_the_code_of_a_pipeline(name):
     plan, layers = PIPELINES[name]
     file = file_of(plan, layers)
     names = {"model": model_of(layers), "tx": TX}
-    exec("\n".join(file.code()), names)
+    exec("\n".join(file.code(run=False)), names)
     made, schedule = names["pipeline"].schedule, file.schedule()
     assert made.name == schedule.name
     assert np.array_equal(made.op, schedule.op)

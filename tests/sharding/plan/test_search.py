@@ -358,7 +358,10 @@ def test_weights_hold_what_their_transformations_hold():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": {"stages": 3}}, r"keep has 'stages'; what can be kept is 'data'"),
+        (
+            {"keep": {"stages": 3}},
+            r"is kept must be one of 'data', .*, got 'stages'; nearest is 'stage'",
+        ),
         (
             {"keep": {"pipe": 1, "schedule": "1f1b"}},
             "no plan has what is kept: each value is possible alone",

@@ -19,6 +19,7 @@ from ...compilers import need
     ("name", "message"),
     [
         ("v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16,"),
+        ("v5p:64", "no slice 'v5p:64'; those of v5p have three sizes, as v5p:4x4x4"),
         ("cpu:64", r"'cpu:64' was requested, 8 CPU devices were found; set jax.config.update"),
         ("h200x12", "more GPUs than one host's must be a multiple of 8"),
     ],
