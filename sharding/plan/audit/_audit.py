@@ -59,6 +59,9 @@ class Audit(Printed):
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
     pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
+    #: bytes sent where each conditional takes the branch that sends least, as a sparse sync does
+    #: unless its lists overflow; ``wire_bytes`` counts the branch that sends most
+    least_wire: float = 0.0
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
@@ -158,6 +161,8 @@ class Audit(Printed):
         # The sum of all, and the plan's.
         if rows:
             rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
+        if self.least_wire < self.wire_bytes:
+            rows.append(("by the branches that send least", *[""] * 4, size(self.least_wire), ""))
         if self.expected_wire:
             ratio = f"{self.wire_bytes / self.expected_wire:.3f} of theory"
             rows.append((ratio, *[""] * 4, size(self.expected_wire), ""))
@@ -256,6 +261,7 @@ def audit(
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(sent, mesh),
+        least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest")),
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding import sync
+from sharding import audit, sync
 from sharding.collectives._row_owners import RowHash
 from sharding.plan.audit._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
@@ -152,6 +152,9 @@ def test_bytes_are_those_of_the_formula():
     dense = 2 * (num - 1) / num * rows * width * 4
     assert have < (density * 3.5 + 0.01) * dense
     assert wire_bytes(compiled) > dense  # with the counts and the full array
+    audited = audit(compiled)
+    assert (audited.least_wire, audited.wire_bytes) == (have, wire_bytes(compiled))
+    assert "by the branches that send least" in str(audited)
     kinds = {c.dtype for c in collectives(compiled, "cheapest") if c.op == "all-gather"}
     assert "u8" in kinds
 
