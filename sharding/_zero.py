@@ -44,13 +44,14 @@ class Zero(NnxMethods):
     stage parameters gradients                optimizer state  bytes sent per device and step
     ===== ========== ======================== ================ ==========================
     0     Ψ          Ψ                        S                2Ψ (n - 1) / n
-    1     Ψ          Ψ until they are reduced S / n            2Ψ (n - 1) / n
+    1     Ψ          Ψ; Ψ / n where k is 1    S / n            2Ψ (n - 1) / n
     2     Ψ          Ψ / n                    S / n            (k + 1)Ψ (n - 1) / n
     3     Ψ / n      Ψ / n                    S / n            3kΨ (n - 1) / n
     ===== ========== ======================== ================ ==========================
 
     The update sees arrays with their global shapes: every transformation computes what it computes
-    on one device, up to rounding. At stages 2 and 3 the layers of a model should be ``gathered``.
+    on one device, up to rounding. The layers of a model should be ``gathered``: stages 1 and 2 then
+    reduce gradients layer by layer.
 
     Each parameter is sharded along its longest dim that no other mesh axis shards and that n
     divides. If that is the last dim, and its shards would not be multiples of 256 elements, another
@@ -336,7 +337,8 @@ class Zero(NnxMethods):
             first device's value where not floating), ``"sum"`` (the old value plus what each device
             added), ``"same"`` (all are equal); or a prefix tree of these.
           microbatches: how many micro-batches each device splits its shard of the batch into.
-            Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once.
+            Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once. (Of one
+            micro-batch, stages 1 and 2 do the same.)
           trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
             of the parameters that returns it. The others get zero gradients and never change, as
             all that are not floating; ``optax.masked`` saves their state.
@@ -478,7 +480,7 @@ class Zero(NnxMethods):
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
-        blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
+        blocks = tuple(self.gathered_blocks) if self.stage else ()
         return _linen.in_step(
             loss_fn, self._layout.data_axes, sync_batch_norm, blocks, self._recomputes, all_blocks
         )
@@ -494,8 +496,8 @@ class Zero(NnxMethods):
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in a
-        ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. At stage
-        2 only gradients are reduce-scattered; below it is the identity.
+        ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. At stages
+        1 and 2 only gradients are reduce-scattered; at stage 0 it is the identity.
 
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.
@@ -511,7 +513,7 @@ class Zero(NnxMethods):
                 "zero.full_params(state); for a function that is also called outside, "
                 "zero.gathered(fn)."
             )
-        return gather(tree) if self.stage >= 2 else tree
+        return gather(tree) if self.stage else tree
 
     def gathered(
         self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
@@ -522,12 +524,12 @@ class Zero(NnxMethods):
         backward pass gathers and computes it again. A barrier keeps XLA from gathering a layer
         before its input exists.
 
-        At stage 2 the backward pass reduce-scatters the gradients of the layer before it goes on to
-        the layer below; after the backward pass, where a parameter is used outside of the layer, in
-        several calls, or in a branch; where ``sync`` sums over the axes of shards; where norms of
-        local gradients are needed; and where the loss does more with its parameters than to pass
-        them to layers. Below stage 2, and outside of a step, the target computes what it always
-        does.
+        At stage 2, and at stage 1 with one micro-batch, the backward pass reduce-scatters the
+        gradients of the layer before it goes on to the layer below; after the backward pass, where
+        a parameter is used outside of the layer, in several calls, or in a branch; where ``sync``
+        sums over the axes of shards; where norms of local gradients are needed; and where the loss
+        does more with its parameters than to pass them to layers. At stage 0, and outside of a
+        step, the target computes what it always does.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant, or
@@ -550,4 +552,4 @@ class Zero(NnxMethods):
           >>> loss, grads = zero.value_and_grad(loss_fn)(params, x)
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
-        return wrap(target, policy, self._recomputes) if self.stage >= 2 else target
+        return wrap(target, policy, self._recomputes) if self.stage else target

@@ -1,6 +1,6 @@
 """Gathers parameters where the loss uses them, at stage 3, and reduce-scatters their gradients.
 
-At stage 2 ``gather`` in the loss does the second alone, in the backward pass.
+Below it ``gather`` in the loss does the second alone, in the backward pass.
 """
 
 import contextlib
@@ -24,13 +24,13 @@ from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._layout import Layout
 from sharding.sync import RowMethod
 
-# --- Stages 2 and 3: handles in place of parameters -----------------------------------------------
+# --- Handles in place of parameters ---------------------------------------------------------------
 
 # The name that marks, in a traced loss, the arrays that it passes to ``gather``; for ``find_uses``.
 MARK = "sharding.gather"
 # Those of them through which the loss takes a derivative by itself.
 DERIVATIVE_MARK = "sharding.gather.derivative"
-# As MARK, for the handles of stage 2.
+# As MARK, for the handles of stages 1 and 2.
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
@@ -217,7 +217,7 @@ def as_node(x: Any) -> Any:
     return Shard(x.held, x.tap, x.spec) if isinstance(x, LeafShard) else x
 
 
-# --- Stages 2 and 3: the gather and its transpose -------------------------------------------------
+# --- The gather and its transpose -----------------------------------------------------------------
 
 
 def gather(tree: Tree) -> Any:

@@ -130,6 +130,7 @@ def _on_device(
         has_state,
         fn,
         *args,
+        microbatches=loss.microbatches,
         reduce_in_backward=not loss.local_norm,
         check_branches=loss.model_state,
     )

@@ -1,7 +1,8 @@
 """Whether a loss computes the same from handles of its layers' parameters as from arrays.
 
-Python code can count handles, ask for their type, or read the size of what is in them. Stage 2
-gives such a loss arrays, so does stage 3 for views, or dropped results, that handles do not allow.
+Python code can count handles, ask for their type, or read the size of what is in them. Such a
+loss gets arrays: below stage 3, and at stage 3 for views, or dropped results, that handles do not
+allow.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> Step
         warn_of_unsharded(plan)
     if not plan.reduces_in_layers:
         return plan
-    # A stage 2 that reduces all gradients after the backward pass.
+    # A step that reduces all gradients after the backward pass.
     arrays = tuple(param._replace(gathered_by_loss=False) for param in plan.params)
     at_once = dataclasses.replace(plan, params=arrays)
     expected, _ = _trace(at_once, loss, args)
@@ -49,7 +50,7 @@ def _confirm_views(plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ..
     without = dataclasses.replace(plan, params=arrays)
     try:
         live = without_dead(_traced(plan, loss, args).jaxpr)
-    except Exception:  # as at stage 2
+    except Exception:  # as below stage 3
         return without
     return without if uses_in(live, 0, [FULL_MARK]).unknown[FULL_MARK] else plan
 

@@ -48,7 +48,8 @@ def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
 
 def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
     """Of this device's gradient of a micro-batch, reduced if the step reduces those."""
-    return plan.shard_shape(param) if plan.reduces_microbatches else param.shape
+    reduced = plan.reduces_microbatches or param.synced_by_rows
+    return plan.shard_shape(param) if reduced else param.shape
 
 
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:

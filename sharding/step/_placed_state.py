@@ -105,7 +105,7 @@ def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
     grads = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, zero.precision.of_result(x.dtype)), params
     )
-    # At stage 1 gradients are unsharded until they are reduced.
+    # At stage 1 gradients of several micro-batches are unsharded until they are reduced.
     grad_specs = placed.shards if zero.stage >= 2 else param_specs
     reasons = jax.tree.leaves(placed.reasons)
     own_reasons = reasons if zero.stage == 3 else None

@@ -43,8 +43,8 @@ class ParamPlan(NamedTuple):
     replica_shard: ArrayLayout  # of its gradient, over the replica axes as well
     rows: RowMethod | None  # the sync of rows that were looked up; None for the full gradient
     gather_dim: int  # its sharded dim, counted from the end, in the view that the loss gathers
-    # At stage 3, whether the loss gathers it, or looks up rows of it, by itself; at stage 2,
-    # whether it passes it to ``gather``, whose derivative then reduces the gradient.
+    # At stage 3, whether the loss gathers it, or looks up rows of it, by itself; below, whether it
+    # passes it to ``gather``, whose derivative then reduces the gradient.
     gathered_by_loss: bool = False
     synced_by_rows: bool = False  # below stage 3, whether the derivative of ``lookup`` syncs it
 
@@ -63,6 +63,7 @@ class StepPlan:
     params: tuple[ParamPlan, ...]
     sync: GradientSync | None
     sync_has_state: bool  # such as error-feedback residuals
+    microbatches: int  # of each device
     uses: ParamUses | None = None  # of the parameters in the loss, if it was traced
 
     @property
@@ -71,14 +72,17 @@ class StepPlan:
 
     @property
     def reduces_microbatches(self) -> bool:
-        """Whether each micro-batch is reduced; not by a sync with a state, which runs once."""
+        """Whether each micro-batch is reduced; not by a sync with a state, which runs once.
+
+        Stage 1 accumulates unreduced gradients; of a single micro-batch there are none.
+        """
         once = self.sync_has_state and not self.layout.replica_axes
-        return self.layout.stage >= 2 and not once
+        return self.layout.stage >= (1 if self.microbatches == 1 else 2) and not once
 
     @property
     def reduces_in_layers(self) -> bool:
-        """Whether the backward pass of stage 2 reduces gradients, layer by layer."""
-        return self.layout.stage == 2 and any(param.gathered_by_loss for param in self.params)
+        """Whether the backward pass of stage 1 or 2 reduces gradients, layer by layer."""
+        return self.layout.stage < 3 and any(param.gathered_by_loss for param in self.params)
 
     @property
     def divides_first(self) -> bool:
@@ -116,6 +120,7 @@ def plan_step(
     sync_has_state: bool,
     loss: Callable[..., Any],
     *args: Any,
+    microbatches: int = 1,
     reduce_in_backward: bool = True,
     check_branches: bool = False,
 ) -> StepPlan:
@@ -138,7 +143,8 @@ def plan_step(
         dtypes = x.dtype, loss_dtype, spec.precision.of_sum(loss_dtype)
         shards, method = (shard, replica_shard), None if rows is None else rows(name, x)
         plans.append(ParamPlan(name, x.shape, *dtypes, trained, *shards, method, gather_dim=dim))
-    plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
+    options = spec.sync, sync_has_state, microbatches
+    plan = StepPlan(layout, spec.precision, tuple(plans), *options)
     by_loss, by_rows, uses = _handles(plan, reduce_in_backward, check_branches, loss, args)
     complete = tuple(
         param._replace(
@@ -162,7 +168,7 @@ def _handles(
     params, stage = plan.params, plan.layout.stage
     with_rows = {i for i, param in enumerate(params) if param.rows is not None}
     # A sync over the axes of shards takes all gradients of a micro-batch together.
-    in_layers = stage == 2 and plan.reduces_microbatches and not plan.syncs_shard_axes
+    in_layers = stage < 3 and plan.reduces_microbatches and not plan.syncs_shard_axes
     in_layers &= reduce_in_backward
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
@@ -194,7 +200,7 @@ def _handles(
 
 
 def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
-    """At stage 2, the parameters that the loss passes to ``gather`` once, and uses in no other way.
+    """Below stage 3, the parameters that the loss gathers once, and uses in no other way.
 
     A gradient with several terms is reduced once, after the backward pass. So is that of a
     parameter that is gathered in a branch: devices that take the other one would leave those that

@@ -174,8 +174,8 @@ def estimate(
       device: the device to compare with; arrays are counted as they fill its memory.
       gathered_once: a regular expression of the paths of parameters outside the layers that
         ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
-        stage 2 reduces their gradients layer by layer. None: stage 3 gathers all twice, and stage 2
-        reduces all after the backward pass.
+        stage 2, like stage 1 of one micro-batch, reduces their gradients layer by layer. None:
+        stage 3 gathers all twice, the others reduce all after the backward pass.
       activations: bytes of activations and temporaries of one device and one micro-batch, without
         parameters that stage 3 gathers. None: activations are not counted.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
@@ -248,6 +248,12 @@ def _stage_plans(
     **options: Any,
 ) -> tuple[StagePlan, ...]:
     """The stages of some Zeros by name; options are those of ``stage_plan``."""
+    # Of one micro-batch, stages 1 and 2 reduce layers alike.
+    if options.get("microbatches", 1) == 1 and options.get("gathered_once") is not None:
+        variants = {
+            name: dataclasses.replace(zero, stage=2) if zero.stage == 1 else zero
+            for name, zero in variants.items()
+        }
     # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
     state = (params, jax.eval_shape(tx.init, params))
     unsharded = variants_of(next(iter(variants.values())))["stage 0"]

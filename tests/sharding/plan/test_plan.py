@@ -230,7 +230,10 @@ def test_recommended(gigabytes, activations, name, reason):
 
 @pytest.mark.parametrize("layers", ["stacked", "list", "in a module"])
 def test_layers_whose_gradients_are_reduced_one_by_one(layers):
-    """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
+    """Stage 2 holds the full gradients of what is outside the layers, and of one layer.
+
+    So does stage 1 of one micro-batch.
+    """
     scan = layers == "stacked"
     decoder = Decoder(5, 128, 4, 2, 384, 512, length=16, gated=False, tied=True, scan=scan)
     params, once = decoder.abstract(jnp.bfloat16), {"gathered_once": decoder.gathered_once}
@@ -240,7 +243,9 @@ def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     outside = 512 * 128 + 128
     small = {"min_shard_size": 100}
     plan = plan_of(params, ADAM, zero=small, **once)
-    assert [stage.unreduced for stage in plan.stages] == [0, 0, 2 * (layer + outside), 0]
+    assert [stage.unreduced for stage in plan.stages] == [0, *[2 * (layer + outside)] * 2, 0]
+    two = plan_of(params, ADAM, zero=small, microbatches=2, **once)
+    assert plan.stages[1].grads == plan.stages[2].grads < two.stages[1].grads / 8
     # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
     sync = {"sync": shd.sync.qsgd(8, rounding="nearest")}
     for zero, options in ((small | sync, once), (small, {})):

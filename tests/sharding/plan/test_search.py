@@ -58,6 +58,8 @@ def by_planner(plan, model=SMALL, device=H100):
         activations=stored,
     )
     stage = found.stage(found.requested)
+    if plan.stage == 1 and plan.microbatches == 1:  # the program of stage 2
+        plan = dataclasses.replace(plan, stage=2)
     # The update of stages 1 and 2 gathers parameters when activations and full gradients are free:
     # a layer or 13 MiB a shard, and what is outside of layers.
     gathered = stage.params if plan.spread else 0.0

@@ -1,4 +1,4 @@
-"""Stage 2: the backward pass of a wrapped layer reduces the gradients of its parameters."""
+"""Stages 1, 2: the backward pass of a wrapped layer reduces the gradients of its parameters."""
 
 import functools
 import math
@@ -88,11 +88,13 @@ def reference():
 
 @pytest.mark.usefixtures("x64", "scopes_in_cache_key")
 @pytest.mark.parametrize(
-    ("num", "kind", "microbatches", "remat"),
-    [(8, AxisType.Auto, 1, False), (4, AxisType.Explicit, 2, True)],
+    ("stage", "num", "kind", "microbatches", "remat"),
+    [(1, 8, AxisType.Auto, 1, False), (2, 4, AxisType.Explicit, 2, True)],
 )
-def test_each_layer_is_reduced_by_itself_and_each_parameter_once(num, kind, microbatches, remat):
-    zero = model.zero_on(num, kind=kind)
+def test_each_layer_is_reduced_by_itself_and_each_parameter_once(
+    stage, num, kind, microbatches, remat
+):
+    zero = model.zero_on(num, kind=kind, stage=stage)
     options = {"trainable": TRAINED, "microbatches": microbatches}
 
     def loss_fn(params, batch):

@@ -99,6 +99,7 @@ class Config(NamedTuple):
 AT_2 = ("undivided", "gathered", "scanned", "plain", "frozen")
 AT_3 = ("rows", "rounds", "dense fallback", "columns", "shuffled")
 CONFIGS = {
+    "stage 1, micro-batches": Config(1, ("scanned",), {"data": 8}, microbatches=2),
     "stage 2": Config(2, AT_2, {"data": 8}),
     "stage 3, micro-batches": Config(3, AT_3, {"data": 4}, microbatches=2),
     "stage 3, sharded columns": Config(3, ("sharded columns",), {"data": 4, "model": 2}),

@@ -303,7 +303,7 @@ def test_specs_of_metadata():
 
 
 def test_blocks_that_are_not_there_raise():
-    """Where they gather at all; stages below 2 do not."""
+    """Where they gather at all; stage 0 does not."""
 
     def lower(stage, blocks):
         zero = zero_of(stage, "tensor", gathered_blocks=blocks)
@@ -311,7 +311,7 @@ def test_blocks_that_are_not_there_raise():
 
     message = r"'Decoder' is neither .* It calls TwoLayers \(the model\), Parallel \(P.* Name some"
     with nn.logical_axis_rules(RULES["lists"]):
-        for stage in (2, 3):
+        for stage in (1, 2, 3):
             with pytest.raises(ValueError, match=message):
                 lower(stage, ("Parallel", "Decoder"))
-        lower(1, "Decoder")
+        lower(0, "Decoder")
