@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
+from optax_ext import kernels
+
 
 class Moved(NamedTuple):
     """Bytes that a kernel reads from main memory and writes to it."""
@@ -33,9 +35,9 @@ def calls(fn: Callable[..., Any], *args: Any) -> list[Any]:
             if eqn.primitive.name == "pallas_call":
                 yield eqn
                 continue
-            platforms = eqn.params.get("branches_platforms")
-            if platforms:  # of jax.lax.platform_dependent, in whose order the branches are
-                yield from found(eqn.params["branches"][_of_tpus(platforms)].jaxpr)
+            if eqn.primitive is kernels.FOR_TPUS:
+                types = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in eqn.invars]
+                yield from found(jax.make_jaxpr(eqn.params["kernel"])(*types).jaxpr)
                 continue
             inner = [call for one in jaxprs_in_params(eqn.params) for call in found(one)]
             if inner and eqn.primitive.name in ("while", "cond"):
@@ -45,11 +47,6 @@ def calls(fn: Callable[..., Any], *args: Any) -> list[Any]:
             yield from inner * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
     return list(found(jax.make_jaxpr(fn)(*args).jaxpr))
-
-
-def _of_tpus(platforms: Any) -> int:
-    """The branch of TPUs, or the default one, which has no platforms."""
-    return next(i for i, names in enumerate(platforms) if names is None or "tpu" in names)
 
 
 def moved(call: Any) -> Moved:

@@ -30,6 +30,7 @@ from _pallas_bytes import calls, moved
 from _steps import cost, lowered, step_of
 
 import optax_ext
+from optax_ext import kernels
 from optax_ext.low_precision._tile_kernel import _SLICE
 
 SHAPES = {"7B: 4096 x 11008": (4096, 11008), "GPT-2: 50257 x 768": (50257, 768)}
@@ -123,15 +124,24 @@ def program_cycles(folder: pathlib.Path, unknown: float) -> float:
 # --- Programs -------------------------------------------------------------------------------------
 
 
-def transformation(optimizer: str, form: str) -> optax.GradientTransformation:
+class NoKernels(kernels.Shards):
+    """Parameters whose shards no kernel takes: XLA's form."""
+
+    def shape_of(self, path: kernels.Path, shape: kernels.Dims) -> None:
+        """None: unknown."""
+
+
+def transformation(optimizer: str) -> optax.GradientTransformation:
     """AdamW or Lion with its state in 8 bits."""
     inner, options = OPTIMIZERS[optimizer]
-    return optax_ext.low_precision_state(inner, implementation=form, **options)
+    return optax_ext.low_precision_state(inner, **options)
 
 
 def compile_one(target: str, optimizer: str, shape: str, form: str) -> None:
     """Compiles a step; prints XLA's estimate of its cycles, and bytes per parameter."""
-    program = lowered(target, transformation(optimizer, form), [SHAPES[shape]]).compile()
+    shards = NoKernels() if form == "xla" else kernels.Shards()
+    with kernels.kernels_on(shards):
+        program = lowered(target, transformation(optimizer), [SHAPES[shape]]).compile()
     estimated = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text())))
     print(estimated, cost(program, [SHAPES[shape]])[0])
 
@@ -139,7 +149,7 @@ def compile_one(target: str, optimizer: str, shape: str, form: str) -> None:
 def kernel_of(optimizer: str, shape: str) -> Any:
     """The call of the kernel in a step."""
     tx, params = (
-        transformation(optimizer, "pallas"),
+        transformation(optimizer),
         [jax.ShapeDtypeStruct(SHAPES[shape], "float32")],
     )
     (call,) = calls(step_of(tx), params, jax.eval_shape(tx.init, params), params)
@@ -163,7 +173,7 @@ class Step(NamedTuple):
 
 def measured(target: str, optimizer: str, shape: str, form: str) -> Step:
     """Compiles a step in a process of its own, for which the compiler writes its schedules."""
-    unknown = trips_of_slices(kernel_of(optimizer, shape)) if form == "pallas" else 1.0
+    unknown = trips_of_slices(kernel_of(optimizer, shape)) if form == "kernel" else 1.0
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true --xla_jf_dump_llo_text=true"
         out = subprocess.run(
@@ -190,7 +200,7 @@ def table(target: str) -> str:
     def rows() -> Iterator[str]:
         for optimizer in OPTIMIZERS:
             for shape, dims in SHAPES.items():
-                kernel, xla = (measured(target, optimizer, shape, f) for f in ("pallas", "xla"))
+                kernel, xla = (measured(target, optimizer, shape, f) for f in ("kernel", "xla"))
                 counted = sum(moved(kernel_of(optimizer, shape))) / math.prod(dims)
                 slowest = max(xla.cycles, memory(xla))
                 cells = [

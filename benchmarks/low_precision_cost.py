@@ -11,6 +11,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -22,6 +23,7 @@ import optax
 from _steps import cost, lowered, quartiles, replacing, step_of, time_alternately
 
 import optax_ext
+import sharding as shd
 
 OPTIMIZERS = {"adamw": optax.adamw(1e-3), "came": optax_ext.came(1e-3)}
 FORMATS = {
@@ -96,6 +98,63 @@ def tpu_table(target: str, size: int, matrices: int) -> str:
     )
 
 
+EIGHT_BITS = {
+    "adamw": optax_ext.adamw8bit(1e-3),
+    "adam": optax_ext.low_precision_state(optax.adam(1e-3)),
+    "lion": optax_ext.lion8bit(1e-3),
+    "came": optax_ext.came8bit(1e-3),
+}
+# Vocabularies, layers of a 7B Llama and stacks of them, with the numbers of devices: of several,
+# each has rows, columns, or rows that end within a block.
+ARRAYS = {
+    "32000 x 4096": ((32000, 4096), 1),
+    "151936 x 4096": ((151936, 4096), 1),
+    "50257 x 768": ((50257, 768), 1),
+    "4096 x 11008": ((4096, 11008), 1),
+    "8 x 4096 x 4096": ((8, 4096, 4096), 1),
+    "32000 x 4096, 4000 rows of it": ((32000, 4096), 8),
+    "50257 x 768, 96 columns of it": ((50257, 768), 8),
+    "151936 x 4096, 2374 rows of it": ((151936, 4096), 64),
+}
+
+
+def shard_cost(
+    target: str, tx: optax.GradientTransformation, shape: tuple[int, ...]
+) -> tuple[float, float]:
+    """``cost`` of the update of a shard, by ZeRO on all devices of a target."""
+    num = shd.targets.parse(target).num_devices
+    zero = shd.Zero(shd.targets.mesh(target, (num,), ("data",)), stage=3)
+
+    def state() -> tuple[Any, Any]:
+        params = jnp.zeros(shape)
+        return params, tx.init(params)
+
+    placed = zero.abstract_state(state, tx=tx)
+    step = jax.jit(lambda state, grads: zero.apply_gradients(state, grads, tx=tx), donate_argnums=0)
+    moved, held = cost(step.lower(placed, placed[0]).compile(), [shape])
+    return num * moved, num * held
+
+
+def arrays_table(chip: str, optimizers: Sequence[str]) -> str:
+    """Bytes that updates of one array in 8 bits access, and their temporaries."""
+    slices = {1: "1x1", 8: "2x4", 64: "8x8"} if chip != "v5p" else {1: "1x1x1", 8: "2x2x2"}
+
+    def row(name: str, num: int, shape: tuple[int, ...]) -> str:
+        target, cells = f"{chip}:{slices[num]}", []
+        for tx in (EIGHT_BITS[optimizer] for optimizer in optimizers):
+            if num == 1:
+                moved, held = cost(lowered(target, tx, [shape]).compile(), [shape])
+            else:
+                moved, held = shard_cost(target, tx, shape)
+            cells.append(f"{moved:.1f} ({held:.2f})")
+        return f"| {name} | {' | '.join(cells)} |"
+
+    return _results.table(
+        f"| array | {' | '.join(optimizers)} |\n|---|{'---|' * len(optimizers)}",
+        (row(k, *reversed(v)) for k, v in ARRAYS.items() if v[1] in slices),
+    )
+
+
 def main() -> None:
     """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -113,6 +172,12 @@ def main() -> None:
         "Update of 4 matrices of 4096 x 4096, compiled for one v5e chip",
         tpu,
     ]
+    for chip in ("v5e", "v5p", "v6e"):
+        of = tuple(EIGHT_BITS) if chip == "v5e" else ("adamw", "adam", "lion")
+        parts += [
+            f"Update of one array in 8 bits on {chip}: bytes a parameter (temporaries)",
+            arrays_table(chip, of),
+        ]
     _results.write("low_precision_cost", "Cost of low-precision state", "", *parts)
 
 

@@ -5,8 +5,8 @@ TPUs finds this by itself: there the plain form, ``_fused``, runs. CPUs read blo
 their caches; GPUs make one pass per sum from values that XLA cannot identify with those of the
 previous pass. All forms agree to rounding.
 
-Only this file and ``kernels.py`` read the platform, all of them by
-``jax.lax.platform_dependent``, for which ``traced_graph.Graph`` may take the default form.
+Only this file, by ``jax.lax.platform_dependent``, and ``kernels.py`` read the platform;
+``traced_graph.Graph`` may take the default form of both.
 """
 
 import functools
@@ -132,6 +132,17 @@ def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
     spec = list(jax.typeof(x).sharding.spec)
     spec[dim] = entry
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*spec))
+
+
+def in_this_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced later, as if it were here."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def call(*arguments: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return fn(*arguments)
+
+    return call
 
 
 def is_partitioned(*trees: Any) -> bool:

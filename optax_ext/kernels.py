@@ -10,6 +10,10 @@ from typing import Any
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
+from optax_ext._matrix_passes import abstract, in_this_mesh
 
 Dims = tuple[int, ...]
 Path = tuple[Any, ...]  # of a parameter in its tree
@@ -39,10 +43,91 @@ class Shards:
         return fn(*operands)
 
 
-def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls ``kernel`` in programs for TPUs, ``default`` in others."""
-    return jax.lax.platform_dependent(*arguments, tpu=kernel, default=default)
+# --- In programs for which platform ---------------------------------------------------------------
 
+# From operands to results, in two forms: ``default``, a jaxpr, and for TPUs ``kernel``, a function
+# that is traced where a program for them is lowered. Derivatives and maps are those of ``default``.
+FOR_TPUS = Primitive("for_tpus")
+FOR_TPUS.multiple_results = True
+
+
+def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls ``kernel`` in programs for TPUs, ``default`` in others.
+
+    Programs for several devices have ``default``, unless ``kernels_on`` says how arrays are
+    sharded. ``kernel`` may close over no array that is traced here.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(arguments)
+    traced, consts = with_constants(default, *arguments)
+    # An array that is there twice remains one: the kernel writes a parameter over itself.
+    first = {id(x): k for k, x in reversed(list(enumerate(leaves)))}
+    places = [first[id(x)] for x in leaves]
+
+    def flat_kernel(*operands: jax.Array) -> list[jax.Array]:
+        own = operands[len(consts) :]
+        return jax.tree.leaves(kernel(*treedef.unflatten([own[k] for k in places])))
+
+    forms = {"default": traced.jaxpr, "kernel": in_this_mesh(flat_kernel)}
+    results = FOR_TPUS.bind(*consts, *leaves, **forms, anywhere=shards() is not None)
+    return traced.with_structure(results)
+
+
+class Traced:
+    """A traced function whose first arguments are the arrays that it closed over."""
+
+    def __init__(self, closed: ClosedJaxpr, results: Any):
+        inner = closed.jaxpr
+        inner = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+        self.jaxpr, self._results = ClosedJaxpr(inner, []), results
+
+    def __call__(self, consts: Sequence[Any], *arguments: Any) -> Any:
+        """Calls it."""
+        return self.with_structure(jaxpr_as_fun(self.jaxpr)(*consts, *jax.tree.leaves(arguments)))
+
+    def with_structure(self, results: Sequence[Any]) -> Any:
+        """Returns the tree that the function returns, of these leaves."""
+        return jax.tree.unflatten(self._results, results)
+
+
+def with_constants(fn: Callable[..., Any], *arguments: Any) -> tuple[Traced, list[Any]]:
+    """Returns a function of arrays that ``fn`` closes over and its arguments, and these arrays."""
+    types = jax.tree.map(
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else abstract(jax.typeof(x)), arguments
+    )
+    closed, results = jax.make_jaxpr(fn, return_shape=True)(*types)
+    return Traced(closed, jax.tree.structure(results)), list(closed.consts)
+
+
+def _default(*operands: jax.Array, default: ClosedJaxpr, **_: Any) -> list[jax.Array]:
+    return jaxpr_as_fun(default)(*operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(jaxpr_as_fun(default), tuple(primals), tangents)
+
+
+def _map(operands: Any, dims: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
+    results = jax.vmap(jaxpr_as_fun(default), in_axes=tuple(dims))(*operands)
+    return results, [0] * len(results)
+
+
+def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywhere: bool) -> Any:
+    # A program for several devices whose arrays are sharded by jit alone would not take a kernel.
+    is_single = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
+    fn = kernel if is_single or anywhere else jaxpr_as_fun(default)
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
+
+
+FOR_TPUS.def_impl(_default)
+FOR_TPUS.def_abstract_eval(lambda *_, default, **options: default.out_avals)
+ad.primitive_jvps[FOR_TPUS] = _jvp
+batching.primitive_batchers[FOR_TPUS] = _map
+mlir.register_lowering(FOR_TPUS, mlir.lower_fun(_default, multiple_results=True))
+mlir.register_lowering(FOR_TPUS, _lower_for_tpus, platform="tpu")
+
+# --- On which shards ------------------------------------------------------------------------------
 
 # Between the step and a transformation inside others, of which MultiSteps and lookahead pass
 # on no extra arguments.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from optax_ext import _matrix_passes
+from optax_ext import _matrix_passes, kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Graph:
         fn: Callable[[list[Any]], list[Any]],
         inputs: Sequence[Any],
         deferred: Sequence[bool],  # for each input, whether it counts in ``reads``
-        portable: bool = False,  # jax.lax.platform_dependent takes its default on all platforms
+        portable: bool = False,  # a choice of platform takes its default on all of them
     ):
         closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
         self._portable = portable
@@ -63,6 +63,8 @@ class Graph:
             # Named scopes: profilers and the auditor identify phases by them.
             scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
+            if eqn.primitive is kernels.FOR_TPUS and self._portable:
+                inner = eqn.params["default"]
             branch = _branch(eqn, self._portable)
             if inner is not None:
                 results = self._inline(inner, operands, scope)

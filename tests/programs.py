@@ -112,9 +112,7 @@ OPTIMIZERS = {
     "lars": lambda: optax_ext.lars(1e-2, weight_decay=1e-3),
     "adamw 8 bits": lambda: optax_ext.adamw8bit(1e-3),
     "adamw 4 bits": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), 4),
-    "adamw kernel": lambda: optax_ext.low_precision_state(
-        optax.adamw(1e-3), rounding="nearest", implementation="pallas"
-    ),
+    "adamw kernel": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), rounding="nearest"),
     "came 8 bits": lambda: optax_ext.came8bit(1e-4),
     "master weights": lambda: optax_ext.master_weights(optax_ext.came(1e-4)),
     "muon": lambda: shd.by_owner(optax.contrib.muon(1e-3)),

@@ -107,7 +107,7 @@ class OnePassUpdates:
         reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
         outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
         read = {i: q for i, q in stored.items() if reads >> i & 1}
-        if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
+        if not read or any(q.shape != shape or not has_blocks(q) for q in read.values()):
             return None
         blocks = {_blocks(q).rows_and_columns for q in read.values()}
         shard = self._shards.shape_of(path, shape)
@@ -204,7 +204,10 @@ def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
     return _row_loop.update_rows if _row_loop.takes(shard, updates_params) else None
 
 
-def _has_blocks(q: Quantized) -> bool:
+def has_blocks(q: Any) -> bool:
+    """Whether an array of a state is stored in blocks that a pass can encode."""
+    if not isinstance(q, Quantized):
+        return False
     is_other = getattr(q.format, "rank1", False) or getattr(q.format, "expand", False)
     return (
         (q.format.bits == 8 and not is_other)
@@ -251,10 +254,9 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
         else:
             dtype = update.graph.types[update.graph.outputs[j]].dtype
             over = full_at[update.full.index(j)] if j in update.full else None
-            if j == update.root:
-                # Not over the gradient: XLA would copy one that the program may not overwrite.
+            if j == update.root and update.param is not None:
                 over = update.param
-                dtype = dtype if over is None else leaves[over].dtype
+                dtype = leaves[over].dtype
             over = None if over is None or leaves[over].dtype != dtype else over
             like = jax.ShapeDtypeStruct(shape, dtype)
         types.append(like)

@@ -3,7 +3,7 @@
 import functools
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from optax_ext._types import Array, Tree
 from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
-from optax_ext.low_precision._one_pass import OnePassUpdates
+from optax_ext.low_precision._one_pass import OnePassUpdates, has_blocks
 from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
@@ -44,7 +44,6 @@ def low_precision_state(
     block_size: int | None = None,
     min_size: int = _stored_state.MIN_SIZE,
     seed: int = 0,
-    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stores the state of ``inner`` in low precision between steps; within a step it is float32.
 
@@ -76,9 +75,6 @@ def low_precision_state(
       block_size: elements per scale, a power of two; None means 256 for 8 bits, 128 for 4 bits.
       min_size: the fewest elements of an array that is changed; of vectors 16 times as many.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
-      implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices of 8-bit moments
-        in one pass, except in x64 mode and in a ``shard_map``. Those that map or differentiate the
-        update, or shard arrays by ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Raises:
       ValueError: if a format or rounding is unknown, a block size is not a power of two, a pattern
@@ -114,8 +110,6 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    if implementation not in ("xla", "pallas"):
-        raise ValueError(f"implementation must be 'xla' or 'pallas', got {implementation!r}.")
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -187,22 +181,28 @@ def low_precision_state(
             )
             return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
 
-        def step(updates: Tree, state: LowPrecisionState) -> Updated:
+        def step(
+            updates: Tree, state: LowPrecisionState, inner: Any = inner_update, params: Tree = None
+        ) -> Updated:
+            """Returns the updates, or these ``params`` updated, and the state."""
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
-            updates, new = inner_update(updates, treedef.unflatten(read))
+            updates, new = inner(updates, treedef.unflatten(read))
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
                     _stored_state.encode_as(path, was, leaf, key)
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
-            out = optax.apply_updates(params, updates) if apply else updates
+            out = updates if params is None else optax.apply_updates(params, updates)
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
         def scheduled(
-            updates: Tree, state: LowPrecisionState, passes: OnePassUpdates | None = None
+            updates: Tree,
+            state: LowPrecisionState,
+            step: Callable[..., Updated] = step,
+            passes: OnePassUpdates | None = None,
         ) -> Updated:
             """``step``; at once, XLA would have the float32 moments of all parameters live."""
             stored = [x for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)]
@@ -212,34 +212,51 @@ def low_precision_state(
             make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        def with_passes(updates: Tree, state: LowPrecisionState) -> Updated:
-            key = None if state.key is None else next_key(state.key)
-            moments, new_params = flatten(state.inner_state), params if apply else None
-            passes = OnePassUpdates(
-                inner_update, updates, *moments, key, rounding, new_params, shards
-            )
-            return scheduled(updates, state, passes)
+        def applied(out: Updated) -> Updated:
+            return (optax.apply_updates(params, out[0]), out[1]) if apply else out
 
         shards = kernels.shards() or kernels.Shards()
+        moments, treedef = flatten(state.inner_state)
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            out, (key, new) = step(updates, state)  # operation by operation, in Python's order
-        elif implementation == "xla" or on_several or x64:
-            out, (key, new) = scheduled(updates, state)
-        elif shards.interpret:
-            out, (key, new) = with_passes(updates, state)
+            out, (key, new) = applied(step(updates, state))  # one by one, in Python's order
+        elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
+            out, (key, new) = applied(scheduled(updates, state))
         else:
-            out, (key, new) = kernels.for_tpus(with_passes, scheduled, updates, state)
+            decoded = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
+                for _, x in moments
+            ]
+            traced, consts = kernels.with_constants(
+                inner_update, updates, treedef.unflatten(decoded)
+            )
+
+            def with_passes(
+                updates: Tree, state: LowPrecisionState, params: Tree, consts: list[Any]
+            ) -> Updated:
+                key = None if state.key is None else next_key(state.key)
+                inner, new = functools.partial(traced, consts), params if apply else None
+                passes = OnePassUpdates(
+                    inner, updates, *flatten(state.inner_state), key, rounding, new, shards
+                )
+                run = functools.partial(step, inner=inner, params=new)
+                return scheduled(updates, state, run, passes)
+
+            def without(updates: Tree, state: LowPrecisionState, *_: Any) -> Updated:
+                return applied(scheduled(updates, state))
+
+            arguments = updates, state, params, consts
+            if shards.interpret:
+                out, (key, new) = with_passes(*arguments)
+            else:
+                out, (key, new) = kernels.for_tpus(with_passes, without, *arguments)
         return out, LowPrecisionState(key, _stored_state.boxes_inside(new))
 
-    update, update_params = (functools.partial(run, apply) for apply in (False, True))
-    if implementation == "xla":
-        return optax.GradientTransformationExtraArgs(init, update)
-    tx = kernels.WithUpdateParams(init, update)
-    tx.update_params = update_params
+    tx = kernels.WithUpdateParams(init, functools.partial(run, False))
+    tx.update_params = functools.partial(run, True)
     return tx
 
 

@@ -97,7 +97,7 @@ CASES = {
 def test_bytes_of_low_precision_steps(case, shape):
     """Gradient 4, parameter 8; of each moment codes 2, and scales 8 in 256 elements (fp8: 128)."""
     inner, options, per_parameter = CASES[case]
-    tx = optax_ext.low_precision_state(inner, implementation="pallas", **options)
+    tx = optax_ext.low_precision_state(inner, **options)
     params = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     found = total(step_of(tx), params, jax.eval_shape(tx.init, params), params) / math.prod(shape)
     assert found == pytest.approx(per_parameter, abs=0.006)

@@ -1,4 +1,4 @@
-"""The loop over rows of ``low_precision_state(implementation="pallas")`` against XLA's form.
+"""The loop over rows of programs for TPUs against XLA's form.
 
 Run on the CPU; the values are the same up to where XLA fuses and so rounds.
 """
@@ -11,7 +11,7 @@ import pytest
 from optax_ext import kernels
 from optax_ext.low_precision import _row_loop
 
-from .kernels_and_xla import check_steps, interpreted, pair, params_of
+from .kernels_and_xla import check_steps, interpreted, low, params_of
 
 
 def num_loops(fn, *args):
@@ -36,7 +36,7 @@ def small(monkeypatch):
     ],
 )
 def test_equals_the_form_of_xla(shape, options, apply):
-    _, tx = pair(optax.adamw(1e-3), **options)
+    tx = low(optax.adamw(1e-3), **options)
     params = params_of({"w": shape})
     state = jax.jit(tx.init)(params)
     update = kernels.update_params_of(tx) if apply else tx.update
@@ -59,8 +59,8 @@ def test_equals_the_form_of_xla(shape, options, apply):
     ],
 )
 def test_which_matrices(shape, apply, loops):
-    plain, tx = pair(optax.adamw(1e-3))
-    assert kernels.update_params_of(plain) is None
+    tx = low(optax.adamw(1e-3))
     params = jax.ShapeDtypeStruct(shape, jnp.float32)
     update = kernels.update_params_of(tx) if apply else tx.update
-    assert num_loops(update, params, jax.eval_shape(tx.init, params), params) == loops
+    state = jax.eval_shape(tx.init, params)
+    assert num_loops(interpreted(update), params, state, params) == loops

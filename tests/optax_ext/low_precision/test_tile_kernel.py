@@ -1,4 +1,4 @@
-"""The kernel of ``low_precision_state(implementation="pallas")`` against XLA's form, interpreted.
+"""The kernel of programs for TPUs against XLA's form, interpreted.
 
 Compiled for TPUs and on shards of a mesh: tests/sharding.
 """
@@ -9,12 +9,14 @@ import numpy as np
 import optax
 import pytest
 from _pallas_bytes import calls as kernels_in
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 from optax_ext import Float8, kernels
 
 from ..traces import step_of
-from .kernels_and_xla import assert_same, check_steps, gradients_of, interpreted, pair, params_of
+from .kernels_and_xla import assert_same, check_steps, gradients_of, interpreted, low, params_of
 
 # Inner transformation, options, shapes, the gradients' dtype.
 CASES = {
@@ -41,12 +43,12 @@ CASES = {
 )
 def test_equals_the_form_of_xla(case):
     inner, options, shapes, dtype = CASES[case]
-    plain, tiled = pair(inner, **options)
+    tx = low(inner, **options)
     params = params_of(shapes, dtype)
-    state = jax.jit(plain.init)(params)
-    found = kernels_in(tiled.update, params, state, params)
+    state = jax.jit(tx.init)(params)
+    found = kernels_in(tx.update, params, state, params)
     assert len(found) == sum(len(s) > 1 for s in shapes.values())
-    check_steps(jax.jit(plain.update), interpreted(tiled.update), params, state, dtype)
+    check_steps(jax.jit(tx.update), interpreted(tx.update), params, state, dtype)
 
 
 @pytest.mark.parametrize(
@@ -61,33 +63,51 @@ def test_equals_the_form_of_xla(case):
     ],
 )
 def test_what_no_kernel_takes(inner, options, shape):
-    plain, tiled = pair(inner, **options)
+    tx = low(inner, **options)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    state = jax.eval_shape(plain.init, params)
-    assert not kernels_in(tiled.update, params, state, params)
+    state = jax.eval_shape(tx.init, params)
+    assert not kernels_in(tx.update, params, state, params)
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (126, 16384, 53248)])
 def test_in_programs_for_tpus(shape):
     """One kernel there, XLA's form elsewhere."""
-    _, tiled = pair(optax.adamw(1e-3))
+    tx = low(optax.adamw(1e-3))
     params = jax.ShapeDtypeStruct(shape, jnp.float32)
-    state = jax.eval_shape(tiled.init, params)
-    traced = jax.jit(tiled.update).trace(params, state, params)
+    state = jax.eval_shape(tx.init, params)
+    traced = jax.jit(tx.update).trace(params, state, params)
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 1
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call") == 0
+
+
+@pytest.mark.parametrize("how", ["shard", "map", "differentiate"])
+def test_the_form_of_xla_remains_where_no_kernel_runs(how):
+    """Arrays that jit alone shards, derivatives and maps, in programs for TPUs."""
+    tx, params = low(optax.adamw(1e-3)), jnp.ones((64, 128))
+    state = jax.jit(tx.init)(params)
+    update = lambda g: tx.update(g, state, params)[0]  # noqa: E731
+    if how == "shard":
+        place = NamedSharding(jax.make_mesh((8,), ("data",)), P("data"))
+        fn = jax.jit(update, in_shardings=place)
+    elif how == "map":
+        fn = jax.jit(lambda g: jax.vmap(update)(jnp.stack([g, 2 * g]))[0])
+    else:
+        fn = jax.jit(lambda g: jax.jvp(update, (g,), (g,))[0])
+    traced = fn.trace(jax.ShapeDtypeStruct(params.shape, params.dtype))
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    np.testing.assert_allclose(fn(np.ones((64, 128), "float32")), jax.jit(update)(params), 1e-6)
 
 
 # --- Parameters inside ----------------------------------------------------------------------------
 
 
 def test_parameters_are_updated_as_by_optax():
-    plain, tiled = pair(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
-    update_params = kernels.update_params_of(tiled)
+    tx = low(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    update_params = kernels.update_params_of(tx)
     params = params_of({"w": (64, 130), "b": (40,)}, "bfloat16")
-    state = jax.jit(plain.init)(params)
+    state = jax.jit(tx.init)(params)
     assert len(kernels_in(update_params, params, state, params)) == 1
-    by_hand, inside = jax.jit(step_of(plain)), interpreted(update_params)
+    by_hand, inside = jax.jit(step_of(tx)), interpreted(update_params)
     for i in range(3):
         grads = gradients_of(i, params)
         want, have = by_hand(grads, state, params), inside(grads, state, params)

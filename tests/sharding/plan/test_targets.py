@@ -2,7 +2,6 @@
 
 import json
 
-import optax
 import pytest
 import zero as benchmark
 from _steps import compiled, cost
@@ -71,7 +70,7 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
 def test_8_bit_state_in_one_pass_holds_few_temporaries(target, shape):
     """By XLA's form the first step holds 16 to 22 bytes per parameter, and moves 93 to 100."""
     need(target)
-    tx = optax_ext.low_precision_state(optax.adamw(1e-3), implementation="pallas")
+    tx = optax_ext.adamw8bit(1e-3)
     moved, held = cost(compiled(target, tx, [shape]), [shape])
     by_kernel = shape[1] >= 128  # otherwise by a loop over rows, of 1.2 MiB at most
     assert held < (0.1 if by_kernel else 0.3)
