@@ -65,7 +65,7 @@ class PipelinePlan(Printed):
         """The tables to print: memory of a device, work and traffic by stage, both steps."""
         plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
         left = self.memory - self.pipeline.memory
-        title = f"{plan.pipe} stages x {plan.data * plan.tensor} replicas, {plan.schedule}"
+        title = f"{plan.pipe} stages x {plan.data} replicas, {plan.schedule}"
         parts = (held.params, held.grads, held.state, held.activations, self.pipeline.memory)
         memory = (*map(size, parts), size(left) if left >= 0 else "too much")
         columns = ("params", "gradients", "state", "activations", "total")
@@ -115,44 +115,25 @@ class PipelinePlan(Printed):
 
     def _verdict(self) -> str:
         """Whether to pipeline, with figures."""
-        pipe, zero, on = self.pipeline, self.alternative, f"{size(self.memory)} on {self.target}"
-        devices = pipe.plan.num_devices
+        pipe, zero, devices = self.pipeline, self.alternative, self.pipeline.plan.num_devices
         if zero is None:
             return f"Pipeline: without one {devices} devices cannot share so few sequences."
-        if not self.recommended:
+        if max(pipe.memory, zero.memory) > self.memory:
+            fit = {"pipeline": "Pipeline: ZeRO does", "ZeRO": "Do not pipeline: stages do"}
             return (
-                f"Neither fits {on}: the pipeline needs {size(pipe.memory)}, ZeRO alone "
-                f"{size(zero.memory)}."
+                f"{fit.get(self.recommended, 'Both do')} not fit. Of {size(self.memory)} on "
+                f"{self.target} the pipeline needs {size(pipe.memory)}, ZeRO {size(zero.memory)}."
             )
-        if not self._fits("ZeRO"):
-            return (
-                f"Pipeline: ZeRO alone does not fit {on}. It needs {size(zero.memory)}, the "
-                f"pipeline {size(pipe.memory)}."
-            )
-        if not self._fits("pipeline"):
-            return (
-                f"Do not pipeline: its fullest device needs {size(pipe.memory)} of {on}, ZeRO "
-                f"alone {size(zero.memory)}."
-            )
-        a, b = pipe.seconds, zero.seconds
-        where = f"On {devices} devices a step takes {seconds(a.seconds)}"
-        if self.recommended == "pipeline":
-            text = (
-                f"Pipeline. {where}, and {seconds(b.seconds)} with ZeRO alone, whose wire takes "
-                f"{seconds(b.data)}; the pipeline's {seconds(a.data + a.transfers)}."
-            )
-        else:
-            text = (
-                f"Do not pipeline. {where} in the pipeline, of which bubble and transfers are "
-                f"{seconds(a.bubble + a.transfers)}, and {seconds(b.seconds)} with ZeRO alone."
-            )
-        ends = ((a.full_overlap, b.full_overlap), (a.no_overlap, b.no_overlap))
-        if len({x < y for x, y in (*ends, (a.seconds, b.seconds))}) == 1:
-            return f"{text} That holds if all wires are hidden, and if none is."
-        (a_hidden, b_hidden), (a_exposed, b_exposed) = ends
+        a, b, which = pipe.seconds, zero.seconds, ("seconds", "full_overlap", "no_overlap")
+        both = [(getattr(a, name), getattr(b, name)) for name in which]
+        _, hidden, exposed = (" and ".join(map(seconds, times)) for times in both)
+        measure = ": measure both" if len({x < y for x, y in both}) > 1 else ""
         return (
-            f"{text} With all wires hidden they take {seconds(a_hidden)} and {seconds(b_hidden)}, "
-            f"with none {seconds(a_exposed)} and {seconds(b_exposed)}: measure both."
+            f"{'Pipeline' if self.recommended == 'pipeline' else 'Do not pipeline'}. On {devices} "
+            f"devices a step takes {seconds(a.seconds)} in the pipeline, and {seconds(b.seconds)} "
+            f"with ZeRO alone. Bubble and transfers of the pipeline are "
+            f"{seconds(a.bubble + a.transfers)}, the wire of ZeRO {seconds(b.data)}. With all "
+            f"wires hidden they take {hidden}, with none {exposed}{measure}."
         )
 
 

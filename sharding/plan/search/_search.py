@@ -367,7 +367,8 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
         )
     parts = []
     for name, value in (keep or {}).items():
-        known = sorted(set().union(*(group.values(name) for group in every)), key=str)
+        values = set().union(*(group.values(name) for group in every))
+        known = sorted(values, key=lambda x: (x if isinstance(x, int) else 0, str(x)))
         asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
         reason = f"is none of {', '.join(map(str, known))}{asked}"
         if name == "schedule" and value in ASYNC_SCHEDULES:

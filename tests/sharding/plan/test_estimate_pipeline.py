@@ -6,8 +6,16 @@ import random
 import optax
 import pytest
 
-from sharding.plan import estimate_pipeline, kind_of, layer_costs, search, step_seconds
+from sharding.plan import (
+    estimate,
+    estimate_pipeline,
+    kind_of,
+    layer_costs,
+    search,
+    step_seconds,
+)
 from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._plan_costs import zero_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import machine_of
@@ -145,6 +153,13 @@ def test_all_commands_have_the_same_seconds_and_bytes(target):
     assert {it.plan.stage for it in chosen if it.plan.pipe == 1} >= {1, 2, 3}
     for it in chosen:
         assert step_seconds(model, it.plan, machine) == it.seconds
+    zeros = [it for it in chosen if it.plan.pipe * it.plan.tensor == 1]
+    for it in random.Random(1).sample(zeros, 6):
+        flops = model.flops(it.tokens, model.length) / machine.num_devices
+        zero, params = zero_of(it.plan), model.abstract("bfloat16")
+        bounds = estimate(params, ADAMW, zero, device=machine.device, flops=flops)
+        least = bounds.seconds(bounds.stage(bounds.requested))
+        assert 0 < max(least.values()) < it.seconds.seconds
     pipelines = [it for it in chosen if it.plan.pipe > 1]
     for it in random.Random(1).sample(pipelines, 6):
         keep = {name: getattr(it.plan, name) for name in KEPT}
