@@ -1,7 +1,12 @@
-"""Published times of training steps, with their plans: what predictions are compared with."""
+"""Published times of training steps, with their plans: what predictions are compared with.
+
+Constants of the model fit half of the tables that ``sources`` names, every second model of each;
+all else is held out.
+"""
 
 import csv
 import dataclasses
+import math
 import pathlib
 
 from sharding.plan import kind_of
@@ -11,16 +16,23 @@ from sharding.plan.machine._collective_time import Machine
 from sharding.plan.model._layer_time import Implementation
 from sharding.plan.model._models import MODELS, Decoder
 
-_VTRAIN = pathlib.Path(__file__).parents[1] / "tests" / "sharding" / "vtrain"
+_HERE = pathlib.Path(__file__).parent
+_VTRAIN = _HERE.parent / "tests" / "sharding" / "vtrain"
 # Megatron-LM of 2022: fused kernels, scores in memory, dropout; nothing overlaps.
 MEGATRON = Implementation(attention="materialized", dropout=True, lockstep=False)
 # Its small steps wait for the host: seconds of a kernel as ``layer_work`` counts them, fewer than
 # there are. Of multiples of 5 us, the one with the least error on every tenth step of the single
-# nodes of vTrain; nothing else here is fitted.
-EAGER = dataclasses.replace(MEGATRON, launch=55e-6)
+# nodes of vTrain.
+EAGER = dataclasses.replace(MEGATRON, launch=60e-6)
 FUSED = Implementation(attention="fused")
-# FSDP of 2023 runs eagerly: layers are computed again as a whole.
-FUSED_EAGER = Implementation(attention="fused", lockstep=False)
+# Collectives of tensor parallelism run beside products: NeMo, and XLA for TPUs.
+OVERLAPPED = dataclasses.replace(FUSED, collective_matmul=True)
+# Eager PyTorch reads and writes values twice as often as fused kernels: the factor that fits
+# llm-foundry on both GPUs.
+UNFUSED = 2.0
+# The kernel of Triton that llm-foundry used, the first FlashAttention, relative to matrix products;
+# fitted there: a third of the present kernel's speed on H100, whose tensor cores it does not reach.
+TRITON = {"a100-40": 0.40, "a100-80": 0.40, "h100": 0.27}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Published:
       implementation: how the program computed a layer.
       seconds: of a step.
       overlap: whether the program overlaps collectives of data parallelism with computing.
+      fitted: whether constants fit it.
+      odd: whether its source contradicts it by a neighbouring row.
     """
 
     name: str
@@ -44,6 +58,8 @@ class Published:
     implementation: Implementation
     seconds: float
     overlap: bool
+    fitted: bool = False
+    odd: bool = False
 
     def predicted(self) -> StepSeconds:
         """The prediction, by what it waits for."""
@@ -53,6 +69,11 @@ class Published:
         """Seconds, with the overlap that the program has."""
         found = self.predicted()
         return found.seconds if self.overlap else found.no_overlap
+
+    @property
+    def ratio(self) -> float:
+        """Predicted seconds by published ones."""
+        return self.prediction() / self.seconds
 
 
 def gpt(
@@ -145,57 +166,226 @@ def vtrain(name: str, implementation: Implementation = EAGER) -> list[Published]
     return rows
 
 
-# --- FSDP on GPUs ---------------------------------------------------------------------------------
+# --- FSDP of llm-foundry --------------------------------------------------------------------------
 
-# Model, length, devices, sequences of a micro-batch, micro-batches, recomputation, tokens per
-# second and device. llm-foundry of MosaicML, scripts/train/benchmarking/README.md.
-MPT = {
-    "1b": gpt(24, 2048, 16, vocabulary=50368),
-    "3b": gpt(32, 2560, 20, vocabulary=50368),
-    "7b": gpt(32, 4096, 32, vocabulary=50368),
-    "13b": gpt(40, 5120, 40, vocabulary=50368),
-    "30b": gpt(48, 7168, 56, vocabulary=50368),
-    "70b": gpt(80, 8192, 64, vocabulary=50368),
+_MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
 }
-_FSDP = [
-    ("h100", "7b", 2048, 8, 6, 1, "none", 10643),
-    ("h100", "7b", 2048, 512, 6, 1, "none", 9670),
-    ("h100", "7b", 4096, 8, 16, 2, "full", 8611),
-    ("h100", "7b", 8192, 8, 8, 2, "full", 6935),
-    ("h100", "1b", 2048, 8, 14, 1, "none", 45455),
-    ("h100", "1b", 2048, 64, 20, 1, "none", 44402),
-    ("h100", "3b", 2048, 64, 6, 3, "none", 22525),
-    ("h100", "13b", 2048, 8, 2, 1, "none", 4792),
-    ("h100", "13b", 2048, 64, 2, 1, "none", 4800),
-    ("h100", "13b", 4096, 8, 10, 3, "full", 4717),
-    ("h100", "30b", 2048, 8, 3, 21, "full", 2002),
-    ("h100", "30b", 2048, 32, 14, 3, "full", 2308),
-    ("h100", "70b", 2048, 32, 2, 16, "full", 882),
-    ("h100", "70b", 2048, 64, 8, 4, "full", 1039),
-    ("a100-80", "7b", 2048, 8, 6, 2, "none", 4641),
-    ("a100-80", "30b", 2048, 8, 3, 21, "full", 916),
-]
+MPT = {name: gpt(*dims, vocabulary=50368) for name, dims in _MPT.items()}
 
 
-def fsdp() -> list[Published]:
-    """Steps of MPT models at stage 3 of ZeRO."""
+# Rows that their neighbours contradict: fewer tokens per second than for longer sequences (760m);
+# a fifth to a quarter fewer on half as many devices (70b, 1b); a third fewer than at half the
+# length, where 13b loses an eighth (30b, whose micro-batch is the least).
+_ODD = {
+    ("a100-80", "760m", 512, 8),
+    ("a100-80", "760m", 1024, 8),
+    ("a100-40", "70b", 2048, 64),
+    ("a100-40", "1b", 2048, 32),
+    ("a100-80", "30b", 8192, 8),
+    ("h100", "30b", 8192, 8),
+}
+
+
+def llm_foundry(*kinds: str) -> list[Published]:
+    """Steps of MPT models at stages 2 and 3 of ZeRO, on these kinds of GPU.
+
+    All rows in 16 bits of scripts/train/benchmarking/README.md of mosaicml/llm-foundry, January
+    2024. "default" reduces gradients in 32 bits, by PyTorch 2.1, whose checkpoints stop once all
+    values are there; "pure" in 16 bits, before that, and computes whole layers again.
+    """
     rows = []
-    for kind, name, length, devices, micro, count, recompute, rate in _FSDP:
-        model = dataclasses.replace(MPT[name], length=length)
-        plan = ParallelPlan(
-            data=devices, microbatch=micro, microbatches=count, stage=3, recompute=recompute
-        )
-        rows.append(
-            Published(
-                f"MPT-{name}, length {length}",
-                *(model, plan, Machine(kind_of(kind), devices), FUSED_EAGER),
-                *(plan.sequences * length / devices / rate, True),
+    with (_HERE / "published" / "llm_foundry.csv").open() as file:
+        for it in csv.DictReader(file):
+            if it["device"] not in kinds:
+                continue
+            device = kind_of(it["device"])
+            if it["device"] != "h100":
+                device = dataclasses.replace(device, network=1600e9 / 8 / 8)
+            devices, length = int(it["devices"]), int(it["length"])
+            recent = it["precision"] == "default"
+            model = dataclasses.replace(MPT[it["model"]], length=length)
+            plan = ParallelPlan(
+                data=devices,
+                microbatch=int(it["microbatch"]),
+                microbatches=int(it["microbatches"]),
+                stage=int(it["stage"]),
+                recompute=it["recompute"],
+                grad_bytes=4.0 if recent else 2.0,
             )
+            implementation = Implementation(
+                attention="fused",
+                attention_share=TRITON[it["device"]],
+                unfused=UNFUSED,
+                lockstep=recent,
+            )
+            seconds = plan.sequences * length / devices / int(it["rate"])
+            row = Published(
+                *(f"MPT-{it['model']}", model, plan, Machine(device, devices)),
+                *(implementation, seconds, True),
+                odd=(it["device"], it["model"], length, devices) in _ODD,
+            )
+            rows.append(row)
+    return rows
+
+
+# --- NVIDIA's and PyTorch's, on GPUs --------------------------------------------------------------
+
+_H100 = kind_of("h100")
+
+
+def _llama(name: str, length: int) -> Decoder:
+    return dataclasses.replace(MODELS[name], length=length)
+
+
+def dgx_cloud() -> list[Published]:
+    """NVIDIA/dgxc-benchmarking 25.04, June 2025: NeMo on H100, in 16 bits."""
+    gpt3 = gpt(96, 12288, 96)
+    nemotron = [
+        Decoder(layers, width, heads, 8, 4 * width, 256000, 4096, gated=False)
+        for layers, width, heads in ((32, 6144, 48), (96, 18432, 96))
+    ]
+    table = [
+        ("GPT-3 175B", gpt3, 4, 8, 6, 1, 64, {4: 8.309, 8: 8.408, 16: 8.42, 32: 8.453, 64: 8.49}),
+        (
+            *("Nemotron-4 15B", nemotron[0], 2, 1, 1, 2, 4),
+            {8: 2.66, 16: 2.66, 32: 2.67, 64: 2.67, 128: 2.68, 256: 2.71, 512: 2.74, 1024: 2.78},
+        ),
+        ("Nemotron-4 340B", nemotron[1], 8, 8, 12, 1, 16, {4: 4.36, 8: 4.39, 16: 4.41, 32: 4.43}),
+    ]
+    rows = []
+    for name, model, tensor, pipe, chunks, micro, count, times in table:
+        for data, seconds in times.items():
+            plan = ParallelPlan(
+                data=data,
+                tensor=tensor,
+                pipe=pipe,
+                microbatch=micro,
+                microbatches=count,
+                stage=1,
+                sequence_parallel=True,
+                schedule="interleaved" if chunks > 1 else "aligned",
+                chunks=chunks,
+                recompute="none",
+                grad_bytes=4.0 if "Nemo" in name else 2.0,
+            )
+            implementation = dataclasses.replace(OVERLAPPED, lockstep=False)
+            machine = Machine(_H100, plan.num_devices)
+            rows.append(Published(name, model, plan, machine, implementation, seconds, True))
+    return rows
+
+
+def megatron() -> list[Published]:
+    """The H100 table of Megatron-LM's README, July 2024: the models without a pipeline.
+
+    Micro-batches are not published; here they have one sequence.
+    """
+    table = [
+        (24, 2048, 16, 1, 408.8e12),
+        (30, 4096, 32, 2, 465.9e12),
+        (32, 6144, 48, 4, 489.1e12),
+        (48, 7168, 56, 8, 459.6e12),
+    ]
+    rows = []
+    for layers, width, heads, tensor, rate in table:
+        model = gpt(layers, width, heads, 4096, 131072)
+        plan = ParallelPlan(
+            data=48,
+            tensor=tensor,
+            microbatches=4,
+            stage=1,
+            sequence_parallel=tensor > 1,
+            recompute="none",
+        )
+        machine = Machine(_H100, plan.num_devices)
+        seconds = model.flops(192 * 4096, 4096) / plan.num_devices / rate
+        rows.append(
+            Published(f"{layers} x {width}", model, plan, machine, OVERLAPPED, seconds, True)
         )
     return rows
 
 
-# --- MaxText --------------------------------------------------------------------------------------
+def maxtext_gpu() -> list[Published]:
+    """MaxText on H100: its own table of 2024 on A3 High, 800 Gb/s a node, and NVIDIA's of 2025."""
+    a3 = dataclasses.replace(_H100, network=800e9 / 8 / 8)
+    llama, llama3 = _llama("llama2-7b", 4096), _llama("llama3-70b", 8192)
+    rows = []
+    for nodes, rate in {1: 492e12, 2: 422e12, 4: 407e12, 8: 409e12, 16: 375e12}.items():
+        plan = ParallelPlan(
+            data=8 * nodes,
+            replicas=nodes,
+            microbatch=4,
+            stage=3,
+            recompute="minimal_with_context",
+            grad_bytes=4.0,
+        )
+        seconds = llama.flops(4 * 4096, 4096) / rate
+        rows.append(
+            Published("Llama2-7B", llama, plan, Machine(a3, 8 * nodes), FUSED, seconds, True)
+        )
+    plan = ParallelPlan(data=8, microbatch=2, stage=3, recompute="minimal_with_context")
+    rows.append(Published("Llama2-7B", llama, plan, Machine(_H100, 8), FUSED, 0.721, True))
+    times = {(128, 1): 15.563, (256, 1): 15.444, (128, 4): 15.519, (128, 8): 15.603}
+    for (shards, replicas), seconds in (times | {(128, 16): 15.898}).items():
+        data = shards * replicas
+        plan = ParallelPlan(
+            data=data, replicas=replicas, microbatch=2, stage=3, recompute="save_qkv_proj"
+        )
+        rows.append(
+            Published("Llama3-70B", llama3, plan, Machine(_H100, data), FUSED, seconds, True)
+        )
+    return rows
+
+
+def torchtitan() -> list[Published]:
+    """FSDP2 of torchtitan: docs/performance.md of April 2024, A100; benchmarks/ of 2024 and 2025.
+
+    Its H100 are limited to 500 W, have 2.4 TB/s and so a peak that the source does not know:
+    between the SXM and the NVL modules, which have 989e12 and 835e12; here, 835e12.
+    """
+    a100 = kind_of("a100-80")
+    limited = dataclasses.replace(_H100, flops=835e12, bandwidth=2400e9)
+    eager = dataclasses.replace(FUSED, unfused=UNFUSED)
+    table = [
+        ("Llama3-8B", "llama3-8b", a100, 64, 1, 1, "selective", 8192, eager, 2973),
+        ("Llama3-70B", "llama3-70b", a100, 64, 1, 1, "full", 8192, eager, 331),
+        ("Llama2-13B", "llama2-13b", a100, 64, 1, 2, "none", 4096, eager, 2162),
+        ("Llama2-70B", "llama2-70b", a100, 64, 1, 2, "full", 4096, eager, 353),
+        ("Llama3-8B eager", "llama3-8b", limited, 8, 1, 2, "selective", 8192, eager, 5762),
+        ("Llama3-8B", "llama3-8b", limited, 8, 1, 2, "selective", 8192, FUSED, 6667),
+        ("Llama3-8B eager", "llama3-8b", limited, 128, 1, 2, "selective", 8192, eager, 5605),
+        ("Llama3-8B", "llama3-8b", limited, 128, 1, 2, "selective", 8192, FUSED, 6514),
+        ("Llama3-8B", "llama3-8b", limited, 64, 8, 12, "selective", 8192, FUSED, 4378),
+        ("Llama3-70B", "llama3-70b", limited, 256, 8, 16, "full", 8192, FUSED, 597.3),
+    ]
+    rows = []
+    for name, model, device, devices, tensor, micro, recompute, length, how, rate in table:
+        plan = ParallelPlan(
+            data=devices // tensor,
+            tensor=tensor,
+            microbatch=micro,
+            stage=3,
+            sequence_parallel=tensor > 1,
+            recompute={"selective": "save_dot_except_mlp"}.get(recompute, recompute),
+            grad_bytes=4.0,
+        )
+        if device is limited:
+            how = dataclasses.replace(how, attention_share=0.5)  # FlashAttention-2
+        seconds = plan.sequences * length / devices / rate
+        machine = Machine(device, devices)
+        rows.append(Published(name, _llama(model, length), plan, machine, how, seconds, True))
+    return rows
+
+
+# --- TPUs -----------------------------------------------------------------------------------------
 
 
 def maxtext_model(scale: int) -> Decoder:
@@ -211,36 +401,157 @@ def maxtext_model(scale: int) -> Decoder:
     return Decoder(16 * layers, 2048 * width, heads, heads, 448 * heads, 32000, head_dim=128)
 
 
-def maxtext() -> list[Published]:
-    """Steps of MaxText on TPUs and GPUs; its operations count attention in full.
+def maxtext(*kinds: str) -> list[Published]:
+    """MaxText's own tables of 2023 on TPUs; its operations count attention in full.
 
-    src/maxtext/configs/tpu/{v5p,v5e}/*.sh and MaxText/configs/{v5p,v5e,a3/llama_2_7b}/README.md.
-    What "minimal" policies compute again is element-wise; it counts as nothing here. Nor does the
-    transfer of offloaded queries, keys and values.
+    src/maxtext/configs/tpu/{v4,v5e,v5p}/{README.md,*.sh}. What "minimal" policies compute again is
+    element-wise; it counts as nothing here. Nor does the transfer of offloaded queries, keys and
+    values. Tori are those of the type of a slice, where there are several, the nearest to a cube.
     """
-    b16, b32, b128 = map(maxtext_model, (16, 32, 128))
-    v5p, v5e = (kind_of(name) for name in ("v5p", "v5e"))
-    h100 = kind_of("h100")
-    llama = dataclasses.replace(MODELS["llama2-7b"], length=4096)
-    none, full, qkv = "none", "full", "save_qkv_proj"
+    v4_22b = Decoder(48, 6144, 24, 24, 24576, 32000, gated=False, head_dim=256)
+    v4_52b = Decoder(32, 12288, 32, 32, 49152, 32000, gated=False, head_dim=256)
+    full, qkv, minimal = "full", "save_qkv_proj", "minimal"
     table = [
-        ("32B", b32, Machine(v5p, 64, (4, 4, 4)), 16, 4, 1, 6 * 4, none, 328e12),
-        ("16B", b16, Machine(v5e, 256, (16, 16)), 256, 1, 1, 6, full, 120e12),
-        ("128B", b128, Machine(v5e, 256, (16, 16)), 16, 16, 1, 16, qkv, 110e12),
-        ("Llama2-7B", llama, Machine(h100, 8), 8, 1, 1, 4, none, 492e12),
-        ("Llama2-7B", llama, Machine(h100, 128), 128, 1, 16, 4, none, 375e12),
+        ("v4", "22B", v4_22b, (4, 4, 4), 1, 13, full, {1: 156, 2: 152, 4: 149, 8: 146}),
+        ("v4", "52B", v4_52b, (4, 4, 12), 1, 7, full, {1: 154, 2: 162}),
+        (
+            "v5e",
+            "16B",
+            16,
+            (16, 16),
+            1,
+            6,
+            full,
+            {1: 120, 2: 117, 4: 117, 8: 115, 16: 111, 32: 108},
+        ),
+        (
+            "v5e",
+            "32B",
+            32,
+            (16, 16),
+            1,
+            4,
+            full,
+            {1: 132, 2: 128, 4: 126, 8: 125, 16: 123, 32: 119},
+        ),
+        ("v5e", "64B", 64, (16, 16), 1, 2, full, {1: 118, 2: 112, 4: 110, 8: 108, 16: 105, 32: 99}),
+        (
+            "v5e",
+            "128B",
+            128,
+            (16, 16),
+            16,
+            1,
+            qkv,
+            {1: 110, 2: 110, 4: 108, 8: 104, 16: 100, 32: 91},
+        ),
+        ("v5p", "32B", 32, (4, 4, 4), 4, 6, minimal, {1: 328, 2: 319}),
+        ("v5p", "64B", 64, (4, 4, 4), 4, 3, minimal, {1: 323, 2: 309}),
+        ("v5p", "128B", 128, (4, 4, 8), 8, 1, minimal, {1: 315, 2: 305}),
+        ("v5p", "128B", 128, (4, 8, 8), 8, 1, minimal, {1: 316, 2: 274}),
+        ("v5p", "256B", 256, (8, 8, 8), 8, 1, minimal, {1: 308, 2: 289}),
+        ("v5p", "512B", 512, (8, 8, 8), 8, 2, full, {1: 294, 2: 282}),
+        ("v5p", "1024B", 1024, (8, 8, 16), 16, 2, full, {1: 254, 2: 237}),
+        ("v5p", "1024B", 1024, (8, 16, 16), 16, 2, full, {1: 297, 2: 279}),
     ]
     rows = []
-    for name, model, machine, data, tensor, replicas, micro, recompute, rate in table:
-        plan = ParallelPlan(
-            data=data,
-            tensor=tensor,
-            microbatch=micro,
-            stage=3,
-            replicas=replicas,
-            recompute=recompute,
-            sequence_parallel=tensor > 1,
-        )
-        flops = model.flops(plan.sequences * model.length, model.length) / machine.num_devices
-        rows.append(Published(f"MaxText {name}", model, plan, machine, FUSED, flops / rate, True))
+    for kind, name, scale, torus, tensor, each, recompute, rates in table:
+        if kind not in kinds:
+            continue
+        model = maxtext_model(scale) if isinstance(scale, int) else scale
+        chips = math.prod(torus)
+        for slices, rate in rates.items():
+            plan = ParallelPlan(
+                data=slices * chips // tensor,
+                replicas=slices,
+                tensor=tensor,
+                microbatch=each * tensor,
+                stage=3,
+                recompute=recompute,
+                sequence_parallel=tensor > 1,
+            )
+            machine = Machine(kind_of(kind), slices * chips, torus, slices)
+            seconds = model.flops(each * model.length, model.length) / (rate * 1e12)
+            rows.append(
+                Published(f"MaxText {name}", model, plan, machine, OVERLAPPED, seconds, True)
+            )
     return rows
+
+
+def tpu_recipes() -> list[Published]:
+    """AI-Hypercomputer/tpu-recipes, 2025 and 2026: v6e, v5p and tpu7x, all at stage 3 of ZeRO.
+
+    Policies are the presets that save the same products; of those that save the result of attention
+    without the product after it, one that saves both.
+    """
+    models = {name: _llama(name, 8192) for name in ("llama3-8b", "llama3-70b", "llama3-405b")}
+    models["llama2-70b"] = _llama("llama2-70b", 4096)
+    models["mistral-7b"] = dataclasses.replace(models["llama3-8b"], vocabulary=32000)
+    models["gpt3-175b"] = gpt(96, 12288, 96, vocabulary=50304)
+    small, qkv, full = "save_dot_except_mlp", "save_qkv_proj", "full"
+    context = "save_dot_with_context_except_mlp"
+    table = [
+        ("v6e", "llama3-8b", (2, 4), 1, 3, small, 3.443),
+        ("v6e", "llama3-8b", (4, 4), 1, 3, small, 3.393),
+        ("v6e", "llama3-8b", (4, 8), 1, 3, small, 3.495),
+        ("v6e", "llama3-8b", (8, 8), 1, 5, small, 5.652),
+        ("v6e", "llama3-8b", (8, 16), 1, 4, small, 4.602),
+        ("v6e", "llama3-8b", (16, 16), 1, 4, small, 4.546),
+        ("v6e", "mistral-7b", (2, 4), 1, 6, small, 6.320),
+        ("v6e", "llama3-70b", (4, 8), 1, 2, qkv, 17.790),
+        ("v6e", "llama3-70b", (8, 8), 1, 2, qkv, 18.688),
+        ("v6e", "llama3-70b", (8, 16), 1, 4, qkv, 34.786),
+        ("v6e", "llama3-70b", (16, 16), 1, 5, qkv, 42.656),
+        ("v6e", "llama2-70b", (16, 16), 1, 3, qkv, 13.577),
+        ("v6e", "llama3-405b", (16, 16), 2, 1, full, 54.803),
+        ("v6e", "gpt3-175b", (16, 16), 1, 3, full, 17.182),
+        ("v5p", "llama3-405b", (8, 8, 8), 1, 2, context, 131.474),
+        ("tpu7x", "llama3-70b", (4, 4, 4), 1, 2, context, 12.20),
+        ("tpu7x", "llama3-70b", (4, 8, 8), 1, 2, context, 12.27),
+        ("tpu7x", "llama3-405b", (4, 8, 8), 1, 3, "save_qkv_proj", 98.34),
+    ]
+    rows = []
+    for kind, name, torus, slices, each, recompute, seconds in table:
+        devices = math.prod(torus) * slices * (2 if kind == "tpu7x" else 1)
+        plan = ParallelPlan(data=devices, microbatch=each, stage=3, recompute=recompute)
+        machine = Machine(kind_of(kind), devices, torus, slices)
+        rows.append(Published(name, models[name], plan, machine, FUSED, seconds, True))
+    return rows
+
+
+# --- All ------------------------------------------------------------------------------------------
+
+
+def _half(rows: list[Published]) -> list[Published]:
+    """Every second model of a table is fitted."""
+    names = list(dict.fromkeys(row.name for row in rows))
+    return [dataclasses.replace(row, fitted=row.name in names[::2]) for row in rows]
+
+
+def sources() -> dict[str, list[Published]]:
+    """All rows by source, the date of which is in the name."""
+    single = [
+        dataclasses.replace(row, fitted=place % 10 == 0)
+        for place, row in enumerate(vtrain("single"))
+    ]
+    recipes: dict[str, list[Published]] = {}
+    for row in tpu_recipes():
+        recipes.setdefault(row.machine.device.name, []).append(row)
+    return {
+        "llm-foundry, A100 of 80 GB, 2024-01": _half(llm_foundry("a100-80")),
+        "llm-foundry, A100 of 40 GB, 2023-06": llm_foundry("a100-40"),
+        "llm-foundry, H100, 2024-01": _half(llm_foundry("h100")),
+        "NVIDIA dgxc-benchmarking, NeMo, H100, 2025-06": _half(dgx_cloud()),
+        "Megatron-LM README, H100, 2024-07": megatron(),
+        "MaxText, JAX-Toolbox and dgxc-benchmarking, H100, 2024-05 to 2025-06": maxtext_gpu(),
+        "torchtitan, A100 and H100 of 500 W, 2024-04 to 2025-06": torchtitan(),
+        "Korthikanti et al., Megatron-LM, A100, 2022-05": korthikanti(),
+        "vTrain, one node of A100, 2024": single,
+        "vTrain, several nodes of A100, 2024": vtrain("multi"),
+        "MaxText, v4, 2023-12": maxtext("v4"),
+        "MaxText, v5e, 2023-12": _half(maxtext("v5e")),
+        "MaxText, v5p, 2024-06": _half(maxtext("v5p")),
+        "tpu-recipes, v6e, 2025-10": _half(recipes["v6e"]),
+        "tpu-recipes, v5p, 2025-10": recipes["v5p"],
+        "tpu-recipes, tpu7x, 2026-08": _half(recipes["tpu7x"]),
+    }

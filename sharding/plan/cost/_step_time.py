@@ -199,6 +199,11 @@ def passes(
     )
     again = layer.again(plan.recompute, implementation)
     sent, sent_back, sent_head = _tensor_seconds(model, plan, length, wire, implementation.lockstep)
+    if implementation.collective_matmul and plan.sequence_parallel:
+        # Beside the products, but for the first shard of each; gradients are twice the products.
+        products = sum(part.seconds for part in layer.products.values())
+        sent = max(sent / plan.tensor, sent - products)
+        sent_back = max(sent_back / plan.tensor, sent_back - 2 * products - again.matmul)
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
@@ -216,9 +221,11 @@ def passes(
     head = (head_forward + head_backward).seconds + sent_head
     counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
     most, last = max(counts[:-1] or counts), counts[-1]
-    parts = layer.forward, layer.backward + again - weight, weight
-    of_most, of_last = ([_launched(x * n, launch) for x in parts] for n in (most, last))
-    of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
+    parts = (layer.forward, sent), (layer.backward + again - weight, sent_back), (weight, 0.0)
+    of_most, of_last = (
+        [_launched(work * n, launch, wires * n) for work, wires in parts] for n in (most, last)
+    )
+    of_head = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
 
     # The device with most to do: of chunks like the slowest one, or with the last one.
     work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
@@ -276,9 +283,9 @@ def with_state(
     """A step of these passes, with the collectives of ZeRO, the update and the host link."""
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
-    data, hideable = _data_seconds(plan, step_passes.layers, params, wire)
+    data, hideable, exposed = _data_seconds(plan, step_passes.layers, params, wire)
     over = "data" if plan.replicas == 1 else "replicas"  # of a compressed sync, which nothing hides
-    exposed = sum(wire(*each, over) for each in sync.sums) if sync else 0.0
+    exposed += sum(wire(*each, over) for each in sync.sums) if sync else 0.0
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
@@ -309,9 +316,11 @@ def with_state(
     )
 
 
-def _launched(work: layer_time.KernelSeconds, launch: float) -> layer_time.KernelSeconds:
-    """Kernels that the host issues no faster than it can."""
-    waiting = max(0.0, work.kernels * launch - work.seconds)
+def _launched(
+    work: layer_time.KernelSeconds, launch: float, sent: float
+) -> layer_time.KernelSeconds:
+    """Kernels that the host issues no faster than it can, while collectives run, too."""
+    waiting = max(0.0, work.kernels * launch - work.seconds - sent)
     return work._replace(overhead=work.overhead + waiting)
 
 
@@ -337,17 +346,17 @@ def _tensor_seconds(
 
 def _data_seconds(
     plan: ParallelPlan, layers: float, params: float, wire: _Wire
-) -> tuple[float, float]:
-    """Collectives of data parallelism, and the share of computing that can run beside them."""
+) -> tuple[float, float, float]:
+    """Collectives of data parallelism, the share of computing beside them, and those after it."""
     if plan.data == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     held, reduced = params * plan.param_bytes, params * plan.grad_bytes
     times = plan.microbatches if plan.pipe == 1 else 1
     last = 2 / 3 / plan.microbatches  # gradients are reduced beside the last backward pass
     if plan.sync and plan.replicas == 1:  # which takes the place of the sums
-        return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0
+        return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0, 0.0
     if plan.stage == 0:
-        return wire("all-reduce", reduced, "data"), last
+        return wire("all-reduce", reduced, "data"), last, 0.0
     replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, "replicas")
     if plan.spread:
         replicas = wire("reduce-scatter", reduced / plan.shards, "replicas")
@@ -357,8 +366,8 @@ def _data_seconds(
         # A layer at a time, for the forward pass and for the backward pass.
         gather = layers * wire("all-gather", held / layers, "shards")
         scatter = layers * wire("reduce-scatter", reduced / layers, "shards")
-        return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
+        return times * (2 * gather + scatter), 1.0 if plan.pipe == 1 else last, replicas
     gather = wire("all-gather", held, "shards")
     if plan.stage == 2 and plan.pipe == 1:  # reduces in every backward pass
-        return times * scatter + gather + replicas, 2 / 3
-    return scatter + gather + replicas, last
+        return times * scatter + gather, 2 / 3, replicas
+    return scatter + gather, last, replicas

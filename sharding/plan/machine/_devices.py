@@ -107,7 +107,7 @@ def kind_of(name: str) -> DeviceKind | None:
 class Achieved:
     """Shares of the peak figures of a ``DeviceKind``, and fixed times in seconds."""
 
-    matmul: float  # of ``flops``, by the best matrix product
+    matmul: float  # of ``flops``, by matrix products, beside reading and writing their operands
     link: float  # of ``link``, by ring collectives of large arrays
     # of ``link``: bytes of the array per second in an all-reduce that a switch sums, if it does
     all_reduce: float | None = None
@@ -127,16 +127,13 @@ class Achieved:
     network: float = 0.96
     ramp: float = 0.0  # x bytes take as long as x + sqrt(ramp x) bytes at full speed
 
-    @property
-    def typical_matmul(self) -> float:
-        """The share of ``flops`` by matrix products of the shapes of a model."""
-        # A short scan of other large shapes finds 80 to 90 % of the best one (Bekman, Machine
-        # Learning Engineering, page "Accelerator Benchmarks", quick run of mamf-finder.py).
-        return self.matmul * 0.85
 
-
-# Bekman, Machine Learning Engineering, pages of accelerators and networks; A100 also Bang et al.,
-# vTrain, MICRO 2024, trace/a100; TPUs: Austin et al., How to Scale Your Model, 2025, chapter TPUs.
+# Products: the shares that fit published steps (benchmarks/step_time_model.py --fit), one for TPUs
+# up to v5p: below those of the best shape alone, 0.87 on A100 and 0.80 on H100, and of predictable
+# values, which take less power (He, Matrix Multiplications on GPUs Run Faster When Given
+# "Predictable" Data, 2024). Kinds without published steps have 0.85 of the best shape's share.
+# Links and best shapes: Bekman, Machine Learning Engineering, pages of accelerators and networks;
+# A100 also Bang et al., vTrain, MICRO 2024, trace/a100; TPUs as above, chapter TPUs.
 # All-gathers of 1 GB over 8 GPUs: 394 GB/s of H100 are 345 by the bytes sent, of 450; all-reduces
 # 267 GB/s. A100 sends 229 of 300 in all-reduces of 1 GiB, and starts those of two GPUs in 44 us.
 # H200: 366 in a ring, 473 summed by switches, by the bytes of a ring. B200: 846 of 900 at 16 GiB,
@@ -144,25 +141,27 @@ class Achieved:
 _RING = 345 / 450
 
 
-def _tpu(usable: float, nominal: float) -> Achieved:
-    """95 % of a link's usable bandwidth, 1 us a hop, 10 us over the network; all of products."""
+def _tpu(matmul: float, usable: float, nominal: float) -> Achieved:
+    """95 % of a link's usable bandwidth, 1 us a hop, 10 us over the network."""
     link = 0.95 * usable / nominal
-    return Achieved(1.0, link, kernel=0.0, link_hop=1e-6, network_hop=10e-6)
+    return Achieved(matmul, link, kernel=0.0, link_hop=1e-6, network_hop=10e-6)
 
 
 _OF_KIND = {
-    "v4": _tpu(45, 45),
-    "v5e": _tpu(45, 50),
-    **dict.fromkeys(("v5p", "v6e", "tpu7x"), _tpu(90, 100)),
-    **dict.fromkeys(("a100-40", "a100-80"), Achieved(0.87, 229 / 300, start=30e-6)),
-    "h100": Achieved(0.80, _RING, all_reduce=267 / 450),
-    "h200": Achieved(0.80, 366 / 450, all_reduce=473 / 1.75 / 450),
-    "b200": Achieved(0.78, _RING, all_reduce=846 / 1.75 / 900, ramp=38e6),
-    "gb200": Achieved(0.73, _RING, all_reduce=846 / 1.75 / 900, ramp=38e6),
-    "mi300x": Achieved(0.51, _RING),
+    "v4": _tpu(0.80, 45, 45),
+    "v5e": _tpu(0.80, 45, 50),
+    "v5p": _tpu(0.80, 90, 100),
+    "v6e": _tpu(0.67, 90, 100),
+    "tpu7x": _tpu(0.73, 90, 100),
+    **dict.fromkeys(("a100-40", "a100-80"), Achieved(0.80, 229 / 300, start=30e-6)),
+    "h100": Achieved(0.67, _RING, all_reduce=267 / 450),
+    "h200": Achieved(0.67, 366 / 450, all_reduce=473 / 1.75 / 450),
+    "b200": Achieved(0.66, _RING, all_reduce=846 / 1.75 / 900, ramp=38e6),
+    "gb200": Achieved(0.62, _RING, all_reduce=846 / 1.75 / 900, ramp=38e6),
+    "mi300x": Achieved(0.43, _RING),
 }
 
 
 def achieved(device: DeviceKind) -> Achieved:
     """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe."""
-    return _OF_KIND.get(device.name, Achieved(0.80, 0.88))
+    return _OF_KIND.get(device.name, Achieved(0.68, 0.88))

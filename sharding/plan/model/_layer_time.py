@@ -11,10 +11,10 @@ from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import saved_parts
 
-# The share of the peak that fused attention reaches: 50 to 73 % on A100, 35 % on H100 by the same
-# kernel, up to 75 % by a later one (abstracts of Dao, FlashAttention-2, ICLR 2024, and Shah et al.,
-# FlashAttention-3, NeurIPS 2024).
-_FUSED_ATTENTION = 0.5
+# What fused attention reaches, relative to matrix products, without masked blocks: 0.50 of the peak
+# on A100 and 0.42 on H100. Its kernels reach 0.50 to 0.73 on A100; on H100 0.35, and later forward
+# passes 0.49 to 0.62 (Dao, FlashAttention-2, 2024; Shah et al., FlashAttention-3, 2024, figure 5).
+_FUSED_ATTENTION = 0.63
 # Its backward pass has five products of scores and values where the forward pass has two.
 _FUSED_BACKWARD = 2.5
 _ITEM = 2  # bytes of an activation
@@ -29,6 +29,9 @@ class Implementation:
     attention: Literal["materialized", "fused"] = "materialized"
     dropout: bool = False  #: whether there is dropout, on the scores and on both branches
     launch: float = 0.0  #: seconds in which the host issues a kernel; 0 for compiled steps
+    attention_share: float = _FUSED_ATTENTION  #: of fused attention, relative to matrix products
+    unfused: float = 1.0  #: bytes of element-wise operations, relative to kernels that fuse them
+    collective_matmul: bool = False  #: whether products run beside ``sequence_parallel`` wires
     #: whether a step is one program: the ticks of a pipeline end on all devices at once, and a
     #: layer leaves out its last product when it is computed again; else stages wait for messages
     lockstep: bool = True
@@ -85,21 +88,22 @@ class Roofline:
 
     def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
         reached: Achieved = achieved(device)
-        self.flops = device.flops * (1.0 if ideal else reached.typical_matmul)
-        self.attention_flops = device.flops * (1.0 if ideal else _FUSED_ATTENTION)
+        self.flops = device.flops * (1.0 if ideal else reached.matmul)
+        self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
         self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
         self.kernel = 0.0 if ideal else reached.kernel
-        self.launch = 0.0 if ideal else implementation.launch
+        self.unfused = implementation.unfused
 
     def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> KernelSeconds:
         """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
         flops = 2.0 * batch * rows * inner * cols
         nbytes = _ITEM * batch * (rows * inner + inner * cols + rows * cols)
-        return KernelSeconds(max(flops / self.flops, nbytes / self.bandwidth), 0.0, 1, self.kernel)
+        return KernelSeconds(flops / self.flops + nbytes / self.bandwidth, 0.0, 1, self.kernel)
 
     def passes(self, nbytes: float, kernels: int = 1) -> KernelSeconds:
         """Element-wise kernels that read and write so many bytes together."""
-        return KernelSeconds(0.0, nbytes / self.bandwidth, kernels, kernels * self.kernel)
+        seconds = self.unfused * nbytes / self.bandwidth
+        return KernelSeconds(0.0, seconds, kernels, kernels * self.kernel)
 
     def fused_attention(self, flops: float) -> KernelSeconds:
         """A kernel of attention that keeps scores on chip."""
@@ -120,12 +124,12 @@ def layer_work(
 ) -> LayerWork:
     """The time of one layer on one of ``tensor`` devices that share it.
 
-    Matrix products take their operations at the typical share of the peak, or the reading of their
-    operands, whichever is longer. Element-wise passes take their bytes, in 16 bits: norms and
-    residuals of the stream, with dropout; the activation; a change of layout of queries, keys,
-    values and their result; softmax and dropout of materialized scores. Backward passes read the
-    inputs and the gradients of the same operations. With ``sequence_parallel`` norms and residuals
-    are shared, too.
+    Matrix products take their operations at the typical share of the peak, and the reading and
+    writing of their operands: the first tiles are read before products start, the last ones are
+    written after them. Element-wise passes take their bytes, in 16 bits: norms and residuals of the
+    stream, with dropout; the activation; a change of layout of queries, keys, values and their
+    result; softmax and dropout of materialized scores. Backward passes read the inputs and the
+    gradients of the same operations. With ``sequence_parallel`` norms and residuals are shared.
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,

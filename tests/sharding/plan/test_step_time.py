@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step_time_model import errors, rank_correlation
+from step_time_model import errors, place_of_best, rank_correlation, sweeps
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
@@ -40,7 +40,7 @@ def test_published_models_have_their_parameters():
     assert {name: num_params(models[name]) for name in sizes} == sizes
     leaves = jax.tree.leaves([model.abstract(jnp.bfloat16) for model in MODELS.values()])
     assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
-    for row in [*published.korthikanti(), *published.maxtext()]:
+    for row in [*published.korthikanti(), *published.maxtext("v4", "v5e", "v5p")]:
         size, unit = re.search(r"(\d+)([BT])", row.name).groups()
         size = int(size) * {"B": 1e9, "T": 1e12}[unit]
         assert num_params(row.model) == pytest.approx(size, rel=0.04), row.name
@@ -59,7 +59,7 @@ def test_the_eight_steps_of_korthikanti_et_al():
 
 @pytest.mark.parametrize(
     ("name", "number", "correlation", "mean"),
-    [("single", 1440, 0.98, 0.11), ("multi", 109, 0.96, 0.1)],
+    [("single", 1440, 0.98, 0.09), ("multi", 109, 0.96, 0.08)],
 )
 def test_the_measured_steps_of_vtrain(name, number, correlation, mean):
     rows = published.vtrain(name)
@@ -68,27 +68,60 @@ def test_the_measured_steps_of_vtrain(name, number, correlation, mean):
     assert np.abs(errors(rows)).mean() < mean
 
 
-def test_steps_of_fsdp():
-    """Programs of 2023 took longer than predicted on H100, by 10 to 31 %; not on A100."""
-    rows = published.fsdp()
-    found = errors(rows)
-    on_a100 = np.array([row.machine.device.name == "a100-80" for row in rows])
-    assert np.abs(found[on_a100]).max() < 0.09
-    assert found[~on_a100].min() > -0.32
-    assert found[~on_a100].max() < -0.09
-    assert rank_correlation(rows) > 0.98
+def test_published_steps_that_nothing_fits():
+    """Held-out rows, but odd ones and those of vTrain, which have tests of their own."""
+    held = [
+        row
+        for rows in published.sources().values()
+        for row in rows
+        if not row.fitted and not row.odd and row.implementation != published.EAGER
+    ]
+    on_torus = np.array([bool(row.machine.torus) for row in held])
+    found = np.abs(errors(held))
+    assert (~on_torus).sum() == 175
+    assert on_torus.sum() == 31
+    assert np.median(found[~on_torus]) < 0.03
+    assert np.median(found[on_torus]) < 0.08
+    assert found.max() < 0.19
+    assert rank_correlation(held) > 0.99
 
 
-def test_steps_of_maxtext():
-    """On TPUs between both ends of the overlap; on GPUs they took longer. 16.8 % on average."""
-    rows = published.maxtext()
-    assert np.abs(errors(rows)[:2]).max() < 0.04
-    for row in rows[:3]:
-        found = row.predicted()
-        assert 0.81 < found.full_overlap / row.seconds < 1 < found.no_overlap / row.seconds
-    assert errors(rows).max() < 0.18
-    assert errors(rows).min() > -0.40
-    assert np.abs(errors(rows)).mean() < 0.17
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_best_plan_of_a_sweep_is_among_the_first(place):
+    group = list(sweeps(published.vtrain("multi")).values())[place]
+    assert rank_correlation(group) > 0.89
+    assert place_of_best(group) <= 4
+
+
+def test_collectives_beside_products_take_the_rest():
+    """One of eight shards is waited for; on slow links, what the products do not hide."""
+    model = MODELS["llama2-7b"]
+    plan = ParallelPlan(tensor=8, microbatch=4, recompute="none", sequence_parallel=True)
+
+    def tensor(link, overlap):
+        machine = Machine(dataclasses.replace(H100, link=link), 8)
+        implementation = Implementation(collective_matmul=overlap)
+        return step_seconds(model, plan, machine, implementation=implementation).tensor
+
+    waited, hidden = tensor(H100.link, False), tensor(H100.link, True)
+    ends = waited - 8 / 7 * (waited - hidden)  # collectives of tables and the loss
+    assert 0 < ends < 0.02 * waited
+    assert tensor(1e9, True) > 0.9 * tensor(1e9, False)
+
+
+def test_sums_over_replicas_follow_the_gradients():
+    """Nothing hides them, unlike the collectives of shards."""
+    model, machine = MODELS["llama2-7b"], Machine(H100, 64)
+    plan = ParallelPlan(data=64, replicas=8, stage=3, microbatch=4, recompute="none")
+    found = step_seconds(model, plan, machine)
+    alone = step_seconds(model, dataclasses.replace(plan, data=8, replicas=1), Machine(H100, 8))
+    matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(model.abstract()) if x.ndim > 1)
+    matrices -= 2 * model.layers * model.width  # scales of norms, stacked
+    collective = _collective_time.collective_seconds
+    summed = collective("all-reduce", 2 * matrices / 8, NodeGroup(8, 1), H100)
+    assert found.exposed == pytest.approx(summed)
+    assert found.data == pytest.approx(alone.data + summed)
+    assert found.seconds == pytest.approx(alone.seconds + summed)
 
 
 @pytest.mark.parametrize(("stage", "microbatches"), [(0, 1), (1, 4), (2, 4), (3, 1), (3, 4)])
