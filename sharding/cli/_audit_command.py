@@ -166,15 +166,17 @@ def _steps(options: Namespace, target: targets.Target) -> dict[str, Callable[[in
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    setup = dataclasses.replace(setup, batch=batch)
+    recompute = zero.stage == 3 or not options.no_remat
+    setup = dataclasses.replace(setup, batch=batch, recompute=recompute)
     plan, model, stack = setup.plan(zero), setup.model, None
     assert model is not None
     if options.remat is not None:
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)
         stack = planned.apply(zero)
+        plan = dataclasses.replace(setup, activations=activations).plan(zero)
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
-    if zero.stage < 3 and not options.no_remat:
+    if zero.stage < 3 and recompute:
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[object, object]:
@@ -184,12 +186,14 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
     loss = model.make_loss(layer, stack)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
     sequences = zero.num_devices * setup.sequences
+    expected = plan.stage(plan.requested)
     tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
     return audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,
         device=setup.device,
-        expected_wire=plan.stage(plan.requested).wire,
+        expected_wire=expected.wire,
+        expected_memory=None if expected.activations is None else expected.peak,
         tokens=plan.tokens,
     )
 

@@ -16,7 +16,7 @@ from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost import _pipeline_stages as stages_of
 from sharding.plan.cost._estimate import Plan, estimate, with_state_format
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.model._layer_costs import LayerCost, layer_costs
+from sharding.plan.model._layer_costs import LayerCost, activations_of, layer_costs
 from sharding.plan.model._models import Decoder
 
 
@@ -261,6 +261,7 @@ def estimate_pipeline(
         state_format=state_format,
         device=device,
         gathered_once=model.gathered_once,
+        activations=activations_of(model, device, costs),
     )
 
     plan = PipelinePlan(
@@ -287,14 +288,13 @@ def _fastest_zero(
 ) -> StepTime:
     """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
     assert plan.device is not None
-    activations = sum(x.activation_bytes for x in costs) + max(x.working_bytes for x in costs)
     compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
     steps = []
     for stage in plan.stages:
         slow = stage.network if links.groups > 1 else 0.0
         wire = max((stage.wire - slow) / links.link, slow / links.network)
-        memory = stage.peak + activations
-        steps.append(StepTime(stage.name, compute, wire, memory, memory <= plan.device.memory))
+        fits = stage.peak <= plan.device.memory
+        steps.append(StepTime(stage.name, compute, wire, stage.peak, fits))
     fitting = [step for step in steps if step.fits]
     if not fitting:
         return min(steps, key=lambda step: step.memory)
