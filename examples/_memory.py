@@ -100,18 +100,19 @@ def plan_blocks(
     chains = shd.remat.frontier(
         lambda p, x: block.apply({"params": p}, x), layers, x, device=device
     )
-    left = memory - stage.peak - gathered
+    state = stage.memory + stage.unreduced
+    left = memory - state - gathered
     fitting = [chain for chain in chains if activations(chain) <= left]
     if not fitting:
-        held = human_bytes(stage.peak + gathered)
-        least = stage.peak + gathered + min(map(activations, chains))
+        held = human_bytes(state + gathered)
+        least = state + gathered + min(map(activations, chains))
         raise shd.remat.OverBudgetError(
             f"--memory {human_bytes(memory)} is not enough: parameters, gradients and optimizer "
             f"state take {held} of a device, with the least activations {human_bytes(least)}."
         )
     chain = min(fitting, key=lambda chain: chain.extra_time)
     chain = dataclasses.replace(chain, budget=chain.peak + left - activations(chain))
-    return PlannedBlocks(chain, stage.peak, gathered, activations(chain))
+    return PlannedBlocks(chain, state, gathered, activations(chain))
 
 
 def planned_logits(

@@ -173,15 +173,18 @@ def _steps(
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
+    sequences = batch // (zero.num_devices * setup.microbatches)
+    recompute = zero.stage == 3 or not options.no_remat
+    setup = dataclasses.replace(setup, batch=sequences, recompute=recompute)
     plan, model, stack = setup.plan(zero), setup.model, None
     assert model is not None
     if options.remat is not None:
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)
         stack = planned.apply(zero)
+        plan = dataclasses.replace(setup, activations=activations).plan(zero)
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
-    if zero.stage < 3 and not options.no_remat:
+    if zero.stage < 3 and recompute:
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[object, object]:
@@ -190,12 +193,14 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
 
     loss = model.make_loss(layer, stack)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
+    expected = plan.stage(plan.requested)
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     return audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,
         device=setup.device,
-        expected_wire=plan.stage(plan.requested).wire,
+        expected_wire=expected.wire,
+        expected_memory=None if expected.activations is None else expected.peak,
         tokens=plan.tokens,
     )
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
-from sharding.plan.machine._tiles import num_bytes
 from sharding.remat._block_costs import types_of
 from sharding.remat._choose_saved_names import NameRequest
 from sharding.remat._plan_activations import device_of_target, in_bytes
@@ -69,11 +68,7 @@ def planned_model(
 def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
     """What the state of a stage leaves of a device."""
     assert setup.device is not None
-    assert setup.model is not None
-    left = setup.device.memory - plan.stage(stage).peak
-    if "3" in stage:  # gathered: two layers, gradients of one, and what is outside of the layers
-        layers = num_bytes(setup.params["layers"])
-        left -= 3 * layers / setup.model.layers + num_bytes(setup.params) - layers
+    left = setup.device.memory - plan.stage(stage).with_activations(None).peak
     if left <= 0:
         memory = f"the {size(setup.device.memory)} of a device"
         raise ValueError(f"--remat auto: {stage} leaves nothing of {memory}.")

@@ -7,19 +7,22 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import optax_ext
+from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import save, show_or_json
 from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
-from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
+from sharding.plan.cost._estimate import Plan, activations_counted
+from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
@@ -51,13 +54,15 @@ def run_plan(options: Namespace) -> int:
         notes.append(f"What leaves a host or slice is not counted: it needs an axis, as in {axes}.")
     if planned:
         notes.append(note_on(planned, activations))
+    elif activations_counted(plan.stages):
+        notes.append("Layers store their input only, and are computed again; --remat plans more.")
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
     is_adam = re.search("adamw?$", options.optimizer)
     if plan.recommended and not is_adam:
         notes += _beside_adamw(options, setup, plan)
     if is_adam and len(plan.mesh) == 1:
-        figures = deepspeed_stage_2(plan.num_params, math.prod(plan.mesh.values()))
+        figures = _deepspeed_stage_2(plan.num_params, math.prod(plan.mesh.values()))
         words = " and ".join(f"{size(value)} by its {name}" for name, value in figures.items())
         notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
     if plan.fits is False:
@@ -90,10 +95,58 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     other = setup.plan(dataclasses.replace(setup.zero, offload=None), adamw)
     names = (options.optimizer, "adamw")
     mine, theirs = plan.stage(plan.recommended), other.stage(plan.recommended)
-    notes = [saving_of(mine, theirs, names)]
+    notes = [_saving_of(mine, theirs, names)]
     if mine.opt_state > theirs.opt_state:
-        notes.append(why_wider(setup.params, setup.tx, adamw, names))
+        notes.append(_why_wider(setup.params, setup.tx, adamw, names))
     return [note for note in notes if note]
+
+
+def _deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
+    """Bytes of one device for Adam at stage 2 by DeepSpeed's page on memory, and by its code."""
+    return {
+        "documentation": 4 * num_params + 16 * num_params / devices,
+        "code": 2 * num_params + 18 * num_params / devices,
+    }
+
+
+def _saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str]) -> str:
+    """A sentence on what one optimizer saves beside another at a stage."""
+    saved = theirs.memory - mine.memory
+    share = saved / theirs.memory if theirs.memory else 0.0
+    dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
+    text = (
+        f"At {mine.name} {names[0]} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} "
+        f"than {names[1]}: {abs(share):.0%} of a device's {size(theirs.memory)}."
+    )
+    if dominate and abs(share) < 0.1:
+        text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
+    return text
+
+
+def _why_wider(
+    params: Tree,
+    tx: optax.GradientTransformation,
+    other: optax.GradientTransformation,
+    names: tuple[str, str],
+) -> str:
+    """A sentence where the state of one optimizer is wider than that of another; else empty."""
+    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
+
+    def widest(tx: optax.GradientTransformation) -> Any:
+        """The widest dtype of large floating arrays of the state, as wide parameters make them."""
+        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+        wide = [x.dtype for x in state if 2 * x.size >= limit]
+        floating = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating)]
+        return max(floating, key=lambda dtype: dtype.itemsize, default=None)
+
+    # The moments of optax have the dtype of their parameters, bfloat16 as well.
+    mine, theirs = widest(tx), widest(other)
+    if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
+        return ""
+    return (
+        f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
+        f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
+    )
 
 
 def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
@@ -123,7 +176,7 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
             fitting += [name] if make().fits else []
     if not fitting:
         return ["No change that is known here makes it fit: shard it over a model axis, too."]
-    before = ", before activations" if setup.activations is None else ""
+    before = "" if activations_counted(setup.plan(zero).stages) else ", before activations"
     return [f"Each of these makes it fit{before}: {'; '.join(fitting)}."]
 
 

@@ -16,6 +16,7 @@ from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._layer_costs import Activations, activations_of, layer_costs
 from sharding.plan.model._models import Decoder
 from sharding.step._precision import Precision
 
@@ -36,6 +37,7 @@ class Setup:
     microbatches: int  # the number of micro-batches
     length: int  # tokens of a sequence; 0 where that is unknown
     activations: float | None = None  # bytes of one device, where they are planned
+    recompute: bool = True  # whether layers are computed again, where they are not
 
     @property
     def sequences(self) -> int:
@@ -60,8 +62,17 @@ class Setup:
             gathered_once=self.model.gathered_once if self.model else None,
             tokens=tokens * zero.num_devices,
             flops=flops,
-            activations=self.activations,
+            activations=self._estimated() if self.activations is None else self.activations,
         )
+
+    def _estimated(self) -> Activations | None:
+        """The activations of a named model on a known device."""
+        if not self.model or not self.device:
+            return None
+        dtype = self.zero.precision.of_loss(self.params["embed"].dtype)
+        options: Any = {"batch": self.batch, "length": self.length, "recompute": self.recompute}
+        costs = layer_costs(self.model, self.device, dtype=dtype, **options)
+        return activations_of(self.model, self.device, costs)
 
 
 def setup_of(options: Namespace) -> Setup:

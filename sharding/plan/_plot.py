@@ -33,7 +33,7 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
                 "optimizer state": max(stage.opt_state + min(stage.master - stage.host, 0.0), 0.0),
                 "master weights": max(stage.master - stage.host, 0.0),
                 "gradients": stage.grads + stage.unreduced,
-                "activations": stage.activations or 0.0,
+                "activations": stage.peak - stage.memory - stage.unreduced,
             }
             for stage in plan.stages
         }

@@ -55,6 +55,7 @@ class Audit(Printed):
     products: dict[str, float]  #: the part of them in matrix products
     nbytes: dict[str, float]  #: bytes read from and written to main memory, by phase
     expected_wire: float | None  #: bytes that the plan sends; None where none was given
+    expected_memory: float | None  #: bytes that the plan holds; None where none was given
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
@@ -141,6 +142,9 @@ class Audit(Printed):
             if value > 0.01 * peak:
                 rows.append((f"  of which about: {name}", size(value)))
         rows.append(("total", size(self.memory)))
+        if self.expected_memory:
+            ratio = f"{self.memory / self.expected_memory:.3f} of planned"
+            rows.append((ratio, size(self.expected_memory)))
         if self.host:
             rows.append(("in host memory", size(self.host)))
         if self.kind is not None:
@@ -192,6 +196,7 @@ def audit(
     mesh: AnyMesh | None = None,
     device: DeviceKind | str | None = None,
     expected_wire: float | None = None,
+    expected_memory: float | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
     pipeline: Pipeline | None = None,
@@ -208,6 +213,7 @@ def audit(
       device: figures, or the name of a target; by default those of the arguments' devices.
       expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
         plus ``pipeline_wire``.
+      expected_memory: bytes that one device should need, such as ``StagePlan.peak``.
       parts: a regular expression of argument names for each part; the first match counts. By
         default, arguments that no name matches but that come back from a training step are
         parameters if the loss reads them, else optimizer state, and a note names them.
@@ -266,6 +272,7 @@ def audit(
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
         expected_wire=expected_wire,
+        expected_memory=expected_memory,
         warnings=(),
         notes=tuple(about),
         tokens=tokens,

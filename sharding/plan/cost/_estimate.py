@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_ext import STATE_FORMATS, low_precision_state
@@ -15,14 +14,15 @@ from sharding._zero import Zero
 from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._layer_costs import Activations
 
 _NO_ACTIVATIONS = (
     "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
     "and reads them from its program."
 )
 _PLANNED_ACTIVATIONS = (
-    "Activations are counted as planned; the full parameters that stage 3 gathers come on top. "
-    "audit compiles a step, and reads both from its program."
+    "Activations are estimated, of one micro-batch, with temporaries and what is gathered at the "
+    "fullest moment of a step. audit compiles a step, and reads them from its program."
 )
 _DENSE_SYNC = (
     "Bytes sent are those of dense gradients: what another sync sends is not counted here. audit "
@@ -97,7 +97,8 @@ class Plan(Printed):
         """All figures, ready for JSON; ``activations`` are None where they are not counted."""
         figures = dataclasses.asdict(self)
         for row, stage in zip(figures["stages"], self.stages, strict=True):
-            row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
+            names = ("arguments", "memory", "moments", "peak")
+            row |= {name: getattr(stage, name) for name in names}
             row["headroom"] = self.headroom(stage)
             row["seconds"] = self.seconds(stage)
             row["tokens_per_second"] = self.tokens_per_second(stage)
@@ -112,8 +113,9 @@ class Plan(Printed):
             for name, field in _PARTS
             if any(values := [getattr(stage, field) for stage in self.stages])
         ]
-        activations = (stage.activations for stage in self.stages)
-        rows.append(("+ activations", *("?" if x is None else size(x) for x in activations)))
+        counted = activations_counted(self.stages)
+        others = [stage.peak - stage.memory - stage.unreduced for stage in self.stages]
+        rows.append(("+ activations", *(size(x) if counted else "?" for x in others)))
         if self.device:
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"
@@ -152,7 +154,7 @@ def estimate(
     state_format: str | None = None,
     device: DeviceKind | None = None,
     gathered_once: str | None = None,
-    activations: float | None = None,
+    activations: Activations | float | None = None,
     tokens: float = 0.0,
     flops: float = 0.0,
 ) -> Plan:
@@ -176,8 +178,9 @@ def estimate(
         ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
         stage 2, like stage 1 of one micro-batch, reduces their gradients layer by layer. None:
         stage 3 gathers all twice, the others reduce all after the backward pass.
-      activations: bytes of activations and temporaries of one device and one micro-batch, without
-        parameters that stage 3 gathers. None: activations are not counted.
+      activations: of one device and one micro-batch, as ``activations_of`` counts them; or bytes of
+        them and of temporaries, without parameters that stage 3 gathers. None: they are not
+        counted.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
 
@@ -192,19 +195,17 @@ def estimate(
     [512, 260, 134, 8]
     """
     tx = with_state_format(tx, state_format)
-    if activations is not None and not 0 <= activations < math.inf:
-        raise ValueError(
-            f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
-        )
-    stages = _stage_plans(
-        *(params, tx, variants_of(zero)),
-        param_specs=param_specs,
-        microbatches=microbatches,
-        batch=batch,
-        device=device,
-        gathered_once=gathered_once,
-        activations=None if activations is None else float(activations),
-    )
+    if not isinstance(activations, Activations | None):
+        if not 0 <= activations < math.inf:
+            raise ValueError(
+                "activations must be None or a finite number of bytes, 0 or above, got "
+                f"{activations}."
+            )
+        activations = Activations(float(activations))
+    options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
+    options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
+    tx = tx._replace(init=jax.jit(tx.init))  # traced once
+    stages = tuple(stage_plan(params, tx, each, **options) for each in variants_of(zero).values())
     recommended, notes = _recommend(stages, device)
     notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
     return Plan(
@@ -220,14 +221,6 @@ def estimate(
     )
 
 
-def estimate_stage(
-    params: Tree, tx: optax.GradientTransformation, zero: Zero, **options: Any
-) -> StagePlan:
-    """The stage that a ``Zero`` runs, as ``estimate`` with these options finds it."""
-    (stage,) = _stage_plans(params, tx, {name_of(zero): zero}, **options)
-    return stage
-
-
 def with_state_format(
     tx: optax.GradientTransformation, state_format: str | None
 ) -> optax.GradientTransformation:
@@ -236,35 +229,6 @@ def with_state_format(
         return tx
     check_choice("state_format", state_format, (None, *STATE_FORMATS))
     return low_precision_state(tx, STATE_FORMATS[state_format])
-
-
-def _stage_plans(
-    params: Tree,
-    tx: optax.GradientTransformation,
-    variants: dict[str, Zero],
-    *,
-    param_specs: Tree = None,
-    device: DeviceKind | None = None,
-    **options: Any,
-) -> tuple[StagePlan, ...]:
-    """The stages of some Zeros by name; options are those of ``stage_plan``."""
-    # Of one micro-batch, stages 1 and 2 reduce layers alike.
-    if options.get("microbatches", 1) == 1 and options.get("gathered_once") is not None:
-        variants = {
-            name: dataclasses.replace(zero, stage=2) if zero.stage == 1 else zero
-            for name, zero in variants.items()
-        }
-    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
-    state = (params, jax.eval_shape(tx.init, params))
-    unsharded = variants_of(next(iter(variants.values())))["stage 0"]
-    described = {
-        name: variant.describe(state, tx=tx, param_specs=param_specs)
-        for name, variant in ({"stage 0": unsharded} | variants).items()
-    }
-    options |= {"local": described["stage 0"], "tile": device.tile if device else None}
-    return tuple(
-        stage_plan(name, variant, described[name], **options) for name, variant in variants.items()
-    )
 
 
 _ROOM = 0.2  # the share of the memory that a recommended stage leaves for activations
@@ -313,51 +277,3 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
             f"warning: {', '.join(tight)} {leave} less than {_TIGHT:.0%} of the memory {uses}."
         )
     return best.name, notes
-
-
-def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
-    """Bytes of one device for Adam at stage 2 by DeepSpeed's page on memory, and by its code."""
-    return {
-        "documentation": 4 * num_params + 16 * num_params / devices,
-        "code": 2 * num_params + 18 * num_params / devices,
-    }
-
-
-def saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str] = ("it", "AdamW")) -> str:
-    """A sentence on what one optimizer saves beside another at a stage."""
-    saved = theirs.memory - mine.memory
-    share = saved / theirs.memory if theirs.memory else 0.0
-    dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
-    text = (
-        f"At {mine.name} {names[0]} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} "
-        f"than {names[1]}: {abs(share):.0%} of a device's {size(theirs.memory)}."
-    )
-    if dominate and abs(share) < 0.1:
-        text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
-    return text
-
-
-def why_wider(
-    params: Tree,
-    tx: optax.GradientTransformation,
-    other: optax.GradientTransformation,
-    names: tuple[str, str] = ("it", "AdamW"),
-) -> str:
-    """A sentence where the state of one optimizer is wider than that of another; else empty."""
-    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
-
-    def widest(tx: optax.GradientTransformation) -> Any:
-        """The widest dtype of large floating arrays of the state, as wide parameters make them."""
-        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
-        wide = [x.dtype for x in state if 2 * x.size >= limit]
-        floating = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating)]
-        return max(floating, key=lambda dtype: dtype.itemsize, default=None)
-
-    # The moments of optax have the dtype of their parameters, bfloat16 as well.
-    mine, theirs = widest(tx), widest(other)
-    if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
-        return ""
-    return (
-        f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
-        f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
-    )

@@ -15,8 +15,7 @@ from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, with_axis
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._estimate import estimate_stage
-from sharding.plan.cost._stage_plan import StagePlan
+from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost
@@ -87,7 +86,7 @@ class StageEstimates:
             return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
 
         specs["layers"] = jax.tree.map(over_stages, params["layers"], specs["layers"])
-        return estimate_stage(
+        return stage_plan(
             *(params, self.tx, self.zero),
             param_specs=specs,
             batch=self.batch,

@@ -13,17 +13,16 @@ from jax.sharding import NamedSharding
 import optax_ext
 from sharding._types import DType, Tree
 from sharding._zero import Zero
-from sharding.placement._layout import GATHER_SHARD_BYTES
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
-from sharding.plan.cost._estimate import estimate_stage, with_state_format
+from sharding.plan.cost._estimate import with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
-from sharding.plan.cost._stage_plan import StagePlan
+from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._layer_costs import LayerCost, layer_costs
+from sharding.plan.model._layer_costs import Activations, LayerCost, activations_of, layer_costs
 from sharding.plan.model._layer_time import COMPILED, Implementation, KernelSeconds, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY
@@ -98,66 +97,15 @@ class PlanCosts:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
             return self.stages(plan)[0].memory + self.batch(plan)
-        if plan.stage == 1 and plan.microbatches == 1:  # which stages 1 and 2 reduce alike
-            plan = dataclasses.replace(plan, stage=2)
-        held = self._stage(_placed(plan))
-        grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-        update = held.arguments + grads
-        if plan.stage in (1, 2) and plan.shards > 1:
-            update += min(held.params, self._gathered_at_once(plan))
-        elif plan.spread:
-            update += held.params  # new ones are gathered while the old ones are still there
+        held = self._stage(_placed(plan)).with_activations(self.activations(plan))
         if plan.sync:
-            # Gradients are there in full, or of the shard that replicas have.
-            full = held.params if plan.stage < 3 else held.grads
-            summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
-            update = max(update, held.arguments + summed + self.sync(plan).held)
-        return max(self._backward(plan, held), update) + self.batch(plan)
+            held = dataclasses.replace(held, synced=held.synced + self.sync(plan).held)
+        return held.peak + self.batch(plan)
 
-    def _gathered_at_once(self, plan: ParallelPlan) -> float:
-        """Bytes of new parameters that are not in place yet: a group, and what no layer has."""
-        layer, outside = self._layer_and_outside(plan)
-        return outside + max(layer, GATHER_SHARD_BYTES * plan.shards)
-
-    def _layer_and_outside(self, plan: ParallelPlan) -> tuple[float, float]:
-        """Bytes of the parameters of the largest layer, and of those outside of all layers."""
+    def activations(self, plan: ParallelPlan) -> Activations:
+        """What a micro-batch stores and needs."""
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
-        first, *layers, last = (cost.param_bytes for cost in costs)
-        return max(layers, default=0.0), first + last
-
-    def _backward(self, plan: ParallelPlan, held: StagePlan) -> float:
-        """Bytes of the backward pass of the last micro-batch."""
-        # Gradients of all layers are there from the first one on, but not yet beside the head; sums
-        # over micro-batches always are.
-        several = plan.microbatches > 1
-        wide = max(1.0, 4 / self.dtype.itemsize) if several else 0.0
-        if plan.spread and plan.stage == 3:
-            # Shards of a replica, and their sums, in place of what the update gets of them.
-            summed, layers, others = wide * held.params, held.params, 0.0
-        elif several:
-            layers = held.unreduced if plan.stage != 2 else held.params / plan.shards
-            summed, others = held.grads, max(0.0, held.unreduced - layers)
-        else:
-            summed, layers, others = 0.0, held.grads, held.unreduced
-        if plan.spread and plan.stage == 2:
-            others += max(wide, 1.0) * held.params / plan.shards - held.grads
-        if plan.sync and plan.stage == 2 and plan.replicas == 1:
-            # The sync comes after the last micro-batch: until then they are summed in full.
-            others += wide * held.params
-        return held.arguments + summed + others + self.activations(plan, layers)
-
-    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
-        """Bytes of what is stored, of temporaries and gathered layers, and of ``grads``."""
-        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
-        stored = sum(cost.activation_bytes for cost in costs)
-        most = [cost.working_bytes for cost in costs]
-        if plan.gathers_layers:
-            # Stage 3 has full parameters of what it computes, and their gradients; beside the head,
-            # the embedding is still there.
-            most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
-            most[-1] += 0 if self.model.tied else costs[0].param_bytes
-        # Gradients are there beside the layers, and not yet beside the head.
-        return stored + max(most[-1], max(most[:-1]) + grads)
+        return activations_of(self.model, self.machine.device, costs, plan.tensor)
 
     def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
         """The devices of a pipeline, without the batch."""
@@ -177,7 +125,8 @@ class PlanCosts:
     def least(self, plan: ParallelPlan) -> float:
         """Bytes that the fullest device has at least, whatever ZeRO does."""
         if plan.pipe == 1:
-            return self.activations(dataclasses.replace(plan, stage=0)) + self.batch(plan)
+            found = self.activations(plan)
+            return found.stored + max(found.working, found.head) + self.batch(plan)
         stage = self.stages(plan)[0]  # at stage 0
         return stage.grads + stage.activations + self.batch(plan)
 
@@ -219,7 +168,7 @@ class PlanCosts:
         return tx._replace(init=jax.jit(tx.init))  # traced once for equal parameters
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
-        return estimate_stage(
+        return stage_plan(
             self.model.abstract(self.dtype),
             self._tx(plan.state_format, plan.weights),
             zero_of(plan),
@@ -320,7 +269,6 @@ class TracedCosts(PlanCosts):
     ):
         super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
         self._traced = functools.cache(lambda size, form: model.traced(size, self.dtype, form))
-        self._of_layers = functools.cache(lambda: model.layer_bytes(self.dtype))
 
     def traced(self, size: int, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
@@ -333,15 +281,9 @@ class TracedCosts(PlanCosts):
             kinds.setdefault(self._traced(1, form), form)
         return tuple(form for form in recompute if form in kinds.values())
 
-    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
-        """Bytes of what is stored, of temporaries, and of what stage 3 gathers."""
-        # It gathers a layer, or what is outside of layers, and has gradients of the same size.
+    def activations(self, plan: ParallelPlan) -> Activations:
         traced = self.traced(plan.microbatch, plan.recompute)
-        layer, outside = self._layer_and_outside(plan) if plan.gathers_layers else (0.0, 0.0)
-        return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
-
-    def _layer_and_outside(self, plan: ParallelPlan) -> tuple[float, float]:
-        return self._of_layers()
+        return Activations(traced.stored, traced.working)
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))

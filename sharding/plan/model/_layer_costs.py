@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,35 @@ class LayerCost:
     working_bytes: float = 0.0  #: of temporaries of the backward pass beside ``activation_bytes``
     #: of what the second half of a split backward pass needs, if nothing is computed again
     crossing_bytes: float = 0.0
+
+
+class Activations(NamedTuple):
+    """Bytes of one micro-batch on one device, beside parameters and their gradients."""
+
+    stored: float  #: by the forward pass, for the backward pass
+    working: float = 0.0  #: temporaries of the backward pass of a layer
+    head: float = 0.0  #: temporaries of what follows the layers, such as logits
+    logits: float = 0.0  #: the gradient of the logits, until that of their matrix is made of it
+    copied: float = 0.0  #: parameters in another layout, if a device stores all
+
+
+def activations_of(
+    model: Decoder, device: DeviceKind, costs: Sequence["LayerCost"], tensor: int = 1
+) -> Activations:
+    """The activations of ``layer_costs``, in a program without a pipeline."""
+    first, *layers, last = costs
+    stored, working = sum(x.activation_bytes for x in costs), max(x.working_bytes for x in layers)
+    logits = first.activation_bytes * (model.vocabulary // model.shards_of_tokens(tensor))
+    gradient = last.activation_bytes + last.working_bytes - first.output_bytes - logits
+    if device.tile:
+        # The gradient of the logits has 32 bits, too, and is gone before the layers. Matrices of
+        # queries, keys and values of all layers are transposed before the first one.
+        share = math.prod(model.matrices["qkv"]) / model.layer_elements
+        copied = share * sum(cost.param_bytes for cost in layers)
+        return Activations(stored, working, last.working_bytes + logits - gradient, 0.0, copied)
+    # The parameters of a layer are taken out of the stack ahead; an odd output matrix is padded.
+    ahead = layers[0].param_bytes + (last.param_bytes if model.vocabulary % 8 else 0.0)
+    return Activations(stored, working, last.working_bytes + ahead, gradient)
 
 
 def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:

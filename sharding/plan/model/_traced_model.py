@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import operator
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from optax_ext.traced_graph import Equation
 from sharding._jaxprs import inner_jaxprs
 from sharding._types import DType, Tree
-from sharding.placement._specs import path_str
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import Decoder
@@ -180,13 +178,6 @@ class TracedModel:
     def flops(self, num_tokens: float, length: int) -> float:
         """Operations of a training step, ``length`` tokens an example: no layer runs twice."""
         return num_tokens / length * self.traced(1, jnp.bfloat16, "none").flops
-
-    def layer_bytes(self, dtype: DType) -> tuple[float, float]:
-        """Bytes of the parameters of the largest layer, and of those outside of all layers."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
-        outside = [x for path, x in leaves if re.search(self.gathered_once, path_str(path))]
-        layers = (num_bytes(call[0]) for call in self._calls(1, dtype))
-        return float(max(layers, default=0)), float(num_bytes(outside))
 
     def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
         """What a micro-batch of one device computes and stores; parameters are of a dtype."""

@@ -3,16 +3,17 @@
 import dataclasses
 import functools
 import itertools
+import random
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from sharding.plan import MODELS, estimate, kind_of, layer_costs, search
+from sharding.plan import MODELS, activations_of, estimate, kind_of, layer_costs, search
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._plan_costs import PlanCosts, zero_of
+from sharding.plan.cost._plan_costs import PlanCosts, transformation_of, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._layer_time import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
@@ -23,6 +24,7 @@ from sharding.plan.search._search import _simpler_first, machine_of
 H100 = kind_of("h100")
 SMALL = Decoder(8, 1024, 16, 16, 4096, 32000, 512)
 TX = optax.adamw(1e-3)
+SHARDED = {(stage, spread) for stage in (1, 2, 3) for spread in (False, True)}  # of replicas
 
 
 @functools.cache
@@ -35,68 +37,34 @@ def memory_of(model=SMALL, target="h100x8", tx=TX, device=None):
     )
 
 
-def by_planner(plan, model=SMALL, device=H100):
-    """Memory without a pipeline, by ``estimate`` with everything it takes."""
-    recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
-    costs = layer_costs(
-        model, device, batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
-    )
-    params = model.abstract(jnp.bfloat16)
-    full = 2 if plan.stage == 3 and plan.shards > 1 else 0
-    working = [c.working_bytes + full * c.param_bytes for c in costs]
-    working[-1] += costs[0].param_bytes if full else 0
-    stored = sum(c.activation_bytes for c in costs)
-    zero = zero_of(plan)
-    found = estimate(
-        *(params, TX, zero),
-        param_specs=model.specs("model", plan.tensor) if plan.tensor > 1 else None,
-        microbatches=plan.microbatches,
-        batch=4.0 * plan.microbatch * plan.microbatches * (model.length + 1),
-        state_format=plan.state_format,
-        device=device,
-        gathered_once=model.gathered_once,
-        activations=stored,
-    )
-    stage = found.stage(found.requested)
-    if plan.stage == 1 and plan.microbatches == 1:  # the program of stage 2
-        plan = dataclasses.replace(plan, stage=2)
-    # The update of stages 1 and 2 gathers parameters when activations and full gradients are free:
-    # a layer or 13 MiB a shard, and what is outside of layers.
-    gathered = stage.params if plan.spread else 0.0
-    if plan.stage in (1, 2):
-        first, *layers, last = (c.param_bytes for c in costs)
-        gathered = min(stage.params, first + last + max(*layers, plan.shards * 13 * 2**20))
-    grads = stage.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-    # Beside the head there are no gradients of the micro-batch yet.
-    own = stage.grads
-    if plan.spread and plan.stage == 3:
-        own = stage.params
-    elif plan.microbatches > 1:
-        own = {2: stage.params / plan.shards}.get(plan.stage, stage.unreduced)
-    peak = stage.peak + max(max(working[:-1]), working[-1] - own)
-    wide = 2 if plan.microbatches > 1 else 0
-    if plan.spread and plan.stage == 3:  # shards of a replica, and their sums
-        peak += (1 + wide) * stage.params - stage.grads - stage.unreduced
-    elif plan.spread and plan.stage == 2:
-        peak += max(wide, 1) * stage.params / plan.shards - stage.grads
-    return max(peak, stage.arguments + grads + gathered)
-
-
-@pytest.mark.parametrize(("target", "plan"), [
-    ("h100x8", ParallelPlan(data=8, stage=0, microbatch=2, microbatches=3)),
-    ("h100x8", ParallelPlan(data=8, stage=1, recompute="none")),
-    ("h100x8", ParallelPlan(data=8, stage=2, microbatches=4, offload=True)),
-    ("h100x8", ParallelPlan(data=8, stage=3, microbatch=2, recompute="minimal")),
-    ("v5e:2x4", ParallelPlan(data=8, stage=3, replicas=2, microbatches=2)),
-    ("v5e:2x4", ParallelPlan(data=8, stage=1, replicas=4, spread=True)),
-    ("h100x8", ParallelPlan(data=8, stage=2, replicas=2, spread=True, microbatches=2)),
-    ("h100x8", ParallelPlan(*(4, 2), stage=3, replicas=2, spread=True, state_format="bfloat16")),
-    ("v5e:2x4", ParallelPlan(data=4, tensor=2, stage=2, recompute="none")),
-    ("h100x8", ParallelPlan(tensor=8, microbatches=2)),
-], ids=str)  # fmt: skip
-def test_memory_is_that_of_the_planner(target, plan):
-    found = memory_of(target=target).fullest(plan)
-    assert found == pytest.approx(by_planner(plan, device=kind_of(target)), rel=1e-12)
+@pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
+def test_memory_is_that_of_estimate(target):
+    """To the byte, of plans of all stages, replicas, formats and micro-batches."""
+    device, memory = kind_of(target), memory_of(target=target)
+    formats = {"state_formats": (None, "8bit"), "weights": ("plain", "master")}
+    plans = list(PlanSpace(SMALL, 8, 16, offload=(False, True), **formats).plans({"pipe": 1}))
+    draw = random.Random(0)
+    kinds = [(0, False), *sorted(SHARDED)]
+    sample = [
+        plan
+        for kind in kinds
+        for plan in draw.sample([p for p in plans if (p.stage, p.spread) == kind], 6)
+    ]
+    for plan in sample:
+        recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
+        costs = layer_costs(
+            *(SMALL, device), batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
+        )
+        found = estimate(
+            *(SMALL.abstract(jnp.bfloat16), transformation_of(plan, TX), zero_of(plan)),
+            param_specs=SMALL.specs("model", plan.tensor) if plan.tensor > 1 else None,
+            microbatches=plan.microbatches,
+            batch=memory.batch(plan),
+            device=device,
+            gathered_once=SMALL.gathered_once,
+            activations=activations_of(SMALL, device, costs, plan.tensor),
+        )
+        assert found.stage(found.requested).peak == memory.fullest(plan), plan
 
 
 def test_plans_use_all_devices_and_all_sequences_once():
@@ -109,9 +77,7 @@ def test_plans_use_all_devices_and_all_sequences_once():
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}
     assert {plan.replicas for plan in plans} == {1, 2, 4}
     assert {plan.tensor for plan in plans if plan.pipe == 1} == {1, 2, 4, 8}
-    assert {(plan.stage, plan.spread) for plan in plans if plan.replicas > 1} == {
-        (stage, spread) for stage in (1, 2, 3) for spread in (False, True)
-    }
+    assert {(plan.stage, plan.spread) for plan in plans if plan.replicas > 1} == SHARDED
     # Devices that share a layer have equal shards of it.
     for fields, sizes in (({"kv_heads": 2}, {1, 2}), ({"vocabulary": 32001}, {1, 2, 4, 8})):
         model = dataclasses.replace(SMALL, **fields)

@@ -1,0 +1,215 @@
+"""The memory of one device in a training step: what it holds, and when that is most."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from optax_ext import flax_transformer
+from sharding._zero import Zero
+from sharding.placement._describe import Description, Row
+from sharding.plan.machine._tiles import padded_to_tiles
+from sharding.plan.model._layer_costs import Activations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one device in a training step, by what they are; see ``moments``."""
+
+    params: float  #: parameters
+    grads: float  #: gradients, as the stage stores them
+    full_grads: float  #: gradients of one micro-batch, unsharded
+    unreduced: float  #: gradients of one micro-batch that wait to be reduced, or added
+    opt_state: float  #: optimizer state without master weights
+    master: float  #: master weights
+    batch: float  #: the device's part of the batch; 0 where it is unknown
+    host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
+    sync: float  #: state of ``Zero.sync``, such as error-feedback residuals
+    summed: float  #: gradients of the micro-batches before the last one
+    updated: float  #: gradients, as the update gets them
+    synced: float  #: gradients that ``Zero.sync`` takes; with its temporaries where they are known
+    layer: float  #: parameters of the largest layer, if layers are known
+    outside: float  #: parameters outside of the layers, if these are known
+    new_params: float  #: new parameters of the group that is gathered beside the old ones
+    share: float  #: the share of the parameters that the device stores; below 1 it gathers them
+    #: what one micro-batch stores for its backward pass, if ``estimate`` was given it
+    activations: float | None = None
+    working: float = 0.0  #: temporaries of the backward pass of a layer
+    head: float = 0.0  #: temporaries of what follows the layers, such as logits
+    logits: float = 0.0  #: their gradient, until that of the output matrix is made of it
+    copied: float = 0.0  #: parameters in another layout
+
+    @property
+    def arguments(self) -> float:
+        """Parameters, state and batch in device memory."""
+        return self.params + self.opt_state + self.master + self.batch - self.host + self.sync
+
+    @property
+    def memory(self) -> float:
+        """Arguments and gradients, which is what ZeRO counts: no activations, no temporaries."""
+        return self.arguments + self.grads
+
+    @property
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Bytes beside ``arguments`` at each moment that may be the fullest, by what they are.
+
+        In the backward pass of the last micro-batch: at the head, before any of its gradients is
+        there; and at the layers, where compilers hold those of all layers from the first one on.
+        Then the compressed sync, and the update.
+        """
+        stored, copied = self.activations or 0.0, self.copied * self.share
+        gathers = self.share < 1
+        outside = self.outside if gathers else 0.0
+        gathered = max(self.layer, outside - self.working) if gathers else 0.0
+        # Full gradients of what is outside of the layers have room for that of the logits.
+        working = self.working + max(0.0, self.logits - (0.0 if gathers else self.outside))
+        names = ("activations", "temporaries", "gathered", "gradients")
+        moments = {
+            "head": (stored, self.head + copied, outside, self.summed),
+            "layers": (stored, working + copied, gathered, self.grads + self.unreduced),
+            "sync": (0.0, 0.0, 0.0, self.synced),
+            "update": (0.0, 0.0, self.new_params, self.updated),
+        }
+        return {name: dict(zip(names, parts, strict=True)) for name, parts in moments.items()}
+
+    @property
+    def peak(self) -> float:
+        """``arguments``, and what is beside them at the fullest of ``moments``."""
+        return self.arguments + max(sum(parts.values()) for parts in self.moments.values())
+
+    def with_activations(self, found: Activations | None) -> Self:
+        """The same with other activations."""
+        names = ("activations", "working", "head", "logits", "copied")
+        parts = found or (None, 0.0, 0.0, 0.0, 0.0)
+        fields: Any = dict(zip(names, parts, strict=True))
+        return dataclasses.replace(self, **fields)
+
+
+def step_memory(
+    zero: Zero,
+    placed: Description,
+    local: Description,
+    tile: tuple[int, int] | None,
+    *,
+    microbatches: int = 1,
+    gathered_once: str | None = None,
+) -> dict[str, float]:
+    """The fields of a ``StepMemory``, but for the batch and activations.
+
+    ``local`` is the placement at stage 0, where the user's axes alone shard; the memory of TPUs has
+    tiles.
+    """
+    placed = padded_to_tiles(placed, tile)
+    rows = [row for row in placed.rows if row.part == "opt_state"]
+    opt_state = sum(row.bytes_per_device for row in rows)
+    masters = [row for row in rows if "master" in re.split(r"\W+", row.path)]
+    master = sum(row.bytes_per_device for row in masters)
+    params = placed.bytes_per_device["params"]
+    several, known = microbatches > 1, gathered_once is not None
+    full = {
+        row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
+        for row, dtype in floating_rows(local, "params")
+    }
+    full_grads = sum(full.values())
+    layer, outside = _layer_and_outside(
+        full, local, "(?!)" if gathered_once is None else gathered_once
+    )
+
+    def held(placed: Description, shards: int = 1) -> float:
+        """Bytes of gradients, as accumulated or as returned, whichever is wider."""
+        total = 0.0
+        for row, dtype in floating_rows(placed, "grads"):
+            itemsize = zero.precision.of_accumulator(dtype).itemsize if several else 0
+            nbytes = row.bytes_per_device / (1 if row.note else shards)
+            total += nbytes / dtype.itemsize * max(itemsize, dtype.itemsize)
+        return total
+
+    # Gradients as the stage stores them; and what waits beside them: full ones to be reduced, those
+    # of one micro-batch to be added.
+    grads = sums = held(placed)
+    sync_of_shards = zero.sync is not None and not zero.replica_axis
+    if zero.stage < 2:
+        unreduced = full_grads if several else 0.0
+    else:
+        own = float(sum(row.bytes_per_device for row, _ in floating_rows(placed, "grads")))
+        if zero.shard_state_over_replicas:
+            # Replicas that share the state each have a shard of their own until they are summed.
+            own, sums = full_grads / zero.num_shards, held(local) / zero.num_shards
+        unreduced = own if several else 0.0
+        if zero.stage == 2 and (not known or sync_of_shards):
+            unreduced = full_grads
+            if several and sync_of_shards:  # which comes after the last micro-batch
+                sums = held(local)
+        elif zero.stage == 2:
+            # At once where one is known, but programs for GPUs hold those outside until the end.
+            unreduced += max(layer, outside) if tile else layer + outside
+        unreduced += sums - grads
+
+    new_params = params if zero.shard_state_over_replicas else 0.0
+    synced = 0.0
+    if zero.stage in (1, 2) and zero.num_shards > 1:
+        # Of the group that is gathered at once, and what no layer has.
+        scale = params / full_grads if full_grads else 0.0
+        new_params = min(params, scale * outside + max(scale * layer, placed.gather_group))
+    if zero.sync is not None:
+        shards = zero.num_shards if zero.replica_axis else 1
+        synced = grads if zero.stage == 3 else full_grads / shards
+    return {
+        "params": params,
+        "grads": grads,
+        "full_grads": full_grads,
+        "unreduced": unreduced,
+        "opt_state": opt_state - master,
+        "master": master,
+        "host": placed.host_bytes_per_device,
+        "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
+        "summed": sums if several else 0.0,
+        "updated": held(placed, zero.num_shards if zero.stage == 1 else 1),
+        "synced": synced,
+        "layer": layer if known else 0.0,
+        "outside": outside if known else 0.0,
+        "new_params": new_params,
+        "share": 1 / zero.num_shards if zero.stage == 3 else 1.0,
+    }
+
+
+def _layer_and_outside(
+    nbytes: dict[str, float], local: Description, outside: str
+) -> tuple[float, float]:
+    """The part of some bytes by path that is the largest layer's, and that outside of all."""
+    shapes = {row.path: row.shape for row, _ in floating_rows(local, "params")}
+    pattern = flax_transformer().stacked or "(?!)"
+    names = {path: path[: named.end()] for path in nbytes if (named := re.search(pattern, path))}
+    modules = collections.defaultdict(list)
+    for path, name in names.items():
+        modules[name].append(shapes[path])
+    # Arrays of stacked layers have a first dim of one size, and others.
+    stacked = {
+        name
+        for name, arrays in modules.items()
+        if len({shape[:1] for shape in arrays}) == 1
+        and (min(map(len, arrays)) > 1 or max(map(len, arrays)) > 2)
+    }
+    layers: dict[str, float] = collections.defaultdict(float)
+    others = 0.0
+    for path, size in nbytes.items():
+        if re.search(outside, path):
+            others += size
+        elif names.get(path) in stacked:
+            layers[names[path]] += size / max(shapes[path][0], 1)
+        else:
+            numbered = re.match(r".*?\d+(?=/|$)", path)
+            layers[numbered[0] if numbered else path] += size
+    return max(layers.values(), default=0.0), others
+
+
+def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
+    """Arrays of floating numbers, and their dtypes."""
+    for row in placed.rows:
+        if row.part == part and not row.dtype.startswith("key<"):  # of random keys
+            dtype = jnp.dtype(row.dtype)
+            if jnp.issubdtype(dtype, jnp.floating):
+                yield row, dtype
