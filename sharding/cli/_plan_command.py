@@ -17,9 +17,8 @@ from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import save, show_or_json
-from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
-from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
+from sharding.plan.cost._estimate import Plan, saving_of, why_wider
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
@@ -53,13 +52,8 @@ def run_plan(options: Namespace) -> int:
         notes.append(note_on(planned, activations))
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
-    is_adam = re.search("adamw?$", options.optimizer)
-    if plan.recommended and not is_adam:
+    if plan.recommended and not re.search("adamw?$", options.optimizer):
         notes += _beside_adamw(options, setup, plan)
-    if is_adam and len(plan.mesh) == 1:
-        figures = deepspeed_stage_2(plan.num_params, math.prod(plan.mesh.values()))
-        words = " and ".join(f"{size(value)} by its {name}" for name, value in figures.items())
-        notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
     if plan.fits is False:
         with warnings.catch_warnings(action="ignore"):  # of layouts that are only tried
             notes += _what_would_fit(options, setup)
@@ -135,7 +129,7 @@ def run_pipeline(options: Namespace) -> int:
     """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
     _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
     dtype, device, pipe = opts.dtype_of(options), opts.known_device(options), options.pipeline
-    _, model = model_of(options.model or "", dtype, options.length)
+    _, model = model_of(options.model, dtype, options.length)
     if not isinstance(model, Decoder):
         raise ValueError(
             f"--pipeline needs a model whose layers are known, one of --help's names or a Decoder "

@@ -309,14 +309,6 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
     return best.name, notes
 
 
-def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
-    """Bytes of one device for Adam at stage 2 by DeepSpeed's page on memory, and by its code."""
-    return {
-        "documentation": 4 * num_params + 16 * num_params / devices,
-        "code": 2 * num_params + 18 * num_params / devices,
-    }
-
-
 def saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str] = ("it", "AdamW")) -> str:
     """A sentence on what one optimizer saves beside another at a stage."""
     saved = theirs.memory - mine.memory
