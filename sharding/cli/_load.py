@@ -21,8 +21,10 @@ from sharding.plan.model._traced_model import AnyModel
 from sharding.step.owners._by_owner import by_owner
 
 
-def model_of(text: str, dtype: DType, length: int | None) -> tuple[Any, AnyModel | None]:
+def model_of(text: str | None, dtype: DType, length: int | None) -> tuple[Any, AnyModel | None]:
     """Abstract parameters, and the model where its layers are known."""
+    if not text:
+        raise ValueError("--model is missing: a number, a name, or MODULE:NAME.")
     model: AnyModel | None = MODELS.get(text)
     params = None
     if ":" in text:

@@ -58,13 +58,8 @@ def run_plan(options: Namespace) -> int:
         notes.append("Layers store their input only, and are computed again; --remat plans more.")
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
-    is_adam = re.search("adamw?$", options.optimizer)
-    if plan.recommended and not is_adam:
+    if plan.recommended and not re.search("adamw?$", options.optimizer):
         notes += _beside_adamw(options, setup, plan)
-    if is_adam and len(plan.mesh) == 1:
-        figures = _deepspeed_stage_2(plan.num_params, math.prod(plan.mesh.values()))
-        words = " and ".join(f"{size(value)} by its {name}" for name, value in figures.items())
-        notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
     if plan.fits is False:
         with warnings.catch_warnings(action="ignore"):  # of layouts that are only tried
             notes += _what_would_fit(options, setup)
@@ -99,14 +94,6 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     if mine.opt_state > theirs.opt_state:
         notes.append(_why_wider(setup.params, setup.tx, adamw, names))
     return [note for note in notes if note]
-
-
-def _deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
-    """Bytes of one device for Adam at stage 2 by DeepSpeed's page on memory, and by its code."""
-    return {
-        "documentation": 4 * num_params + 16 * num_params / devices,
-        "code": 2 * num_params + 18 * num_params / devices,
-    }
 
 
 def _saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str]) -> str:
@@ -188,7 +175,7 @@ def run_pipeline(options: Namespace) -> int:
     """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
     _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
     dtype, device, pipe = opts.dtype_of(options), opts.known_device(options), options.pipeline
-    _, model = model_of(options.model or "", dtype, options.length)
+    _, model = model_of(options.model, dtype, options.length)
     if not isinstance(model, Decoder):
         raise ValueError(
             f"--pipeline needs a model whose layers are known, one of --help's names or a Decoder "

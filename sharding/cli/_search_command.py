@@ -25,8 +25,6 @@ def run_search(options: Namespace) -> int:
     _check_before(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
-    if not options.model:
-        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
     model, tx = _model_of(options), loading.optimizer_of(options.optimizer)
     length, dtype = options.length or model.length, opts.dtype_of(options)
     lossless = "master" if options.master else "plain"

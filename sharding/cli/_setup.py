@@ -77,8 +77,6 @@ class Setup:
 
 def setup_of(options: Namespace) -> Setup:
     mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
-    if not options.model:
-        raise ValueError("--model is missing: a number, a name, or MODULE:NAME.")
     params, model = model_of(options.model, dtype_of(options), options.length)
     tx = optimizer_of(options.optimizer)
     axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names

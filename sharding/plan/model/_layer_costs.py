@@ -131,9 +131,9 @@ def layer_costs(
 ) -> list[LayerCost]:
     """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
-    Seconds are those of ``step_seconds``, for 16 bits: backward passes have with ``recompute`` what
-    is computed again. Lookups in the embedding take no time. Activations are those that the
-    vector-Jacobian product of the layer's code stores, without its parameters; attention
+    Seconds are those of ``step_seconds`` without wires, for 16 bits: with ``recompute`` backward
+    passes have what is computed again. Lookups in the embedding take no time. Activations are those
+    that the vector-Jacobian product of the layer's code stores, without its parameters; attention
     materializes its scores. What is computed again is a temporary of the backward pass. A tied
     embedding counts as parameters of the head, too.
 
