@@ -173,7 +173,7 @@ def main() -> None:
         tpu,
     ]
     for chip in ("v5e", "v5p", "v6e"):
-        of = tuple(EIGHT_BITS) if chip == "v5e" else ("adamw", "adam", "lion")
+        of = tuple(EIGHT_BITS) if chip == "v5e" else ("adamw", "lion")
         parts += [
             f"Update of one array in 8 bits on {chip}: bytes a parameter (temporaries)",
             arrays_table(chip, of),

@@ -59,44 +59,25 @@ def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(arguments)
-    traced, consts = with_constants(default, *arguments)
-    # An array that is there twice remains one: the kernel writes a parameter over itself.
-    first = {id(x): k for k, x in reversed(list(enumerate(leaves)))}
-    places = [first[id(x)] for x in leaves]
+    closed, consts, results = with_constants(default, *arguments)
 
     def flat_kernel(*operands: jax.Array) -> list[jax.Array]:
-        own = operands[len(consts) :]
-        return jax.tree.leaves(kernel(*treedef.unflatten([own[k] for k in places])))
+        return jax.tree.leaves(kernel(*treedef.unflatten(operands[len(consts) :])))
 
-    forms = {"default": traced.jaxpr, "kernel": in_this_mesh(flat_kernel)}
-    results = FOR_TPUS.bind(*consts, *leaves, **forms, anywhere=shards() is not None)
-    return traced.with_structure(results)
-
-
-class Traced:
-    """A traced function whose first arguments are the arrays that it closed over."""
-
-    def __init__(self, closed: ClosedJaxpr, results: Any):
-        inner = closed.jaxpr
-        inner = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
-        self.jaxpr, self._results = ClosedJaxpr(inner, []), results
-
-    def __call__(self, consts: Sequence[Any], *arguments: Any) -> Any:
-        """Calls it."""
-        return self.with_structure(jaxpr_as_fun(self.jaxpr)(*consts, *jax.tree.leaves(arguments)))
-
-    def with_structure(self, results: Sequence[Any]) -> Any:
-        """Returns the tree that the function returns, of these leaves."""
-        return jax.tree.unflatten(self._results, results)
+    forms = {"default": closed, "kernel": in_this_mesh(flat_kernel)}
+    made = FOR_TPUS.bind(*consts, *leaves, **forms, anywhere=shards() is not None)
+    return jax.tree.unflatten(results, made)
 
 
-def with_constants(fn: Callable[..., Any], *arguments: Any) -> tuple[Traced, list[Any]]:
-    """Returns a function of arrays that ``fn`` closes over and its arguments, and these arrays."""
+def with_constants(fn: Callable[..., Any], *types: Any) -> tuple[ClosedJaxpr, list[Any], Any]:
+    """Traces a function: its jaxpr, the arrays that this takes first, the structure of results."""
     types = jax.tree.map(
-        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else abstract(jax.typeof(x)), arguments
+        lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else abstract(jax.typeof(x)), types
     )
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*types)
-    return Traced(closed, jax.tree.structure(results)), list(closed.consts)
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return ClosedJaxpr(jaxpr, []), list(closed.consts), jax.tree.structure(results)
 
 
 def _default(*operands: jax.Array, default: ClosedJaxpr, **_: Any) -> list[jax.Array]:
@@ -149,17 +130,6 @@ def kernels_on(shards: Shards) -> Iterator[None]:
         _SHARDS.reset(token)
 
 
-# ``update`` and ``optax.apply_updates`` in one: from gradients, state, parameters and extra
-# arguments to new parameters and the new state.
-UpdateParams = Callable[..., tuple[Any, Any]]
-
-
-class WithUpdateParams(optax.GradientTransformationExtraArgs):
-    """A transformation whose kernels can update the parameters, too."""
-
-    update_params: UpdateParams
-
-
-def update_params_of(tx: optax.GradientTransformation) -> UpdateParams | None:
-    """Returns how the outermost transformation updates parameters without updates in memory."""
-    return getattr(tx, "update_params", None)
+def update_params_of(tx: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]] | None:
+    """Returns an attribute of ``update``: the same and ``optax.apply_updates`` in one."""
+    return getattr(tx.update, "update_params", None)

@@ -65,29 +65,30 @@ class OnePassUpdates:
 
     def __init__(
         self,
-        inner_update: Callable[[Any, Any], tuple[Any, Any]],  # of updates and decoded inner state
+        # Of updates, decoded inner state and parameters.
+        inner_update: Callable[[Any, Any, Any], tuple[Any, Any]],
         updates: Tree,
         moments: Sequence[tuple[Path, Any]],  # the inner state
         treedef: Any,  # its structure
         key: jax.Array | None,  # of the step, for stochastic rounding
         rounding: str,
-        params: Any | None,  # if the passes update them, too
+        params: Any,
+        apply: bool,  # whether the passes update them, too
         shards: Shards,
     ):
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
         num = len(with_paths)
         self._key, self._shards, self._rounding = key, shards, rounding
-        self._params = [None] * num if params is None else jax.tree.leaves(params)
+        self._params = jax.tree.leaves(params) if apply else [None] * num
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
-        inputs = [x for _, x in with_paths] + [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
-            for _, x in moments
-        ]
+        inputs = [decoded_type(x) for _, x in (*with_paths, *moments)]
 
         def flat_update(inputs: list[Any]) -> list[Any]:
             new, inner_state = inner_update(
-                jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
+                jax.tree.unflatten(updates_def, inputs[:num]),
+                treedef.unflatten(inputs[num:]),
+                params,
             )
             return jax.tree.leaves(new) + treedef.flatten_up_to(inner_state)
 
@@ -113,7 +114,7 @@ class OnePassUpdates:
         shard = self._shards.shape_of(path, shape)
         if len(blocks) > 1 or shard is None:
             return None
-        function = _function_for(shard, self._params[root] is not None)
+        function = _function_for(shard)
         # No shard ends within a block.
         ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
         if function is None or any(n != full and n % size for n, full, size in ends):
@@ -193,7 +194,7 @@ class OnePassUpdates:
 # --- Which updates take a pass --------------------------------------------------------------------
 
 
-def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
+def _function_for(shard: Sequence[int]) -> Any:
     """Returns what updates a shard in one pass; None where XLA's form is as good."""
     from optax_ext.low_precision import _row_loop  # imports this file
 
@@ -201,7 +202,11 @@ def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
         from optax_ext.low_precision import _tile_kernel  # loads Pallas, a third of a second
 
         return _tile_kernel.update_tiles
-    return _row_loop.update_rows if _row_loop.takes(shard, updates_params) else None
+    return _row_loop.update_rows if _row_loop.takes(shard) else None
+
+
+def decoded_type(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
 
 
 def has_blocks(q: Any) -> bool:

@@ -24,13 +24,13 @@ _TILE_ROWS = 32  # of codes in memory
 _MIN_SIZE, _MIN_PADDED, _MIN_STEP = 2**24, 2**22, 2**16
 
 
-def takes(shard: Sequence[int], updates_params: bool) -> bool:
-    """Whether matrices are worth a loop: without the parameters, only if XLA would pad them."""
+def takes(shard: Sequence[int]) -> bool:
+    """Whether matrices are worth a loop."""
     matrix = shard[-2:]
     if any(n < size for n, size in zip(matrix, _BLOCK, strict=True)):
         return False
     is_padded = any(n % size for n, size in zip(matrix, _BLOCK, strict=True))
-    least = _MIN_PADDED if is_padded else _MIN_SIZE if updates_params else math.inf
+    least = _MIN_PADDED if is_padded else _MIN_SIZE
     return math.prod(shard) >= least and math.prod(matrix) >= _MIN_STEP
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import jaxpr_as_fun
 
 from optax_ext import _matrix_passes, _validate, kernels
 from optax_ext._leaves import check_arrays, path_name
@@ -16,7 +17,7 @@ from optax_ext._types import Array, Tree
 from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
-from optax_ext.low_precision._one_pass import OnePassUpdates, has_blocks
+from optax_ext.low_precision._one_pass import OnePassUpdates, decoded_type, has_blocks
 from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
@@ -163,7 +164,7 @@ def low_precision_state(
         state = _stored_state.with_quantized(state, lambda: init(like))
         state = state._replace(inner_state=_stored_state.boxes_outside(state.inner_state))
 
-        def inner_update(updates: Tree, inner_state: Any) -> tuple[Tree, Any]:
+        def inner_update(updates: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
             """Updates in the dtypes that they have without decoded moments, which are wider."""
             leaves = jax.tree.leaves(updates)
             is_narrow = any(is_floating(u) and u.dtype.itemsize < 4 for u in leaves)
@@ -182,20 +183,24 @@ def low_precision_state(
             return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
 
         def step(
-            updates: Tree, state: LowPrecisionState, inner: Any = inner_update, params: Tree = None
+            updates: Tree,
+            state: LowPrecisionState,
+            inner: Any = inner_update,
+            params: Tree = params,
+            apply: bool = False,
         ) -> Updated:
-            """Returns the updates, or these ``params`` updated, and the state."""
+            """Returns the updates, or to ``apply`` them the new parameters, and the state."""
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
-            updates, new = inner(updates, treedef.unflatten(read))
+            updates, new = inner(updates, treedef.unflatten(read), params)
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
                     _stored_state.encode_as(path, was, leaf, key)
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
-            out = updates if params is None else optax.apply_updates(params, updates)
+            out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
         def scheduled(
@@ -226,23 +231,21 @@ def low_precision_state(
         elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
             out, (key, new) = applied(scheduled(updates, state))
         else:
-            decoded = [
-                jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
-                for _, x in moments
-            ]
-            traced, consts = kernels.with_constants(
-                inner_update, updates, treedef.unflatten(decoded)
-            )
+            decoded = treedef.unflatten([decoded_type(x) for _, x in moments])
+            traced = kernels.with_constants(inner_update, updates, decoded, params)
+            jaxpr, consts, results = traced
 
-            def with_passes(
-                updates: Tree, state: LowPrecisionState, params: Tree, consts: list[Any]
-            ) -> Updated:
+            def with_passes(updates: Tree, state: Any, params: Tree, consts: list[Any]) -> Updated:
+                def inner(*arguments: Tree) -> Any:
+                    made = jaxpr_as_fun(jaxpr)(*consts, *jax.tree.leaves(arguments))
+                    return jax.tree.unflatten(results, made)
+
                 key = None if state.key is None else next_key(state.key)
-                inner, new = functools.partial(traced, consts), params if apply else None
+                moments = flatten(state.inner_state)
                 passes = OnePassUpdates(
-                    inner, updates, *flatten(state.inner_state), key, rounding, new, shards
+                    inner, updates, *moments, key, rounding, params, apply, shards
                 )
-                run = functools.partial(step, inner=inner, params=new)
+                run = functools.partial(step, inner=inner, params=params, apply=apply)
                 return scheduled(updates, state, run, passes)
 
             def without(updates: Tree, state: LowPrecisionState, *_: Any) -> Updated:
@@ -255,9 +258,9 @@ def low_precision_state(
                 out, (key, new) = kernels.for_tpus(with_passes, without, *arguments)
         return out, LowPrecisionState(key, _stored_state.boxes_inside(new))
 
-    tx = kernels.WithUpdateParams(init, functools.partial(run, False))
-    tx.update_params = functools.partial(run, True)
-    return tx
+    update: Any = functools.partial(run, False)
+    update.update_params = functools.partial(run, True)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 # --- Choosing -------------------------------------------------------------------------------------

@@ -51,8 +51,7 @@ def test_equals_the_form_of_xla(shape, options, apply):
     [
         ((50257, 96), False, 2),
         ((2**18, 64), True, 1),
-        # Updates would be an array of their own.
-        ((2**18, 64), False, 0),
+        ((2**18, 64), False, 1),
         # XLA's form stays in fast memory; a stack of small matrices would take too many steps.
         ((2**15, 64), True, 0),
         ((2**12, 65, 96), True, 0),

@@ -5,6 +5,7 @@ import json
 import pytest
 import zero as benchmark
 from _steps import compiled, cost
+from low_precision_cost import shard_cost
 from zero import Case
 
 import optax_ext
@@ -65,13 +66,27 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
     assert {t["op"] for t in moved if t["wire_bytes"] > 2**20} == {"all-to-all"}
 
 
-@pytest.mark.parametrize("shape", [(50257, 768), (4096, 11008), (50257, 96), (2**18, 64)])
-@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1"])
+MATRICES = [(50257, 768), (4096, 11008), (50257, 96), (2**18, 64)]
+
+
+@pytest.mark.parametrize(
+    ("target", "shape"),
+    [
+        *((target, shape) for target in ("v5e:1x1", "v6e:1x1") for shape in MATRICES),
+        ("v5p:1x1x1", (151936, 4096)),
+    ],
+)
 def test_8_bit_state_in_one_pass_holds_few_temporaries(target, shape):
     """By XLA's form the first step holds 16 to 22 bytes per parameter, and moves 93 to 100."""
     need(target)
-    tx = optax_ext.adamw8bit(1e-3)
-    moved, held = cost(compiled(target, tx, [shape]), [shape])
+    moved, held = cost(compiled(target, optax_ext.adamw8bit(1e-3), [shape]), [shape])
     by_kernel = shape[1] >= 128  # otherwise by a loop over rows, of 1.2 MiB at most
     assert held < (0.1 if by_kernel else 0.3)
     assert moved < (16.1 if by_kernel else 32)
+
+
+def test_8_bit_state_in_one_pass_on_shards():
+    need("v5e:2x4")
+    moved, held = shard_cost("v5e:2x4", optax_ext.adamw8bit(1e-3), (32000, 4096))
+    assert held < 0.1
+    assert moved < 16.1
