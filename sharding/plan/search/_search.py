@@ -191,7 +191,7 @@ def search(
       >>> from sharding.plan import MODELS, search
       >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
       >>> found.best.summary
-      'stage 2 over 4, 2 replicas that share the state; 8 micro-batches of 1; recompute none'
+      'stage 2 over 8; 1 micro-batch of 8; recompute minimal_with_context'
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
