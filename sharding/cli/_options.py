@@ -1,5 +1,6 @@
 """The options of each command, with their help."""
 
+import functools
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from sharding.plan.cost._pipeline_schedules import SCHEDULES
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import HEADROOM
+from sharding.remat._plan_activations import in_bytes
 
 
 def _number(kind: type, least: float, most: float = 1e9) -> Callable[[str], Any]:
@@ -28,21 +30,28 @@ def _number(kind: type, least: float, most: float = 1e9) -> Callable[[str], Any]
     return parse
 
 
-def _one_of(known: Iterable[str]) -> dict[str, Any]:
-    """The kind of an option that is one of some words."""
+def _checked(check: Callable[[str], Any]) -> Callable[[str], str]:
+    """Takes a text as it is, if a check does not raise."""
 
     def parse(text: str) -> str:
         try:
-            check_choice("", text, tuple(known))
+            check(text)
         except ValueError as error:
             raise ArgumentTypeError(str(error).strip(" .")) from None
         return text
 
-    return {"type": parse, "metavar": "|".join(known)}
+    return parse
+
+
+def _one_of(known: Iterable[str]) -> dict[str, Any]:
+    """The kind of an option that is one of some words."""
+    check = functools.partial(check_choice, "", known=tuple(known))
+    return {"type": _checked(check), "metavar": "|".join(known)}
 
 
 _TYPES: dict[str, Any] = dict.fromkeys(("N", "V", "TOKENS"), _number(int, 1))
 _TYPES |= dict.fromkeys(("GIB", "GB/S"), _number(float, 1e-9)) | {"SHARE": _number(float, 0, 0.99)}
+_TYPES["BYTES"] = _checked(lambda text: text == "auto" or in_bytes(text))
 _STAGES = ["0", "1", "2", "3"]
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 

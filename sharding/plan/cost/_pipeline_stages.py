@@ -38,15 +38,14 @@ class PipelineStage:
     grads: float  #: gradients that are accumulated, and what branches return of them but on TPUs
     state: float  #: optimizer state and master weights in device memory
     activations: float  #: of the micro-batches in flight, and temporaries of one backward pass
-    batch: float  #: the device's part of the batch
     permuted: float  #: bytes that it needs to send to other stages in a step
     synced: float  #: bytes that it sends to the replicas of its stage in a step
     summed: float  #: bytes that it sends for embedding and head, and layers of unequal stages
 
     @property
     def memory(self) -> float:
-        """All that it holds."""
-        return self.params + self.grads + self.state + self.activations + self.batch
+        """All that it holds, but for the batch."""
+        return self.params + self.grads + self.state + self.activations
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +58,6 @@ class StageEstimates:
     num_stages: int
     device: DeviceKind
     dtype: Any
-    batch: float  # bytes of a device's part of the batch
 
     def __post_init__(self) -> None:
         axes = {"pipe": self.num_stages} | dict(self.zero.mesh.shape)
@@ -89,7 +87,6 @@ class StageEstimates:
         return stage_plan(
             *(params, self.tx, self.zero),
             param_specs=specs,
-            batch=self.batch,
             device=self.device,
             gathered_once="",  # stage 3 gathers all that a device has once in a step
         )
@@ -180,7 +177,6 @@ def pipeline_stages(
             grads=sums + copied,
             state=held.opt_state + held.master - held.host,
             activations=stored + working,
-            batch=held.batch,
             permuted=microbatches * stream * sent,
             synced=held.wire,
             summed=0.0 if asynchronous else summed,

@@ -182,7 +182,7 @@ class PlanCosts:
         return sync_of_plan(plan, self.model.abstract(self.dtype))
 
     def _stages(self, plan: ParallelPlan) -> StageEstimates:
-        options: Any = {"num_stages": plan.pipe, "device": self.machine.device, "batch": 0.0}
+        options: Any = {"num_stages": plan.pipe, "device": self.machine.device}
         tx = self._tx(plan.state_format, plan.weights)
         return StageEstimates(self.model, tx, zero_of(plan), dtype=self.dtype, **options)
 

@@ -115,9 +115,10 @@ class PipelinePlan(Printed):
 
     def _verdict(self) -> str:
         """Whether to pipeline, with figures."""
-        pipe, zero, devices = self.pipeline, self.alternative, self.pipeline.plan.num_devices
+        pipe, zero, plan = self.pipeline, self.alternative, self.pipeline.plan
         if zero is None:
-            return f"Pipeline: without one {devices} devices cannot share so few sequences."
+            start = "Pipeline: without one" if self.recommended else "Neither fits: with ZeRO alone"
+            return f"{start} {plan.num_devices} devices cannot share {plan.sequences} sequences."
         if max(pipe.memory, zero.memory) > self.memory:
             fit = {"pipeline": "Pipeline: ZeRO does", "ZeRO": "Do not pipeline: stages do"}
             return (
@@ -129,9 +130,9 @@ class PipelinePlan(Printed):
         _, hidden, exposed = (" and ".join(map(seconds, times)) for times in both)
         measure = ": measure both" if len({x < y for x, y in both}) > 1 else ""
         return (
-            f"{'Pipeline' if self.recommended == 'pipeline' else 'Do not pipeline'}. On {devices} "
-            f"devices a step takes {seconds(a.seconds)} in the pipeline, and {seconds(b.seconds)} "
-            f"with ZeRO alone. Bubble and transfers of the pipeline are "
+            f"{'Pipeline' if self.recommended == 'pipeline' else 'Do not pipeline'}. On "
+            f"{plan.num_devices} devices a step takes {seconds(a.seconds)} in the pipeline, and "
+            f"{seconds(b.seconds)} with ZeRO alone. Bubble and transfers of the pipeline are "
             f"{seconds(a.bubble + a.transfers)}, the wire of ZeRO {seconds(b.data)}. With all "
             f"wires hidden they take {hidden}, with none {exposed}{measure}."
         )

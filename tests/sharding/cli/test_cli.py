@@ -203,6 +203,7 @@ WRONG = [
     (f"plan {LLAMA} --pipeline two", "--pipeline must be a whole number, got 'two'"),
     (f"plan {LLAMA} --memory nan", "--memory must be from 1e-09 to 1e.09, got nan"),
     (f"plan {LLAMA} --schedul gpip", "--schedule must be one of 'gpipe', .*; nearest is 'gpipe'"),
+    (f"plan {LLAMA} --remat lots", "--remat expected bytes, or a text .* got 'lots'.$"),
     (f"plan {LLAMA} --stages 1", "--stages is no option; nearest are --stage, --state"),
     (f"search {LLAMA} --batch 8 --headroom 1", "--headroom must be from 0 to 0.99, got 1"),
     (f"search {LLAMA}", "the following arguments are required --batch"),

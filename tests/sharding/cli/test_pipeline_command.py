@@ -31,7 +31,7 @@ def test_with_few_sequences_on_a_slow_network_pipelines_are_faster(text):
     assert "pipeline *" in shown
     assert "Pipeline. On 64 devices a step takes" in shown
     shown = text(f"{line} --batch 32")
-    assert "Pipeline: without one 64 devices cannot share so few sequences." in shown
+    assert "Pipeline: without one 64 devices cannot share 32 sequences." in shown
     shown = text(f"{line} --batch 512")
     assert "Do not pipeline." in shown
     assert "measure both" in shown  # the pipeline is faster if nothing is hidden
