@@ -33,7 +33,7 @@ def test_plan(run, tmp_path):
     assert (code, err) == (0, "")
     assert "6,738,415,616 parameters on x=16, y=16: one device" in out
     assert "\n3 spread is recommended: it sends least among the stages that leave 20%" in out
-    assert re.search(r"left of 16.0 GiB +too much too much 2.43 GiB 15.8 GiB", out)
+    assert re.search(r"left of 16.0 GiB +too much 2.43 GiB 2.43 GiB 15.8 GiB", out)
     assert "At 3 spread came holds" in out
     assert "DeepSpeed" not in out  # who knows of Adam alone
     assert max(map(len, out.splitlines())) <= 80
