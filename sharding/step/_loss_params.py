@@ -63,7 +63,7 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
             return x.astype(param.loss_dtype)
         spec = _gather_spec(plan, param, reduce)
         if param.gathered_by_loss and not plan.reduces_microbatches:
-            spec = spec._replace(reduce=_unreduced, reduce_dtype=x.dtype)
+            spec = spec._replace(reduce=lambda grad, _: grad, reduce_dtype=x.dtype)
         held = held if plan.layout.stage == 3 else held.astype(spec.dtype)
         return (TableHandle if param.synced_by_rows else Shard)(held, x, spec)
 
@@ -73,11 +73,6 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
     by_loss = [param.gathered_by_loss for param in plan.params]
     at_once = iter(gather([x for x, own in zip(leaves, by_loss, strict=True) if not own]))
     return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
-
-
-def _unreduced(grad: jax.Array, dim: int) -> jax.Array:
-    del dim
-    return grad
 
 
 def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Tree) -> Callable[..., Any]:

@@ -83,9 +83,9 @@ class StepPlan:
         return self.layout.stage >= (1 if self.microbatches == 1 else 2) and not once
 
     def adds(self, param: ParamPlan) -> bool:
-        """Whether layers add its unreduced gradients to a wider sum, in place."""
-        wide = self.precision.of_accumulator(param.dtype) != param.loss_dtype
-        return wide and IN_PLACE and self.microbatches > 1 and not self.reduces_microbatches
+        """Whether layers add its unreduced gradients to a sum of another dtype, in place."""
+        other = self.precision.of_accumulator(param.dtype) != param.loss_dtype
+        return other and IN_PLACE and self.microbatches > 1 and not self.reduces_microbatches
 
     @property
     def has_layers(self) -> bool:
@@ -217,16 +217,10 @@ def _layers_of(plan: StepPlan, uses: ParamUses) -> set[int]:
     gathered = uses.marked[_gather_params.MARK]
     own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise.keys()
     own = own - uses.viewed.keys() - uses.branched - uses.repeated
-
-    def helps(param: ParamPlan) -> bool:
-        return bool(param.shard.dim) if plan.reduces_microbatches else plan.adds(param)
-
     plans = plan.params
-    return {
-        i
-        for i in own
-        if plans[i].trained and helps(plans[i]) and -plans[i].shard.dim <= gathered[i]
-    }
+    own = {i for i in own if plans[i].trained and -plans[i].shard.dim <= gathered[i]}
+    reduces = plan.reduces_microbatches
+    return {i for i in own if (plans[i].shard.dim if reduces else plan.adds(plans[i]))}
 
 
 def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
