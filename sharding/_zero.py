@@ -480,10 +480,8 @@ class Zero(NnxMethods):
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
-        blocks = tuple(self.gathered_blocks) if self.stage else ()
-        return _linen.in_step(
-            loss_fn, self._layout.data_axes, sync_batch_norm, blocks, self._recomputes, all_blocks
-        )
+        options = tuple(self.gathered_blocks), self._recomputes, all_blocks
+        return _linen.in_step(loss_fn, self._layout.data_axes, sync_batch_norm, *options)
 
     # --- Layers, in the loss ------------------------------------------------------------------
 
@@ -496,8 +494,8 @@ class Zero(NnxMethods):
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in a
-        ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. At stages
-        1 and 2 only gradients are reduce-scattered; at stage 0 it is the identity.
+        ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. Below
+        stage 3 only gradients are reduce-scattered, or added to those of other micro-batches.
 
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.
@@ -513,7 +511,7 @@ class Zero(NnxMethods):
                 "zero.full_params(state); for a function that is also called outside, "
                 "zero.gathered(fn)."
             )
-        return gather(tree) if self.stage else tree
+        return gather(tree)
 
     def gathered(
         self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
@@ -528,8 +526,9 @@ class Zero(NnxMethods):
         gradients of the layer before it goes on to the layer below; after the backward pass, where
         a parameter is used outside of the layer, in several calls, or in a branch; where ``sync``
         sums over the axes of shards; where norms of local gradients are needed; and where the loss
-        does more with its parameters than to pass them to layers. At stage 0, and outside of a
-        step, the target computes what it always does.
+        does more with its parameters than to pass them to layers. With several micro-batches at
+        stages 0 and 1 it adds the layer's gradients to wider sums instead, on jax 0.11 and newer.
+        Outside of a step the target computes what it always does.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant, or
@@ -552,4 +551,4 @@ class Zero(NnxMethods):
           >>> loss, grads = zero.value_and_grad(loss_fn)(params, x)
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
-        return wrap(target, policy, self._recomputes) if self.stage else target
+        return wrap(target, policy, self._recomputes)

@@ -137,7 +137,7 @@ def _on_device(
     plan = confirm_layers(plan, fn, *args)
     own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
     shards = list(map(_own_shard, leaves, early_specs)) if early_specs else None
-    if shards and not plan.reduces_in_layers:
+    if shards and not (plan.has_layers and plan.reduces_microbatches):
         # Before the loss: unsharded gradients will need the memory. The barrier is for the
         # batch, since parameters that pass through one are copied.
         shards, batch = lax.optimization_barrier((shards, inputs.batch))

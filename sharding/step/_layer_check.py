@@ -24,9 +24,9 @@ def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> Step
     if plan.layout.stage == 3:
         plan = _confirm_views(plan, loss, args)
         warn_of_unsharded(plan)
-    if not plan.reduces_in_layers:
+    if not plan.has_layers:
         return plan
-    # A step that reduces all gradients after the backward pass.
+    # A step that reduces, or adds, all gradients after the backward pass.
     arrays = tuple(param._replace(gathered_by_loss=False) for param in plan.params)
     at_once = dataclasses.replace(plan, params=arrays)
     expected, _ = _trace(at_once, loss, args)

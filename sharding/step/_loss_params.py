@@ -42,8 +42,8 @@ def differentiated(
 
 
 def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
-    """Whether a tap is differentiated in its place: its gradient arrives reduced."""
-    return bool(param.shard.dim) if plan.layout.stage == 3 else param.reduced_in_backward
+    """Whether a tap is differentiated in its place: its gradient arrives reduced, or is added."""
+    return bool(param.shard.dim) if plan.layout.stage == 3 else param.has_handle
 
 
 def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
@@ -62,6 +62,8 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
         if not _has_tap(plan, param):
             return x.astype(param.loss_dtype)
         spec = _gather_spec(plan, param, reduce)
+        if param.gathered_by_loss and not plan.reduces_microbatches:
+            spec = spec._replace(reduce=lambda grad, _: grad, reduce_dtype=x.dtype)
         held = held if plan.layout.stage == 3 else held.astype(spec.dtype)
         return (TableHandle if param.synced_by_rows else Shard)(held, x, spec)
 

@@ -15,11 +15,9 @@ from sharding.step._gather_params import call_with_shards
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._loss_params import differentiated, gradient_shape, loss_params
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
-from sharding.step._step_plan import StepPlan
+from sharding.step._step_plan import IN_PLACE, StepPlan
 
 _AD: Any = jax.ad
-# Backward passes of jax 0.10 mix up the gradients of a loop if some are refs and others are not.
-_IN_PLACE = jax.__version_info__ >= (0, 11)
 _RETURNED = _AD.GradValue()  # a gradient that a backward pass returns, in place of a ref for it
 
 
@@ -96,7 +94,7 @@ class _Device:
             )
             # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
             sinks = [_RETURNED] * len(trained)
-            if sums and _IN_PLACE and not (plan.divides_first or loss.local_norm):
+            if sums and IN_PLACE and not (plan.divides_first or loss.local_norm):
                 sinks = [
                     _RETURNED if reduced or ref.dtype != x.dtype else ref
                     for ref, x, reduced in zip(
@@ -138,7 +136,7 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
       inputs: of the loss.
     """
     steps = loss.microbatches
-    taps = differentiated(plan, params, accumulates=_IN_PLACE and steps > 1)
+    taps = differentiated(plan, params, accumulates=IN_PLACE and steps > 1)
     device = _Device(plan, loss, params, taps, inputs.key)
     split = split_microbatches(inputs.batch, steps)
     if steps == 1:

@@ -33,10 +33,7 @@ def reduce_microbatch(plan: StepPlan, grads: Arrays) -> Arrays:
 
 def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
     reduces = plan.layout.stage < 3 and plan.reduces_microbatches
-    return [
-        reduces and bool(param.shard.dim) and not param.reduced_in_backward
-        for param in plan.trained
-    ]
+    return [reduces and bool(param.shard.dim) and not param.has_handle for param in plan.trained]
 
 
 def reduce_accumulated(plan: StepPlan, grads: Arrays) -> Arrays:

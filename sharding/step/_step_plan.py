@@ -18,6 +18,9 @@ from sharding.step._param_uses import ParamUses, find_uses, place_of
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
+# Backward passes of jax 0.10 mix up the gradients of a loop if some are refs and others are not.
+IN_PLACE = jax.__version_info__ >= (0, 11)
+
 
 class StepSpec(NamedTuple):
     """The placement, training and synchronization of parameters; trees as the parameters."""
@@ -44,13 +47,13 @@ class ParamPlan(NamedTuple):
     rows: RowMethod | None  # the sync of rows that were looked up; None for the full gradient
     gather_dim: int  # its sharded dim, counted from the end, in the view that the loss gathers
     # At stage 3, whether the loss gathers it, or looks up rows of it, by itself; below, whether it
-    # passes it to ``gather``, whose derivative then reduces the gradient.
+    # passes it to ``gather``, whose derivative then reduces the gradient, or adds it to others.
     gathered_by_loss: bool = False
     synced_by_rows: bool = False  # below stage 3, whether the derivative of ``lookup`` syncs it
 
     @property
-    def reduced_in_backward(self) -> bool:
-        """Whether the backward pass of the loss ends in the gradient's shard."""
+    def has_handle(self) -> bool:
+        """Whether the loss gets a handle, whose tap the backward pass gives the gradient."""
         return self.gathered_by_loss or self.synced_by_rows
 
 
@@ -79,9 +82,14 @@ class StepPlan:
         once = self.sync_has_state and not self.layout.replica_axes
         return self.layout.stage >= (1 if self.microbatches == 1 else 2) and not once
 
+    def adds(self, param: ParamPlan) -> bool:
+        """Whether layers add its unreduced gradients to a sum of another dtype, in place."""
+        other = self.precision.of_accumulator(param.dtype) != param.loss_dtype
+        return other and IN_PLACE and self.microbatches > 1 and not self.reduces_microbatches
+
     @property
-    def reduces_in_layers(self) -> bool:
-        """Whether the backward pass of stage 1 or 2 reduces gradients, layer by layer."""
+    def has_layers(self) -> bool:
+        """Whether the backward pass reduces or adds gradients layer by layer, below stage 3."""
         return self.layout.stage < 3 and any(param.gathered_by_loss for param in self.params)
 
     @property
@@ -169,7 +177,7 @@ def _handles(
     with_rows = {i for i, param in enumerate(params) if param.rows is not None}
     # A sync over the axes of shards takes all gradients of a micro-batch together.
     in_layers = stage < 3 and plan.reduces_microbatches and not plan.syncs_shard_axes
-    in_layers &= reduce_in_backward
+    in_layers = (in_layers or any(map(plan.adds, params))) and reduce_in_backward
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
         if not (with_rows or in_layers or check_branches):
@@ -195,11 +203,11 @@ def _handles(
     _warn_of_full_tables(params, with_rows, uses)
     if stage == 3:
         return _gathered_by_loss(params, uses), set(), uses
-    layers = _reduced_in_layers(params, uses) if in_layers else set()
+    layers = _layers_of(plan, uses) if in_layers else set()
     return layers, _synced_by_rows(params, with_rows, uses), uses
 
 
-def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
+def _layers_of(plan: StepPlan, uses: ParamUses) -> set[int]:
     """Below stage 3, the parameters that the loss gathers once, and uses in no other way.
 
     A gradient with several terms is reduced once, after the backward pass. So is that of a
@@ -209,11 +217,10 @@ def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     gathered = uses.marked[_gather_params.MARK]
     own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise.keys()
     own = own - uses.viewed.keys() - uses.branched - uses.repeated
-    return {
-        i
-        for i in own
-        if plans[i].trained and plans[i].shard.dim and -plans[i].shard.dim <= gathered[i]
-    }
+    plans = plan.params
+    own = {i for i in own if plans[i].trained and -plans[i].shard.dim <= gathered[i]}
+    reduces = plan.reduces_microbatches
+    return {i for i in own if (plans[i].shard.dim if reduces else plan.adds(plans[i]))}
 
 
 def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:

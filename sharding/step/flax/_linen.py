@@ -24,7 +24,7 @@ def in_step(
     reshard: bool,
     all_blocks: bool,
 ) -> Callable[..., Any]:
-    """A loss whose Flax modules know that the batch, and from stage 1 the model, is sharded."""
+    """A loss whose Flax modules know that the batch is sharded, and which blocks gather."""
     unchecked = all_blocks
 
     @functools.wraps(loss_fn)

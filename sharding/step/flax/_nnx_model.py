@@ -87,7 +87,7 @@ def set_opt_state(optimizer: Any, opt_state: OptState) -> None:
 
 def prepare(zero: Any, model: Any) -> None:
     """Makes modules act on a sharded batch, and call ``gather`` on their parameters."""
-    blocks = zero.gathered_blocks if zero.stage else ()
+    blocks = zero.gathered_blocks
     gathered: list[tuple[Any, ...]] = []
     found: set[str] = set()
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first

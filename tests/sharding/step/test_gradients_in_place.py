@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sharding as shd
+from sharding.step import _microbatches, _step_plan
+
 from .. import model
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -44,3 +47,33 @@ def test_equals_one_backward_pass(operation, stage):
     have = run(zero.place(params), zero.put(x))
     assert abs(have[0] - value) < 1e-13 * abs(value)
     model.assert_close(have[1], grads, 1e-13)
+
+
+@pytest.mark.skipif(not _step_plan.IN_PLACE, reason="jax 0.10 adds after each backward pass")
+@pytest.mark.parametrize(("stage", "saved"), [(0, 0.0), (1, 0.4)])
+def test_layers_add_their_gradients_to_wider_sums(stage, saved, monkeypatch):
+    """The same bits as sums of full gradients, which are in memory no more."""
+    shapes = {"up": (8, 64, 256), "down": (8, 256, 64)}
+    rng = np.random.default_rng(0)
+    params = {k: rng.normal(size=s).astype(np.float32) / s[1] for k, s in shapes.items()}
+    x = rng.normal(size=(48, 64)).astype(np.float32)
+    zero = model.zero_on(8, stage=stage, precision=shd.Precision(accumulate=jnp.float64))
+    layer = jax.checkpoint(
+        zero.gathered(lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"]), prevent_cse=False
+    )
+
+    def loss(params, x):
+        x = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)[0]
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    def run():
+        args = zero.place(params), zero.put(x), None, None
+        program = zero.value_and_grad(loss, microbatches=3).lower(*args).compile()
+        return program(*args)[-1], program.memory_analysis().temp_size_in_bytes
+
+    have, held = run()
+    for module in (_microbatches, _step_plan):
+        monkeypatch.setattr(module, "IN_PLACE", False)
+    want, more = run()
+    jax.tree.map(np.testing.assert_array_equal, have, want)
+    assert more - held >= saved * sum(p.nbytes for p in params.values())
