@@ -206,12 +206,11 @@ def low_precision_state(
             make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        def default(run: Any, updates: Tree, state: Any, *_: Any) -> Updated:
-            out, new = run(updates, state)
+        def portable(updates: Tree, state: Any, *_: Any) -> Updated:
+            run = functools.partial(step, inner_update, params, False)
+            out, new = scheduled(run, updates, state)
             return optax.apply_updates(params, out) if apply else out, new
 
-        plain = functools.partial(step, inner_update, params, False)
-        portable = functools.partial(default, functools.partial(scheduled, plain))
         shards = kernels.shards() or kernels.Shards()
         moments, treedef = flatten(state.inner_state)
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
@@ -219,13 +218,14 @@ def low_precision_state(
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            out, (key, new) = default(plain, updates, state)  # one by one, in Python's order
+            # Operation by operation, in Python's order.
+            out, (key, new) = step(inner_update, params, apply, updates, state)
         elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
             out, (key, new) = portable(updates, state)
         else:
             decoded = treedef.unflatten([decoded_type(x) for _, x in moments])
-            traced = kernels.with_constants(inner_update, updates, decoded, params)
-            jaxpr, consts, results = traced
+            types = updates, decoded, params
+            jaxpr, consts, results = kernels.with_constants(inner_update, *types)
 
             def with_passes(updates: Tree, state: Any, params: Tree, consts: list[Any]) -> Updated:
                 def inner(*arguments: Tree) -> Any:
@@ -233,10 +233,8 @@ def low_precision_state(
                     return jax.tree.unflatten(results, made)
 
                 key = None if state.key is None else next_key(state.key)
-                moments = flatten(state.inner_state)
-                passes = OnePassUpdates(
-                    inner, updates, *moments, key, rounding, params, apply, shards
-                )
+                how: Any = key, rounding, params, apply, shards
+                passes = OnePassUpdates(inner, updates, *flatten(state.inner_state), *how)
                 run = functools.partial(step, inner, params, apply)
                 return scheduled(run, updates, state, passes)
 
