@@ -65,8 +65,7 @@ class OnePassUpdates:
 
     def __init__(
         self,
-        # Of updates, decoded inner state and parameters.
-        inner_update: Callable[[Any, Any, Any], tuple[Any, Any]],
+        inner_update: Callable[..., tuple[Any, Any]],  # of updates, decoded state and parameters
         updates: Tree,
         moments: Sequence[tuple[Path, Any]],  # the inner state
         treedef: Any,  # its structure
@@ -85,11 +84,8 @@ class OnePassUpdates:
         inputs = [decoded_type(x) for _, x in (*with_paths, *moments)]
 
         def flat_update(inputs: list[Any]) -> list[Any]:
-            new, inner_state = inner_update(
-                jax.tree.unflatten(updates_def, inputs[:num]),
-                treedef.unflatten(inputs[num:]),
-                params,
-            )
+            trees = jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
+            new, inner_state = inner_update(*trees, params)
             return jax.tree.leaves(new) + treedef.flatten_up_to(inner_state)
 
         graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))])

@@ -30,8 +30,10 @@ def takes(shard: Sequence[int]) -> bool:
     if any(n < size for n, size in zip(matrix, _BLOCK, strict=True)):
         return False
     is_padded = any(n % size for n, size in zip(matrix, _BLOCK, strict=True))
-    least = _MIN_PADDED if is_padded else _MIN_SIZE
-    return math.prod(shard) >= least and math.prod(matrix) >= _MIN_STEP
+    return (
+        math.prod(shard) >= (_MIN_PADDED if is_padded else _MIN_SIZE)
+        and math.prod(matrix) >= _MIN_STEP
+    )
 
 
 def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:

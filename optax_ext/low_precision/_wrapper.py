@@ -3,7 +3,7 @@
 import functools
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -182,13 +182,7 @@ def low_precision_state(
             )
             return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
 
-        def step(
-            updates: Tree,
-            state: LowPrecisionState,
-            inner: Any = inner_update,
-            params: Tree = params,
-            apply: bool = False,
-        ) -> Updated:
+        def step(inner: Any, params: Tree, apply: bool, updates: Tree, state: Any) -> Updated:
             """Returns the updates, or to ``apply`` them the new parameters, and the state."""
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
@@ -203,12 +197,7 @@ def low_precision_state(
             out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
-        def scheduled(
-            updates: Tree,
-            state: LowPrecisionState,
-            step: Callable[..., Updated] = step,
-            passes: OnePassUpdates | None = None,
-        ) -> Updated:
+        def scheduled(step: Any, updates: Tree, state: Any, passes: Any = None) -> Updated:
             """``step``; at once, XLA would have the float32 moments of all parameters live."""
             stored = [x for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)]
             deferred, scales = (
@@ -217,8 +206,10 @@ def low_precision_state(
             make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        def applied(out: Updated) -> Updated:
-            return (optax.apply_updates(params, out[0]), out[1]) if apply else out
+        def portable(updates: Tree, state: Any, *_: Any) -> Updated:
+            run = functools.partial(step, inner_update, params, False)
+            out, new = scheduled(run, updates, state)
+            return optax.apply_updates(params, out) if apply else out, new
 
         shards = kernels.shards() or kernels.Shards()
         moments, treedef = flatten(state.inner_state)
@@ -227,13 +218,14 @@ def low_precision_state(
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            out, (key, new) = applied(step(updates, state))  # one by one, in Python's order
+            # Operation by operation, in Python's order.
+            out, (key, new) = step(inner_update, params, apply, updates, state)
         elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
-            out, (key, new) = applied(scheduled(updates, state))
+            out, (key, new) = portable(updates, state)
         else:
             decoded = treedef.unflatten([decoded_type(x) for _, x in moments])
-            traced = kernels.with_constants(inner_update, updates, decoded, params)
-            jaxpr, consts, results = traced
+            types = updates, decoded, params
+            jaxpr, consts, results = kernels.with_constants(inner_update, *types)
 
             def with_passes(updates: Tree, state: Any, params: Tree, consts: list[Any]) -> Updated:
                 def inner(*arguments: Tree) -> Any:
@@ -241,21 +233,16 @@ def low_precision_state(
                     return jax.tree.unflatten(results, made)
 
                 key = None if state.key is None else next_key(state.key)
-                moments = flatten(state.inner_state)
-                passes = OnePassUpdates(
-                    inner, updates, *moments, key, rounding, params, apply, shards
-                )
-                run = functools.partial(step, inner=inner, params=params, apply=apply)
-                return scheduled(updates, state, run, passes)
-
-            def without(updates: Tree, state: LowPrecisionState, *_: Any) -> Updated:
-                return applied(scheduled(updates, state))
+                how: Any = key, rounding, params, apply, shards
+                passes = OnePassUpdates(inner, updates, *flatten(state.inner_state), *how)
+                run = functools.partial(step, inner, params, apply)
+                return scheduled(run, updates, state, passes)
 
             arguments = updates, state, params, consts
             if shards.interpret:
                 out, (key, new) = with_passes(*arguments)
             else:
-                out, (key, new) = kernels.for_tpus(with_passes, without, *arguments)
+                out, (key, new) = kernels.for_tpus(with_passes, portable, *arguments)
         return out, LowPrecisionState(key, _stored_state.boxes_inside(new))
 
     update: Any = functools.partial(run, False)
