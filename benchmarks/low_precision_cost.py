@@ -2,6 +2,7 @@
 
 Time: the update of matrices, each format beside float32 in one run, rounds interleaved. TPU: bytes
 accessed and temporaries as the compiler reports them (needs libtpu: pip install 'optax-ext[aot]').
+First step: CPU seconds until an update of many arrays is compiled, which a cache would hide.
 
   python benchmarks/low_precision_cost.py            # writes benchmarks/results/
   python benchmarks/low_precision_cost.py --smoke    # small matrices, the CPU alone, prints only
@@ -155,6 +156,40 @@ def arrays_table(chip: str, optimizers: Sequence[str]) -> str:
     )
 
 
+def gpt2_shapes(layers: int = 12, width: int = 768) -> list[tuple[int, ...]]:
+    """Of GPT-2's parameters: 148 arrays, 50 of them matrices."""
+    matrices = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    vectors = [(width,)] * 6 + [(3 * width,), (4 * width,)]
+    return [(50257, width), (1024, width), (width,), (width,)] + (matrices + vectors) * layers
+
+
+def first_step_table(
+    shapes: Sequence[tuple[int, ...]], optimizers: Sequence[str] = tuple(OPTIMIZERS)
+) -> str:
+    """CPU time of tracing, lowering and compiling an update."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def rows() -> Iterator[str]:
+        sums: dict[str, float] = {}
+        for (name, fmt), tx in transformations(optimizers).items():
+            state, times = jax.eval_shape(tx.init, params), [time.process_time()]
+            lowered_step = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(params, state, params)
+            times.append(time.process_time())
+            lowered_step.compile()
+            times.append(time.process_time())
+            total = times[2] - times[0]
+            ratio = total / sums.setdefault(name, total)
+            lower, compiled = np.diff(times)
+            yield f"| {name} | {fmt} | {lower:.2f} | {compiled:.2f} | {total:.2f} | {ratio:.1f} |"
+
+    return _results.table(
+        "| optimizer | state | traced and lowered in, s | compiled in, s | sum | / float32 |\n"
+        "|---|---|---|---|---|---|",
+        rows(),
+    )
+
+
 def main() -> None:
     """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,15 +197,19 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     if smoke:
         cpu_table(64, 1, 3, ["adamw"])
+        first_step_table([(64, 64)], ["adamw"])
         return
     cpu = cpu_table(1024, 8, 30)
     tpu = tpu_table("v5e:1x1", 4096, 4)
+    first = first_step_table(gpt2_shapes())
     cores = len(os.sched_getaffinity(0))
     parts = [
         f"Update of 8 matrices of 1024 x 1024 on {cores} core(s) of this CPU, 30 rounds",
         cpu,
         "Update of 4 matrices of 4096 x 4096, compiled for one v5e chip",
         tpu,
+        "CPU seconds of the first step with the 148 arrays of GPT-2, of which 50 are matrices",
+        first,
     ]
     for chip in ("v5e", "v5p", "v6e"):
         of = tuple(EIGHT_BITS) if chip == "v5e" else ("adamw", "lion")

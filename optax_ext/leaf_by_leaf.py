@@ -5,7 +5,7 @@ deferred inputs of one output, such as transfers from host memory, from being re
 previous outputs have been computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,7 @@ def run_by_leaf(
     is_deferred: Callable[[Any], bool],  # whether an array of the state waits for such a leaf
     make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
     portable: bool = False,
+    kept: Container[str] = (),
 ) -> tuple[Any, Any]:
     """Evaluates ``fn(tree, state) -> (tree, state)`` for one leaf of ``tree`` after the other."""
     inputs, treedef = jax.tree.flatten((tree, state))
@@ -104,5 +105,5 @@ def run_by_leaf(
             )
         return leaves
 
-    run = make_run(Graph(flat_fn, inputs, deferred, portable), inputs)
+    run = make_run(Graph(flat_fn, inputs, deferred, portable, kept), inputs)
     return jax.tree.unflatten(treedef, run.run(range(num_roots)))

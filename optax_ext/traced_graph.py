@@ -40,9 +40,10 @@ class Graph:
         inputs: Sequence[Any],
         deferred: Sequence[bool],  # for each input, whether it counts in ``reads``
         portable: bool = False,  # a choice of platform takes its default on all of them
+        kept: Container[str] = (),  # names of jits that are one equation: nothing reads parts of it
     ):
         closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
-        self._portable = portable
+        self._portable, self._kept = portable, kept
         self.types = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
         self.constants, self.equations, self.producer = {}, [], {}
@@ -62,7 +63,7 @@ class Graph:
             types = [var.aval for var in eqn.outvars]
             # Named scopes: profilers and the auditor identify phases by them.
             scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
-            inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
+            inner = None if eqn.params.get("name") in self._kept else called(eqn)
             if eqn.primitive is kernels.FOR_TPUS and self._portable:
                 inner = eqn.params["default"]
             branch = _branch(eqn, self._portable)
@@ -134,6 +135,11 @@ REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod"
 # Primitives that only call a function: the parameter that holds its jaxpr.
 _INLINED = dict.fromkeys(("jit", "pjit"), "jaxpr")
 _INLINED |= dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+
+
+def called(eqn: Any) -> Any | None:
+    """Returns the jaxpr of an equation that only calls a function."""
+    return eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
 
 
 def _branch(eqn: Any, portable: bool) -> Any | None:

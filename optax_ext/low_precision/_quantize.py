@@ -82,7 +82,7 @@ def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
 
 def _join(x: jax.Array, dim: int, extent: int) -> jax.Array:
     x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
-    return jax.lax.slice_in_dim(x, 0, extent, axis=dim)
+    return x if x.shape[dim] == extent else jax.lax.slice_in_dim(x, 0, extent, axis=dim)
 
 
 def _repeat(x: jax.Array, dim: int, times: int, extent: int) -> jax.Array:
@@ -201,14 +201,34 @@ def encode(
     Without a sign negative elements become 0, and positive ones do not. ``noise``, for stochastic
     rounding, is uniform in [0, 1); ``blocks`` has the methods of ``Blocks``.
     """
-    dtype = at_least_float32(x.dtype)
-    x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
-    shape = tuple(x.shape)
+    scale = scales_of(x, fmt, signed, blocks)
+    codes, rest = codes_of(x, scale, noise, fmt, signed, rounding, blocks)
+    return Quantized(codes, scale, rest, tuple(x.shape), at_least_float32(x.dtype), fmt, signed)
+
+
+def scales_of(x: jax.Array, fmt: Format, signed: bool, blocks: Any = None) -> tuple[Any, ...]:
+    """Returns the scales with which ``encode`` encodes an array."""
+    x = _clipped(x, signed)
     if isinstance(fmt, BFloat16):
-        codes, rest = _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
-        return Quantized(codes, (), rest, shape, dtype, fmt, signed)
-    scaled = _Scaled(fmt, signed, shape, dtype, blocks)
-    lowest, scale = scaled.map.lowest, scaled.measure(x)
+        return ()
+    return _Scaled(fmt, signed, tuple(x.shape), x.dtype, blocks).measure(x)
+
+
+def codes_of(
+    x: jax.Array,
+    scale: tuple[Any, ...],
+    noise: Any,
+    fmt: Format,
+    signed: bool,
+    rounding: str,
+    blocks: Any = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns ``codes`` and ``rest`` of an array that has these scales."""
+    x = _clipped(x, signed)
+    if isinstance(fmt, BFloat16):
+        return _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
+    scaled = _Scaled(fmt, signed, tuple(x.shape), x.dtype, blocks)
+    lowest = scaled.map.lowest
     positive = x > 0
     x = scaled.normalize(x, scale)
     power = scaled.power(scale)
@@ -232,7 +252,13 @@ def encode(
     if fmt.bits == 4:
         dim = scaled.blocks.dims[0]
         codes = sharded_as(_pack(codes, dim), dim, codes)
-    return Quantized(codes, scale, rest, shape, dtype, fmt, signed)
+    return codes, rest
+
+
+def _clipped(x: jax.Array, signed: bool) -> jax.Array:
+    """Returns the numbers that are encoded: without a sign, none is negative."""
+    x = x.astype(at_least_float32(x.dtype))
+    return x if signed else jnp.maximum(x, 0)
 
 
 def decode(q: Quantized, blocks: Any = None) -> jax.Array:

@@ -35,16 +35,23 @@ def next_key(key: jax.Array) -> jax.Array:
     return key + jnp.array([0, 1], jnp.uint32)
 
 
-def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Returns float32 in [0, 1): a hash of the key, the salt and each element's global index."""
+def salted(key: jax.Array, salt: int) -> jax.Array:
+    """Returns the key of one array's noise."""
+    # The constant is an array: XLA keeps it out of kernels, which are equal for arrays of one shape
+    # and compiled once. A number would be in the kernel.
+    return key ^ jnp.array([salt, 0], jnp.uint32)
+
+
+def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns float32 in [0, 1): a hash of the salted key and each element's global index."""
     num = _num_outer_dims(shape)
     index = _index((*[1] * num, *shape[num:]))
-    return uniform_at(index, _hash_of_step(key, salt, shape))
+    return uniform_at(index, _hash_of_step(key, shape))
 
 
-def _hash_of_step(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
+def _hash_of_step(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns a uint32 for the noise of an array in one step, one for each slice of outer dims."""
-    step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
+    step = _mix(_mix(key[0]) + key[1])
     num = _num_outer_dims(shape)
     if num:
         step = _mix(_mix(step) + _index((*shape[:num], *[1] * (len(shape) - num))))
@@ -59,12 +66,12 @@ def uniform_at(index: jax.Array, step: jax.Array) -> jax.Array:
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
-def hashes_of_matrices(key: jax.Array, salt: int, shape: tuple[int, ...]) -> list[jax.Array]:
+def hashes_of_matrices(key: jax.Array, shape: tuple[int, ...]) -> list[jax.Array]:
     """Returns (num,) ``hashes`` and ``first``, for ``uniform_at(first[i] + index, hashes[i])``."""
     num = _num_outer_dims(shape)
     inner, size = math.prod(shape[num:-2]), math.prod(shape[-2:])
     first = jnp.arange(inner, dtype=jnp.uint32) * jnp.uint32(size & 0xFFFFFFFF)
-    hashes = _hash_of_step(key, salt, shape).reshape(-1)
+    hashes = _hash_of_step(key, shape).reshape(-1)
     return [jnp.repeat(hashes, inner), jnp.tile(first, hashes.size)]
 
 

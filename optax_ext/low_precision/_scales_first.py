@@ -7,7 +7,7 @@ from typing import Any
 from optax_ext import _matrix_passes
 from optax_ext.leaf_by_leaf import ScheduledRun
 from optax_ext.low_precision._one_pass import OnePassUpdates
-from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph, called
 
 # Primitives that cost little more than reading their operands; not loops or matrix products.
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
@@ -50,7 +50,7 @@ class ScalesFirst(ScheduledRun):
         ]
         equations, _ = graph.needed(scales, self.values)
         twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
-        if scales and code_sizes and all(eqn.primitive.name in _CHEAP for eqn in twice):
+        if scales and code_sizes and all(map(_is_cheap, twice)):
             known = set(self.values)
             self.compute(scales)
             # Discard what was decoded; the inputs among it are read a second time.
@@ -61,3 +61,10 @@ class ScalesFirst(ScheduledRun):
             }
             inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
             self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
+
+
+def _is_cheap(eqn: Any) -> bool:
+    inner = called(eqn)
+    if inner is None:
+        return eqn.primitive.name in _CHEAP
+    return all(map(_is_cheap, inner.eqns))

@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._leaves import boxed, is_box, path_name, unboxed
+from optax_ext._leaves import at_least_float32, boxed, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import decode, encode
-from optax_ext.low_precision._rounding import salt_of, uniform
+from optax_ext.low_precision._quantize import codes_of, decode, scales_of
+from optax_ext.low_precision._rounding import salt_of, salted, uniform
+
+# Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
+decoded = jax.jit(decode)
+_uniform = jax.jit(uniform, static_argnums=1)
+_scales_of = jax.jit(scales_of, static_argnums=(1, 2))
+_codes_of = jax.jit(codes_of, static_argnums=(3, 4, 5))
+SHARED_TRACES = frozenset(("decode", "uniform", "scales_of", "codes_of"))
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
 
@@ -101,7 +108,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
             of_x: Any = jax.tree.structure(x)
             if of_x == jax.tree.structure(like):
                 return x
-            x = decode(x)
+            x = decoded(x)
         if isinstance(like, Quantized):
             return encode_as((), like, jnp.asarray(x), None)
         return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
@@ -116,10 +123,13 @@ def encode_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
     """Encodes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
-    if old.rest is not None:
-        return encode(new, old.format, old.signed, "compensated")
-    noise = None if key is None else uniform(key, salt_of(path), old.shape)
-    return encode(new, old.format, old.signed, "nearest" if key is None else "stochastic", noise)
+    rounding, noise = "nearest" if old.rest is None else "compensated", None
+    if old.rest is None and key is not None:
+        rounding, noise = "stochastic", _uniform(salted(key, salt_of(path)), old.shape)
+    scale = _scales_of(new, old.format, old.signed)
+    codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding)
+    dtype = at_least_float32(new.dtype)
+    return dataclasses.replace(old, codes=codes, scale=scale, rest=rest, dtype=dtype)
 
 
 def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:

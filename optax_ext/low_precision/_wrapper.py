@@ -18,11 +18,11 @@ from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
 from optax_ext.low_precision._one_pass import OnePassUpdates, decoded_type, has_blocks
-from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
+from optax_ext.low_precision._quantize import ROUNDINGS, encode
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
 from optax_ext.low_precision._scales_first import ScalesFirst
-from optax_ext.low_precision._stored_state import LowPrecisionState, flatten, is_floating
+from optax_ext.low_precision._stored_state import LowPrecisionState, decoded, flatten, is_floating
 
 Updated = tuple[Tree, LowPrecisionState]  # the updates, or the new parameters; and the state
 # Formats by name, as arguments of ``low_precision_state``.
@@ -186,7 +186,7 @@ def low_precision_state(
             """Returns the updates, or to ``apply`` them the new parameters, and the state."""
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
-                read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
+                read = [decoded(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
             updates, new = inner(updates, treedef.unflatten(read), params)
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
@@ -204,7 +204,8 @@ def low_precision_state(
                 set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
             )
             make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
-            return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
+            waits, kept = (lambda x: id(x) in deferred), _stored_state.SHARED_TRACES
+            return run_by_leaf(step, updates, state, waits, make_run, kept=kept)
 
         def portable(updates: Tree, state: Any, *_: Any) -> Updated:
             run = functools.partial(step, inner_update, params, False)
@@ -223,8 +224,7 @@ def low_precision_state(
         elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
             out, (key, new) = portable(updates, state)
         else:
-            decoded = treedef.unflatten([decoded_type(x) for _, x in moments])
-            types = updates, decoded, params
+            types = updates, treedef.unflatten([decoded_type(x) for _, x in moments]), params
             jaxpr, consts, results = kernels.with_constants(inner_update, *types)
 
             def with_passes(updates: Tree, state: Any, params: Tree, consts: list[Any]) -> Updated:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext.low_precision._rounding import make_key, next_key, uniform
+from optax_ext.low_precision._rounding import make_key, next_key, salted, uniform
 
 from .. import traces
 
@@ -19,7 +19,7 @@ def test_noise_is_uniform_and_new_each_time():
     def draw():
         key, other = make_key(7), make_key(8)
         cases = ((key, 1), (next_key(key), 1), (key, 2), (other, 1))  # step, array, seed
-        return [uniform(key, salt, (300, 400)) for key, salt in cases]
+        return [uniform(salted(key, salt), (300, 400)) for key, salt in cases]
 
     draws = [np.asarray(x, np.float64) for x in draw()]
     for x in draws:

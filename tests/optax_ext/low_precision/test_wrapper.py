@@ -317,6 +317,17 @@ def test_codes_are_read_again_when_the_scales_are_there():
         assert used.issuperset(reread.outvars)
 
 
+@pytest.mark.parametrize("name", ["decode", "uniform", "scales_of", "codes_of"])
+def test_arrays_of_one_shape_share_a_function(name):
+    """Compiled once each, what is done with first and with second moments: noise is an operand."""
+    tx = low_precision_state(optax.adam(1e-3))
+    params = {k: jax.ShapeDtypeStruct((64, 64), jnp.float32) for k in "abc"}
+    text = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).as_text()
+    assert len(re.findall(rf"func private @{name}(_\d+)?\(", text)) == (
+        1 if name == "uniform" else 2
+    )
+
+
 # --- Bad input ------------------------------------------------------------------------------------
 
 
