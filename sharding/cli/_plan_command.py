@@ -7,7 +7,6 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from sharding.cli._output import save, show_or_json
 from sharding.plan._format import size
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
-from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
@@ -88,52 +86,33 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     adamw = optax.adamw(1e-3)
     adamw = optax_ext.master_weights(adamw) if options.master else adamw
     other = setup.plan(dataclasses.replace(setup.zero, offload=None), adamw)
-    names = (options.optimizer, "adamw")
     mine, theirs = plan.stage(plan.recommended), other.stage(plan.recommended)
-    notes = [_saving_of(mine, theirs, names)]
-    if mine.opt_state > theirs.opt_state:
-        notes.append(_why_wider(setup.params, setup.tx, adamw, names))
-    return [note for note in notes if note]
-
-
-def _saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str]) -> str:
-    """A sentence on what one optimizer saves beside another at a stage."""
-    saved = theirs.memory - mine.memory
-    share = saved / theirs.memory if theirs.memory else 0.0
+    saved, name = theirs.memory - mine.memory, options.optimizer
+    share = abs(saved) / theirs.memory
+    note = (
+        f"At {mine.name} {name} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} than "
+        f"adamw: {share:.0%} of a device's {size(theirs.memory)}."
+    )
     dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
-    text = (
-        f"At {mine.name} {names[0]} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} "
-        f"than {names[1]}: {abs(share):.0%} of a device's {size(theirs.memory)}."
-    )
-    if dominate and abs(share) < 0.1:
-        text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
-    return text
-
-
-def _why_wider(
-    params: Tree,
-    tx: optax.GradientTransformation,
-    other: optax.GradientTransformation,
-    names: tuple[str, str],
-) -> str:
-    """A sentence where the state of one optimizer is wider than that of another; else empty."""
-    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
-
-    def widest(tx: optax.GradientTransformation) -> Any:
-        """The widest dtype of large floating arrays of the state, as wide parameters make them."""
-        state = jax.tree.leaves(jax.eval_shape(tx.init, params))
-        wide = [x.dtype for x in state if 2 * x.size >= limit]
-        floating = [dtype for dtype in wide if jnp.issubdtype(dtype, jnp.floating)]
-        return max(floating, key=lambda dtype: dtype.itemsize, default=None)
-
+    if dominate and share < 0.1:
+        note += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
+    wide, narrow = (_widest_of_state(tx, setup.params) for tx in (setup.tx, adamw))
+    if mine.opt_state <= theirs.opt_state or not wide or not narrow or wide <= narrow:
+        return [note]
     # The moments of optax have the dtype of their parameters, bfloat16 as well.
-    mine, theirs = widest(tx), widest(other)
-    if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
-        return ""
-    return (
-        f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
-        f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
-    )
+    return [
+        note,
+        f"adamw keeps its moments in {8 * narrow} bits, those of the parameters; {name} keeps its "
+        f"averages in {8 * wide}, so that small steps are not lost. With --master both have 32.",
+    ]
+
+
+def _widest_of_state(tx: optax.GradientTransformation, params: Tree) -> int:
+    """Bytes of an element of large floating arrays of the state; 0 if there are none."""
+    limit = max((x.size for x in jax.tree.leaves(params)), default=0)
+    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    large = [x.dtype for x in state if 2 * x.size >= limit]
+    return max((x.itemsize for x in large if jnp.issubdtype(x, jnp.floating)), default=0)
 
 
 def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:

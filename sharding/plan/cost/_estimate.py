@@ -204,7 +204,7 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
-    tx = tx._replace(init=jax.jit(tx.init))  # traced once
+    options |= {"opt_state": jax.eval_shape(tx.init, params)}  # traced once
     stages = tuple(stage_plan(params, tx, each, **options) for each in variants_of(zero).values())
     recommended, notes = _recommend(stages, device)
     notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
@@ -270,10 +270,9 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
     tight = [stage.name for stage in fitting if stage.peak > (1 - _TIGHT) * device.memory]
     if tight:
         leave = "leaves" if len(tight) == 1 else "leave"
-        uses = "for activations and for what the allocator loses: hardly enough to train"
-        if counted:
-            uses = "free: hardly enough for what the allocator loses"
-        notes.append(
-            f"warning: {', '.join(tight)} {leave} less than {_TIGHT:.0%} of the memory {uses}."
-        )
+        uses = "free: hardly enough for what the allocator loses"
+        if not counted:
+            uses = "for activations and for what the allocator loses: hardly enough to train"
+        names = ", ".join(tight)
+        notes.append(f"warning: {names} {leave} less than {_TIGHT:.0%} of the memory {uses}.")
     return best.name, notes

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import optax
 
-from sharding._types import DType, Tree
+from sharding._types import DType, OptState, Tree
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
@@ -64,6 +64,7 @@ def stage_plan(
     tx: optax.GradientTransformation,
     zero: Zero,
     *,
+    opt_state: OptState = None,
     param_specs: Tree = None,
     microbatches: int = 1,
     batch: float = 0.0,
@@ -72,21 +73,20 @@ def stage_plan(
     activations: Activations | None = None,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``."""
-    name = name_of(zero)
-    options: Any = {"microbatches": microbatches, "gathered_once": gathered_once}
+    name, options = name_of(zero), (microbatches, gathered_once)
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
     if zero.stage == 1 and microbatches == 1 and gathered_once is not None:
         zero = dataclasses.replace(zero, stage=2)
-    state = (params, jax.eval_shape(tx.init, params))
+    state = (params, jax.eval_shape(tx.init, params) if opt_state is None else opt_state)
     unsharded = variants_of(zero)["stage 0"]  # where the user's axes alone shard
     placed, local = (x.describe(state, tx=tx, param_specs=param_specs) for x in (zero, unsharded))
-    memory = step_memory(zero, placed, local, device.tile if device else None, **options)
+    memory = step_memory(zero, placed, local, device.tile if device else None, *options)
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
     return StagePlan(
         name=name,
         batch=batch,
         **memory,
-        **_wire(zero, placed, local, **options),
+        **_wire(zero, placed, local, *options),
         host_wire=2 * memory["host"],
         moved=3 * microbatches * memory["full_grads"] + 2 * updated,
     ).with_activations(activations)
@@ -96,11 +96,7 @@ def stage_plan(
 
 
 def _wire(
-    zero: Zero,
-    placed: Description,
-    local: Description,
-    microbatches: int,
-    gathered_once: str | None,
+    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
 ) -> dict[str, float]:
     """Bytes that one device sends per step, and the part of them that takes the network.
 
@@ -135,7 +131,7 @@ def _wire(
 
         # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
         if zero.stage == 3:
-            named = gathered_once is not None and re.search(gathered_once, row.path)
+            named = outside is not None and re.search(outside, row.path)
             once = named or not zero.reshard_after_forward
             gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
             passes = microbatches * ((1 if once else 2) * gathered + summed)

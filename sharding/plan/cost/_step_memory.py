@@ -83,9 +83,8 @@ class StepMemory:
     def with_activations(self, found: Activations | None) -> Self:
         """The same with other activations."""
         names = ("activations", "working", "head", "logits", "copied")
-        parts = found or (None, 0.0, 0.0, 0.0, 0.0)
-        fields: Any = dict(zip(names, parts, strict=True))
-        return dataclasses.replace(self, **fields)
+        parts: Any = zip(names, found or (None, 0.0, 0.0, 0.0, 0.0), strict=True)
+        return dataclasses.replace(self, **dict(parts))
 
 
 def step_memory(
@@ -93,9 +92,8 @@ def step_memory(
     placed: Description,
     local: Description,
     tile: tuple[int, int] | None,
-    *,
-    microbatches: int = 1,
-    gathered_once: str | None = None,
+    microbatches: int,
+    gathered_once: str | None,
 ) -> dict[str, float]:
     """The fields of a ``StepMemory``, but for the batch and activations.
 
@@ -114,9 +112,7 @@ def step_memory(
         for row, dtype in floating_rows(local, "params")
     }
     full_grads = sum(full.values())
-    layer, outside = _layer_and_outside(
-        full, local, "(?!)" if gathered_once is None else gathered_once
-    )
+    layer, outside = _layer_and_outside(full, local, gathered_once)
 
     def held(placed: Description, shards: int = 1) -> float:
         """Bytes of gradients, as accumulated or as returned, whichever is wider."""
@@ -148,8 +144,7 @@ def step_memory(
             unreduced += max(layer, outside) if tile else layer + outside
         unreduced += sums - grads
 
-    new_params = params if zero.shard_state_over_replicas else 0.0
-    synced = 0.0
+    new_params, synced = (params if zero.shard_state_over_replicas else 0.0), 0.0
     if zero.stage in (1, 2) and zero.num_shards > 1:
         # Of the group that is gathered at once, and what no layer has.
         scale = params / full_grads if full_grads else 0.0
@@ -177,7 +172,7 @@ def step_memory(
 
 
 def _layer_and_outside(
-    nbytes: dict[str, float], local: Description, outside: str
+    nbytes: dict[str, float], local: Description, outside: str | None
 ) -> tuple[float, float]:
     """The part of some bytes by path that is the largest layer's, and that outside of all."""
     shapes = {row.path: row.shape for row, _ in floating_rows(local, "params")}
@@ -186,19 +181,18 @@ def _layer_and_outside(
     modules = collections.defaultdict(list)
     for path, name in names.items():
         modules[name].append(shapes[path])
-    # Arrays of stacked layers have a first dim of one size, and others.
-    stacked = {
-        name
-        for name, arrays in modules.items()
-        if len({shape[:1] for shape in arrays}) == 1
-        and (min(map(len, arrays)) > 1 or max(map(len, arrays)) > 2)
-    }
+
+    def stacked(arrays: list[tuple[int, ...]]) -> bool:
+        """Whether they have a first dim of one size, and others."""
+        ranks = [len(shape) for shape in arrays]
+        return len({x[:1] for x in arrays}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
+
     layers: dict[str, float] = collections.defaultdict(float)
     others = 0.0
     for path, size in nbytes.items():
-        if re.search(outside, path):
+        if outside is not None and re.search(outside, path):
             others += size
-        elif names.get(path) in stacked:
+        elif path in names and stacked(modules[names[path]]):
             layers[names[path]] += size / max(shapes[path][0], 1)
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)

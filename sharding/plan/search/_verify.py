@@ -11,9 +11,9 @@ from sharding._types import DType
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost import _wire_and_flops as of_program
-from sharding.plan.cost._estimate import estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -147,15 +147,12 @@ def planned_wire(
             schedule=file.schedule() if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
-    zero_plan = estimate(
-        *(params, tx, file.zero(mesh)),
-        param_specs=specs,
-        microbatches=plan.microbatches if plan.pipe == 1 else 1,
-        gathered_once=model.gathered_once if plan.pipe == 1 else "",
-    )
     if plan.sync:
         sent += sync_change(plan, params)
-    return zero_plan.stage(zero_plan.requested).wire + sent
+    options: Any = {"param_specs": specs, "gathered_once": ""}
+    if plan.pipe == 1:
+        options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
+    return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
 
 
 def _planned_flops(file: PlanFile, model: AnyModel) -> float:
