@@ -128,10 +128,10 @@ class Achieved:
     ramp: float = 0.0  # x bytes take as long as x + sqrt(ramp x) bytes at full speed
 
 
-# Products: the shares that fit published steps (benchmarks/step_time_model.py --fit), one for TPUs
-# up to v5p: below those of the best shape alone, 0.87 on A100 and 0.80 on H100, and of predictable
-# values, which take less power (He, Matrix Multiplications on GPUs Run Faster When Given
-# "Predictable" Data, 2024). Kinds without published steps have 0.85 of the best shape's share.
+# Products: near the shares that fit published steps (benchmarks/step_time_model.py --fit), on H100
+# between those of two sources, for TPUs up to v5p one: below that of the best shape, 0.87 on A100
+# and 0.80 on H100, and of predictable values, which take less power (He, Matrix Multiplications on
+# GPUs Run Faster When Given "Predictable" Data, 2024). Others have 0.85 of the best shape's share.
 # Links and best shapes: Bekman, Machine Learning Engineering, pages of accelerators and networks;
 # A100 also Bang et al., vTrain, MICRO 2024, trace/a100; TPUs as above, chapter TPUs.
 # All-gathers of 1 GB over 8 GPUs: 394 GB/s of H100 are 345 by the bytes sent, of 450; all-reduces
