@@ -37,7 +37,7 @@ bench: .venv/examples
 	$(BIN)/python benchmarks/training_step.py
 	! $(BIN)/python -c 'import libtpu, jax_cuda13_plugin' 2>/dev/null || \
 		{ $(BIN)/python benchmarks/step_bytes.py && \
-		$(BIN)/python benchmarks/gathered_parameters.py; }
+		$(BIN)/python benchmarks/zero_memory.py; }
 
 # Where jax is installed with its GPU wheels already, PYTHON runs it as it is.
 bench-gpu:

@@ -1,0 +1,184 @@
+"""What ZeRO's stages hold: by the paper, by the planner, and in programs for GPUs and TPUs.
+
+The paper counts 16 bytes a parameter: parameters and gradients in 16 bits, float32 masters and both
+moments (Rajbhandari et al., ZeRO, SC 2020, figure 1). Programs hold activations and temporaries,
+too. Nothing is run. Needs the compilers: pip install 'optax-ext[aot]'.
+
+  python benchmarks/zero_memory.py            # writes results/zero_memory.md
+  python benchmarks/zero_memory.py --smoke    # the CPU and one layer, prints only
+"""
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _results
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+import sharding as shd
+from sharding.plan import MODELS, Decoder, ParallelPlan, estimate, kind_of, targets
+from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.model._layer_time import COMPILED
+from sharding.plan.search._search import machine_of
+
+GIB = 2**30
+LENGTH = 1024
+ADAMW = optax.adamw(1e-3)
+SMALL = {
+    "1.3B": Decoder(24, 2048, 16, 16, 5504, 32000),
+    "7B": MODELS["llama2-7b"],
+    "13B": MODELS["llama2-13b"],
+}
+LARGE = {"70B": MODELS["llama2-70b"], "405B": MODELS["llama3-405b"]}
+# Axes of data parallelism: those of the torus.
+MESHES = {
+    "cpu:8": {"data": 8},
+    "h100x8": {"data": 8},
+    "h100x64": {"data": 64},
+    "h100x512": {"data": 512},
+    "v5p:4x4x4": {"x": 4, "y": 4, "z": 4},
+    "v5p:8x8x8": {"x": 8, "y": 8, "z": 8},
+}
+COLUMNS = {
+    "arguments": "{arguments:.2f}",
+    "temporaries": "{temporaries:.2f}",
+    "gathered": "{gathered:.2f}",
+    "gradients": "{gradients:.2f}",
+    "total": "{total:.2f}",
+    "/ planned": "{ratio:.3f}",
+    "sent": "{sent:.1f}",
+    "/ theory": "{of_theory:.3f}",
+    "compiled in, s": "{seconds:.0f}",
+}
+
+
+def paper_bytes(params: float, stage: int, devices: int) -> float:
+    """Bytes of one device in the paper's figure 1, without activations."""
+    shards = [devices if stage >= least else 1 for least in (3, 2, 1)]
+    return params * sum(n / s for n, s in zip((2, 2, 12), shards, strict=True))
+
+
+def compiled(
+    model: Decoder, target: str, stage: int, weights: str, replicas: int = 1
+) -> dict[str, float]:
+    """Figures of one device in GiB: a step on one sequence a device, every layer computed again."""
+    model = dataclasses.replace(model, length=LENGTH)
+    tx = optax_ext.master_weights(ADAMW) if weights == "master" else ADAMW
+    sizes = MESHES[target]
+    first, *others = sizes
+    if replicas > 1:
+        sizes = {"replica": replicas, first: sizes[first] // replicas}
+        sizes |= {axis: MESHES[target][axis] for axis in others}
+    zero = shd.Zero(
+        targets.mesh(target, tuple(sizes.values()), tuple(sizes)),
+        stage=stage,
+        axis=(first, *others),
+        replica_axis="replica" if replicas > 1 else None,
+    )
+    # Planned.
+    machine = machine_of(target, kind_of(target) or kind_of("h100"))
+    dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
+    costs = PlanCosts(model, ADAMW, machine, length=LENGTH, dtype=dtype, implementation=COMPILED)
+    plan = ParallelPlan(data=zero.num_devices, stage=stage, replicas=replicas, weights=weights)
+    options: Any = {"gathered_once": model.gathered_once, "batch": 4 * (LENGTH + 1)}
+    theory = estimate(model.abstract(dtype), tx, zero, **options)
+
+    def make_state() -> tuple[Any, Any]:
+        params = model.init(dtype)
+        return params, tx.init(params)
+
+    layer = zero.gathered(model.apply_layer)
+    step = zero.train_step(model.make_loss(layer if stage == 3 else jax.checkpoint(layer)), tx=tx)
+    tokens = model.batch(zero.num_devices)
+    lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
+    start = time.perf_counter()
+    program = lowered.compile()
+    seconds = time.perf_counter() - start
+    found = shd.audit(program, mesh=zero.mesh, device=machine.device)
+    return {
+        "arguments": sum(found.arguments.values()) / GIB,
+        "temporaries": (found.temporaries or 0.0) / GIB,
+        "gathered": found.at_peak.get("gathered parameters", 0.0) / GIB,
+        "gradients": found.at_peak.get("gradients", 0.0) / GIB,
+        "total": found.memory / GIB,
+        "ratio": found.memory / costs.fullest(plan),
+        "sent": found.wire_bytes / GIB,
+        "of_theory": found.wire_bytes / theory.stage(theory.requested).wire,
+        "seconds": seconds,
+    }
+
+
+def line(*cells: str, **case: Any) -> str:
+    """A row: what does not fit a TPU is not compiled for it."""
+    try:
+        figures = compiled(**case)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return f"| {' | '.join(cells)} | does not fit |{' |' * (len(COLUMNS) - 1)}"
+    return f"| {' | '.join((*cells, *(text.format(**figures) for text in COLUMNS.values())))} |"
+
+
+def small_rows(smoke: bool) -> Iterator[str]:
+    """All stages with float32 masters."""
+    models = {"tiny": Decoder(2, 64, 4, 4, 128, 96)} if smoke else SMALL
+    for name, model in models.items():
+        params = sum(x.size for x in jax.tree.leaves(model.abstract()))
+        for target in ("cpu:8",) if smoke else ("h100x8", "h100x64"):
+            for stage in range(4):
+                by_paper = paper_bytes(params, stage, targets.parse(target).num_devices) / GIB
+                case: Any = {"model": model, "target": target, "stage": stage}
+                yield line(name, target, str(stage), f"{by_paper:.2f}", **case, weights="master")
+
+
+def large_rows() -> Iterator[str]:
+    """Stages 2 and 3, and stage 3 with two replicas, without masters."""
+    for name, model in LARGE.items():
+        for target in ("h100x64", "h100x512", "v5p:4x4x4", "v5p:8x8x8"):
+            for stage, replicas in ((2, 1), (3, 1), (3, 2)):
+                case: Any = {"model": model, "target": target, "stage": stage}
+                about = f"{stage} hybrid" if replicas > 1 else str(stage)
+                yield line(name, target, about, **case, weights="plain", replicas=replicas)
+
+
+def header(*names: str) -> str:
+    """The header of a table."""
+    columns = (*names, *COLUMNS)
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
+def main() -> None:
+    """Prints the tables; writes those of full size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, the CPU alone; no file")
+    smoke = parser.parse_args().smoke
+    if smoke:
+        jax.config.update("jax_num_cpu_devices", 8)
+    small = _results.table(header("model", "target", "stage", "paper"), small_rows(smoke))
+    if smoke:
+        return
+    large = _results.table(header("model", "target", "stage"), large_rows())
+    _results.write(
+        "zero_memory",
+        "ZeRO's stages: the paper, the planner, the programs",
+        f"GiB of one device, a sequence of {LENGTH:,} tokens each, every layer computed again.",
+        "## All stages with float32 masters and moments\n\n"
+        "Paper: bytes of figure 1, of parameters, gradients and state. The program's arguments are "
+        "parameters, state and batch; its temporaries gradients, activations, and what is "
+        "gathered; gathered and gradients are their part at the peak, estimated from the program.",
+        small,
+        "## Large models\n\nAdamW in bfloat16. Hybrid: two replicas.",
+        large,
+    )
+
+
+if __name__ == "__main__":
+    main()
