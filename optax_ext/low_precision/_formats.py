@@ -100,7 +100,7 @@ class Quantized:
       scale: the scale of each block, or of rows and columns; negative for a negated block.
       rest: 8 more bits per element, uint8 of the array's shape, if rounding errors are stored.
       shape: the array's shape.
-      dtype: the dtype of the decoded array: float32, or float64 if the array had it.
+      dtype: the dtype of the dequantized array: float32, or float64 if the array had it.
       format: the format.
       signed: whether half of the codes are negative.
     """

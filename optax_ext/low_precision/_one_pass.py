@@ -1,7 +1,7 @@
 """Updates of parameters with 8-bit state in one pass over memory, in programs for TPUs.
 
-Between scales and codes XLA writes the scales of elements, or float32 moments. One pass decodes the
-moments, computes an element-wise update and encodes the new moments: ``_tile_kernel``, or
+Between scales and codes XLA writes the scales of elements, or float32 moments. One pass reads the
+moments, computes an element-wise update and quantizes the new moments: ``_tile_kernel``, or
 ``_row_loop`` for arrays of few columns. Here: which updates they take, what they read and write.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from optax_ext._types import Tree
 from optax_ext.kernels import Path, Shards
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, decode
+from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, dequantize
 from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of, salted
 from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
@@ -45,7 +45,7 @@ class OnePass(NamedTuple):
     """What one pass computes for one parameter; values have their numbers in ``graph``."""
 
     function: Callable[["OnePass", Operands], list[jax.Array]]  # of the arrays of one device
-    graph: Graph  # the inner update of decoded moments; its output j replaces its input j
+    graph: Graph  # the inner update of dequantized moments; its output j replaces its input j
     root: int  # the output that is the parameter's update
     path: Path  # of the parameter
     shape: tuple[int, ...]  # of the parameter
@@ -53,7 +53,7 @@ class OnePass(NamedTuple):
     full: list[int]  # values of that shape that the pass reads
     small: list[int]  # numbers that it reads
     literals: dict[int, Any]  # numbers that are known while tracing
-    stored: dict[int, Quantized]  # inputs that it decodes
+    stored: dict[int, Quantized]  # inputs that it dequantizes
     outputs: list[int]  # outputs that it makes, as ``Quantized`` where the input is stored
     rounding: str
     interpret: bool  # whether a kernel is interpreted
@@ -61,11 +61,13 @@ class OnePass(NamedTuple):
 
 
 class OnePassUpdates:
-    """The parameters of a step that are updated in one pass each; traced with decoded moments."""
+    """The parameters of a step that are updated in one pass each; traced with float32 moments."""
 
     def __init__(
         self,
-        inner_update: Callable[..., tuple[Any, Any]],  # of updates, decoded state and parameters
+        inner_update: Callable[
+            ..., tuple[Any, Any]
+        ],  # of updates, dequantized state and parameters
         updates: Tree,
         moments: Sequence[tuple[Path, Any]],  # the inner state
         treedef: Any,  # its structure
@@ -81,7 +83,7 @@ class OnePassUpdates:
         self._params = jax.tree.leaves(params) if apply else [None] * num
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
-        inputs = [decoded_type(x) for _, x in (*with_paths, *moments)]
+        inputs = [dequantized_type(x) for _, x in (*with_paths, *moments)]
 
         def flat_update(inputs: list[Any]) -> list[Any]:
             trees = jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
@@ -202,12 +204,12 @@ def _function_for(shard: Sequence[int]) -> Any:
     return _row_loop.update_rows if _row_loop.takes(shard) else None
 
 
-def decoded_type(x: Any) -> Any:
+def dequantized_type(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
 
 
 def has_blocks(q: Any) -> bool:
-    """Whether an array of a state is stored in blocks that a pass can encode."""
+    """Whether an array of a state is stored in blocks that a pass can quantize."""
     if not isinstance(q, Quantized):
         return False
     is_other = getattr(q.format, "rank1", False) or getattr(q.format, "expand", False)
@@ -275,12 +277,12 @@ def update_slice(
     small: dict[int, jax.Array],  # by their numbers in the graph
     stored: list[Quantized],
     shape: tuple[int, ...],  # of a slice
-    blocks: Any = None,  # as for ``decode``
+    blocks: Any = None,  # as for ``dequantize``
 ) -> list[jax.Array]:
-    """Returns the outputs of a slice of the arrays, decoded; the new parameter, not its update."""
+    """Returns the outputs of a slice of dequantized arrays; the new parameter, not its update."""
     values: dict[int, Any] = update.literals | small
     values |= zip(update.full, full, strict=False)  # the parameter may be behind them
-    values |= {v: decode(q, blocks) for v, q in zip(update.stored, stored, strict=True)}
+    values |= {v: dequantize(q, blocks) for v, q in zip(update.stored, stored, strict=True)}
     for eqn in update.equations:
         operands = [values[v] for v in eqn.operands]
         name = eqn.primitive.name

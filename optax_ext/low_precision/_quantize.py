@@ -1,4 +1,4 @@
-"""Encodes arrays to codes and scales of a format, and decodes them.
+"""Quantizes arrays to codes and scales of a format, and dequantizes them.
 
 Blocks depend on an array's global shape alone.
 """
@@ -188,7 +188,7 @@ class _Scaled:
         return out if power is None else out ** (1 / power)
 
 
-def encode(
+def quantize(
     x: jax.Array,
     fmt: Format,
     signed: bool,
@@ -196,7 +196,7 @@ def encode(
     noise: Any = None,
     blocks: Any = None,
 ) -> Quantized:
-    """Encodes an array that is not empty, of rank at least 1, with one of ``ROUNDINGS``.
+    """Quantizes an array that is not empty, of rank at least 1, with one of ``ROUNDINGS``.
 
     Without a sign negative elements become 0, and positive ones do not. ``noise``, for stochastic
     rounding, is uniform in [0, 1); ``blocks`` has the methods of ``Blocks``.
@@ -207,7 +207,7 @@ def encode(
 
 
 def scales_of(x: jax.Array, fmt: Format, signed: bool, blocks: Any = None) -> tuple[Any, ...]:
-    """Returns the scales with which ``encode`` encodes an array."""
+    """Returns the scales with which ``quantize`` divides an array."""
     x = _clipped(x, signed)
     if isinstance(fmt, BFloat16):
         return ()
@@ -226,7 +226,7 @@ def codes_of(
     """Returns ``codes`` and ``rest`` of an array that has these scales."""
     x = _clipped(x, signed)
     if isinstance(fmt, BFloat16):
-        return _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
+        return _split_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
     scaled = _Scaled(fmt, signed, tuple(x.shape), x.dtype, blocks)
     lowest = scaled.map.lowest
     positive = x > 0
@@ -256,12 +256,12 @@ def codes_of(
 
 
 def _clipped(x: jax.Array, signed: bool) -> jax.Array:
-    """Returns the numbers that are encoded: without a sign, none is negative."""
+    """Returns the numbers that are quantized: without a sign, none is negative."""
     x = x.astype(at_least_float32(x.dtype))
     return x if signed else jnp.maximum(x, 0)
 
 
-def decode(q: Quantized, blocks: Any = None) -> jax.Array:
+def dequantize(q: Quantized, blocks: Any = None) -> jax.Array:
     if isinstance(q.format, BFloat16):
         if q.rest is None:
             return q.codes.astype(jnp.float32).astype(q.dtype)
@@ -285,7 +285,7 @@ def decode(q: Quantized, blocks: Any = None) -> jax.Array:
     return out * scaled.largest(q.scale)
 
 
-def _encode_bfloat16(x: jax.Array, signed: bool, rounding: str, noise: Any) -> tuple[Any, Any]:
+def _split_bfloat16(x: jax.Array, signed: bool, rounding: str, noise: Any) -> tuple[Any, Any]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     if rounding == "nearest":
         codes, rest = x.astype(jnp.bfloat16), None

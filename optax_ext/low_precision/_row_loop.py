@@ -1,4 +1,4 @@
-"""A loop over rows for 8-bit state of few columns on TPUs, by XLA: decode, update and encode.
+"""A loop over rows for 8-bit state of few columns on TPUs, by XLA: dequantize, update and quantize.
 
 As one expression, XLA would write scales of all elements and float32 moments to main memory. The
 intermediates of a step of the loop are so small that they stay in fast memory.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext.low_precision._one_pass import OnePass, Operands, results_of, update_slice
-from optax_ext.low_precision._quantize import BLOCK_ROWS, encode
+from optax_ext.low_precision._quantize import BLOCK_ROWS, quantize
 from optax_ext.low_precision._rounding import uniform_at
 
 _BLOCK = (BLOCK_ROWS, 32)  # rows and columns
@@ -57,7 +57,7 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
     def update_block(made: list[jax.Array], matrix: Any, row: Any, num: int) -> list[jax.Array]:
         shape = (num, columns)
 
-        # Decode and update.
+        # Dequantize and update.
         slices = []
         for k, x in enumerate(arrays):
             x = made[aliases[k]] if k in aliases else x
@@ -68,7 +68,7 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
         stored = [dataclasses.replace(q, shape=shape) for q in stored]
         news = update_slice(update, full, small, stored, shape)
 
-        # Encode.
+        # Quantize.
         written: list[Any] = []
         for output, new in zip(update.outputs, news, strict=True):
             if output in update.stored:
@@ -81,7 +81,7 @@ def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
                     )
                     index = _index(shape, update.shape[-1], row, operands.places)
                     uniform = uniform_at(index + first, step)
-                written.append(encode(new, old.format, old.signed, update.rounding, uniform))
+                written.append(quantize(new, old.format, old.signed, update.rounding, uniform))
             else:
                 written.append(new)
         results = []

@@ -53,7 +53,7 @@ class ScalesFirst(ScheduledRun):
         if scales and code_sizes and all(map(_is_cheap, twice)):
             known = set(self.values)
             self.compute(scales)
-            # Discard what was decoded; the inputs among it are read a second time.
+            # Discard what was dequantized; the inputs among it are read a second time.
             discarded = {
                 value: self.values.pop(value)
                 for value in self.values.keys() - known - set(scales)

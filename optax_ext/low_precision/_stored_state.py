@@ -13,15 +13,15 @@ from optax_ext._leaves import at_least_float32, boxed, is_box, path_name, unboxe
 from optax_ext._text_table import aligned
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import codes_of, decode, scales_of
+from optax_ext.low_precision._quantize import codes_of, dequantize, scales_of
 from optax_ext.low_precision._rounding import salt_of, salted, uniform
 
 # Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
-decoded = jax.jit(decode)
+dequantized = jax.jit(dequantize)
 _uniform = jax.jit(uniform, static_argnums=1)
 _scales_of = jax.jit(scales_of, static_argnums=(1, 2))
 _codes_of = jax.jit(codes_of, static_argnums=(3, 4, 5))
-SHARED_TRACES = frozenset(("decode", "uniform", "scales_of", "codes_of"))
+SHARED_TRACES = frozenset(("dequantize", "uniform", "scales_of", "codes_of"))
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
 
@@ -108,9 +108,9 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
             of_x: Any = jax.tree.structure(x)
             if of_x == jax.tree.structure(like):
                 return x
-            x = decoded(x)
+            x = dequantized(x)
         if isinstance(like, Quantized):
-            return encode_as((), like, jnp.asarray(x), None)
+            return quantize_as((), like, jnp.asarray(x), None)
         return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
 
     return convert(like, state)
@@ -119,8 +119,8 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 # --- For ``low_precision_state`` ------------------------------------------------------------------
 
 
-def encode_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
-    """Encodes a new value in the format of the old one, if that has one."""
+def quantize_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
+    """Quantizes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
     rounding, noise = "nearest" if old.rest is None else "compensated", None

@@ -1,4 +1,4 @@
-"""A Pallas kernel for 8-bit state on TPUs: decode, update and encode, tile by tile.
+"""A Pallas kernel for 8-bit state on TPUs: dequantize, update and quantize, tile by tile.
 
 A tile has some 64 rows by 4,096 columns; the kernel loops over slices of 64 x 128 elements, whose
 values stay in registers. Blocks have 8 rows, so that the maximum of a block is one over sublanes,
@@ -23,7 +23,7 @@ from optax_ext.low_precision._one_pass import (
     results_of,
     update_slice,
 )
-from optax_ext.low_precision._quantize import BLOCK_ROWS, encode
+from optax_ext.low_precision._quantize import BLOCK_ROWS, quantize
 from optax_ext.low_precision._rounding import uniform_at
 
 _LANES, _ROWS = 128, 64  # of a slice: 8 registers of float32
@@ -118,7 +118,7 @@ def _update_tile(
         if any(n % size for n, size in zip(extents, _SLICE, strict=True)):
             inside = (row + _iota(0) < extents[0]) & (column + _iota(1) < extents[1])
 
-        # Decode and update.
+        # Dequantize and update.
         small = {
             update.small[k]: _as_dtype(ref[place], operands.small[k].dtype)
             for kind, ref in zip(of_kinds, (floats, integers), strict=True)
@@ -131,7 +131,7 @@ def _update_tile(
         in_lanes = _SliceBlocks(columns_per_block)
         news = update_slice(update, [x[here] for x in full], small, slices, _SLICE, in_lanes)
 
-        # Encode.
+        # Quantize.
         for output, out, new in zip(update.outputs, made, news, strict=True):
             if output in update.stored:
                 k, uniform = list(update.stored).index(output), None
@@ -146,7 +146,7 @@ def _update_tile(
                 # Beyond the array elements are 0: they must not be the largest of a block.
                 new = new if inside is None else jnp.where(inside, new, 0)
                 old, in_lanes = update.stored[output], _SliceBlocks(columns_per_block, memory[k])
-                q = encode(new, old.format, old.signed, update.rounding, uniform, in_lanes)
+                q = quantize(new, old.format, old.signed, update.rounding, uniform, in_lanes)
                 out.codes[here] = q.codes
                 spread[k][blocks] = q.scale[0]
                 if q.rest is not None:

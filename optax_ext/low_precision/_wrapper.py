@@ -17,12 +17,17 @@ from optax_ext._types import Array, Tree
 from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
-from optax_ext.low_precision._one_pass import OnePassUpdates, decoded_type, has_blocks
-from optax_ext.low_precision._quantize import ROUNDINGS, encode
+from optax_ext.low_precision._one_pass import OnePassUpdates, dequantized_type, has_blocks
+from optax_ext.low_precision._quantize import ROUNDINGS, quantize
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
 from optax_ext.low_precision._scales_first import ScalesFirst
-from optax_ext.low_precision._stored_state import LowPrecisionState, decoded, flatten, is_floating
+from optax_ext.low_precision._stored_state import (
+    LowPrecisionState,
+    dequantized,
+    flatten,
+    is_floating,
+)
 
 Updated = tuple[Tree, LowPrecisionState]  # the updates, or the new parameters; and the state
 # Formats by name, as arguments of ``low_precision_state``.
@@ -151,7 +156,7 @@ def low_precision_state(
                 if sign in fmt:
                     # Without the barrier XLA encodes large constants of zeros while compiling.
                     leaf = jax.lax.optimization_barrier(stored[i])
-                    stored[i] = encode(leaf, fmt[sign], sign is not False, first)
+                    stored[i] = quantize(leaf, fmt[sign], sign is not False, first)
         key = make_key(seed) if rounding == "stochastic" else None
         return LowPrecisionState(key, _stored_state.boxes_inside(treedef.unflatten(stored)))
 
@@ -165,7 +170,7 @@ def low_precision_state(
         state = state._replace(inner_state=_stored_state.boxes_outside(state.inner_state))
 
         def inner_update(updates: Tree, inner_state: Any, params: Tree) -> tuple[Tree, Any]:
-            """Updates in the dtypes that they have without decoded moments, which are wider."""
+            """Updates in the dtypes that they have without dequantized moments, which are wider."""
             leaves = jax.tree.leaves(updates)
             is_narrow = any(is_floating(u) and u.dtype.itemsize < 4 for u in leaves)
             try:
@@ -186,12 +191,12 @@ def low_precision_state(
             """Returns the updates, or to ``apply`` them the new parameters, and the state."""
             old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
-                read = [decoded(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
+                read = [dequantized(x) if isinstance(x, Quantized) else x for _, x in old]
             updates, new = inner(updates, treedef.unflatten(read), params)
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    _stored_state.encode_as(path, was, leaf, key)
+                    _stored_state.quantize_as(path, was, leaf, key)
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             out = optax.apply_updates(params, updates) if apply else updates
@@ -224,7 +229,7 @@ def low_precision_state(
         elif on_several or x64 or not any(has_blocks(x) for _, x in moments):
             out, (key, new) = portable(updates, state)
         else:
-            types = updates, treedef.unflatten([decoded_type(x) for _, x in moments]), params
+            types = updates, treedef.unflatten([dequantized_type(x) for _, x in moments]), params
             jaxpr, consts, results = kernels.with_constants(inner_update, *types)
 
             def with_passes(updates: Tree, state: Any, params: Tree, consts: list[Any]) -> Updated:

@@ -10,7 +10,7 @@ import pytest
 from optax_ext import BFloat16, Dynamic, Float8, Linear
 from optax_ext.low_precision import _quantize
 from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap
-from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
+from optax_ext.low_precision._quantize import ROUNDINGS, dequantize, quantize
 
 FORMATS = {
     "8 bits": Dynamic(),
@@ -144,8 +144,8 @@ def stored(name, signed):
     fmt, inputs = FORMATS[name], inputs_of(name, signed)
 
     def trip(x, rounding="nearest", noise=None):
-        q = encode(x, fmt, signed, rounding, noise)
-        return q, decode(q)
+        q = quantize(x, fmt, signed, rounding, noise)
+        return q, dequantize(q)
 
     @jax.jit
     def run(x):
@@ -279,7 +279,9 @@ def test_errors_of_other_implementations():
         (Float8(), False, "average of 64 chi2", 0.0019),
         (Float8(expand=False), False, "log-normal", 0.0230),
     ]
-    stored = jax.jit(lambda data: [decode(encode(data[k], f, signed)) for f, signed, k, _ in cases])
+    stored = jax.jit(
+        lambda data: [dequantize(quantize(data[k], f, signed)) for f, signed, k, _ in cases]
+    )
     for y, (fmt, _, kind, want) in zip(stored(data), cases, strict=True):
         error = np.minimum(np.abs(y - data[kind]) / np.abs(data[kind]), 1)  # 1: theirs became 0
         assert error.mean() == pytest.approx(want, rel=0.05), fmt
@@ -308,8 +310,8 @@ def test_errors_of_other_implementations():
 def test_bytes(fmt, shape, nbytes):
     """Blocks are eight rows high: a split into multiples of eight rows splits none."""
     x, signed = jax.ShapeDtypeStruct(shape, jnp.float32), not isinstance(fmt, Linear)
-    assert jax.eval_shape(lambda x: encode(x, fmt, signed), x).nbytes == nbytes
-    more = jax.eval_shape(lambda x: encode(x, fmt, signed, "compensated"), x)
+    assert jax.eval_shape(lambda x: quantize(x, fmt, signed), x).nbytes == nbytes
+    more = jax.eval_shape(lambda x: quantize(x, fmt, signed, "compensated"), x)
     assert more.nbytes == nbytes + np.prod(shape)
     if (fmt, shape) == (Dynamic(), (768, 3072)):
-        assert jax.eval_shape(lambda x: encode(x, fmt, signed), x).scale[0].shape == (96, 96)
+        assert jax.eval_shape(lambda x: quantize(x, fmt, signed), x).scale[0].shape == (96, 96)

@@ -12,7 +12,7 @@ from low_precision_steps import OPTIMIZERS
 
 import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, kernels, low_precision_state
-from optax_ext.low_precision._quantize import ROUNDINGS, decode, encode
+from optax_ext.low_precision._quantize import ROUNDINGS, dequantize, quantize
 
 from .. import traces
 
@@ -185,7 +185,7 @@ def test_arrays_of_no_or_one_element_are_no_obstacle():
     state = jax.jit(tx.init)(params)
     updates, state = jax.jit(tx.update)(params, state, params)
     np.testing.assert_allclose(updates["w"], -1e-3, rtol=1e-4)
-    np.testing.assert_allclose(jax.jit(decode)(state.inner_state[0].mu["w"]), 0.1, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(dequantize)(state.inner_state[0].mu["w"]), 0.1, rtol=1e-4)
 
 
 def test_describe_state_counts_every_byte():
@@ -227,7 +227,7 @@ def test_a_step_of_bfloat16_that_is_skipped(name):
 
 
 def test_updates_have_the_dtypes_of_the_inner_transformation():
-    """Of bfloat16 parameters the decoded moments are wider."""
+    """Of bfloat16 parameters the dequantized moments are wider."""
     params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
     inner = {"bfloat16": ADAMW, "float32": optax_ext.master_weights(ADAMW)}
     for dtype, tx in inner.items():
@@ -258,7 +258,7 @@ def test_a_state_is_converted_and_back():
     mu, nu = stored_in(in_8)
     want = [x["w"] for x in state[1].inner_state.inner_state[0][0][1:]]
     for have, moment, signed in zip((mu, nu), want, (True, False), strict=True):
-        expected = encode(moment, Dynamic(8), signed)
+        expected = quantize(moment, Dynamic(8), signed)
         jax.tree.map(np.testing.assert_array_equal, have, expected)
     # As this state goes on, noise included, so does what comes of it by way of others.
     _, in_8 = low[8].update(params, in_8, params)
@@ -317,7 +317,7 @@ def test_codes_are_read_again_when_the_scales_are_there():
         assert used.issuperset(reread.outvars)
 
 
-@pytest.mark.parametrize("name", ["decode", "uniform", "scales_of", "codes_of"])
+@pytest.mark.parametrize("name", ["dequantize", "uniform", "scales_of", "codes_of"])
 def test_arrays_of_one_shape_share_a_function(name):
     """Compiled once each, what is done with first and with second moments: noise is an operand."""
     tx = low_precision_state(optax.adam(1e-3))
