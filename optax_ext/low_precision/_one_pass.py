@@ -65,9 +65,7 @@ class OnePassUpdates:
 
     def __init__(
         self,
-        inner_update: Callable[
-            ..., tuple[Any, Any]
-        ],  # of updates, dequantized state and parameters
+        inner_update: Callable[..., tuple[Any, Any]],  # of updates, float32 state and parameters
         updates: Tree,
         moments: Sequence[tuple[Path, Any]],  # the inner state
         treedef: Any,  # its structure
