@@ -20,6 +20,8 @@ P = PartitionSpec
 # By the planner's links a gather over the n H100s of a node takes n x 3.8 us of hops, then sends
 # 345 GB/s: with shards of 9 x 3.8 us x 345 GB/s n / (n - 1) it reaches 90 % of that.
 GATHER_SHARD_BYTES = 13 * 2**20
+# At most so many layers of a stack are gathered at once, each by itself.
+GATHERED_LAYERS = 8
 
 
 class Placement(NamedTuple):

@@ -8,10 +8,7 @@ from jax.sharding import PartitionSpec
 
 from sharding._types import Tree
 from sharding.collectives._all_gather import gather_axis_groups
-from sharding.placement._layout import Layout, Placement
-
-# At most so many layers of a stack are gathered at once, each by itself.
-_MAX_LAYERS = 8
+from sharding.placement._layout import GATHERED_LAYERS, Layout, Placement
 
 
 class _Updated(NamedTuple):
@@ -97,7 +94,7 @@ def _gather_into_old(layout: Layout, leaf: _Updated) -> jax.Array:
         return full
 
     num = x.shape[0]
-    at_once = max(1, min(num * layout.gather_group_bytes // old.nbytes, _MAX_LAYERS))
+    at_once = max(1, min(num * layout.gather_group_bytes // old.nbytes, GATHERED_LAYERS))
     full = jax.lax.fori_loop(
         0, num // at_once, lambda i, full: gather_layers(i * at_once, at_once, full), old
     )

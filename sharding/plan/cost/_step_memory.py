@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from optax_ext import flax_transformer
 from sharding._zero import Zero
 from sharding.placement._describe import Description, Row
+from sharding.placement._layout import GATHERED_LAYERS
 from sharding.plan.machine._tiles import padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
 
@@ -112,7 +113,7 @@ def step_memory(
         for row, dtype in floating_rows(local, "params")
     }
     full_grads = sum(full.values())
-    layer, outside = _layer_and_outside(full, local, gathered_once)
+    layer, outside, group = _layer_and_outside(full, local, gathered_once, placed.gather_group)
 
     def held(placed: Description, shards: int = 1) -> float:
         """Bytes of gradients, as accumulated or as returned, whichever is wider."""
@@ -148,7 +149,7 @@ def step_memory(
     if zero.stage in (1, 2) and zero.num_shards > 1:
         # Of the group that is gathered at once, and what no layer has.
         scale = params / full_grads if full_grads else 0.0
-        new_params = min(params, scale * outside + max(scale * layer, placed.gather_group))
+        new_params = min(params, scale * (outside + group))
     if zero.sync is not None:
         shards = zero.num_shards if zero.replica_axis else 1
         synced = grads if zero.stage == 3 else full_grads / shards
@@ -172,9 +173,12 @@ def step_memory(
 
 
 def _layer_and_outside(
-    nbytes: dict[str, float], local: Description, outside: str | None
-) -> tuple[float, float]:
-    """The part of some bytes by path that is the largest layer's, and that outside of all."""
+    nbytes: dict[str, float], local: Description, outside: str | None, group: float
+) -> tuple[float, float, float]:
+    """The part of some bytes by path that is the largest layer's, and that outside of all.
+
+    And of the layers, what is gathered at once in groups of ``group`` bytes.
+    """
     shapes = {row.path: row.shape for row, _ in floating_rows(local, "params")}
     pattern = flax_transformer().stacked or "(?!)"
     names = {path: path[: named.end()] for path in nbytes if (named := re.search(pattern, path))}
@@ -188,16 +192,19 @@ def _layer_and_outside(
         return len({x[:1] for x in arrays}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
 
     layers: dict[str, float] = collections.defaultdict(float)
-    others = 0.0
+    others = alone = of_stacks = 0.0
     for path, size in nbytes.items():
         if outside is not None and re.search(outside, path):
             others += size
         elif path in names and stacked(modules[names[path]]):
-            layers[names[path]] += size / max(shapes[path][0], 1)
+            of_layer = size / max(shapes[path][0], 1)
+            layers[names[path]] += of_layer
+            of_stacks = max(of_stacks, of_layer, min(group, size, GATHERED_LAYERS * of_layer))
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)
             layers[numbered[0] if numbered else path] += size
-    return max(layers.values(), default=0.0), others
+            alone = max(alone, size, min(group, alone + size))
+    return max(layers.values(), default=0.0), others, max(of_stacks, alone)
 
 
 def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
