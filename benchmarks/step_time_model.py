@@ -194,9 +194,10 @@ ABOUT = (
     "how often eager PyTorch reads and writes values; and the launch time of a kernel in "
     "Megatron-DeepSpeed. `--fit` finds shares of 0.79 for A100, 0.70 for H100, where rows of eager "
     "PyTorch alone have 0.64, 0.81 for v5e, 0.82 for v5p, 0.67 for v6e and 0.72 for tpu7x; v4, v5e "
-    "and v5p have one. Odd rows are those that neighbours in their own source contradict. What a "
-    "source does not say is assumed: micro-batches of one sequence in Megatron-LM's table, the "
-    "shape of tori, and the peak of torchtitan's H100, whose power is limited to 500 W."
+    "and v5p have one. Odd rows are those that neighbours in their own source contradict, chosen "
+    "by hand after their errors were seen. What a source does not say is assumed: micro-batches of "
+    "one sequence in Megatron-LM's table, the shape of tori, and the peak of torchtitan's H100, "
+    "whose power is limited to 500 W."
 )
 
 if __name__ == "__main__":
