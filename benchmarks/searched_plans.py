@@ -160,7 +160,7 @@ def plan_row(name: str, model: Decoder, target: str, plan: ParallelPlan, dtype: 
     )
     promised = {"memory": memory.fullest(plan)}
     file = PlanFile(
-        *(name, "adamw", target, model.length, dtype), memory.layers(plan), plan, promised
+        *(name, "adamw", target, model.length, dtype), memory.passes(plan).chunks, plan, promised
     )
     found = verify(file, model, TX, memory=float("inf"), device=device)
     ratios = (

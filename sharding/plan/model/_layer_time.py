@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
+from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import saved_parts
 
@@ -17,6 +17,8 @@ from sharding.plan.model._saved_names import saved_parts
 _FUSED_ATTENTION = 0.63
 # Its backward pass has five products of scores and values where the forward pass has two.
 _FUSED_BACKWARD = 2.5
+# Its seconds of matrix products, if ideal, are their operations.
+OPERATIONS = dataclasses.replace(KINDS["h100"], flops=1.0)
 _ITEM = 2  # bytes of an activation
 _MASK = 1  # bytes of an element of a dropout mask
 

@@ -235,6 +235,9 @@ def test_groups_of_a_machine(machine, sizes, groups):
     assert machine.groups(sizes) == groups
 
 
+LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -243,6 +246,10 @@ def test_groups_of_a_machine(machine, sizes, groups):
         (ParallelPlan(pipe=8, microbatches=8), "8 stages with 1 groups of layers each need as"),
         (ParallelPlan(data=8, weights="wide"), "weights must be one of 'plain', .* got 'wide'"),
         (ParallelPlan(data=4, pipe=2, microbatches=2, sync="qsgd(8)"), "without pipe, tensor and"),
+        (ParallelPlan(pipe=4, microbatches=8, schedule="zb-h1"), "splits backward .* got 'full'"),
+        (ParallelPlan(data=2, **LATE), "needs all 8 devices as stages, got data=2"),
+        (ParallelPlan(weights="master", **LATE), "neither offload nor other weights"),
+        (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
         (ParallelPlan(data=8, offload=True), "the host link of a h100 is not known"),
     ],
