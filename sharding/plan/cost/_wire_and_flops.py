@@ -178,7 +178,6 @@ def tensor_wire(
     model: Decoder,
     plan: ParallelPlan,
     *,
-    length: int,
     itemsize: int,
     adds_first: bool = True,
     schedule: Schedule | None = None,
@@ -186,8 +185,9 @@ def tensor_wire(
 ) -> float:
     """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
     sums = tensor_sums(model, plan, adds_first=adds_first)
-    stream = float(plan.microbatch * length * model.width * itemsize)
-    head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR
+    tokens = plan.microbatch * model.length
+    stream = float(tokens * model.width * itemsize)
+    head = sums.head * stream + sums.scalars * tokens * SCALAR
     forward, backward, lookup = (n * stream for n in (sums.forward, sums.backward, sums.lookup))
     if schedule is None:
         layers = model.layers * (forward + backward)

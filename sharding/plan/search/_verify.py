@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -124,21 +123,18 @@ def planned_wire(
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
-        batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
         params = pipeline.stack(model.abstract(dtype))
-        return of_program.updates_wire(pipeline, updates, params, batch)
+        return of_program.updates_wire(pipeline, updates, params, model.batch(plan.sequences))
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
         params = pipeline.stack(params)
         specs = pipeline.param_specs(params, specs)
-        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
-        batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        batch = model.batch(plan.microbatches * plan.microbatch)
         sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
     if isinstance(model, Decoder) and plan.tensor > 1:
         sent += of_program.tensor_wire(
             *(model, plan),
-            length=file.length,
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
             schedule=file.schedule() if plan.pipe > 1 else None,
