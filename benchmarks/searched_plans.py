@@ -29,7 +29,6 @@ from sharding.plan import (
     verify,
 )
 from sharding.plan.cost._plan_costs import PlanCosts
-from sharding.plan.model._layer_time import COMPILED
 from sharding.plan.search._chosen_plan import short
 from sharding.plan.search._search import machine_of
 
@@ -155,12 +154,10 @@ def plan_row(name: str, model: Decoder, target: str, plan: ParallelPlan, dtype: 
     """A line of one plan: planned, and compiled."""
     device = kind_of(target) or kind_of("h100")
     machine = dataclasses.replace(machine_of(f"h100x{plan.num_devices}"), device=device)
-    memory = PlanCosts(
-        *(model, TX, machine), length=model.length, dtype=dtype, implementation=COMPILED
-    )
+    memory = PlanCosts(model, TX, machine, dtype=dtype)
     promised = {"memory": memory.fullest(plan)}
     file = PlanFile(
-        *(name, "adamw", target, model.length, dtype), memory.layers(plan), plan, promised
+        *(name, "adamw", target, model.length, dtype), memory.passes(plan).chunks, plan, promised
     )
     found = verify(file, model, TX, memory=float("inf"), device=device)
     ratios = (

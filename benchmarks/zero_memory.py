@@ -26,7 +26,6 @@ import optax_ext
 import sharding as shd
 from sharding.plan import MODELS, Decoder, ParallelPlan, estimate, kind_of, targets
 from sharding.plan.cost._plan_costs import PlanCosts
-from sharding.plan.model._layer_time import COMPILED
 from sharding.plan.search._search import machine_of
 
 GIB = 2**30
@@ -86,7 +85,7 @@ def compiled(
     # Planned.
     machine = machine_of(target, kind_of(target) or kind_of("h100"))
     dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
-    costs = PlanCosts(model, ADAMW, machine, length=LENGTH, dtype=dtype, implementation=COMPILED)
+    costs = PlanCosts(model, ADAMW, machine, length=LENGTH, dtype=dtype)
     plan = ParallelPlan(data=zero.num_devices, stage=stage, replicas=replicas, weights=weights)
     options: Any = {"gathered_once": model.gathered_once, "batch": 4 * (LENGTH + 1)}
     theory = estimate(model.abstract(dtype), tx, zero, **options)

@@ -66,7 +66,13 @@ def _made_model(made: Any) -> tuple[AnyModel | None, Any]:
 def optimizer_of(text: str) -> optax.GradientTransformation:
     """A transformation by its name, or by the path of one or of a function that makes one."""
     if ":" in text:
-        return load_made(text, "--optimizer", optax.GradientTransformation, "optimizer")
+        made = load(text, "--optimizer")
+        if not isinstance(made, optax.GradientTransformation):
+            with users_code(f"--optimizer {text} must make one without arguments, but failed"):
+                made = made()
+        if not isinstance(made, optax.GradientTransformation):
+            raise ValueError(f"--optimizer {text} made no optimizer, but {made!r}.")
+        return made
     if text == "muon":  # optax.contrib.muon takes arrays of two dims: not stacked layers
         matrices = by_owner(optax.contrib.muon(1e-3), factoring=optax_ext.flax_transformer())
         inner = {True: matrices, False: optax.adamw(1e-3)}
@@ -86,17 +92,6 @@ def optimizer_of(text: str) -> optax.GradientTransformation:
     code = {name: getattr(inspect.unwrap(x), "__code__", None) for name, x in makers.items()}
     known = [name for name in makers if "learning_rate" in getattr(code[name], "co_varnames", ())]
     raise ValueError(f"--optimizer {text!r} is no optimizer{nearest(text, known)}.")
-
-
-def load_made(path: str, option: str, kind: Any, name: str) -> Any:
-    """What ``module:attribute`` names, or makes without arguments; of this kind."""
-    made = load(path, option)
-    if not isinstance(made, kind):
-        with users_code(f"{option} {path} must make one without arguments, but failed"):
-            made = made()
-    if not isinstance(made, kind):
-        raise ValueError(f"{option} {path} made no {name}, but {made!r}.")
-    return made
 
 
 def load(path: str, option: str) -> Any:

@@ -11,7 +11,6 @@ from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
-from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import PlanFile
@@ -22,7 +21,10 @@ from sharding.plan.search._verify import Verification, verify
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
     target, device = opts.target_of(options), opts.known_device(options)
-    _check_before(options, target)
+    if options.verify and not target.compiles:
+        raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
+    if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
+        raise ValueError(f"{options.write} cannot be written: there is no such folder.")
     if options.verify:
         opts.compile_on_cpu(target)
     model, tx = _model_of(options), loading.optimizer_of(options.optimizer)
@@ -81,14 +83,6 @@ def run_search(options: Namespace) -> int:
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
-
-
-def _check_before(options: Namespace, target: Target) -> None:
-    """Raises before the search where it, or what follows, cannot be done."""
-    if options.verify and not target.compiles:
-        raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
-    if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
-        raise ValueError(f"{options.write} cannot be written: there is no such folder.")
 
 
 def _model_of(options: Namespace) -> AnyModel:

@@ -19,7 +19,7 @@ from sharding.plan.cost._pipeline_schedules import bubble_share as bubble_share
 from sharding.plan.cost._pipeline_schedules import lockstep_seconds as lockstep_seconds
 from sharding.plan.cost._pipeline_schedules import max_in_flight as max_in_flight
 from sharding.plan.cost._pipeline_stages import PipelineStage as PipelineStage
-from sharding.plan.cost._stage_plan import StagePlan as StagePlan
+from sharding.plan.cost._step_memory import StagePlan as StagePlan
 from sharding.plan.cost._step_time import StepSeconds as StepSeconds
 from sharding.plan.cost._step_time import step_seconds as step_seconds
 from sharding.plan.cost._wire_and_flops import pipeline_wire as pipeline_wire

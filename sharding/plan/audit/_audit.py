@@ -120,7 +120,6 @@ class Audit(Printed):
         return super().to_dict() | {"pipeline": self.pipeline and self.pipeline.to_dict()}
 
     def tables(self) -> list[Table]:
-        """The tables to print: memory, traffic, the pipeline if there is one, and work."""
         pipeline = self.pipeline.tables() if self.pipeline else []
         tables = [self._memory_table(), self._traffic_table(), *pipeline, self._work_table()]
         return [table for table in tables if table.rows]

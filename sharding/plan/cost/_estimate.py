@@ -12,7 +12,8 @@ from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._types import Tree
 from sharding._zero import Zero
 from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
-from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
+from sharding.plan.cost._stage_plan import name_of, stage_plan, variants_of
+from sharding.plan.cost._step_memory import StagePlan
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._layer_costs import Activations
 
@@ -106,7 +107,6 @@ class Plan(Printed):
         return figures | {"fits": self.fits, "not_counted": not_counted}
 
     def tables(self) -> list[Table]:
-        """The table to print: a column for each stage."""
         # Memory: parts that no stage has are left out.
         rows = [
             (name, *(size(-value if field == "host" else value) for value in values))
@@ -189,7 +189,7 @@ def estimate(
         not finite.
 
     >>> zero = Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
-    >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
+    >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), "bfloat16")}
     >>> plan = estimate(params, optax.adam(1e-3), zero)
     >>> [round(stage.memory / 2**20) for stage in plan.stages]
     [512, 260, 134, 8]

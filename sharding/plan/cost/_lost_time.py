@@ -32,7 +32,6 @@ class LostTime(Printed):
     peers: CheckpointLoss  #: snapshots in the memory of peers, and checkpoints on disk beside them
 
     def tables(self) -> list[Table]:
-        """The table to print."""
         ways = {"disk": self.disk, "disk, best interval": self.best_disk}
         ways |= {"peers and disk": self.peers}
         rows = [

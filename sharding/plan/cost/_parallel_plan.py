@@ -87,14 +87,10 @@ class ParallelPlan:
         return self.data * self.microbatch * self.microbatches
 
     @property
-    def gathers_layers(self) -> bool:
-        """Whether each layer gathers its parameters where it is used: ZeRO's stage 3."""
-        return self.stage == 3 and self.pipe == 1 and self.shards > 1
-
-    @property
     def checkpoints_layers(self) -> bool:
         """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
-        return self.recompute not in ("none", "selective") and not self.gathers_layers
+        gathered = self.stage == 3 and self.pipe == 1 and self.shards > 1
+        return self.recompute not in ("none", "selective") and not gathered
 
     def check(self, model: Decoder) -> None:
         """Raises a ``ValueError`` unless sizes and names are known and the model can be shared."""

@@ -28,9 +28,9 @@ _Tick = frozenset[tuple[int, bool]]
 _Lockstep = Callable[..., float]  # ``lockstep_seconds`` of a schedule
 
 
-def chunks_of(schedule: str, chunks: int | None = None) -> int:
-    """Groups of layers on each device; None: 2 where there may be several, else 1."""
-    return chunks or (2 if schedule in ("interleaved", "zb-v") else 1)
+def chunks_of(schedule: str) -> int:
+    """Groups of layers on each device: 2 where there may be several, else 1."""
+    return 2 if schedule in ("interleaved", "zb-v") else 1
 
 
 def check_schedule(
@@ -241,13 +241,6 @@ class LayerSeconds(NamedTuple):
     backward: float  # of its backward pass; where that is split, of the gradient of the input
     weight: float = 0.0  # of the gradients of parameters, where backward passes are split
 
-    def step(self, lockstep: _Lockstep, head: float, chunks: Sequence[int]) -> float:
-        """A step by ``lockstep`` whose chunks have so many layers, and the last one the head."""
-        forward, backward, weight = self
-        *others, last = chunks
-        most, of_last = max(others), (last * (forward + backward) + head, last * weight)
-        return lockstep(most * forward, most * backward, weight=most * weight, last=of_last)
-
 
 def layers_of_chunks(
     layers: int, chunks: int, layer: LayerSeconds, head: float, lockstep: _Lockstep | None = None
@@ -261,13 +254,16 @@ def layers_of_chunks(
     if lockstep is None or chunks == 1:
         return shared_layers(layers, chunks, most)
     largest = layers - chunks + 1  # every chunk has a layer
+    forward, backward, weight = layer
+    both = forward + backward
 
     def time(most: int) -> tuple[float, int]:
-        return layer.step(lockstep, head, shared_layers(layers, chunks, most)), most
+        *others, last = shared_layers(layers, chunks, most)
+        n, of_last = max(others), (last * both + head, last * weight)
+        return lockstep(n * forward, n * backward, weight=n * weight, last=of_last), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
     # near it, the time is least: it is convex in the number of their layers.
-    both = layer.forward + layer.backward
     level = round((layers * both + head) / (max(layer) + (chunks - 1) * both))
     most = min(max(level, 1), largest)
     for step in (-1, 1):

@@ -1,23 +1,16 @@
 """What one device of a pipeline holds and sends."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import optax
 
-from sharding._types import Array
-from sharding._zero import Zero
-from sharding.pipeline._layers import other_dim
-from sharding.placement._specs import expand_specs, with_axis
+from sharding._types import DType
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._stage_plan import StagePlan, stage_plan
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._step_memory import StagePlan
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost
 from sharding.plan.model._models import Decoder
 
@@ -48,93 +41,53 @@ class PipelineStage:
         return self.params + self.grads + self.state + self.activations
 
 
-@dataclasses.dataclass(eq=False)
-class StageEstimates:
-    """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows."""
-
-    model: Decoder
-    tx: optax.GradientTransformation
-    zero: Zero  # of the replicas of a stage alone; devices that share layers are "model"
-    num_stages: int
-    device: DeviceKind
-    dtype: Any
-
-    def __post_init__(self) -> None:
-        axes = {"pipe": self.num_stages} | dict(self.zero.mesh.shape)
-        mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-        self.zero = dataclasses.replace(self.zero, mesh=mesh)
-        self.tensor = axes.get("model", 1)
-        # Parameters of a layer, and of the embedding and the head.
-        one = dataclasses.replace(self.model, scan=True, layers=1)
-        of_one = one.abstract(self.dtype, self.tensor)
-        self.layer_bytes = num_bytes(of_one["layers"])
-        self.shared_bytes = num_bytes(of_one) - self.layer_bytes
-        self.of_rows = functools.cache(self._of_rows)  # of devices with so many layers
-
-    def _of_rows(self, rows: float) -> StagePlan:
-        layers = round(self.num_stages * rows)
-        stacked = dataclasses.replace(self.model, scan=True, layers=layers)
-        params = stacked.abstract(self.dtype)
-        specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
-        specs = expand_specs(specs, params)
-
-        def over_stages(x: Array, spec: Any) -> Any:
-            uneven = layers % self.num_stages
-            dim = other_dim(x.shape, self.num_stages, spec) if uneven else 0
-            return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
-
-        specs["layers"] = jax.tree.map(over_stages, params["layers"], specs["layers"])
-        return stage_plan(
-            *(params, self.tx, self.zero),
-            param_specs=specs,
-            device=self.device,
-            gathered_once="",  # stage 3 gathers all that a device has once in a step
-        )
-
-
 def pipeline_stages(
-    estimates: StageEstimates,
+    model: Decoder,
+    plan: ParallelPlan,
     costs: Sequence[LayerCost],
     counts: Sequence[int],
-    *,
-    schedule: str,
-    microbatches: int,
+    held: StagePlan,
+    dtype: DType,
+    device: DeviceKind,
 ) -> tuple[PipelineStage, ...]:
-    """The devices of a pipeline whose forward passes store what ``costs`` say."""
-    model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
-    chunks = len(counts) // num_stages
+    """The devices of a pipeline whose forward passes store what ``costs`` say.
+
+    ``counts`` are the layers of its chunks; ``held`` is the plan of ZeRO over its replicas.
+    """
+    schedule, num_stages, chunks = plan.schedule, plan.pipe, plan.chunks
     # The first layer of each chunk and the one after its last, with the embedding and the head.
     ends = [1 + number for number in itertools.accumulate(counts)]
     ranges = list(itertools.pairwise([0, *ends[:-1], ends[-1] + 1]))
     rows = max(counts)
-    asynchronous = schedule in schedules.ASYNC_SCHEDULES
-    held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)
-    layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
+    # Parameters of one chunk; of the embedding and the head, which are one matrix where tied.
+    first, layer, *_, last = costs
+    item = jnp.dtype(dtype).itemsize
+    vocabulary = model.vocabulary // model.shards_of_tokens(plan.tensor)
+    layers, shared = rows * layer.param_bytes, first.param_bytes + last.param_bytes
+    shared -= vocabulary * model.width * item if model.tied else 0
     # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
-    uneven = num_stages * chunks * rows > model.layers and not asynchronous
+    uneven = num_stages * chunks * rows > model.layers and not plan.asynchronous
     moved = chunks * layers if uneven else 0.0
     to_stages, back = schedules.layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
-    item = jnp.dtype(estimates.dtype).itemsize
     wide = max(item, 4) / item
     sums = wide * (chunks * layers + shared)
-    copied = sums if estimates.device.tile is None else 0.0
-    gathered = chunks * layers + shared if zero.num_devices > 1 and zero.stage == 3 else 0.0
+    copied = sums if device.tile is None else 0.0
+    gathered = chunks * layers + shared if plan.data > 1 and plan.stage == 3 else 0.0
 
     # Slots: messages, what waits for a backward pass, and for its second half where it is split;
     # each has one for what nobody expects.
-    layer, stream = costs[1], costs[0].output_bytes
-    slots = schedules.slots_of(schedule, num_stages, microbatches, chunks)
+    stream, args = first.output_bytes, (plan.microbatches, chunks)
+    slots = schedules.slots_of(schedule, num_stages, *args)
     stored = (slots.residuals + 1) * rows * layer.activation_bytes + (slots.messages + 1) * stream
-    crossing = rows * layer.crossing_bytes if schedule in schedules.SPLIT_SCHEDULES else 0.0
+    crossing = rows * layer.crossing_bytes if plan.splits_backward else 0.0
     stored += (slots.crossing + 1) * crossing
 
     # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
     # nothing of it is stacked.
-    vocabulary = model.vocabulary // model.shards_of_tokens(estimates.tensor)
-    logits = costs[0].activation_bytes * vocabulary  # float32, as tokens are int32
-    gradient = costs[-1].activation_bytes + costs[-1].working_bytes - stream - logits
+    logits = first.activation_bytes * vocabulary  # float32, as tokens are int32
+    gradient = last.activation_bytes + last.working_bytes - stream - logits
     residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
     # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
     odd = 2.0 * vocabulary * model.width * item if copied and vocabulary % 8 else 0.0
@@ -155,11 +108,11 @@ def pipeline_stages(
         working = max(working, at_head) if schedule == "1f1b" else working
 
     # Without a flush: slots of two versions, beside the parameters that come and go.
-    versions = 2 * held.params if asynchronous else 0.0
+    versions = 2 * held.params if plan.asynchronous else 0.0
     stage_of = [schedules.stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
 
     summed = 2 * (num_stages - 1) / num_stages * wide * shared
-    summed += (to_stages + wide * back) * estimates.layer_bytes
+    summed += (to_stages + wide * back) * layer.param_bytes
 
     def of_stage(s: int) -> PipelineStage:
         numbers = [v for v, stage in enumerate(stage_of) if stage == s]
@@ -172,14 +125,14 @@ def pipeline_stages(
             layers=own,
             forward=sum(cost.forward for cost in mine),
             backward=sum(cost.backward for cost in mine),
-            in_flight=schedules.max_in_flight(schedule, num_stages, s, microbatches, chunks),
+            in_flight=schedules.max_in_flight(schedule, num_stages, s, *args),
             params=held.params + gathered + moved + versions,
             grads=sums + copied,
             state=held.opt_state + held.master - held.host,
             activations=stored + working,
-            permuted=microbatches * stream * sent,
+            permuted=plan.microbatches * stream * sent,
             synced=held.wire,
-            summed=0.0 if asynchronous else summed,
+            summed=0.0 if plan.asynchronous else summed,
         )
 
     return tuple(map(of_stage, range(num_stages)))

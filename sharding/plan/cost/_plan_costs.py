@@ -11,21 +11,22 @@ import optax
 from jax.sharding import NamedSharding
 
 import optax_ext
-from sharding._types import DType, Tree
+from sharding._types import Array, DType, Tree
 from sharding._zero import Zero
-from sharding.placement._specs import num_shards
+from sharding.pipeline._layers import other_dim
+from sharding.placement._specs import expand_specs, num_shards, with_axis
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.cost._estimate import with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
-from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
-from sharding.plan.cost._stage_plan import StagePlan, stage_plan
+from sharding.plan.cost._pipeline_stages import PipelineStage, pipeline_stages
+from sharding.plan.cost._stage_plan import stage_plan
+from sharding.plan.cost._step_memory import StagePlan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations, LayerCost, activations_of, layer_costs
 from sharding.plan.model._layer_time import COMPILED, Implementation, KernelSeconds, Roofline
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PARTLY
 from sharding.plan.model._traced_model import Traced, TracedModel, work_of
 
 _TOKEN = 4  # bytes
@@ -42,7 +43,7 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_stages", "_passes_of", "_costs", "_products", "_synced"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products"),
         *("fullest", "least"),
     )
 
@@ -52,15 +53,17 @@ class PlanCosts:
         tx: optax.GradientTransformation,
         machine: Machine,
         *,
-        length: int,
-        dtype: DType,
-        implementation: Implementation,
+        length: int | None = None,
+        dtype: DType = jnp.bfloat16,
+        implementation: Implementation = COMPILED,
     ):
         self.model, self.tx, self.machine = model, tx, machine
-        self.length, self.dtype, self.implementation = length, jnp.dtype(dtype), implementation
+        self.length, self.dtype = length or model.length, jnp.dtype(dtype)
+        self.implementation = implementation
         self._sizes = [float(x.size) for x in jax.tree.leaves(model.abstract(self.dtype))]
         for name in self._CACHED:  # by this object alone
             setattr(self, name, functools.cache(getattr(self, name)))
+        self._synced = functools.cache(lambda x: sync_of_plan(x, model.abstract(self.dtype)))
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -110,13 +113,14 @@ class PlanCosts:
     def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
         """The devices of a pipeline, without the batch."""
         # The update needs less than what it takes the place of: accumulated gradients are float32.
-        return pipeline_stages(
-            self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
-            self._costs(plan.microbatch, plan.recompute, plan.tensor),
-            self.layers(plan),
-            schedule=plan.schedule,
-            microbatches=plan.microbatches,
+        counts, placed = (
+            self.passes(plan).chunks,
+            dataclasses.replace(_placed(plan), microbatches=1),
         )
+        rows = max(counts) * plan.chunks if plan.asynchronous else self.model.layers / plan.pipe
+        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
+        held, options = self._rows(placed, rows), (self.dtype, self.machine.device)
+        return pipeline_stages(self.model, plan, costs, counts, held, *options)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         """Forms of recomputation that differ in what is stored or computed."""
@@ -147,12 +151,10 @@ class PlanCosts:
     def sync(self, plan: ParallelPlan) -> SyncWork:
         return self._synced(_placed(plan))
 
-    def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
-        return self.passes(plan).chunks
-
     def spares(self, plan: ParallelPlan) -> bool:
         """Whether the largest chunk has fewer layers than where a step is fastest."""
-        return max(self.layers(plan)) < max(self.layers(dataclasses.replace(plan, even=False)))
+        equal, fastest = (self.passes(dataclasses.replace(plan, even=x)) for x in (True, False))
+        return max(equal.chunks) < max(fastest.chunks)
 
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
@@ -160,8 +162,8 @@ class PlanCosts:
 
     def _costs(self, microbatch: int, recompute: str, tensor: int) -> Sequence[LayerCost]:
         options: Any = {"length": self.length, "dtype": self.dtype, "tensor": tensor}
-        options |= {"recompute": recompute if recompute in PARTLY else recompute != "none"}
-        return layer_costs(self.model, self.machine.device, batch=microbatch, **options)
+        options |= {"batch": microbatch, "recompute": recompute}
+        return layer_costs(self.model, self.machine.device, **options)
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
@@ -178,13 +180,29 @@ class PlanCosts:
             gathered_once=self.model.gathered_once,
         )
 
-    def _synced(self, plan: ParallelPlan) -> SyncWork:
-        return sync_of_plan(plan, self.model.abstract(self.dtype))
+    def _rows(self, plan: ParallelPlan, rows: float) -> StagePlan:
+        """ZeRO over the replicas of the stages of a pipeline, which have so many layers each."""
+        zero, layers = zero_of(plan), round(plan.pipe * rows)
+        axes = {"pipe": plan.pipe} | dict(zero.mesh.shape)
+        mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+        stacked = dataclasses.replace(self.model, scan=True, layers=layers)
+        params = stacked.abstract(self.dtype)
+        specs = stacked.specs(shards=plan.tensor) if plan.tensor > 1 else dict.fromkeys(params)
+        specs = expand_specs(specs, params)
 
-    def _stages(self, plan: ParallelPlan) -> StageEstimates:
-        options: Any = {"num_stages": plan.pipe, "device": self.machine.device}
-        tx = self._tx(plan.state_format, plan.weights)
-        return StageEstimates(self.model, tx, zero_of(plan), dtype=self.dtype, **options)
+        def over_stages(x: Array, spec: Any) -> Any:
+            dim = other_dim(x.shape, plan.pipe, spec) if layers % plan.pipe else 0
+            return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
+
+        specs["layers"] = jax.tree.map(over_stages, params["layers"], specs["layers"])
+        return stage_plan(
+            params,
+            self._tx(plan.state_format, plan.weights),
+            dataclasses.replace(zero, mesh=mesh),
+            param_specs=specs,
+            device=self.machine.device,
+            gathered_once="",  # stage 3 gathers all that a device has once in a step
+        )
 
 
 _NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}

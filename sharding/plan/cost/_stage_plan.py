@@ -13,22 +13,9 @@ from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
 from sharding.placement._specs import axes_of
-from sharding.plan.cost._step_memory import StepMemory, floating_rows, step_memory
+from sharding.plan.cost._step_memory import StagePlan, floating_rows, step_memory
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._layer_costs import Activations
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StagePlan(StepMemory):
-    """What one device holds and sends at one stage; all in bytes."""
-
-    name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
-    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
-    #: the part of ``wire`` that leaves a host or slice, those of the mesh axis of that name; where
-    #: there is none, the sums over replicas
-    network: float
-    host_wire: float  #: bytes that move to host memory and back per step
-    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
 
 
 def name_of(zero: Zero) -> str:

@@ -17,9 +17,10 @@ from sharding.plan.model._layer_costs import Activations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    """Bytes of one device in a training step, by what they are; see ``moments``."""
+class StagePlan:
+    """What one device holds and sends at one stage, all in bytes; see ``moments``."""
 
+    name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
     params: float  #: parameters
     grads: float  #: gradients, as the stage stores them
     full_grads: float  #: gradients of one micro-batch, unsharded
@@ -42,6 +43,12 @@ class StepMemory:
     head: float = 0.0  #: temporaries of what follows the layers, such as logits
     logits: float = 0.0  #: their gradient, until that of the output matrix is made of it
     copied: float = 0.0  #: parameters in another layout
+    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
+    #: the part of ``wire`` that leaves a host or slice, those of the mesh axis of that name; where
+    #: there is none, the sums over replicas
+    network: float
+    host_wire: float  #: bytes that move to host memory and back per step
+    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
 
     @property
     def arguments(self) -> float:
@@ -96,7 +103,7 @@ def step_memory(
     microbatches: int,
     gathered_once: str | None,
 ) -> dict[str, float]:
-    """The fields of a ``StepMemory``, but for the batch and activations.
+    """The bytes of a ``StagePlan`` that are held, but for the batch and activations.
 
     ``local`` is the placement at stage 0, where the user's axes alone shard; the memory of TPUs has
     tiles.

@@ -1,7 +1,7 @@
 """What the program of a pipeline sends: known from its schedule, before anything is compiled."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,41 +16,49 @@ from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.placement._specs import num_shards, only_axes
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._layer_time import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import attention_flops, flops_again, saved_parts
+from sharding.plan.model._saved_names import saved_parts
 from sharding.step._microbatches import split_microbatches
 
 
-def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
-    """The sum over all ticks of what their dearest branch takes, which all devices count."""
+def _over_ticks(
+    schedule: Schedule, passes: Mapping[Op, float], head: float, lookup: float = 0.0
+) -> float:
+    """The sum over all ticks of what their dearest branch takes, which all devices count.
+
+    The last chunk runs its forward pass in its backward pass, beside the head.
+    """
+
+    def of(code: Code) -> float:
+        first = lookup if code.first and code.op == Op.FORWARD else 0.0
+        last = passes[Op.FORWARD] + head if code.last and code.op == Op.BACKWARD else 0.0
+        return passes.get(code.op, 0.0) + first + last
+
     return sum(
         len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
         for segment in instructions(schedule, recompute=False).segments
     )
 
 
-def pipeline_flops(
-    model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: str, tensor: int
+def decoder_flops(
+    model: Decoder, plan: ParallelPlan, schedule: Schedule | None = None, rows: int = 0
 ) -> float:
-    """Operations of matrix products that ``audit`` counts, with ``rows`` layers in each chunk."""
-    tokens = float(microbatch * model.length)
-    of_layer, head = model.layer_flops(tokens, model.length)
-    layer = of_layer / 3 / tensor
+    """Operations of matrix products that ``audit`` counts in a step, with those that run again.
+
+    Chunks of a pipeline have ``rows`` layers.
+    """
+    options: Any = {"microbatch": plan.microbatch, "ideal": True}
+    work = layer_work(model, OPERATIONS, tensor=plan.tensor, **options)
+    of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
+    forward, head = work.forward.matmul, sum(part.matmul for part in of_head)
+    backward = (work.backward + work.again(plan.recompute)).matmul
+    if schedule is None:
+        return plan.microbatches * (model.layers * (forward + backward) + head)
     # Of a split backward pass gradients of matrices are the second half.
-    weight = layer - tokens * attention_flops(model, model.length) / tensor
-    first = 2 * layer - (weight if schedule.splits_backward else 0.0)
-    again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
-    again /= tensor
-    head /= model.shards_of_tokens(tensor)
-    others = {Op.FORWARD: rows * layer, Op.UPDATE: 0.0, Op.WEIGHT: rows * weight}
-
-    def of(code: Code) -> float:
-        if code.op in others:
-            return others[code.op]
-        # The last chunk runs its forward pass in its backward pass, beside the head.
-        return rows * (first + again) + (rows * layer + head if code.last else 0.0)
-
-    return over_ticks(schedule, of)
+    weight = work.weight.matmul if schedule.splits_backward else 0.0
+    parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
+    return _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
 
 
 def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree = None) -> float:
@@ -170,7 +178,6 @@ def tensor_wire(
     model: Decoder,
     plan: ParallelPlan,
     *,
-    length: int,
     itemsize: int,
     adds_first: bool = True,
     schedule: Schedule | None = None,
@@ -178,21 +185,14 @@ def tensor_wire(
 ) -> float:
     """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
     sums = tensor_sums(model, plan, adds_first=adds_first)
-    stream = float(plan.microbatch * length * model.width * itemsize)
-    head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR
-
-    def of(code: Code) -> float:
-        if code.op == Op.WEIGHT:
-            return 0.0
-        if code.op == Op.FORWARD:
-            return (rows * sums.forward + (sums.lookup if code.first else 0)) * stream
-        # The last chunk runs its forward pass in its backward pass, beside the head.
-        backward = rows * sums.backward * stream
-        return backward + (rows * sums.forward * stream + head if code.last else 0.0)
-
+    tokens = plan.microbatch * model.length
+    stream = float(tokens * model.width * itemsize)
+    head = sums.head * stream + sums.scalars * tokens * SCALAR
+    forward, backward, lookup = (n * stream for n in (sums.forward, sums.backward, sums.lookup))
     if schedule is None:
-        layers = model.layers * (sums.forward + sums.backward)
-        nbytes = plan.microbatches * ((layers + sums.lookup) * stream + head)
+        layers = model.layers * (forward + backward)
+        nbytes = plan.microbatches * (layers + lookup + head)
     else:
-        nbytes = over_ticks(schedule, of)
+        passes = {Op.FORWARD: rows * forward, Op.BACKWARD: rows * backward}
+        nbytes = _over_ticks(schedule, passes, head, lookup)
     return 2 * (plan.tensor - 1) / plan.tensor * nbytes

@@ -143,8 +143,8 @@ def layer_costs(
       batch: sequences in a micro-batch.
       length: tokens of a sequence; None: the model's.
       dtype: of parameters and activations.
-      recompute: whether each layer stores its input only; or the name of a preset of MaxText, such
-        as ``"minimal"``, whose values it stores, too.
+      recompute: whether each layer stores its input only; or as ``ParallelPlan`` has it, as
+        ``"minimal"``, a preset of MaxText, whose values it stores, too.
       tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
 
     Raises:
@@ -153,7 +153,7 @@ def layer_costs(
     >>> from sharding.plan import MODELS, kind_of
     >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
     >>> len(costs), round(1e3 * costs[1].forward, 1), round(costs[1].param_bytes / 2**20)
-    (34, 2.8, 386)
+    (34, 3.4, 386)
     """
     length = length or model.length
     tokens = batch * length
@@ -181,14 +181,12 @@ def layer_costs(
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
 
     # What a layer stores beside its input.
-    kept = 0.0 if recompute else full - stream
-    if isinstance(recompute, str):
-        kept = float(tokens * itemsize * saved_elements(model, recompute, tensor))
+    kept, again = full - stream, form != "none"
+    if again:
+        kept = float(tokens * itemsize * saved_elements(model, form, tensor))
     # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what
     # products read and write that is computed again. Element-wise operations are fused.
-    working = largest * 4 / itemsize
-    if recompute:
-        working = sum(products) - kept + largest
+    working = sum(products) - kept + largest if again else largest * 4 / itemsize
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
@@ -199,7 +197,7 @@ def layer_costs(
                 activation_bytes=stream + kept,
                 output_bytes=stream,
                 working_bytes=working,
-                crossing_bytes=0.0 if recompute else _crossing_bytes(*traced),
+                crossing_bytes=0.0 if again else _crossing_bytes(*traced),
             )
         ]
         * model.layers,
@@ -207,7 +205,7 @@ def layer_costs(
             forward=head_forward.seconds,
             backward=head_backward.seconds,
             param_bytes=head,
-            activation_bytes=stream if recompute else stream + logits,
-            working_bytes=gradient + (logits if recompute else 0.0),
+            activation_bytes=stream if again else stream + logits,
+            working_bytes=gradient + (logits if again else 0.0),
         ),
     ]

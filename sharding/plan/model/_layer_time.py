@@ -7,7 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
+from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import saved_parts
 
@@ -17,6 +17,8 @@ from sharding.plan.model._saved_names import saved_parts
 _FUSED_ATTENTION = 0.63
 # Its backward pass has five products of scores and values where the forward pass has two.
 _FUSED_BACKWARD = 2.5
+# Its seconds of matrix products, if ideal, are their operations.
+OPERATIONS = dataclasses.replace(KINDS["h100"], flops=1.0)
 _ITEM = 2  # bytes of an activation
 _MASK = 1  # bytes of an element of a dropout mask
 
@@ -105,10 +107,6 @@ class Roofline:
         seconds = self.unfused * nbytes / self.bandwidth
         return KernelSeconds(0.0, seconds, kernels, kernels * self.kernel)
 
-    def fused_attention(self, flops: float) -> KernelSeconds:
-        """A kernel of attention that keeps scores on chip."""
-        return KernelSeconds(flops / self.attention_flops, 0.0, 1, self.kernel)
-
 
 @functools.lru_cache(maxsize=4096)
 def layer_work(
@@ -169,7 +167,8 @@ def layer_work(
     if implementation.attention == "fused":
         products["context"] = KernelSeconds()  # nothing is spared
         flops = 4.0 * scores * head / 2  # half of the pairs is masked
-        core, core_backward = (unit.fused_attention(n * flops) for n in (1, _FUSED_BACKWARD))
+        core = KernelSeconds(flops / unit.attention_flops, 0.0, 1, unit.kernel)
+        core_backward = core._replace(matmul=_FUSED_BACKWARD * core.matmul)
     else:
         products["context"] = unit.matmul(length, length, head, num_heads)
         both = unit.matmul(length, head, length, num_heads) + products["context"]

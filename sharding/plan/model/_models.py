@@ -181,11 +181,6 @@ class Decoder:
         matrices = self.layers * self.layer_elements + self.width * self.vocabulary
         return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.queries * length)
 
-    def layer_flops(self, num_tokens: float, length: int) -> tuple[float, float]:
-        """Operations of a training step: of one layer, and of the head."""
-        head = dataclasses.replace(self, layers=0).flops(num_tokens, length)
-        return dataclasses.replace(self, layers=1).flops(num_tokens, length) - head, head
-
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Causal attention, then an MLP; ``x`` is (batch, length, width).
 

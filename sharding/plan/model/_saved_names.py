@@ -1,6 +1,4 @@
-"""What a decoder layer stores, and what it computes again, by the names of what is saved."""
-
-import math
+"""What a decoder layer stores, by the names of what is saved."""
 
 from sharding.plan.model._models import Decoder
 
@@ -41,18 +39,3 @@ def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
     elements = {part: x.number * x.columns for part, x in model.matrices.items()}
     elements["context"] = model.queries
     return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))
-
-
-def attention_flops(model: Decoder, length: int) -> float:
-    """Operations of scores and of their product with the values, for a token and layer, forward."""
-    return 4.0 * model.queries * length
-
-
-def flops_again(model: Decoder, recompute: str, length: int) -> float:
-    """Operations of matrix products that a backward pass computes again, for a token and layer."""
-    # Scores always are; the last product of a layer never is, since nothing reads its result.
-    scores = attention_flops(model, length) / 2
-    again = {part: 2.0 * math.prod(x) for part, x in model.matrices.items() if part != "down"}
-    again["context"] = scores
-    spared = saved_parts(recompute)
-    return scores + sum(flops for part, flops in again.items() if part not in spared)

@@ -131,12 +131,7 @@ class StagePartition(Printed):
         """The layers of a stage."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        return dataclasses.asdict(self)
-
     def tables(self) -> list[Table]:
-        """The table to print: a row for each stage."""
         sent = [*map(seconds, self.transfers), ""]
         rows = [
             (str(s), layer_range(self.layers(s)), seconds(time), sent[s], size(self.memory[s]))

@@ -91,7 +91,6 @@ class HetPipePlan(Printed):
     global_staleness: int  #: minibatches of another worker whose updates it may lack
 
     def tables(self) -> list[Table]:
-        """The table to print: a row for each virtual worker."""
         rows = [
             (
                 *(" ".join(map(str, numbers)) for numbers in (worker.nodes, worker.boundaries)),

@@ -30,7 +30,6 @@ class PipeDreamPlan(Printed):
     period: float  #: seconds between micro-batches
 
     def tables(self) -> list[Table]:
-        """The table to print: a row for each stage, those of lower levels below it."""
         title = f"a micro-batch every {seconds(self.period)}"
         return [Table(title, ("stage", "layers", "replicas"), _stage_rows(self.stages, ""))]
 

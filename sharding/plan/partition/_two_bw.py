@@ -41,7 +41,6 @@ class TwoBWPlan(Printed):
         return self.choices[0]
 
     def tables(self) -> list[Table]:
-        """The table to print."""
         rows = [
             (
                 *(f"{choice.width} x {choice.depth}", choice.inner, str(choice.microbatch)),

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
@@ -13,7 +12,6 @@ from sharding.plan.cost._pipeline_stages import PipelineStage
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.model._layer_time import COMPILED
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._chosen_plan import PLAN_COLUMNS, ChosenPlan, cells
 from sharding.plan.search._search import HEADROOM, NoPlanFits, machine_of, search
@@ -47,14 +45,11 @@ class PipelinePlan(Printed):
     def recommended(self) -> str:
         """The name of the faster plan of those that fit; else empty."""
         steps = self.steps
-        fitting = [name for name in ("ZeRO", "pipeline") if name in steps and self._fits(name)]
-        return min(fitting, key=lambda name: steps[name].seconds.seconds, default="")
-
-    def _fits(self, name: str) -> bool:
-        return self.steps[name].memory <= self.memory
+        fitting = [name for name, step in steps.items() if step.memory <= self.memory]
+        # Of equally fast ones ZeRO alone.
+        return min(fitting, key=lambda name: (steps[name].seconds.seconds, name), default="")
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
         figures = super().to_dict()
         for row, stage in zip(figures["stages"], self.stages, strict=True):
             row["memory"] = stage.memory
@@ -62,7 +57,6 @@ class PipelinePlan(Printed):
         return figures | {name: step and step.to_dict() for name, step in both.items()}
 
     def tables(self) -> list[Table]:
-        """The tables to print: memory of a device, work and traffic by stage, both steps."""
         plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
         left = self.memory - self.pipeline.memory
         title = f"{plan.pipe} stages x {plan.data} replicas, {plan.schedule}"
@@ -201,12 +195,8 @@ def estimate_pipeline(
     if sequences % (machine.num_devices // keep["tensor"]) == 0:
         of_both = {name: value for name, value in keep.items() if name in _OF_BOTH}
         alternative = best(**of_both, pipe=1)
-    costs = PlanCosts(
-        *(model, tx, machine),
-        length=options.get("length") or model.length,
-        dtype=options.get("dtype", jnp.bfloat16),
-        implementation=options.get("implementation", COMPILED),
-    )
+    named = {x: options[x] for x in ("length", "dtype", "implementation") if x in options}
+    costs = PlanCosts(model, tx, machine, **named)
     plan = pipeline.plan
     return PipelinePlan(
         target=target,

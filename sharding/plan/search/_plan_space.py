@@ -27,8 +27,6 @@ KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "even"),
     *("recompute", *OF_STATE),
 )
-# What the synchronization of gradients depends on, beside the number of devices.
-_OF_SYNC = ("stage", "replicas", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +83,6 @@ class PlanSpace:
             check_choice("what is kept", name, KEPT)
         of_state = {name: value for name, value in keep.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
-
-        @functools.cache
-        def compresses(data: int, *fields: Any) -> bool:
-            named = dict(zip(_OF_SYNC, fields, strict=True))
-            return self.compresses(ParallelPlan(data=data, **named))
-
         for passes in self._passes():
             if any(getattr(passes, k) != keep[k] for k in keep if k not in OF_STATE):
                 continue
@@ -103,7 +95,6 @@ class PlanSpace:
                 if not (gathers and x["stage"] == 3)
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
                 and (alone or not x["sync"])
-                and (not x["sync"] or compresses(passes.data, *(x[name] for name in _OF_SYNC)))
                 and all(x[name] == value for name, value in of_state.items())
             )
             if possible and (not passes.even or self.spares(passes)):
@@ -133,12 +124,16 @@ class PlanSpace:
         others = (self.offload, self.state_formats, self.weights, self.syncs)
         variants = []
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
+            every = (stage, replicas, spread, *values)
+            variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
             # A compressed sync is that of replicas, or of stages without gathered layers.
-            if values[-1] is None or (data > 1 and not spread and (stage < 3 or replicas > 1)):
-                every = (stage, replicas, spread, *values)
-                variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
-                form = variant["state_format"], variant["weights"]
-                variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
+            if sync := variant["sync"]:
+                plan = ParallelPlan(data, stage=stage, replicas=replicas, sync=sync)
+                possible = data > 1 and not spread and (stage < 3 or replicas > 1)
+                if not (possible and self.compresses(plan)):
+                    continue
+            form = variant["state_format"], variant["weights"]
+            variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:

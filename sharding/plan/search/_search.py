@@ -241,7 +241,7 @@ def search(
         step = costs.seconds(plan, costs.passes(plan))
         least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
         utilization = flops / machine.device.flops / step.seconds
-        held, layers = costs.fullest(plan), costs.layers(plan)
+        held, layers = costs.fullest(plan), costs.passes(plan).chunks
         return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
 
     # In the order of predicted times.

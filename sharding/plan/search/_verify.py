@@ -3,21 +3,17 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from sharding._types import DType
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost import _wire_and_flops as of_program
-from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
 from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import flops_again
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
 
@@ -111,7 +107,7 @@ def verify(
         memory=audited.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
         wire=audited.wire_bytes - update_wire,
-        planned_flops=_planned_flops(file, model),
+        planned_flops=planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
@@ -127,21 +123,18 @@ def planned_wire(
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
-        batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
         params = pipeline.stack(model.abstract(dtype))
-        return of_program.updates_wire(pipeline, updates, params, batch)
+        return of_program.updates_wire(pipeline, updates, params, model.batch(plan.sequences))
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
         params = pipeline.stack(params)
         specs = pipeline.param_specs(params, specs)
-        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
-        batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        batch = model.batch(plan.microbatches * plan.microbatch)
         sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
     if isinstance(model, Decoder) and plan.tensor > 1:
         sent += of_program.tensor_wire(
             *(model, plan),
-            length=file.length,
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
             schedule=file.schedule() if plan.pipe > 1 else None,
@@ -155,29 +148,15 @@ def planned_wire(
     return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
 
 
-def _planned_flops(file: PlanFile, model: AnyModel) -> float:
+def planned_flops(file: PlanFile, model: AnyModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
-    plan = file.plan
-    if plan.pipe == 1 or isinstance(model, TracedModel):
-        params = model.abstract(jnp.dtype(file.dtype))
-        by_sync = sync_of_plan(plan, params).flops if plan.sync else 0.0
-        return planned_flops(model, plan, file.dtype) + by_sync
-    schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
-    return of_program.pipeline_flops(
-        *(model, schedule, max(file.layers)),
-        microbatch=plan.microbatch,
-        recompute=plan.recompute,
-        tensor=plan.tensor,
-    )
-
-
-def planned_flops(model: AnyModel, plan: ParallelPlan, dtype: DType = jnp.bfloat16) -> float:
-    """Operations of matrix products of one device in a step, with those that run again."""
+    plan, dtype = file.plan, jnp.dtype(file.dtype)
+    if isinstance(model, Decoder) and plan.pipe > 1:
+        updates = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else None
+        schedule = updates or file.schedule()
+        return of_program.decoder_flops(model, plan, schedule, max(file.layers))
+    by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
-        return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
-    tokens = float(plan.microbatch * plan.microbatches * model.length)
-    _, head = model.layer_flops(tokens, model.length)
-    layers = (model.flops(tokens, model.length) - head) / plan.tensor
-    recomputes = plan.recompute != "none"
-    again = flops_again(model, plan.recompute, model.length) / plan.tensor if recomputes else 0.0
-    return layers + head / model.shards_of_tokens(plan.tensor) + tokens * model.layers * again
+        traced = model.traced(plan.microbatch, dtype, plan.recompute)
+        return plan.microbatches * traced.flops + by_sync
+    return of_program.decoder_flops(model, plan) + by_sync

@@ -55,16 +55,13 @@ def test_options_reach_the_plan(figures):
         return figures(f"plan --model llama2-7b --target h100x16 --pipeline 4 {line}")
 
     plain = plan(ALIGNED)
-    chosen = plain["pipeline"]["plan"]
+    tokens, chosen = plain["pipeline"]["tokens"], plain["pipeline"]["plan"]
     assert (chosen["data"], chosen["schedule"], chosen["stage"]) == (4, "aligned", 1)
-    assert plain["pipeline"]["tokens"] == 4 * 16 * 2048
-    stored = plan(f"{ALIGNED} --no-remat --microbatches 16")
-    assert stored["pipeline"]["plan"]["recompute"] == "none"
-    assert stored["pipeline"]["plan"]["microbatches"] == 16
-    assert plan(f"{ALIGNED} --length 512")["pipeline"]["tokens"] == plain["pipeline"]["tokens"] / 4
-    assert (
-        plan(f"{ALIGNED} --batch 128k-tokens")["pipeline"]["tokens"] == plain["pipeline"]["tokens"]
-    )
+    assert tokens == 4 * 16 * 2048
+    stored = plan(f"{ALIGNED} --no-remat --microbatches 16")["pipeline"]["plan"]
+    assert (stored["recompute"], stored["microbatches"]) == ("none", 16)
+    assert plan(f"{ALIGNED} --length 512")["pipeline"]["tokens"] == tokens / 4
+    assert plan(f"{ALIGNED} --batch 128k-tokens")["pipeline"]["tokens"] == tokens
     assert plan("--chunks 3 --stage 1")["pipeline"]["plan"]["chunks"] == 3
     assert plan(f"{ALIGNED} --offload")["stages"][0]["state"] < 0.1 * plain["stages"][0]["state"]
     wide, narrow = (plan(f"--master {x} {ALIGNED}")["stages"][0] for x in ("", "--state bfloat16"))

@@ -1,6 +1,5 @@
 """A pipeline beside ZeRO alone: memory of its stages, and the seconds and bytes of ``search``."""
 
-import dataclasses
 import random
 
 import optax
@@ -14,35 +13,12 @@ from sharding.plan import (
     search,
     step_seconds,
 )
-from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import zero_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import machine_of
 
-from ..pipeline.families import seconds_in_lockstep
-
 ADAMW = optax.adamw(1e-3)
-SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)
-FIXED = {"replicas": 1, "recompute": "full", "offload": False}
-
-
-def plan_of(model=SMALL, target="h100x8", batch=1, **keep):
-    """Four stages, on all devices, with micro-batches of so many sequences."""
-    options = {name: keep.pop(name) for name in ("device", "headroom") if name in keep}
-    keep = (
-        FIXED | {"stage": 1, "microbatch": batch, "microbatches": 8, "schedule": "aligned"} | keep
-    )
-    replicas = machine_of(target).num_devices // 4
-    sequences = replicas * batch * keep["microbatches"]
-    options |= {"num_stages": 4, "sequences": sequences, "keep": keep}
-    return estimate_pipeline(model, ADAMW, target, **options)
-
-
-def layers_of(plan):
-    """Decoder layers of each stage, without the embedding and the head."""
-    numbers = [j - i for stage in plan.stages for i, j in stage.layers]
-    return [numbers[0] - 1, *numbers[1:-1], numbers[-1] - 1]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +36,13 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
     on_gpus = kind == "h100x8"
     number = 13 if on_gpus else 12  # not shared equally on GPUs
     model = Decoder(number, 128, 4, 4, 256, 1024, 64)
-    plan = plan_of(model, kind, batch, stage=stage, schedule=schedule)
+    keep = {"stage": stage, "microbatch": batch, "microbatches": 8, "schedule": schedule}
+    keep |= {"replicas": 1, "recompute": "full", "offload": False}
+    plan = estimate_pipeline(model, ADAMW, kind, num_stages=4, sequences=16 * batch, keep=keep)
     found = plan.stages[1]
     costs = layer_costs(model, kind_of(kind), batch=batch)
-    rows = max(layers_of(plan))
+    numbers = plan.pipeline.layers
+    rows = max(numbers)
     assert rows == (4 if on_gpus else 3)
     shared = costs[0].param_bytes + costs[-1].param_bytes
     layers = rows * costs[1].param_bytes
@@ -102,39 +81,10 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
     # Float32 sums over the stages; an all-to-all of the layers, and of their gradients.
     assert found.summed == 1.5 * 2 * shared + 0.75 * (1 + 2) * moved
     assert len({it.memory for it in plan.stages}) == 1
-
-
-def test_equal_layers_are_taken_where_the_fastest_stages_do_not_fit():
-    """All devices have as many layers as the largest chunk, which the head makes larger."""
-    model = Decoder(24, 256, 4, 4, 512, 8192, 512)
-    options = {"target": "h100x4", "stage": 0, "microbatches": 64, "headroom": 0.0}
-    free = plan_of(model, **options)
-    assert max(layers_of(free)) > 6
-    device = dataclasses.replace(kind_of("h100"), memory=free.stages[0].memory - 1)
-    tight = plan_of(model, device=device, **options)
-    assert tight.pipeline.plan.even
-    assert tight.pipeline.memory <= device.memory
-    assert max(layers_of(tight)) == 6
-    assert tight.pipeline.seconds.seconds > free.pipeline.seconds.seconds
-
-
-def test_a_step_is_that_of_its_table():
-    plan = plan_of()
-    costs, layers = layer_costs(SMALL, kind_of("h100")), layers_of(plan)
-    assert sum(layers) == 6
-    head = costs[-1].forward + costs[-1].backward
-    expected = seconds_in_lockstep(
-        *(schedule_of("aligned", 4, 8), [max(layers)] * 3 + layers[-1:]),
-        forward=costs[1].forward,
-        backward=costs[1].backward,
-        head=head,
-    )
-    step = plan.pipeline.seconds
-    assert step.compute + step.bubble == pytest.approx(expected)
-    by_stage = [stage.forward + stage.backward for stage in plan.stages]
-    layer = costs[1].forward + costs[1].backward
-    own = [n * layer + (head if s == 3 else 0) for s, n in enumerate(layers)]
-    assert by_stage == pytest.approx(own)
+    # Seconds of its own layers; the head is on the last one.
+    layer, head = (costs[k].forward + costs[k].backward for k in (1, -1))
+    own = [n * layer + (head if s == 3 else 0) for s, n in enumerate(numbers)]
+    assert [stage.forward + stage.backward for stage in plan.stages] == pytest.approx(own)
 
 
 MACHINES = {"h100x8": 16, "v5e:2x4": 8, "a100-80x16": 32}  # and sequences

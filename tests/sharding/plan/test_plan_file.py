@@ -18,6 +18,7 @@ from sharding.plan.search._search import search
 from sharding.plan.search._verify import planned_flops, verify
 
 from ...compilers import need
+from ..model import make_of
 
 SMALL = Decoder(3, 64, 8, 8, 128, 96, 32)
 TX = optax.adamw(1e-3)
@@ -129,13 +130,13 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
     exec("\n".join(file.code(run=False)), names)
     zero, pipeline, specs = (names.get(name) for name in ("zero", "pipeline", "param_specs"))
 
-    def make_state():
+    def init():
         params = model.init(jnp.float32)
-        params = pipeline.stack(params) if pipeline else params
-        return params, names["tx"].init(params)
+        return pipeline.stack(params) if pipeline else params
 
+    make_state = make_of(init, names["tx"])
     if pipeline:
-        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], specs)
+        specs = pipeline.param_specs(jax.eval_shape(init), specs)
     state = zero.abstract_state(make_state, tx=names["tx"], param_specs=specs)
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
     mine = names["step"].lower(state, tokens)
@@ -185,7 +186,8 @@ def test_programs_send_and_compute_what_is_planned(plan, layers):
         wrong = dataclasses.replace(found, planned_wire=found.planned_wire * factor)
         assert "were planned" in wrong.failures[0]
     if plan.pipe == 1 and plan.recompute != "none":
-        flops = planned_flops(SMALL, dataclasses.replace(plan, recompute="none"))
+        stored = file_of(dataclasses.replace(plan, recompute="none"), layers)
+        flops = planned_flops(stored, SMALL)
         wrong = dataclasses.replace(found, planned_flops=flops)
         assert "of the planned operations" in wrong.failures[0]
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sharding.plan.model._layer_time import OPERATIONS, layer_work
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PARTLY, PRESETS, flops_again, saved_elements
+from sharding.plan.model._saved_names import PARTLY, PRESETS, saved_elements
 from sharding.remat._block_costs import TracedBlock
 
 LENGTH = 48
@@ -27,7 +28,8 @@ def test_it_is_what_jax_stores_and_computes_again(model, name):
     block, tokens = traced(model), 3 * LENGTH
     plain = sum(block.work(None)[1:], block.work(None)[0])
     again = block.recompute(PRESETS[name][0], plain, None)
-    assert again.flops == tokens * flops_again(model, name, LENGTH)
+    work = layer_work(model, OPERATIONS, microbatch=3, ideal=True)
+    assert again.flops == work.again(name).matmul
     # Biases of products that are saved are not read again.
     biases = 2 * sum(x.size for x in jax.tree.leaves(block.params) if x.ndim == 1)
     expected = 2 * tokens * saved_elements(model, name)

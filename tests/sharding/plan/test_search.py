@@ -29,12 +29,7 @@ SHARDED = {(stage, spread) for stage in (1, 2, 3) for spread in (False, True)}  
 
 @functools.cache
 def memory_of(model=SMALL, target="h100x8", tx=TX, device=None):
-    return PlanCosts(
-        *(model, tx, machine_of(target, device)),
-        length=model.length,
-        dtype=jnp.bfloat16,
-        implementation=COMPILED,
-    )
+    return PlanCosts(model, tx, machine_of(target, device))
 
 
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
@@ -44,18 +39,11 @@ def test_memory_is_that_of_estimate(target):
     params = SMALL.abstract(jnp.bfloat16)
     formats = {"state_formats": (None, "bfloat16"), "weights": ("plain", "master")}
     plans = list(PlanSpace(SMALL, 8, 16, offload=(False, True), **formats).plans({"pipe": 1}))
-    draw = random.Random(0)
-    kinds = [(0, False), *sorted(SHARDED)]
-    sample = [
-        plan
-        for kind in kinds
-        for plan in draw.sample([p for p in plans if (p.stage, p.spread) == kind], 4)
-    ]
-    for plan in sample:
-        recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
-        costs = layer_costs(
-            *(SMALL, device), batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
-        )
+    random.Random(0).shuffle(plans)
+    kinds = ([p for p in plans if (p.stage, p.spread) == kind] for kind in [(0, False), *SHARDED])
+    for plan in itertools.chain(*(alike[:4] for alike in kinds)):
+        options = {"recompute": plan.recompute, "tensor": plan.tensor}
+        costs = layer_costs(SMALL, device, batch=plan.microbatch, **options)
         found = estimate(
             *(params, memory._tx(plan.state_format, plan.weights), zero_of(plan)),
             param_specs=SMALL.specs("model", plan.tensor) if plan.tensor > 1 else None,
@@ -104,21 +92,6 @@ def test_schedules_of_plans():
     assert not any(p.lossy for p in PlanSpace(tied, 4, 16, asynchronous=True).plans())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"schedule": "zb-v", "chunks": 2}, "splits backward passes: .* got 'full'"),
-        ({"schedule": "2bw", "data": 2}, "needs all 8 devices as stages, got data=2"),
-        ({"schedule": "2bw", "weights": "master"}, "neither offload nor other weights"),
-        ({"schedule": "2bw", "microbatches": 6}, "needs 7 micro-batches to fill its 4 stages"),
-    ],
-)
-def test_plans_that_do_not_exist(fields, message):
-    plan = ParallelPlan(**{"pipe": 4, "microbatches": 8} | fields)
-    with pytest.raises(ValueError, match=message):
-        plan.check(SMALL)
-
-
 def every_plan(machine, memory, keep, sequences=16, **options):
     """All plans of a search, and the seconds of their steps."""
     options |= {"state_bytes": {(None, "plain"): memory.state_bytes_in()}, "spares": memory.spares}
@@ -131,6 +104,7 @@ def every_plan(machine, memory, keep, sequences=16, **options):
     [
         ("h100x8", 1, 4, {"tensor": 4}),
         ("v5e:2x4", 3, 8, {"offload": False, "recompute": "save_qkv_proj"}),
+        ("h100x4", 80, 16, {"pipe": 4, "recompute": "full"}),  # with and without a flush
         pytest.param("h100x8", 80, 16, {"recompute": "minimal"}, marks=pytest.mark.slow),
         pytest.param("h100x4", 1.5, 8, {"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param("h100x4", 1.6, 8, {"pipe": 4}, marks=pytest.mark.slow),
@@ -141,13 +115,13 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     device = dataclasses.replace(kind_of(target), memory=gigabytes * 1e9)
     machine, memory = machine_of(target, device), memory_of(target=target, device=device)
     options = {"sequences": sequences, "device": device, "keep": keep, "headroom": 0.1}
-    found = search(SMALL, TX, target, top=3, **options)
-    plans = every_plan(machine, memory, keep, sequences)
+    found = search(SMALL, TX, target, top=100, asynchronous=True, **options)
+    plans = every_plan(machine, memory, keep, sequences, asynchronous=True)
     assert all(getattr(plan, name) == value for plan in plans for name, value in keep.items())
     fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
     assert found.compared == len(plans) >= len(fit) > 3
     times = sorted(plans[plan].seconds for plan in fit)
-    assert [plan.seconds.seconds for plan in found.plans] == times[:3]
+    assert [plan.seconds.seconds for plan in found.plans] == times[:100]
     bound = min(step_seconds(SMALL, plan, machine, ideal=True).full_overlap for plan in fit)
     assert found.bound == bound
     for plan in found.plans:
@@ -184,16 +158,11 @@ def test_products_of_an_update_are_shared_as_the_state_is():
         assert found.seconds >= without.seconds + 0.99 * added
 
 
-def test_pipelines_without_a_flush_are_exhaustive_too():
-    """They wait for updates, one stage after the other, and hold two more versions."""
-    options = {"sequences": 16, "keep": {"pipe": 4, "recompute": "full"}}
-    found = search(SMALL, TX, "h100x4", asynchronous=True, top=1000, **options)
+def test_pipelines_without_a_flush_wait_for_updates():
+    """One stage after the other; they hold two more versions."""
+    keep = {"pipe": 4, "recompute": "full", "schedule": "2bw"}
+    best = search(SMALL, TX, "h100x4", sequences=16, keep=keep, asynchronous=True).best
     machine, memory = machine_of("h100x4"), memory_of(target="h100x4")
-    plans = every_plan(machine, memory, options["keep"], asynchronous=True)
-    assert {p.plan for p in found.plans} == plans.keys()
-    times = sorted(it.seconds for it in plans.values())
-    assert [p.seconds.seconds for p in found.plans] == times
-    best = next(p for p in found.plans if p.lossy)
     aligned = dataclasses.replace(best.plan, schedule="aligned")
     mine, other = (step_seconds(SMALL, p, machine) for p in (best.plan, aligned))
     work = mine.compute / best.plan.microbatches

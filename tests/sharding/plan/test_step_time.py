@@ -156,8 +156,7 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
     nbytes = 2 * (SMALL.layers * times + 2 * tables) * SMALL.width + 12 * tables
     assert found * A100.link == pytest.approx(tokens * nbytes * 2 * 7 / 8)
     if compiled:
-        wire = tensor_wire(model, plan, length=SMALL.length, itemsize=2)
-        assert found * A100.link == pytest.approx(wire)
+        assert found * A100.link == pytest.approx(tensor_wire(model, plan, itemsize=2))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -235,6 +234,9 @@ def test_groups_of_a_machine(machine, sizes, groups):
     assert machine.groups(sizes) == groups
 
 
+LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
@@ -243,6 +245,10 @@ def test_groups_of_a_machine(machine, sizes, groups):
         (ParallelPlan(pipe=8, microbatches=8), "8 stages with 1 groups of layers each need as"),
         (ParallelPlan(data=8, weights="wide"), "weights must be one of 'plain', .* got 'wide'"),
         (ParallelPlan(data=4, pipe=2, microbatches=2, sync="qsgd(8)"), "without pipe, tensor and"),
+        (ParallelPlan(pipe=4, microbatches=8, schedule="zb-h1"), "splits backward .* got 'full'"),
+        (ParallelPlan(data=2, **LATE), "needs all 8 devices as stages, got data=2"),
+        (ParallelPlan(weights="master", **LATE), "neither offload nor other weights"),
+        (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
         (ParallelPlan(data=8, offload=True), "the host link of a h100 is not known"),
     ],

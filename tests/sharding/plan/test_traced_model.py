@@ -13,7 +13,6 @@ from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
-from sharding.plan.model._layer_time import COMPILED
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import work_of
 from sharding.plan.search._search import machine_of
@@ -62,8 +61,7 @@ OWN = TracedModel(init, apply_layer, make_loss, EXAMPLE)
 @functools.cache
 def memory_of(model, target="h100x8", dtype=jnp.bfloat16):
     kind = TracedCosts if isinstance(model, TracedModel) else PlanCosts
-    options = {"length": model.length, "dtype": dtype, "implementation": COMPILED}
-    return kind(*(model, TX, machine_of(target)), **options)
+    return kind(model, TX, machine_of(target), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +80,7 @@ def test_figures_are_those_of_the_closed_form(recompute):
     )
     assert stored == pytest.approx(closed, rel=0.01)
     if recompute != "none":
-        again = True if recompute == "full" else recompute
-        costs = layer_costs(*(DECODER, kind_of("h100")), batch=5, recompute=again)
+        costs = layer_costs(DECODER, kind_of("h100"), batch=5, recompute=recompute)
         assert found.working == pytest.approx(costs[1].working_bytes, rel=0.01)
 
 
