@@ -106,7 +106,7 @@ class OnePassUpdates:
         read = {i: q for i, q in stored.items() if reads >> i & 1}
         if not read or any(q.shape != shape or not has_blocks(q) for q in read.values()):
             return None
-        blocks = {_blocks(q).rows_and_columns for q in read.values()}
+        blocks = {blocks_of(q).rows_and_columns for q in read.values()}
         shard = self._shards.shape_of(path, shape)
         if len(blocks) > 1 or shard is None:
             return None
@@ -215,13 +215,13 @@ def has_blocks(q: Any) -> bool:
         (q.format.bits == 8 and not is_other)
         and len(q.shape) > 1
         and q.dtype == jnp.float32
-        and _blocks(q).dims[0] == len(q.shape) - 2
-        and _blocks(q).rows_and_columns in ((BLOCK_ROWS, 16), (BLOCK_ROWS, 32))
+        and blocks_of(q).dims[0] == len(q.shape) - 2
+        and blocks_of(q).rows_and_columns in ((BLOCK_ROWS, 16), (BLOCK_ROWS, 32))
         and numbers_matrices(q.shape)
     )
 
 
-def _blocks(q: Quantized) -> Blocks:
+def blocks_of(q: Quantized) -> Blocks:
     return Blocks(q.shape, q.format.block_size)  # type: ignore[arg-type, union-attr]
 
 
@@ -237,7 +237,7 @@ def _is_local(graph: Graph, index: int) -> bool:
 
 
 def block_columns(update: OnePass) -> int:
-    return _blocks(next(iter(update.stored.values()))).rows_and_columns[1]
+    return blocks_of(next(iter(update.stored.values()))).rows_and_columns[1]
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:

@@ -29,6 +29,7 @@ class Blocks:
 
     shape: tuple[int, ...]
     size: int
+    shard_rows: int = 0  # rows on each device; 0: all, or unknown
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -46,9 +47,12 @@ class Blocks:
 
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
-        if rows > 1:  # rows first: a cheap reduction to an eighth
-            x = op(_split(x, row, rows, neutral), axis=row + 1)
-        return op(_split(x, last, columns, neutral), axis=last + 1)
+        # Where shards end within blocks, only maxima of the rows that no device splits are sent.
+        unsplit = math.gcd(rows, self.shard_rows)
+        if unsplit > 1:  # rows first: a cheap reduction to an eighth
+            x = op(_split(x, row, unsplit, neutral), axis=row + 1)
+        x = op(_split(x, last, columns, neutral), axis=last + 1)
+        return op(_split(x, row, rows // unsplit, neutral), axis=row + 1) if rows > unsplit else x
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Returns the element of largest magnitude of each block, with its sign."""
@@ -62,8 +66,11 @@ class Blocks:
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
+        unsplit = math.gcd(rows, self.shard_rows)
+        if rows > unsplit:
+            per_block = _repeat(per_block, row, rows // unsplit, -(-self.shape[row] // unsplit))
         out = _repeat(per_block, last, columns, self.shape[last])
-        return _repeat(out, row, rows, self.shape[row]) if rows > 1 else out
+        return _repeat(out, row, unsplit, self.shape[row]) if unsplit > 1 else out
 
 
 def _power_of_two(extent: int) -> int:

@@ -17,10 +17,10 @@ from optax_ext.low_precision._quantize import codes_of, dequantize, scales_of
 from optax_ext.low_precision._rounding import salt_of, salted, uniform
 
 # Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
-dequantized = jax.jit(dequantize)
+dequantized = jax.jit(dequantize, static_argnums=1)
 _uniform = jax.jit(uniform, static_argnums=1)
-_scales_of = jax.jit(scales_of, static_argnums=(1, 2))
-_codes_of = jax.jit(codes_of, static_argnums=(3, 4, 5))
+_scales_of = jax.jit(scales_of, static_argnums=(1, 2, 3))
+_codes_of = jax.jit(codes_of, static_argnums=(3, 4, 5, 6))
 SHARED_TRACES = frozenset(("dequantize", "uniform", "scales_of", "codes_of"))
 
 MIN_SIZE = 4096  # elements of an array from which it is stored in low precision
@@ -110,7 +110,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
                 return x
             x = dequantized(x)
         if isinstance(like, Quantized):
-            return quantize_as((), like, jnp.asarray(x), None)
+            return quantize_as((), like, None, jnp.asarray(x), None)
         return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
 
     return convert(like, state)
@@ -119,15 +119,15 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
 # --- For ``low_precision_state`` ------------------------------------------------------------------
 
 
-def quantize_as(path: Any, old: Tree, new: Tree, key: jax.Array | None) -> Any:
+def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | None) -> Any:
     """Quantizes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
     rounding, noise = "nearest" if old.rest is None else "compensated", None
     if old.rest is None and key is not None:
         rounding, noise = "stochastic", _uniform(salted(key, salt_of(path)), old.shape)
-    scale = _scales_of(new, old.format, old.signed)
-    codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding)
+    scale = _scales_of(new, old.format, old.signed, blocks)
+    codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding, blocks)
     dtype = at_least_float32(new.dtype)
     return dataclasses.replace(old, codes=codes, scale=scale, rest=rest, dtype=dtype)
 

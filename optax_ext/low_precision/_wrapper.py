@@ -1,5 +1,6 @@
 """``low_precision_state``: stores the state of any transformation in low precision."""
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -17,7 +18,12 @@ from optax_ext._types import Array, Tree
 from optax_ext.leaf_by_leaf import run_by_leaf
 from optax_ext.low_precision import _formats, _stored_state
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
-from optax_ext.low_precision._one_pass import OnePassUpdates, dequantized_type, has_blocks
+from optax_ext.low_precision._one_pass import (
+    OnePassUpdates,
+    blocks_of,
+    dequantized_type,
+    has_blocks,
+)
 from optax_ext.low_precision._quantize import ROUNDINGS, quantize
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
@@ -189,15 +195,16 @@ def low_precision_state(
 
         def step(inner: Any, params: Tree, apply: bool, updates: Tree, state: Any) -> Updated:
             """Returns the updates, or to ``apply`` them the new parameters, and the state."""
-            old, treedef = flatten(state.inner_state)
+            flat, treedef = flatten(state.inner_state)
+            old = [(path, x, _blocks_on(shards, path, x)) for path, x in flat]
             with jax.named_scope("low_precision"):
-                read = [dequantized(x) if isinstance(x, Quantized) else x for _, x in old]
+                read = [dequantized(x, on) if isinstance(x, Quantized) else x for _, x, on in old]
             updates, new = inner(updates, treedef.unflatten(read), params)
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    _stored_state.quantize_as(path, was, leaf, key)
-                    for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
+                    _stored_state.quantize_as(*was, leaf, key)
+                    for was, leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
@@ -275,6 +282,16 @@ def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     if bits == 16:
         return _default_format(BFloat16(), block_size, signed)
     raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")
+
+
+def _blocks_on(shards: kernels.Shards, path: Any, x: Array) -> Any:
+    """Returns the blocks of a state array, with the rows of a shard; None for other arrays."""
+    if not isinstance(x, Quantized) or isinstance(x.format, BFloat16):
+        return None
+    blocks = blocks_of(x)
+    found = (shards.shape_of(path[i:], x.shape) for i in range(len(path) + 1))
+    rows = next(filter(None, found), x.shape)[blocks.dims[0]]
+    return dataclasses.replace(blocks, shard_rows=rows % x.shape[blocks.dims[0]])
 
 
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Tree) -> None:

@@ -46,6 +46,19 @@ def paths(state, shapes):
     return {k: state[0][k] - x for k, x in initial(shapes).items()}
 
 
+def sent(zero, tx, shapes):
+    """The collectives to store the state: kind, and elements of the largest array."""
+    batch = model.gradients(shapes, 0)
+    lowered = model.lowered(zero, make_state(tx, shapes), tx, model.linear_loss, batch)
+    found = []
+    for line in lowered.compile().as_text().splitlines():
+        kind = re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line)
+        if kind and "low_precision" in line:
+            sizes = re.findall(r"\[([\d,]+)\]", kind[1])
+            found.append((kind[2], max(np.prod(list(map(int, s.split(",")))) for s in sizes)))
+    return found
+
+
 def test_sharded_equals_unsharded_and_nothing_is_gathered(x64):
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     tx = optax_ext.low_precision_state(inner, 4, min_size=1024)
@@ -56,27 +69,22 @@ def test_sharded_equals_unsharded_and_nothing_is_gathered(x64):
     model.assert_codes_close(have[1], want[1], others=1e-4, rtol=1e-9)
 
     # To store the state only maxima of rows and columns are sent, for moments in 4 bits.
-    batch = model.gradients(SHAPES, 0)
-    lowered = model.lowered(eight, make_state(tx), tx, model.linear_loss, batch)
-    found = 0
-    for line in lowered.compile().as_text().splitlines():
-        kind = re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)\(", line)
-        if kind and "low_precision" in line:
-            found += 1
-            shapes = re.findall(r"\[([\d,]+)\]", kind[1])
-            assert kind[2] == "all-reduce", line
-            assert max(np.prod(list(map(int, s.split(",")))) for s in shapes) <= 768, line
+    found = sent(eight, tx, SHAPES)
     assert found
+    assert all(kind == "all-reduce" and size <= 768 for kind, size in found), found
 
 
 STRADDLED = {"heads": (4, 32, 128), "rows": (4, 24, 100), "vector": (520,)}
 
 
 def test_blocks_that_straddle_shards(x64):
-    """Codes are sharded as the parameter, scales replicated; no warning, the same numbers."""
+    """Codes are sharded as the parameter, scales replicated; no moment is sent."""
     tx = optax_ext.low_precision_state(optax.adamw(1e-2), FP8, min_size=16)
     want, have = (run(zero, tx, STRADDLED) for zero in (zero_of(1, 0, 16), zero_of(8, 2, 16)))
     for k, moment in have[1].inner_state[0].mu.items():
         assert "data" in moment.codes.sharding.spec, k
     found = [paths(jax.device_get(state), STRADDLED) for state in (have, want)]
     model.assert_close(*found, 1e-12)
+    # Maxima of rows that no device splits.
+    found = sent(zero_of(8, 2, 16), tx, {"rows": STRADDLED["rows"]})
+    assert max(size for _, size in found) <= 4 * 24 * 7
