@@ -103,7 +103,7 @@ def _half(extent: int) -> int:
     return min(BLOCK_ROWS, -(-extent // 2))
 
 
-def _pack(codes: jax.Array, dim: int) -> jax.Array:
+def _pack_4bit(codes: jax.Array, dim: int) -> jax.Array:
     half = _half(codes.shape[dim])
     pairs = _split(_split(codes, dim, half), dim, 2)
     low, high = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
@@ -111,7 +111,7 @@ def _pack(codes: jax.Array, dim: int) -> jax.Array:
     return _join(both, dim, both.shape[dim] * half)
 
 
-def _unpack(packed: jax.Array, dim: int, extent: int) -> jax.Array:
+def _unpack_4bit(packed: jax.Array, dim: int, extent: int) -> jax.Array:
     both = _split(packed, dim, _half(extent))
     pairs = jnp.stack([both & 15, both >> 4], dim + 1)
     return _join(_join(pairs, dim, 2 * both.shape[dim]), dim, extent)
@@ -258,7 +258,7 @@ def codes_of(
     codes = level.astype(jnp.uint8)
     if fmt.bits == 4:
         dim = scaled.blocks.dims[0]
-        codes = sharded_as(_pack(codes, dim), dim, codes)
+        codes = sharded_as(_pack_4bit(codes, dim), dim, codes)
     return codes, rest
 
 
@@ -279,7 +279,7 @@ def dequantize(q: Quantized, blocks: Any = None) -> jax.Array:
     codes = q.codes
     if q.format.bits == 4:
         dim = scaled.blocks.dims[0]
-        codes = _unpack(codes, dim, q.shape[dim])
+        codes = _unpack_4bit(codes, dim, q.shape[dim])
     level, fine = codes.astype(jnp.int32), q.rest is not None
     if q.rest is not None:
         level = (level << 8) | q.rest

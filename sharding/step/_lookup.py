@@ -12,7 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._row_owners import RowHash, RowOwners
+from sharding.collectives._row_hash import RowHash
+from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import (
     Loop,
     SendList,

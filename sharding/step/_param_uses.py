@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval
 
 from sharding._jaxprs import inner_jaxprs
 from sharding._user_line import is_users
-from sharding.step._diverging import collective_in, diverging
+from sharding.step._branches_by_device import collective_in, diverging
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 

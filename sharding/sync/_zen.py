@@ -12,7 +12,8 @@ from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._row_owners import RowHash, RowOwners
+from sharding.collectives._row_hash import RowHash
+from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import (
     Loop,
     SendList,
