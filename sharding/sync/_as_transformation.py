@@ -1,4 +1,4 @@
-"""A gradient sync as a transformation, and its state as global arrays with a row for every device."""
+"""A gradient sync as a transformation: its state as global arrays, with a row for every device."""
 
 from typing import Any, NamedTuple
 
