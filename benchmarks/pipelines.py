@@ -27,8 +27,8 @@ import sharding as shd
 from sharding.pipeline import Costs, Schedule
 from sharding.plan import targets
 from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._program_collectives import collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._wire import collectives
 
 MIB = 2**20
 STAGES, LENGTH = 4, 512

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
 from sharding.plan import targets
-from sharding.plan.audit._wire import Collective, collectives
+from sharding.plan.audit._program_collectives import Collective, collectives
 
 MIB = 2**20
 TARGETS = {  # target -> its logical meshes

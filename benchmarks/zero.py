@@ -25,7 +25,7 @@ from _transformer import Config, apply_block, init, make_loss
 import optax_ext
 import sharding as shd
 from sharding.plan import targets
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 MIB = 2**20
 LENGTH = 128  # tokens of a sequence; a micro-batch of a device is one sequence

@@ -16,7 +16,7 @@ from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets
 from sharding.plan.audit._audit import Audit as Audit
 from sharding.plan.audit._audit import audit as audit
-from sharding.plan.audit._wire import wire_bytes as wire_bytes
+from sharding.plan.audit._program_collectives import wire_bytes as wire_bytes
 from sharding.plan.machine._devices import DeviceKind as DeviceKind
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints

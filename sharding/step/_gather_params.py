@@ -237,7 +237,7 @@ def gather(tree: Tree) -> Any:
     specs = tuple(x.spec for x in shards)
     held, taps = [x.held for x in shards], [x.tap for x in shards]
     if shards and not (_MARKS.get() and specs[0].layout.stage < 3):
-        held = _fetch(specs, tuple(x.dtype for x in taps), held, taps)
+        held = _gather_arrays(specs, tuple(x.dtype for x in taps), held, taps)
     full = iter(held)
     return treedef.unflatten(
         [_mark(next(full), HANDLE_MARK) if is_shard(x) else _mark(x, MARK) for x in leaves]
@@ -261,7 +261,7 @@ def _marked_jvp(name: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fetch(
+def _gather_arrays(
     specs: tuple[GatherSpec, ...],
     dtypes: tuple[Any, ...],
     held: list[jax.Array],
@@ -277,17 +277,17 @@ def _fetch(
         return all_gather_arrays(layout, cast, _array_layouts(specs, cast), specs[0].bits)
 
 
-def _fetch_forward(
+def _gather_forward(
     specs: tuple[GatherSpec, ...], dtypes: Any, held: list[jax.Array], taps: list[jax.Array]
 ) -> tuple[list[jax.Array], None]:
     if specs[0].layout.stage < 3:
         # The very arrays: a loop over layers stores a copy of all that it did not get as it is.
         return held, None
     # With its rule: a loss may take a derivative by its input, within the one by parameters.
-    return _fetch(specs, dtypes, held, taps), None
+    return _gather_arrays(specs, dtypes, held, taps), None
 
 
-def _deliver(
+def _reduce_gradients(
     specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
 ) -> tuple[None, list[jax.Array]]:
     layout = specs[0].layout
@@ -300,7 +300,7 @@ def _deliver(
         return None, [g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)]
 
 
-_fetch.defvjp(_fetch_forward, _deliver)
+_gather_arrays.defvjp(_gather_forward, _reduce_gradients)
 
 
 def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list[ArrayLayout]:

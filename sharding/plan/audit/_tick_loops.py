@@ -25,7 +25,7 @@ from sharding.plan.audit._hlo import (
     behind,
     bytes_of,
 )
-from sharding.plan.audit._wire import axes_of_groups, collective_op, device_groups
+from sharding.plan.audit._program_collectives import axes_of_groups, collective_op, device_groups
 
 _RENAMES = frozenset(("bitcast", "copy", "opt-barrier"))
 _COMPUTES = ARITHMETIC | {"convolution", "dot", "gather", "reduce"}

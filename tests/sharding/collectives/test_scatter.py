@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
-from sharding.plan.audit._wire import wire_bytes
+from sharding.plan.audit._program_collectives import wire_bytes
 
 from ..model import mesh_of
 

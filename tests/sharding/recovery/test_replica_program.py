@@ -10,7 +10,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 import sharding as shd
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 from sharding.recovery import _replica_program
 from sharding.recovery._checksum import as_words
 from sharding.recovery._peer_placement import place_replicas

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 from sharding.step.owners._matrix_form import MatrixForm
 
 from .. import model

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 import optax_ext
 import sharding as shd
 from sharding import sync
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 from .. import model
 from .runs import zero_of

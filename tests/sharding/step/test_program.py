@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 from .. import model
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 from .. import model
 

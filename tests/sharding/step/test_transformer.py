@@ -10,7 +10,7 @@ import pytest
 import zero as benchmark
 from zero import Case
 
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 from ...compilers import need
 

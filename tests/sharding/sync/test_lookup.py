@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.plan.audit._wire import collectives
+from sharding.plan.audit._program_collectives import collectives
 
 from ...flax_nnx import needs_nnx, nnx
 from .. import model as models

@@ -10,7 +10,7 @@ import pytest
 
 from optax_ext import flax_transformer
 from sharding import sync
-from sharding.plan.audit._wire import wire_bytes
+from sharding.plan.audit._program_collectives import wire_bytes
 
 from .harness import SyncRunner, assert_close, norm, stacked
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.plan.audit._wire import collectives, wire_bytes
+from sharding.plan.audit._program_collectives import collectives, wire_bytes
 
 from .harness import SyncRunner, mesh_of, norm
 

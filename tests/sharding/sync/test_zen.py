@@ -10,7 +10,7 @@ import pytest
 
 from sharding import audit, sync
 from sharding.collectives._row_hash import RowHash
-from sharding.plan.audit._wire import collectives, wire_bytes
+from sharding.plan.audit._program_collectives import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
 from .harness import SyncRunner, assert_close, room

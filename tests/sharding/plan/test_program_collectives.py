@@ -6,7 +6,7 @@ import pytest
 from jax import P, lax
 from jax.sharding import AxisType
 
-from sharding.plan.audit._wire import collectives, wire_bytes
+from sharding.plan.audit._program_collectives import collectives, wire_bytes
 
 SIZE = 16 * 24  # elements on one device
 FULL = 4 * SIZE
