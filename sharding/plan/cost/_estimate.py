@@ -116,6 +116,8 @@ class Plan(Printed):
         counted = activations_counted(self.stages)
         others = [stage.peak - stage.memory - stage.unreduced for stage in self.stages]
         rows.append(("+ activations", *(size(x) if counted else "?" for x in others)))
+        if any(others) and not counted:
+            rows.append(("+ gathered at the end", *map(size, others)))
         if self.device:
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"

@@ -120,14 +120,18 @@ def step_memory(
         for row, dtype in floating_rows(local, "params")
     }
     full_grads = sum(full.values())
-    layer, outside, group = _layer_and_outside(full, local, gathered_once, placed.gather_group)
+    # No dim of some divides: their gradients are summed in place, and nothing of them is gathered.
+    whole = {row.path for row in placed.rows if row.part == "grads" and row.note}
+    divided = {path: n for path, n in full.items() if path not in whole and zero.num_shards > 1}
+    undivided = full_grads - sum(divided.values())
+    layer, outside, group = _layer_and_outside(divided, local, gathered_once, placed.gather_group)
 
     def held(placed: Description, shards: int = 1) -> float:
         """Bytes of gradients, as accumulated or as returned, whichever is wider."""
         total = 0.0
         for row, dtype in floating_rows(placed, "grads"):
             itemsize = zero.precision.of_accumulator(dtype).itemsize if several else 0
-            nbytes = row.bytes_per_device / (1 if row.note else shards)
+            nbytes = row.bytes_per_device / (1 if row.path in whole else shards)
             total += nbytes / dtype.itemsize * max(itemsize, dtype.itemsize)
         return total
 
@@ -141,10 +145,11 @@ def step_memory(
         own = float(sum(row.bytes_per_device for row, _ in floating_rows(placed, "grads")))
         if zero.shard_state_over_replicas:
             # Replicas that share the state each have a shard of their own until they are summed.
-            own, sums = full_grads / zero.num_shards, held(local) / zero.num_shards
+            own = undivided + sum(divided.values()) / zero.num_shards
+            sums = held(local, zero.num_shards)
         unreduced = own if several else 0.0
         if zero.stage == 2 and (not known or sync_of_shards):
-            unreduced = full_grads
+            unreduced = full_grads - (0.0 if several else undivided)
             if several and sync_of_shards:  # which comes after the last micro-batch
                 sums = held(local)
         elif zero.stage == 2:
@@ -156,7 +161,7 @@ def step_memory(
     if zero.stage in (1, 2) and zero.num_shards > 1:
         # Of the group that is gathered at once, and what no layer has.
         scale = params / full_grads if full_grads else 0.0
-        new_params = min(params, scale * (outside + group))
+        new_params = scale * min(sum(divided.values()), outside + group)
     if zero.sync is not None:
         shards = zero.num_shards if zero.replica_axis else 1
         synced = grads if zero.stage == 3 else full_grads / shards
