@@ -56,7 +56,6 @@ def update(
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
                 else:
                     updates, opt_state = run(grads, opt_state, shards, **extra_args)
-                    updates = layout.constrain(updates, placed.shards)
                     shards = optax.apply_updates(shards, updates)
             return shards, layout.constrain(opt_state, opt_specs)
 
