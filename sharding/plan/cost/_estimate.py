@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -79,14 +79,10 @@ class Plan(Printed):
         """
         if self.device is None or not self.flops:
             return {}
-        slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
         bounds = {
             "compute": self.flops / self.device.flops,
             "memory": stage.moved / self.device.bandwidth,
-            "wire": (stage.wire - slow) / self.device.link,
-        }
-        if slow and self.device.network:
-            bounds["network"] = slow / self.device.network
+        } | _wire_seconds(stage, self.device, self.mesh)
         return {name: value for name, value in bounds.items() if value}
 
     def tokens_per_second(self, stage: StagePlan) -> float | None:
@@ -208,7 +204,7 @@ def estimate(
     options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
     options |= {"opt_state": jax.eval_shape(tx.init, params)}  # traced once
     stages = tuple(stage_plan(params, tx, each, **options) for each in variants_of(zero).values())
-    recommended, notes = _recommend(stages, device)
+    recommended, notes = _recommend(stages, device, zero.mesh.shape)
     notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
     return Plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
@@ -243,7 +239,20 @@ def activations_counted(stages: Sequence[StagePlan]) -> bool:
     return all(stage.activations is not None for stage in stages)
 
 
-def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, list[str]]:
+def _wire_seconds(
+    stage: StagePlan, device: DeviceKind, mesh: Mapping[str, int]
+) -> dict[str, float]:
+    """The least time of what a stage sends, within hosts or slices and between them."""
+    slow = stage.network if {"host", "slice"} & set(mesh) and device.network else 0.0
+    return {
+        "wire": (stage.wire - slow) / device.link,
+        "network": slow / device.network if device.network else 0.0,
+    }
+
+
+def _recommend(
+    stages: Sequence[StagePlan], device: DeviceKind | None, mesh: Mapping[str, int]
+) -> tuple[str, list[str]]:
     """The stage that sends least among those that leave room; why, and a warning of tight ones."""
     if device is None:
         return "", ["What fits is not known: nothing is known of the device's memory."]
@@ -256,17 +265,18 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
             f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
             f"{size(device.memory)}, {'with' if counted else 'before'} activations."
         ]
-    # Within 1 % of the fewest bytes sent, the smallest.
+    # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    fewest = min((stage.wire for stage in roomy), default=0.0)
-    among = [stage for stage in roomy if stage.wire <= 1.01 * fewest] or fitting
+    sending = [max(_wire_seconds(stage, device, mesh).values()) for stage in roomy]
+    paired = zip(roomy, sending, strict=True)
+    among = [stage for stage, taken in paired if taken <= 1.01 * min(sending)] or fitting
     best = min(among, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
     why = f"it needs least; only {left} are left {use}."
     if roomy:
         why = (
-            f"it sends least among the stages that leave {room:.0%} of the memory {use} ({left} "
-            "here); ties go to the smaller."
+            f"it sends least, to 1 %, among the stages that leave {room:.0%} of the memory {use} "
+            f"({left} here); ties go to the smaller."
         )
     notes = [f"{best.name} is recommended: {why}"]
     tight = [stage.name for stage in fitting if stage.peak > (1 - _TIGHT) * device.memory]

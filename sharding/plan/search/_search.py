@@ -377,8 +377,13 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
                 "micro-batches a stage less one, and plain weights"
             )
         parts += [] if value in known else [f"{name}={value!r} {reason}"]
-    reason = "; ".join(parts) or "each value is possible alone, not all of them together"
-    return f"no plan has what is kept: {reason}."
+    if parts:
+        return f"no plan has what is kept: {'; '.join(parts)}."
+    kept = ", ".join(f"{name}={value!r}" for name, value in (keep or {}).items())
+    return (
+        f"no plan shares {space.sequences} sequences among {space.num_devices} devices with "
+        f"{kept}: each of these is possible alone, not all of them together."
+    )
 
 
 def _smallest(costs: PlanCosts, groups: Sequence[PlanGroup]) -> ParallelPlan:

@@ -32,7 +32,7 @@ def test_plan(run, tmp_path):
     code, out, err = run(f"{line} --plot {path}")
     assert (code, err) == (0, "")
     assert "6,738,415,616 parameters on x=16, y=16: one device" in out
-    assert "\n3 spread is recommended: it sends least among the stages that leave 10%" in out
+    assert "\n3 spread is recommended: it sends least, to 1 %, among the stages" in out
     assert re.search(r"left of 16.0 GiB +too much too much too much 13.8 GiB", out)
     assert "At 3 spread came holds" in out
     assert max(map(len, out.splitlines())) <= 80

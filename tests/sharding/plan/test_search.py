@@ -302,7 +302,7 @@ def test_weights_hold_what_their_transformations_hold():
         ),
         (
             {"keep": {"pipe": 1, "schedule": "1f1b"}},
-            "no plan has what is kept: each value is possible alone",
+            "16 sequences among 32 devices with pipe=1, schedule='1f1b': each of these",
         ),
         (
             {"device": dataclasses.replace(H100, memory=2e7), "keep": {"pipe": 1, "tensor": 2}},
