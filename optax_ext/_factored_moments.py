@@ -88,9 +88,6 @@ def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
     return x
 
 
-# --- Trees ----------------------------------------------------------------------------------------
-
-
 def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) -> Any:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
     kept = [moment_dims(x.ndim, d) for x, d in zip(leaves.arrays, dims, strict=True)]

@@ -79,9 +79,6 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       ...     params = optax.apply_updates(params, updates)
       >>> print(delayed, params)
       4.0 -2.0
-
-    References:
-      Those of ``pipeline_delays``.
     """
     check_delays("delays", delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.

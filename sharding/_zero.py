@@ -523,12 +523,11 @@ class Zero(NnxMethods):
         before its input exists.
 
         At stage 2, and at stage 1 with one micro-batch, the backward pass reduce-scatters the
-        gradients of the layer before it goes on to the layer below; after the backward pass, where
-        a parameter is used outside of the layer, in several calls, or in a branch; where ``sync``
-        sums over the axes of shards; where norms of local gradients are needed; and where the loss
-        does more with its parameters than to pass them to layers. With several micro-batches at
-        stages 0 and 1 it adds the layer's gradients to wider sums instead, on jax 0.11 and newer.
-        Outside of a step the target computes what it always does.
+        gradients of the layer before it goes on; after it, where a parameter is used outside of the
+        layer, in several calls, or in a branch, where ``sync`` sums over the axes of shards, where
+        norms of local gradients are needed, and where the loss does more with its parameters than
+        to pass them to layers. With several micro-batches stages 0 and 1 add the layer's gradients
+        to wider sums, on jax 0.11 and newer. Outside of a step the target is unchanged.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant, or

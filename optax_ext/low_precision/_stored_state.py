@@ -116,9 +116,6 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
     return convert(like, state)
 
 
-# --- For ``low_precision_state`` ------------------------------------------------------------------
-
-
 def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | None) -> Any:
     """Quantizes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):

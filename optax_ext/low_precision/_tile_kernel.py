@@ -68,8 +68,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         ],
         input_output_aliases={len(scalars) + k: n for k, n in aliases.items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3,
-            vmem_limit_bytes=2 * tile_bytes + _EXTRA_BYTES,
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=2 * tile_bytes + _EXTRA_BYTES
         ),
         cost_estimate=pl.CostEstimate(
             flops=len(update.equations) * math.prod(tiling.shape),

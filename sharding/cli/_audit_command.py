@@ -125,9 +125,6 @@ def _report(tried: Tried) -> None:
     print(f"  batch {tried.batch}: {needed(tried.memory)}, {verdict}", file=sys.stderr, flush=True)
 
 
-# --- Steps ----------------------------------------------------------------------------------------
-
-
 def _steps(
     options: Namespace, target: targets.Target
 ) -> tuple[dict[str, Callable[[int], Audit]], int, int]:

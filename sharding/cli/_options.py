@@ -70,7 +70,7 @@ _DTYPES = {
 }
 _TARGET = {
     "--target": "v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; "
-    "--help without a command lists all kinds",
+    "--help without a command lists all kinds"
 }
 _MESH = {
     "--mesh AXES": "such as x=16,y=16 (default: axes that suit the links)",

@@ -97,9 +97,6 @@ def own_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
-# --- Forms ----------------------------------------------------------------------------------------
-
-
 def _scatter_axis_by_axis(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Scatters over the first axis, then its shards over the next: row-major order."""
     if 0 < dim >= x.ndim - 2:

@@ -131,7 +131,6 @@ def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array])
     return jnp.moveaxis(fn(jnp.moveaxis(x, dim, 1), 1), 1, dim)
 
 
-# --- Rounds ---------------------------------------------------------------------------------------
 # The size of what a device sends is fixed when a program is compiled: in one round up to `capacity`
 # rows for each owner. A device with more rows for one owner sends them in further rounds.
 

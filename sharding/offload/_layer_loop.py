@@ -119,8 +119,6 @@ class LayerLoop:
                 self.prerequisites += [v for v in eqn.results if v in needed_dims]
         return [i for i in inputs if i in needed_dims], needed_dims
 
-    # --- Execution --------------------------------------------------------------------------------
-
     def run(self) -> Arrays:
         run = self._run
         inputs = run.after_barrier([run.inputs[i] for i in self._sliced])

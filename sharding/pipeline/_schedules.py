@@ -238,8 +238,6 @@ def chimera(stages: int, microbatches: int) -> Schedule:
     return Schedule("chimera", op, m, chunk, (down, up), tuple(route_of))
 
 
-# --- By name --------------------------------------------------------------------------------------
-
 # Names of plans and of the command line: the constructor, and its options.
 SCHEDULES: Mapping[str, tuple[Callable[..., Schedule], Mapping[str, Any]]] = {
     "gpipe": (gpipe, {}),

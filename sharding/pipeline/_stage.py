@@ -131,8 +131,6 @@ class Stage:
         indexed = (by_layer, jnp.arange(self.num_layers))
         return lax.scan(body, carry, indexed, reverse=reverse)
 
-    # --- One layer --------------------------------------------------------------------------------
-
     def _run_storing(self, x: Array, params: LayerParams, scope: Scope) -> tuple[Any, Arrays]:
         def of_inputs(trained: Tree, x: Array) -> Any:
             own = params._replace(trained=trained)

@@ -166,8 +166,6 @@ def describe_tree(
     return rows
 
 
-# --- The short form -------------------------------------------------------------------------------
-
 _HOST = "in host memory"
 
 

@@ -95,9 +95,6 @@ def resolve_trainable(params: Tree, trainable: Tree) -> Any:
     )
 
 
-# --- Export ---------------------------------------------------------------------------------------
-
-
 def full_tree(tree: Tree) -> Tree:
     """A tree of global arrays as unsharded NumPy arrays in host memory, on every process."""
     return jax.tree.map(_full, tree)

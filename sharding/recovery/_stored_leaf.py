@@ -153,9 +153,6 @@ def disjoint_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, in
     return [list(each.items()) for each in rounds]
 
 
-# --- Leaves of states -----------------------------------------------------------------------------
-
-
 def leaf_paths(tree: Tree) -> list[tuple[str, Any]]:
     flat, _ = jax.tree.flatten_with_path(tree)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]

@@ -66,11 +66,7 @@ def _shards(plan: StepPlan) -> list[ArrayLayout]:
 
 
 def _sum(
-    plan: StepPlan,
-    grads: Arrays,
-    axes: Axes,
-    chosen: list[bool],
-    arrays: Sequence[ArrayLayout],
+    plan: StepPlan, grads: Arrays, axes: Axes, chosen: list[bool], arrays: Sequence[ArrayLayout]
 ) -> Arrays:
     """Sums the chosen gradients over axes; reduce-scatters those whose array has a sharded dim."""
     picked = [i for i, choice in enumerate(chosen) if choice]

@@ -11,14 +11,7 @@ from sharding._types import Array, Tree
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import (
-    GradientSync,
-    Method,
-    Reduced,
-    StepContext,
-    leafwise,
-    sliced,
-)
+from sharding.sync._interface import GradientSync, Method, Reduced, StepContext, leafwise, sliced
 
 
 def powersgd(

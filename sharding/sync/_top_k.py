@@ -153,9 +153,6 @@ def _zeros(x: Array) -> jax.Array:
     return jnp.zeros(x.shape, sum_dtype(x.dtype))
 
 
-# --- Sections -------------------------------------------------------------------------------------
-
-
 def _sections(x: jax.Array) -> jax.Array:
     """The array as a vector, or as (sections, size) if int32 cannot index such a vector."""
     count = -(-x.size // _MAX_SECTION_SIZE)

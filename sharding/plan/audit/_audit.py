@@ -60,8 +60,7 @@ class Audit(Printed):
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
     pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
-    #: bytes sent where each conditional takes the branch that sends least, as a sparse sync does
-    #: unless its lists overflow; ``wire_bytes`` counts the branch that sends most
+    #: bytes sent by the cheapest branches, a sparse sync's unless its lists overflow
     least_wire: float = 0.0
 
     derived = (

@@ -130,13 +130,7 @@ def find_batch(
 
 
 def _next(
-    low: int,
-    high: int,
-    limit: int,
-    tried: list[Tried],
-    usable: float,
-    unit: int,
-    by_line: bool,
+    low: int, high: int, limit: int, tried: list[Tried], usable: float, unit: int, by_line: bool
 ) -> int:
     """The size to try next, between one that fits and one that does not."""
     known = [size for size in tried if size.memory < float("inf")]

@@ -199,9 +199,6 @@ def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1
     return 2 * (chunks * microbatches + num_stages - 1)
 
 
-# --- Counted in tables ----------------------------------------------------------------------------
-
-
 def _steady(num_stages: int, microbatches: int) -> int:
     """Micro-batches of the shortest table that has everything: more of them repeat its middle."""
     return min(microbatches, 2 * num_stages + 2)

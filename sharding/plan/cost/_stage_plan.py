@@ -79,9 +79,6 @@ def stage_plan(
     ).with_activations(activations)
 
 
-# --- Wire bytes -----------------------------------------------------------------------------------
-
-
 def _wire(
     zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
 ) -> dict[str, float]:
