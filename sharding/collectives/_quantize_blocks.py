@@ -1,4 +1,4 @@
-"""8-bit and 4-bit codes of arrays on the wire, with one scale per block of elements."""
+"""8-bit and 4-bit codes on the wire, as QSGD sends them: one scale for each block of elements."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Likely mistakes in a compiled step, in words."""
+"""Likely mistakes in a compiled step, in words: what is not donated, is replicated, is gathered."""
 
 import collections
 import math
