@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.collectives._row_owners import Permutation
+from sharding.collectives._row_hash import RowHash
 from sharding.collectives._sparse_rows import list_capacity
 from sharding.plan import targets
 
@@ -99,7 +99,7 @@ def sparse_rows(smoke: bool) -> Iterator[str]:
         ids = words(num, rows)
         found = sync.Sparsity.measure(ids, rows, WIDTH)
         one, union = found.densities[1], found.densities[num]
-        mixed = np.asarray(Permutation(rows).apply(jnp.arange(rows, dtype=jnp.int32)))
+        mixed = np.asarray(RowHash(rows).apply(jnp.arange(rows, dtype=jnp.int32)))
         slots = -(-rows // num)  # rows of an owner
         counts = np.stack([np.bincount(mixed[x] // slots, minlength=num) for x in ids])
         all_rows = np.unique(np.concatenate(ids))
