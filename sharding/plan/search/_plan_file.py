@@ -1,6 +1,7 @@
 """plan.json: a chosen plan with what it is for, and the lines of code that build it."""
 
 import dataclasses
+import inspect
 import json
 import math
 import pathlib
@@ -296,7 +297,10 @@ def _optimizer_lines(name: str) -> list[str]:
         ]
     modules = {"optax_ext": optax_ext, "optax": optax, "optax.contrib": optax.contrib}
     found = [text for text, module in modules.items() if name and hasattr(module, name)]
-    return [f"tx = {found[0]}.{name}(1e-3)"] if found else []
+    if not found:
+        return []
+    takes_rate = "learning_rate" in inspect.signature(getattr(modules[found[0]], name)).parameters
+    return [f"tx = {found[0]}.{name}({'1e-3' if takes_rate else ''})"]
 
 
 def _imported(path: str, name: str) -> str:

@@ -87,6 +87,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert PlanFile.read(tmp_path / "plan.json") == file
     assert file.promised["memory"] == found.best.memory
     assert json.loads((tmp_path / "plan.json").read_text())["code"] == file.code()
+    assert "tx = optax.set_to_zero()" in dataclasses.replace(file, optimizer="set_to_zero").code()
 
 
 def test_other_files(tmp_path):
