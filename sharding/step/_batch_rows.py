@@ -111,9 +111,6 @@ def _named(processes: Iterable[int]) -> str:
     return f"process{'es' if len(names) > 1 else ''} {first_names(names)}"
 
 
-# --- Checks over processes ------------------------------------------------------------------------
-
-
 def _facts(batch: Tree, shared: bool) -> Facts:
     """What processes compare: 0, rows, and checksums of types, scalars and, if shared, rows."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)

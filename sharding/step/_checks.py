@@ -106,7 +106,6 @@ def check_compiled() -> None:
         )
 
 
-# --- At every call --------------------------------------------------------------------------------
 # The path of a leaf is made for the error alone.
 
 

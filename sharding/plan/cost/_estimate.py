@@ -202,8 +202,11 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
-    options |= {"opt_state": jax.eval_shape(tx.init, params)}  # traced once
-    stages = tuple(stage_plan(params, tx, each, **options) for each in variants_of(zero).values())
+    # The state is traced once, and placed once where the user's axes alone shard.
+    variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
+    unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
+    options |= {"opt_state": opt_state, "local": unsharded}
+    stages = tuple(stage_plan(params, tx, each, **options) for each in variants.values())
     recommended, notes = _recommend(stages, device, zero.mesh.shape)
     notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
     return Plan(
@@ -268,8 +271,8 @@ def _recommend(
     # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
     sending = [max(_wire_seconds(stage, device, mesh).values()) for stage in roomy]
-    paired = zip(roomy, sending, strict=True)
-    among = [stage for stage, taken in paired if taken <= 1.01 * min(sending)] or fitting
+    most = 1.01 * min(sending, default=0.0)
+    among = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most] or fitting
     best = min(among, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
     why = f"it needs least; only {left} are left {use}."

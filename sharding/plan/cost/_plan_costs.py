@@ -113,10 +113,8 @@ class PlanCosts:
     def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
         """The devices of a pipeline, without the batch."""
         # The update needs less than what it takes the place of: accumulated gradients are float32.
-        counts, placed = (
-            self.passes(plan).chunks,
-            dataclasses.replace(_placed(plan), microbatches=1),
-        )
+        counts = self.passes(plan).chunks
+        placed = dataclasses.replace(_placed(plan), microbatches=1)
         rows = max(counts) * plan.chunks if plan.asynchronous else self.model.layers / plan.pipe
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
         held, options = self._rows(placed, rows), (self.dtype, self.machine.device)

@@ -52,6 +52,7 @@ def stage_plan(
     zero: Zero,
     *,
     opt_state: OptState = None,
+    local: Description | None = None,
     param_specs: Tree = None,
     microbatches: int = 1,
     batch: float = 0.0,
@@ -65,8 +66,9 @@ def stage_plan(
     if zero.stage == 1 and microbatches == 1 and gathered_once is not None:
         zero = dataclasses.replace(zero, stage=2)
     state = (params, jax.eval_shape(tx.init, params) if opt_state is None else opt_state)
-    unsharded = variants_of(zero)["stage 0"]  # where the user's axes alone shard
-    placed, local = (x.describe(state, tx=tx, param_specs=param_specs) for x in (zero, unsharded))
+    placed = zero.describe(state, tx=tx, param_specs=param_specs)
+    if local is None:  # where the user's axes alone shard
+        local = variants_of(zero)["stage 0"].describe(state, tx=tx, param_specs=param_specs)
     memory = step_memory(zero, placed, local, device.tile if device else None, *options)
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
     return StagePlan(

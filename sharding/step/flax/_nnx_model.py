@@ -82,9 +82,6 @@ def set_opt_state(optimizer: Any, opt_state: OptState) -> None:
     optimizer.opt_state = nnx.data(treedef.unflatten(jax.tree.leaves(opt_state)))
 
 
-# --- Inside the loss ------------------------------------------------------------------------------
-
-
 def prepare(zero: Any, model: Any) -> None:
     """Makes modules act on a sharded batch, and call ``gather`` on their parameters."""
     blocks = zero.gathered_blocks
