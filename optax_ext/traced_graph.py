@@ -166,6 +166,16 @@ def bind(
     return out if eqn.primitive.multiple_results else [out]
 
 
+def bind_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an equation of a jaxpr, on the mesh that it was traced on."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    scope = str(eqn.source_info.name_stack)
+    with eqn.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
+        out = eqn.primitive.bind(*functions, *operands, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
 def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
     """Adds the results of equations to ``values``, which holds their operands."""
     for eqn in equations:

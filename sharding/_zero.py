@@ -19,7 +19,7 @@ from sharding.step import _batch_rows, _placed_state
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_alive, check_options
 from sharding.step._eval_step import EvalStep
-from sharding.step._gather_params import gather
+from sharding.step._gather_params import gather, in_global_view
 from sharding.step._gathered_layers import gathered
 from sharding.step._loss import Loss, check_arguments
 from sharding.step._precision import Precision
@@ -119,6 +119,7 @@ class Zero(NnxMethods):
     sync: GradientSync | None = None
     unsharded: str | tuple[str, ...] = ()
     gathered_blocks: str | tuple[str, ...] = ()
+    view: str = dataclasses.field(default="device", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("unsharded", "gathered_blocks"):
@@ -142,8 +143,8 @@ class Zero(NnxMethods):
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        fields = (field.name for field in dataclasses.fields(Layout))
-        return Layout(**{name: getattr(self, name) for name in fields})
+        shared = {f.name for f in dataclasses.fields(Layout)} & {f.name for f in dataclasses.fields(self)}
+        return Layout(**{name: getattr(self, name) for name in shared})
 
     def specs(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
         """The partition spec of every array of a train state.
@@ -480,15 +481,11 @@ class Zero(NnxMethods):
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
-        options = tuple(self.gathered_blocks), self._recomputes, all_blocks
-        return _linen.in_step(loss_fn, self._layout.data_axes, sync_batch_norm, *options)
+        layout = self._layout
+        options = tuple(self.gathered_blocks), layout.recomputes, all_blocks
+        return _linen.in_step(loss_fn, layout.data_axes, self.view, sync_batch_norm, *options)
 
     # --- Layers, in the loss ------------------------------------------------------------------
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether layers that gather their parameters are computed again in the backward pass."""
-        return self.stage == 3 and self.reshard_after_forward
 
     def gather(self, tree: Tree) -> Any:
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
@@ -500,7 +497,8 @@ class Zero(NnxMethods):
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.
         """
-        inside = set(self._layout.data_axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        inside = set(self._layout.data_axes) <= set(manual) or in_global_view()
         if self.stage == 3 and not inside:
             named = first_names(
                 repr(path_str(p)) for p, _ in jax.tree_util.tree_leaves_with_path(tree)
@@ -550,4 +548,4 @@ class Zero(NnxMethods):
           >>> loss, grads = zero.value_and_grad(loss_fn)(params, x)
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
-        return wrap(target, policy, self._recomputes)
+        return wrap(target, policy, self._layout.recomputes)

@@ -44,6 +44,9 @@ class Layout:
     shard_state_over_replicas: bool = False
     min_shard_size: int = 0
     unsharded: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    view: str = "device"
+    traced_axes: tuple[str, ...] = ()  # in a trace on an Auto twin of the mesh: those not Auto there
 
     # --- Axes ---------------------------------------------------------------------------------
 
@@ -72,6 +75,16 @@ class Layout:
         """The axes whose shardings are part of the types."""
         types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return tuple(name for name, kind in types if kind == AxisType.Explicit)
+
+    @property
+    def loss_axes(self) -> tuple[str, ...]:
+        """The axes that are Explicit for a loss in the global view."""
+        return self.explicit_axes or self.traced_axes
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers that gather their parameters do so again in the backward pass."""
+        return self.stage == 3 and self.reshard_after_forward
 
     @property
     def num_shards(self) -> int:
@@ -127,7 +140,7 @@ class Layout:
         ndim = len(leaf.shape)
         entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
         on_data = [d for d, axes in enumerate(entries) if set(axes) & set(self.data_axes)]
-        if on_data and self.stage < 3:
+        if on_data and self.stage < 3 and self.view == "device":
             raise ValueError(
                 f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
                 f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
@@ -143,7 +156,9 @@ class Layout:
         if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
             spec = self.other_spec(spec)
         dim, reason = next(iter(on_data), None), ""
-        if self.stage and not on_data:
+        if not self.stage:
+            dim = None
+        elif not on_data:
             counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
             dim, reason = shard_dim(path, leaf, spec, counts, self.min_shard_size, self.unsharded)
         if dim is None:

@@ -33,7 +33,8 @@ def on_mesh(
         types = jax.tree.map(jax.typeof, args)
         shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
         auto = layout.mesh.update(axis_types=(AxisType.Auto,) * len(layout.mesh.axis_names))
-        twin = functools.partial(fn, dataclasses.replace(layout, mesh=auto))
+        traced = dataclasses.replace(layout, mesh=auto, traced_axes=layout.explicit_axes)
+        twin = functools.partial(fn, traced)
         abstract = auto.abstract_mesh if isinstance(auto, Mesh) else auto
         with jax.sharding.use_abstract_mesh(abstract):
             out = out_shardings(jax.eval_shape(twin, *shapes))
@@ -79,6 +80,7 @@ def over_other_axes(
 
 # How jax rejects shardings in a shard_map that name its axes, and arrays that are on the full mesh.
 _NAMED = r"AxisType\.Manual|can only refer to Auto axes|contains a manual axes|the mesh of sharding"
+_UNBOUND = r"unbound axis name"
 _OUTSIDE = r"Closing over|should match the aval mesh"
 
 
@@ -87,8 +89,17 @@ def with_remedies(layout: Layout) -> Iterator[None]:
     """Errors of jax about arrays and shardings of a loss, from here with what to do about them."""
     try:
         yield
-    except (NotImplementedError, ValueError) as error:
-        if re.search(_OUTSIDE, str(error)):
+    except (NameError, NotImplementedError, ValueError) as error:
+        if layout.view == "global":
+            named = re.search(_UNBOUND, str(error))
+            if not named:
+                raise
+            remedy = (
+                "the loss has a collective over an axis of the mesh. With view='global' it gets "
+                "the whole batch, as under jit: leave the collective out (jnp.mean(x) for "
+                "pmean(x.mean()), x for all_gather(x)), or write a jax.shard_map around it."
+            )
+        elif re.search(_OUTSIDE, str(error)):
             remedy = (
                 "the loss closes over an array on a mesh of Explicit axes, or makes one by a "
                 "NamedSharding, which jax does not support. Name a PartitionSpec; pass the array "
@@ -124,6 +135,16 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
     try:
         return jax.set_mesh(None)
     except ValueError:  # inside jit, where a mesh can only be checked
+        return contextlib.nullcontext()
+
+
+def step_context(layout: Layout) -> contextlib.AbstractContextManager[Any]:
+    """The context of a step: without a mesh, or in the global view with that of the loss."""
+    if layout.view == "device" or not isinstance(layout.mesh, Mesh):
+        return no_mesh()
+    try:
+        return jax.set_mesh(layout.mesh)
+    except ValueError:  # inside jit
         return contextlib.nullcontext()
 
 

@@ -182,6 +182,14 @@ def check_options(zero: Any) -> None:
         )
     if zero.offload not in (None, "optimizer"):
         raise ValueError(f"offload must be 'optimizer' or None, got {zero.offload!r}.")
+    if zero.view not in ("device", "global"):
+        raise ValueError(f"view must be 'device' or 'global', got {zero.view!r}.")
+    if zero.view == "global" and (zero.sync is not None or zero.precision.gather is not None):
+        raise ValueError(
+            "view='global' leaves the reduction of gradients and the gathers to the compiler: "
+            "sync= and Precision(gather=...) need view='device', where each device has gradients "
+            "of its own."
+        )
     if zero.sync is not None and not isinstance(zero.sync, GradientSync):
         raise ValueError(f"sync must be a GradientSync or None, got {zero.sync!r}.")
     if zero.precision.gather is not None and zero.stage < 3:

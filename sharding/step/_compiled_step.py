@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from sharding._types import Batch, Tree
-from sharding.placement._on_mesh import no_mesh, with_remedies
+from sharding.placement._on_mesh import step_context, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import (
@@ -70,7 +70,7 @@ class CompiledStep:
         signature = self._signature_if_known(selected, others)
         known = signature is not None
         check_alive(None if known else selected, **others)
-        with no_mesh(), with_remedies(layout):
+        with step_context(layout), with_remedies(layout):
             batch = self._placed(batch)
             key, model_state = layout.replicate_foreign((key, model_state))
             if not known:
@@ -124,7 +124,7 @@ class CompiledStep:
         With a store of snapshots, the function copies the state.
         """
         selected, layout = self.select(state), self.zero._layout
-        with no_mesh(), with_remedies(layout):
+        with step_context(layout), with_remedies(layout):
             batch = self._placed(batch)
             selected = layout.place_scalars(selected)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None

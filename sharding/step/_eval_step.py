@@ -17,6 +17,7 @@ from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gather_params import call_with_shards
 from sharding.step._gradients import average_scalars, mark_scalars
+from sharding.step._global_gradients import eval_global
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss_params import loss_params, of_leaves
 from sharding.step._step_plan import StepSpec, plan_step
@@ -56,6 +57,8 @@ class EvalStep(CompiledStep):
         args: tuple[Any, ...] = (batch,)
         if self.model_state:
             args = batch, passed if self.model_state is True else fields
+        if layout.view == "global":
+            return eval_global(layout, spec, self.fn, params, args)
         treedef: Any
         leaves, treedef = jax.tree.flatten(params)
         specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]

@@ -34,16 +34,16 @@ DERIVATIVE_MARK = "sharding.gather.derivative"
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
-# Whether ``gather`` marks what it gets: in a trace that is read and not run. In one that is run a
-# loop over layers would store what bears a mark. ``gather`` is called by the user's loss, so that
-# there is no argument for it.
-_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=False)
+# How ``gather`` marks what it gets: "uses" in a trace that is read and not run, since a loop over
+# layers would store what bears a mark; "hooks" in one of which ``HookedLoss`` is made. ``gather`` is
+# called by the user's loss, so that there is no argument for it.
+_MARKS: contextvars.ContextVar[str] = contextvars.ContextVar("marks", default="")
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[None]:
+def marking(how: str = "uses") -> Iterator[None]:
     """A context in which calls of ``gather`` mark arrays and handles."""
-    token = _MARKS.set(True)
+    token = _MARKS.set(how)
     try:
         yield
     finally:
@@ -174,9 +174,15 @@ def is_shard(x: Any) -> bool:
     return isinstance(x, Shard)
 
 
+def in_global_view() -> bool:
+    """Whether the loss is traced to run in the global view, where all parameters are arrays."""
+    return _MARKS.get() == "hooks"
+
+
 def has_shards(tree: Tree) -> bool:
-    """Whether any leaf of a tree is a shard."""
-    return any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard))
+    """Whether any leaf of a tree is a shard, or may be one in the global view."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_shard)
+    return any(is_shard(x) or in_global_view() for x in leaves)
 
 
 def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
@@ -245,8 +251,9 @@ def gather(tree: Tree) -> Any:
 
 
 def _mark(x: Array, name: str) -> Any:
-    marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
-    return _marked(name, x) if marks else x
+    if not (_MARKS.get() and isinstance(x, jax.Array | np.ndarray)):
+        return x
+    return checkpoint_name(x, name) if in_global_view() else _marked(name, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -15,6 +15,7 @@ from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _model_state, _sync_state
 from sharding.step import _noise_scale_norms as norms
+from sharding.step._global_gradients import global_gradients
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
 from sharding.step._loss_params import of_leaves
@@ -30,8 +31,8 @@ class Gradients(NamedTuple):
 
     grads: Any
     metrics: dict[str, Any]
-    sync_state: Any
     model_state: Any
+    sync_state: Any = None
     shards: Any = None  # of the parameters
 
 
@@ -74,6 +75,8 @@ def gradients(
     gradients would hold all unsharded parameters until then, only to take its shards of them. (An
     update that does not wait holds one at a time, and shards beside them are additional.)
     """
+    if layout.view == "global":
+        return Gradients(*global_gradients(layout, spec, loss, params, inputs))
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
@@ -92,7 +95,7 @@ def gradients(
         layout,
         functools.partial(_on_device, layout, spec, loss, params, early_specs),
         (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
-        Gradients(grad_specs, metric_specs, sync_spec, P(), early_specs),
+        Gradients(grad_specs, metric_specs, P(), sync_spec, early_specs),
     )
     reduced = run(leaves, inputs, sync_state)
     in_order = iter(reduced.grads)
@@ -103,8 +106,8 @@ def gradients(
     return Gradients(
         treedef.unflatten(grads),
         average_scalars(reduced.metrics),
-        reduced.sync_state if sync_state is not None else None,
         reduced.model_state,
+        reduced.sync_state if sync_state is not None else None,
         treedef.unflatten(reduced.shards) if early_shards else None,
     )
 
@@ -195,4 +198,4 @@ def device_gradients(
         model_state = _model_state.reduce_over_devices(
             inputs.model_state, model_state, unchanged, loss.reduction, axes
         )
-    return Gradients(grads, metrics, sync_state, model_state)
+    return Gradients(grads, metrics, model_state, sync_state)

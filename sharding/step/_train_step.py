@@ -109,6 +109,12 @@ class TrainStep(CompiledStep):
         traits = update_traits(tx, params, opt_state, spec.precision, spec.trained)
 
         loss = self.loss._replace(local_norm=traits.local_norm)
+        if traits.local_norm and layout.view == "global":
+            raise ValueError(
+                "the transformation reads local_squared_norm, the norms of the gradients of single "
+                "devices, which view='global' does not have. Use view='device', or leave out "
+                "gradient_noise_scale."
+            )
         early = traits.sums and layout.stage in (1, 2)
         reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
 

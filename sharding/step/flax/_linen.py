@@ -19,6 +19,7 @@ _CALLED = "a Flax linen module that the loss calls. It calls"
 def in_step(
     loss_fn: Callable[..., Any],
     axes: tuple[str, ...],
+    view: str,
     sync_batch_norm: bool,
     blocks: Sequence[str],
     reshard: bool,
@@ -30,8 +31,9 @@ def in_step(
     @functools.wraps(loss_fn)
     def call(params: Tree, *args: Any) -> Any:
         nonlocal unchecked
-        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check:
-            out = loss_fn(without_names(params, axes), *args)
+        named = without_names(params, axes)
+        with _intercepting(axes, view, sync_batch_norm, blocks, reshard) as check:
+            out = loss_fn(named, *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
                 check()
                 unchecked = False
@@ -42,7 +44,7 @@ def in_step(
 
 @contextlib.contextmanager
 def _intercepting(
-    axes: tuple[str, ...], sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
+    axes: tuple[str, ...], view: str, sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
 ) -> Iterator[Callable[[], None]]:
     """A context in which linen modules do so; yields a check that all blocks were found."""
     nn = sys.modules.get("flax.linen")
@@ -58,7 +60,7 @@ def _intercepting(
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return next_fun(*args, **kwargs)
-        if sync_batch_norm and isinstance(module, nn.BatchNorm):
+        if sync_batch_norm and view == "device" and isinstance(module, nn.BatchNorm):
             with over_devices(module, axes):
                 return next_fun(*args, **kwargs)
         name, path = type(module).__name__, "/".join(module.path)
@@ -73,8 +75,10 @@ def _intercepting(
         finally:
             inside = False
 
-    # Each device has its own shard of the batch: constraints cannot name the axes it is over.
-    rules = _without_axes(nn.get_logical_axis_rules(), axes)
+    rules = nn.get_logical_axis_rules()
+    if view == "device":
+        # Each device has its own shard of the batch: constraints cannot name the axes it is over.
+        rules = _without_axes(rules, axes)
     with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
         yield lambda: check_found(blocks, found, _CALLED, seen.items())
 
@@ -87,7 +91,7 @@ def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
 
     def strip(x: Any) -> Any:
         if isinstance(x, nn.LogicallyPartitioned):
-            return x.replace(rules=x.rules and _without_axes(x.rules, axes))
+            return x.replace(rules=_without_axes(x.rules or nn.get_logical_axis_rules(), axes))
         if isinstance(x, nn.Partitioned):
             return x.replace(names=tuple(_without(entry, axes) for entry in x.names))
         return x

@@ -90,13 +90,13 @@ def prepare(zero: Any, model: Any) -> None:
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
     named = [(path, type(m).__name__, "/".join(map(str, path)), m) for path, m in modules]
     for path, cls, name, module in named:
-        if isinstance(module, nnx.BatchNorm):
+        if isinstance(module, nnx.BatchNorm) and zero.view == "device":
             set_axes(module, zero._layout.data_axes)
         own = {pattern for pattern in blocks if matches(pattern, cls, name)}
         found |= own
         if own and not any(path[: len(outer)] == outer for outer in gathered):
             gathered.append(path)
-            module.__class__ = gathered_module(type(module), None, zero._recomputes)
+            module.__class__ = gathered_module(type(module), None, zero._layout.recomputes)
     seen = [(cls, name) for _, cls, name, _ in named[1:]]
     check_found(blocks, found, "a module of the model. It has", seen)
 

@@ -1,0 +1,303 @@
+"""Gradients in the global view: the loss is that of plain jit, of the whole batch on the mesh.
+
+The partitioner reduces gradients; hooks tell it to which shards, where layers make them, and to
+gather parameters of stage 3 where layers use them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from sharding._types import Batch, Tree
+from sharding.collectives._dtypes import to_sum_dtype
+from sharding.placement._layout import Layout
+from sharding.placement._specs import entry_of, is_spec, only_axes
+from sharding.step import _model_state
+from sharding.step._gather_params import MARK, marking
+from sharding.step._layer_hooks import Hook, HookedLoss
+from sharding.step._loss import Inputs, Loss
+from sharding.step._microbatches import inverse_weight
+from sharding.step._rng import microbatch_key
+from sharding.step._step_plan import StepSpec
+
+P = PartitionSpec
+
+
+class _Leaf(NamedTuple):
+    """One parameter: its specs between steps, while it is used, and of its gradient."""
+
+    held: P
+    used: P
+    shard: P
+    ndim: int
+    dtype: Any  # in which the loss gets it
+    reduce_dtype: Any
+    trained: bool
+
+    def of_slice(self, spec: P, ndim: int) -> P:
+        """A spec for an array that lacks leading dims, which loops over layers took off."""
+        entries = (*spec, *[None] * (self.ndim - len(spec)))
+        return P(*entries[self.ndim - ndim :])
+
+
+class GlobalLoss:
+    """A loss of the whole batch, of parameters as they are held between steps."""
+
+    def __init__(self, layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Tree):
+        self.layout, self.fn, self._typed = layout, fn, False
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(params)
+        self.treedef = treedef
+        columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
+        of_loss, of_sum = spec.precision.of_loss, spec.precision.of_sum
+        self.leaves = [
+            _Leaf(
+                held,
+                layout.other_spec(held),
+                shard,
+                x.ndim,
+                of_loss(x.dtype),
+                of_sum(of_loss(x.dtype)),
+                trained,
+            )
+            for x, held, shard, trained in zip(leaves, *columns, strict=True)
+        ]
+
+    @property
+    def trained(self) -> list[_Leaf]:
+        return [leaf for leaf in self.leaves if leaf.trained]
+
+    def __call__(
+        self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
+    ) -> Any:
+        """What the loss returns.
+
+        Args:
+          params: as they are held between steps.
+          taps: what is differentiated in the place of the trained ones, as their gradients.
+          args: of the loss, after the parameters.
+          specs: of ``args``.
+        """
+        held = [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+        if not self._typed:
+            try:
+                return self._run(held, taps, *args)
+            except ValueError as error:
+                # How jax rejects shardings in types, such as of out_sharding and reshard.
+                self._typed = bool(self.layout.loss_axes) and "AxisType.Auto" in str(error)
+                if not self._typed:
+                    raise
+        axes = self.layout.loss_axes
+        own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained], *specs
+        own = jax.tree.map(lambda spec: only_axes(spec, axes), own, is_leaf=is_spec)
+        # Arrays then have the types that they have under ``jit``.
+        run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
+        return run(held, taps, *args)
+
+    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+        flat, structure = jax.tree.flatten(args)
+        result: Any = None
+
+        def call(leaves: list[Any], *flat: Any) -> list[Any]:
+            nonlocal result
+            args = jax.tree.unflatten(structure, flat)
+            outs, result = jax.tree.flatten(self.fn(self.treedef.unflatten(leaves), *args))
+            return outs
+
+        with marking("hooks"):
+            closed = jax.make_jaxpr(call)(list(map(self._type, self.leaves, held)), *flat)
+        run = HookedLoss(closed, Hook(self._fetch, self._tap), MARK, self.layout.recomputes)
+        given = iter(taps)
+        every = [
+            next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
+        ]
+        return jax.tree.unflatten(result, run(held, every, *flat))
+
+    def _type(self, leaf: _Leaf, held: jax.Array) -> Any:
+        """What the loss is traced with."""
+        axes, sharding = self.layout.loss_axes, None
+        if self._typed:
+            mesh = jax.sharding.get_abstract_mesh()
+            sharding = NamedSharding(mesh, only_axes(leaf.used, axes))
+        return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding)
+
+    def _fetch(self, number: int, held: jax.Array) -> jax.Array:
+        leaf = self.leaves[number]
+        if self.layout.stage < 3 or leaf.held == leaf.used:
+            return held
+        with jax.named_scope("gather"):
+            # Held as shards up to here, so that no layer before it is gathered at once.
+            held = _place(self.layout, held, leaf.of_slice(leaf.held, held.ndim))
+            return _place(self.layout, held, leaf.of_slice(leaf.used, held.ndim))
+
+    def _tap(self, number: int, full: jax.Array, tap: jax.Array) -> jax.Array:
+        leaf = self.leaves[number]
+        if not leaf.trained:
+            return lax.stop_gradient(full)
+        used, shard = leaf.of_slice(leaf.used, full.ndim), leaf.of_slice(leaf.shard, full.ndim)
+        return _tapped(_Reduced(self.layout, used, shard, leaf.reduce_dtype), full, tap)
+
+
+class _Reduced(NamedTuple):
+    """How a gradient is reduced."""
+
+    layout: Layout
+    used: P  # the spec of the parameter
+    shard: P
+    dtype: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tapped(how: _Reduced, full: jax.Array, tap: jax.Array) -> jax.Array:
+    """The parameter, whose gradient, reduced to shards, becomes that of ``tap``."""
+    del how, tap
+    return full
+
+
+def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
+    layout, used, shard, dtype = how
+    with jax.named_scope("reduce_scatter"):
+        # Unsharded first: XLA:TPU would else reduce a product step by step, as it computes it,
+        # which sends 9 / 7 of the bytes on 8 devices.
+        return None, _place(layout, _place(layout, grad.astype(dtype), used), shard)
+
+
+_tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
+
+
+def eval_global(
+    layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Tree, args: tuple[Any, ...]
+) -> Any:
+    """What a function of parameters, a batch and perhaps a model state returns."""
+    specs = layout.batch_specs(args[0]), *jax.tree.map(lambda _: P(), args[1:])
+    return GlobalLoss(layout, spec, fn, params)(jax.tree.leaves(params), [], args, specs)
+
+
+# --- The step -------------------------------------------------------------------------------------
+
+
+class _Sums(NamedTuple):
+    """Of one micro-batch, or of all."""
+
+    loss: jax.Array
+    weight: jax.Array
+    grads: list[jax.Array]  # of trained parameters, as shards
+
+
+def global_gradients(
+    layout: Layout, spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs
+) -> tuple[Any, dict[str, Any], Any]:
+    """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``.
+
+    Each device computes micro-batches of its own rows, as in the other view.
+    """
+    run = GlobalLoss(layout, spec, loss.fn, params)
+    leaves, steps = jax.tree.leaves(params), loss.microbatches
+    trained = [(x, leaf) for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained]
+    divides_first = any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for _, leaf in trained)
+
+    def zeros(x: jax.Array, leaf: _Leaf, dtype: Any) -> jax.Array:
+        return layout.constrain(jnp.zeros(x.shape, dtype), leaf.shard)
+
+    def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
+        """The model state after a micro-batch, its sums and its aux."""
+        index, batch, rows = numbered
+        args = (batch, model_state) if loss.model_state else (batch,)
+        if loss.rngs == "per_example":
+            args = (*args, jax.vmap(jax.random.fold_in, (None, 0))(inputs.key, rows))
+        elif loss.rngs:
+            args = (*args, microbatch_key(loss.rngs, inputs.key, index, batch))
+        specs = [layout.batch_specs(x) for x in args]
+        if loss.model_state:
+            specs[1] = jax.tree.map(lambda _: P(), model_state)
+
+        def total_loss(taps: list[jax.Array]) -> Any:
+            total, weight, new, aux = loss.split(run(leaves, taps, args, tuple(specs)))
+            if loss.model_state:
+                new, _ = _model_state.checked(model_state, new)
+            divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
+            return total * inverse_weight(divisor), (weight, divisor, new, aux)
+
+        taps = [zeros(x, leaf, leaf.reduce_dtype) for x, leaf in trained]
+        with jax.named_scope("loss_and_grad"):
+            (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
+        weight, divisor, model_state, aux = more
+        if divides_first:
+            grads = [to_sum_dtype(g) * to_sum_dtype(divisor) for g in grads]
+        total = to_sum_dtype(total) * to_sum_dtype(divisor)
+        return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
+
+    size = next((x.shape[0] for x in jax.tree.leaves(inputs.batch) if jnp.ndim(x)), 0)
+    given = inputs.batch, jnp.arange(size)
+    if steps == 1:
+        model_state, (sums, aux) = microbatch(inputs.model_state, (0, *given))
+    else:
+        sums_of = [zeros(x, leaf, spec.precision.of_accumulator(x.dtype)) for x, leaf in trained]
+
+        def step(carry: Any, numbered: Any) -> Any:
+            before, model_state = carry
+            model_state, (sums, aux) = microbatch(model_state, numbered)
+            # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
+            sums = lax.optimization_barrier(sums)
+            added = [a + g.astype(a.dtype) for a, g in zip(before, sums.grads, strict=True)]
+            added = [
+                layout.constrain(g, leaf.shard) for g, (_, leaf) in zip(added, trained, strict=True)
+            ]
+            return (added, model_state), (sums._replace(grads=[]), aux)
+
+        split = functools.partial(_split, layout, steps)
+        numbered = jnp.arange(steps), *jax.tree.map(split, given)
+        carry, (each, aux) = lax.scan(step, (sums_of, inputs.model_state), numbered)
+        sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=carry[0])
+        model_state, aux = carry[1], jax.tree.map(functools.partial(_join, layout, size), aux)
+
+    scale = inverse_weight(sums.weight) if loss.weighted else 1.0 / steps
+    metrics: dict[str, Any] = {"loss": sums.loss * scale}
+    metrics |= {"weight": sums.weight} if loss.weighted else {}
+    metrics |= {"aux": aux} if loss.has_aux else {}
+    in_order = iter(sums.grads)
+    grads = [
+        (next(in_order) * scale).astype(spec.precision.of_result(x.dtype))
+        if leaf.trained
+        else jnp.zeros_like(x)
+        for x, leaf in zip(leaves, run.leaves, strict=True)
+    ]
+    return run.treedef.unflatten(grads), metrics, model_state
+
+
+def _split(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
+    """(examples, ...) to (micro-batch, examples, ...), each of rows of every device."""
+    if not jnp.ndim(x):
+        return jnp.full(steps, x)
+    rows, more = x.shape[0] // (layout.num_devices * steps), x.shape[1:]
+    x = x.reshape(layout.num_devices, steps, rows, *more).swapaxes(0, 1)
+    spec = P(None, entry_of(layout.data_axes))
+    return layout.constrain(x.reshape(steps, -1, *more), spec)
+
+
+def _join(layout: Layout, size: int, x: jax.Array) -> jax.Array:
+    """Undoes ``_split``; what is not one for each example is averaged."""
+    steps, more = x.shape[0], x.shape[2:]
+    if x.ndim == 1 or x.shape[1] * steps != size:
+        return jnp.mean(x, axis=0)
+    x = x.reshape(steps, layout.num_devices, -1, *more).swapaxes(0, 1)
+    return layout.constrain(x.reshape(size, *more), P(entry_of(layout.data_axes)))
+
+
+# --- Shardings ------------------------------------------------------------------------------------
+
+
+def _place(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
+    """An array with a sharding, by its type where axes are Explicit."""
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = {
+        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
+    }
+    if explicit:
+        return jax.sharding.reshard(x, only_axes(spec, explicit))
+    return layout.constrain(x, spec)
