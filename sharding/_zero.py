@@ -143,7 +143,9 @@ class Zero(NnxMethods):
 
     @functools.cached_property
     def _layout(self) -> Layout:
-        shared = {f.name for f in dataclasses.fields(Layout)} & {f.name for f in dataclasses.fields(self)}
+        shared = {f.name for f in dataclasses.fields(Layout)} & {
+            f.name for f in dataclasses.fields(self)
+        }
         return Layout(**{name: getattr(self, name) for name in shared})
 
     def specs(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:

@@ -46,7 +46,9 @@ class Layout:
     unsharded: tuple[str, ...] = ()
     reshard_after_forward: bool = True
     view: str = "device"
-    traced_axes: tuple[str, ...] = ()  # in a trace on an Auto twin of the mesh: those not Auto there
+    traced_axes: tuple[
+        str, ...
+    ] = ()  # in a trace on an Auto twin of the mesh: those not Auto there
 
     # --- Axes ---------------------------------------------------------------------------------
 
@@ -140,7 +142,9 @@ class Layout:
         ndim = len(leaf.shape)
         entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
         on_data = [d for d, axes in enumerate(entries) if set(axes) & set(self.data_axes)]
-        if on_data and self.stage < 3 and self.view == "device":
+        if self.stage < 3 and self.view == "global":
+            on_data = []  # parameters are replicated, whatever their names say
+        if on_data and self.stage < 3:
             raise ValueError(
                 f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
                 f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
@@ -156,9 +160,7 @@ class Layout:
         if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
             spec = self.other_spec(spec)
         dim, reason = next(iter(on_data), None), ""
-        if not self.stage:
-            dim = None
-        elif not on_data:
+        if self.stage and not on_data:
             counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
             dim, reason = shard_dim(path, leaf, spec, counts, self.min_shard_size, self.unsharded)
         if dim is None:

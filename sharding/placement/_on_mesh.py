@@ -138,10 +138,12 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
         return contextlib.nullcontext()
 
 
-def step_context(layout: Layout) -> contextlib.AbstractContextManager[Any]:
-    """The context of a step: without a mesh, or in the global view with that of the loss."""
+def step_context(
+    layout: Layout, keep: AnyMesh | None = None
+) -> contextlib.AbstractContextManager[Any]:
+    """``no_mesh``, or in the global view the context of the mesh, whose axes a loss may name."""
     if layout.view == "device" or not isinstance(layout.mesh, Mesh):
-        return no_mesh()
+        return no_mesh(keep)
     try:
         return jax.set_mesh(layout.mesh)
     except ValueError:  # inside jit

@@ -164,7 +164,20 @@ def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     with jax.named_scope("reduce_scatter"):
         # Unsharded first: XLA:TPU would else reduce a product step by step, as it computes it,
         # which sends 9 / 7 of the bytes on 8 devices.
-        return None, _place(layout, _place(layout, grad.astype(dtype), used), shard)
+        import os
+
+        form = os.environ.get("FORM", "rep")
+        grad = grad.astype(dtype)
+        if form == "rep":
+            grad = _place(layout, grad, used)
+        if form == "repbar":
+            grad = jax.lax.optimization_barrier(_place(layout, grad, used))
+        if form == "steps":
+            grad = _place(layout, grad, used)
+            axes = list(layout.axes)
+            for i in range(1, len(axes)):
+                grad = _place(layout, grad, layout.keep_axes(shard, axes[:i]))
+        return None, _place(layout, grad, shard)
 
 
 _tapped.defvjp(lambda how, full, tap: (full, None), _reduce)

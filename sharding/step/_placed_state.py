@@ -13,7 +13,7 @@ from sharding._types import Array, Tree
 from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Placement
-from sharding.placement._on_mesh import no_mesh
+from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
 from sharding.placement._specs import sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import opt_state_of, params_of, parts, with_opt_state
@@ -140,9 +140,21 @@ def init(
     # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
     types = abstract(zero, make, args, tx, param_specs)
     out_shardings = jax.tree.map(lambda x: x.sharding, types)
-    with no_mesh(keep=zero.mesh):
-        run = jax.jit(make, out_shardings=out_shardings)
+    with step_context(zero._layout, keep=zero.mesh):
+        run = jax.jit(_on_mesh(zero, make), out_shardings=out_shardings)
         return run(*zero._layout.replicate_foreign(args))
+
+
+def _on_mesh(zero: Any, make_state: Callable[..., Any]) -> Callable[..., Any]:
+    """In the global view a model may name axes of the mesh where it is made."""
+    layout = zero._layout
+    if zero.view == "device" or not layout.explicit_axes:
+        return make_state
+
+    def replicated(out: Tree) -> Any:
+        return jax.tree.map(lambda _: layout.replicated, out)
+
+    return on_mesh(layout, lambda _, *args: make_state(*args), replicated)
 
 
 def abstract(
@@ -154,8 +166,8 @@ def abstract(
     sync_devices: int | None = None,
 ) -> Any:
     """See ``Zero.abstract_state``."""
-    with no_mesh(keep=zero.mesh):
-        types = with_sync(zero, jax.eval_shape(make_state, *args), param_specs)
+    with step_context(zero._layout, keep=zero.mesh):
+        types = with_sync(zero, jax.eval_shape(_on_mesh(zero, make_state), *args), param_specs)
     shardings = zero.shardings(types, tx=tx, param_specs=param_specs)
     types = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
