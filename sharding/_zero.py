@@ -83,9 +83,14 @@ class Zero(NnxMethods):
       gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
         are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
         found in the loss.
+      view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
+        and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
+        couple examples, any ``BatchNorm``, shardings over every mesh axis, the masks of one device.
+        The partitioner reduces gradients, where layers, found in the loss, make them.
 
     Raises:
-      ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
+      ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice, or
+        with ``view="global"`` a ``sync`` or ``precision.gather``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd

@@ -16,8 +16,8 @@ from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gather_params import call_with_shards
-from sharding.step._gradients import average_scalars, mark_scalars
 from sharding.step._global_gradients import eval_global
+from sharding.step._gradients import average_scalars, mark_scalars
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss_params import loss_params, of_leaves
 from sharding.step._step_plan import StepSpec, plan_step

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sharding._types import Batch, Tree
+from sharding._types import Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, is_spec, only_axes

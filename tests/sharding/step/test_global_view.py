@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd

@@ -1,0 +1,136 @@
+"""Layers are found in losses of any form, and get their parameters through the hook."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from sharding.step._gather_params import MARK, gather, marking
+from sharding.step._layer_hooks import Hook, HookedLoss
+
+from .. import model
+
+pytestmark = pytest.mark.usefixtures("x64")
+D, L = 6, 4
+
+
+def layer(x, w):
+    return x + jnp.tanh(x @ w["a"]) @ w["b"], jnp.sum(x)
+
+
+def stack(p, x, wrap=lambda fn: fn, layers=None, **options):
+    return lax.scan(wrap(layer), x, layers or {k: p[k] for k in "ab"}, **options)
+
+
+def tied(p, x):
+    return stack(p, x @ p["c"], jax.checkpoint)[0] @ p["c"].T
+
+
+def cast_before(p, x):
+    return stack(p, x, layers={k: p[k].astype(jnp.float32) for k in "ab"})[0]
+
+
+def transposed(p, x):
+    return lax.scan(
+        lambda x, w: (jnp.tanh(w["a"].T @ x.T).T @ w["b"], None), x, {k: p[k] for k in "ab"}
+    )[0]
+
+
+def nested(p, x):
+    split = jax.tree.map(lambda w: w.reshape(2, L // 2, D, D), {k: p[k] for k in "ab"})
+    return lax.scan(lambda x, w: (stack(p, x, layers=w)[0], None), x, split)[0]
+
+
+def numbered(p, x):
+    for i in range(L):
+        x = jax.checkpoint(lambda w, x: layer(x, gather(w))[0])({k: p[k][i] for k in "ab"}, x)
+    return x
+
+
+def each_marked(p, x):
+    return lax.scan(lambda x, w: layer(x, gather(w)), x, {k: p[k] for k in "ab"})[0]
+
+
+def shared(p, x):
+    return lax.scan(lambda x, w: (jnp.tanh(x @ w @ p["c"]), None), x, p["a"])[0] @ p["b"][0]
+
+
+def in_functions(p, x):
+    x = jax.jit(lambda p, x: stack(p, x, reverse=True)[0])(p, x)
+    return lax.cond(x[0, 0] > 0, lambda c: x @ c, lambda c: x - x @ c, p["c"])
+
+
+# The loss, and the numbers of dims with which its parameters a, b and c are fetched.
+LOSSES = [
+    (lambda p, x: stack(p, x)[0], {"a": 2, "b": 2}),
+    (lambda p, x: sum(map(jnp.sum, stack(p, x, jax.checkpoint, unroll=2))), {"a": 2, "b": 2}),
+    (tied, {"a": 2, "b": 2, "c": 2}),
+    (cast_before, {"a": 2, "b": 2}),
+    (transposed, {"a": 2, "b": 2}),
+    (nested, {"a": 3, "b": 3}),  # reshaped before the loop: as a whole
+    (numbered, {"a": 3, "b": 3}),
+    (each_marked, {"a": 2, "b": 2}),
+    (shared, {"a": 2, "b": 3, "c": 2}),
+    (in_functions, {"a": 2, "b": 2, "c": 2}),
+    (lambda p, x: jax.nn.relu(x) @ p["c"] + jnp.sum(lax.stop_gradient(p["a"])), {"a": 3, "c": 2}),
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("fn", "expected"), LOSSES, ids=lambda x: getattr(x, "__name__", ""))
+def test_values_and_gradients_through_the_hook(fn, expected, recompute):
+    """Half of each parameter is held; the gradient of a tap is three times that of its half."""
+    rng, names = np.random.default_rng(0), "abc"
+    full = {"a": (L, D, D), "b": (L, D, D), "c": (D, D)}
+    full = {k: jnp.asarray(rng.normal(size=shape) / D) for k, shape in full.items()}
+    x = jnp.asarray(rng.normal(size=(3, D)))
+    loss = lambda p, x: jnp.sum(fn(p, x) ** 2)  # noqa: E731
+    fetched = {}
+
+    def fetch(number, held):
+        fetched[names[number]] = held.ndim
+        return jnp.concatenate([held, 2 * held], -1)
+
+    @jax.custom_vjp
+    def tap(number, fetched, tap):
+        del number, tap
+        return fetched
+
+    half = lambda _, grad: (None, None, 3 * grad[..., : D // 2].astype(jnp.float64))  # noqa: E731
+    tap.defvjp(lambda number, fetched, tap: (fetched, None), half)
+    held = [full[k][..., : D // 2] for k in names]
+    full = {k: jnp.concatenate([x, 2 * x], -1) for k, x in zip(names, held, strict=True)}
+    with marking("hooks"):
+        closed = jax.make_jaxpr(lambda leaves, x: loss(dict(zip(names, leaves, strict=True)), x))(
+            list(full.values()), x
+        )
+    run = HookedLoss(closed, Hook(fetch, tap), MARK, recompute)
+    taps = [jnp.zeros_like(x) for x in held]
+    grad = jax.value_and_grad(lambda taps: run(held, taps, x)[0])
+    value, grads = jax.jit(grad)(taps)
+    assert fetched == expected
+    expected_value, expected_grads = jax.value_and_grad(loss)(full, x)
+    model.assert_close(value, expected_value, 1e-12)
+    thrice = [3 * g[..., : D // 2] for g in expected_grads.values()]
+    model.assert_close(grads, thrice, 1e-6 if fn is cast_before else 1e-12)
+    if recompute and set(expected.values()) == {2} and fn is not each_marked:
+        loops = [e for e in jax.make_jaxpr(grad)(taps).jaxpr.eqns if e.primitive.name == "scan"]
+        assert loops
+        stored = {v.aval.shape for loop in loops for v in loop.outvars}
+        assert not any(len(shape) == 3 and shape[1:] == (D, D) for shape in stored)
+
+
+def test_a_value_that_several_uses_share_is_fetched_once():
+    calls = []
+
+    def fetch(number, held):
+        calls.append(number)
+        return held
+
+    closed = jax.make_jaxpr(lambda p, x: jax.jit(jnp.dot)(x, p) @ p.T + p[0])(
+        jnp.ones((D, D)), jnp.ones(D)
+    )
+    run = HookedLoss(closed, Hook(fetch, lambda number, full, tap: full), MARK, True)
+    run([jnp.ones((D, D))], [jnp.ones((D, D))], jnp.ones(D))
+    assert calls == [0]
