@@ -118,6 +118,13 @@ class Layout:
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else [None]
         return getattr(devices[0], "platform", "unknown")
 
+    @property
+    def is_one_host_of_tpus(self) -> bool:
+        """Whether the mesh is a torus of two dims, with up to 8 chips."""
+        if self.platform != "tpu" or self.mesh.size > 8:
+            return False
+        return "lite" in self.mesh.devices.flat[0].device_kind
+
     # --- Parameters ---------------------------------------------------------------------------
 
     def place(self, params: Tree, param_specs: Tree = None) -> Placement:

@@ -161,22 +161,13 @@ def _tapped(how: _Reduced, full: jax.Array, tap: jax.Array) -> jax.Array:
 
 def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     layout, used, shard, dtype = how
+    grad = grad.astype(dtype)
     with jax.named_scope("reduce_scatter"):
-        # Unsharded first: XLA:TPU would else reduce a product step by step, as it computes it,
-        # which sends 9 / 7 of the bytes on 8 devices.
-        import os
-
-        form = os.environ.get("FORM", "rep")
-        grad = grad.astype(dtype)
-        if form == "rep":
+        # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends 9 / 7
+        # of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a host, and an
+        # all-reduce on more of them.
+        if layout.is_one_host_of_tpus:
             grad = _place(layout, grad, used)
-        if form == "repbar":
-            grad = jax.lax.optimization_barrier(_place(layout, grad, used))
-        if form == "steps":
-            grad = _place(layout, grad, used)
-            axes = list(layout.axes)
-            for i in range(1, len(axes)):
-                grad = _place(layout, grad, layout.keep_axes(shard, axes[:i]))
         return None, _place(layout, grad, shard)
 
 
