@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from _pallas_bytes import calls as kernels_in
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -31,8 +32,12 @@ def make_state(tx, names):
     return model.make_of(lambda: {k: drawn[k] for k in names}, tx)
 
 
-TX = optax_ext.low_precision_state(
-    optax.chain(optax.clip_by_global_norm(100.0), optax.adamw(1e-2)), min_size=1024
+TX, SUMMING = (
+    optax_ext.low_precision_state(inner, min_size=1024)
+    for inner in (
+        optax.chain(optax.clip_by_global_norm(100.0), optax.adamw(1e-2)),
+        optax_ext.came(1e-2, weight_decay=0.1),
+    )
 )
 
 
@@ -47,15 +52,16 @@ def zero_of(*shape, **options):
     return model.zero_on(*shape, **({"stage": 2, "min_shard_size": 512} | options))
 
 
-def test_equals_the_form_of_xla(monkeypatch):
+@pytest.mark.parametrize("tx", [TX, pytest.param(SUMMING, marks=pytest.mark.slow)])
+def test_equals_the_form_of_xla(tx, monkeypatch):
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up.
 
     The noise of stochastic rounding is that of the element in the full array.
     """
     zero = zero_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
     specs = {"stack": P(None, "model")} | dict.fromkeys(("wide", "up", "narrow"), P())
-    state = zero.init(make_state(TX, specs), tx=TX, param_specs=specs)
-    step, step_tiled = (zero.train_step(model.linear_loss, tx=TX) for _ in range(2))
+    state = zero.init(make_state(tx, specs), tx=tx, param_specs=specs)
+    step, step_tiled = (zero.train_step(model.linear_loss, tx=tx) for _ in range(2))
     places = jax.tree.map(lambda x: x.sharding, state)
     shapes = {k: SHAPES[k] for k in specs}
     for i in range(2):
