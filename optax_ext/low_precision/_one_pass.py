@@ -112,7 +112,9 @@ class OnePassUpdates:
             return None
         blocks = {blocks_of(q).rows_and_columns for q in read.values()}
         shard = self._shards.shape_of(path, shape)
-        if len(blocks) > 1 or shard is None or not _takes(shard):
+        if len(blocks) > 1 or shard is None:
+            return None
+        if min(shard[-2:]) < BLOCK_ROWS or max(shard[-2:]) < _LANES:
             return None
         # No shard ends within a block.
         ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
@@ -204,10 +206,6 @@ class OnePassUpdates:
 # --- Which updates take a pass --------------------------------------------------------------------
 
 
-def _takes(shard: Sequence[int]) -> bool:
-    return min(shard[-2:]) >= BLOCK_ROWS and max(shard[-2:]) >= _LANES
-
-
 def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
     """Returns a pass behind those of the sums that it or values ``needed`` read; None if XLA's."""
     complete = _with_operands(update)
@@ -238,9 +236,7 @@ def _with_operands(update: OnePass) -> OnePass | None:
     """Adds what a pass computes and reads, from its outputs and sums back to the moments."""
     graph, shape = update.graph, update.shape
     equations: set[int] = set()
-    full, small, literals = [], [], []
-    rows: list[int] = []
-    columns: list[int] = []
+    found: Any = {k: [] for k in ("full", "rows", "columns", "small", "literals")}
     made = [graph.outputs[j] for j in update.outputs]
     if any(graph.types[v].dtype not in _DTYPES for v in made):
         return None
@@ -256,19 +252,16 @@ def _with_operands(update: OnePass) -> OnePass | None:
             equations.add(index)
             pending += graph.equations[index].operands
         elif own == shape and dtype in _DTYPES and not graph.reads[value]:
-            full.append(value)
+            found["full"].append(value)
         elif own == () and (constant is None or isinstance(constant, jax.core.Tracer)):
-            small.append(value)
+            found["small"].append(value)
         elif own == ():
-            literals.append((value, np.asarray(constant, dtype)[()]))
+            found["literals"].append((value, np.asarray(constant, dtype)[()]))
         elif len(own) == len(shape) and 1 in own[-2:] and dtype == jnp.float32:
-            (columns if own[-2] == 1 else rows).append(value)
+            found["columns" if own[-2] == 1 else "rows"].append(value)
         else:
             return None
-    ordered = [graph.equations[i] for i in sorted(equations)]
-    return update._replace(
-        equations=ordered, full=full, rows=rows, columns=columns, small=small, literals=literals
-    )
+    return update._replace(equations=[graph.equations[i] for i in sorted(equations)], **found)
 
 
 def dequantized_type(x: Any) -> Any:

@@ -58,7 +58,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
     ]
     results, aliases = results_of(update, operands)
     num_matrices, (rows, columns) = tiling.matrices[0], tiling.tile
-    sums = [tiling.sums(over_rows) for over_rows in tiling.sums_rows(update)]
+    sums = [tiling.vector(not over_rows, True) for over_rows in tiling.sums_rows(update)]
 
     def matrices(x: Array) -> tuple[int, ...]:
         return num_matrices, *x.shape[-2:]
@@ -71,8 +71,8 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         grid=tiling.grid,
         in_specs=(
             [pl.BlockSpec(memory_space=pltpu.SMEM)] * len(scalars),
-            [tiling.rows_spec] * len(operands.rows),
-            [tiling.columns_spec] * len(operands.columns),
+            [tiling.vector(True, False)[1]] * len(operands.rows),
+            [tiling.vector(False, False)[1]] * len(operands.columns),
             *jax.tree.map(tiling.spec, (full, stored)),
         ),
         out_specs=[*jax.tree.map(tiling.spec, results), *(spec for _, spec in sums)],
@@ -98,15 +98,14 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         name="low_precision_step",
     )(
         scalars,
-        list(map(tiling.rows_by_tile, operands.rows)),
-        [x.reshape(num_matrices, 1, -1) for x in operands.columns],
+        list(map(tiling.by_slice, operands.rows)),
+        [x.reshape(num_matrices, 1, 1, -1) for x in operands.columns],
         *jax.tree.map(lambda x: x.reshape(matrices(x)), (full, stored)),
     )
     leaves, types = jax.tree.leaves(made), jax.tree.leaves(results)
     out = [x.reshape(like.shape) for x, like in zip(leaves, types, strict=False)]
-    return (_swapped(out) if transposed else out) + list(
-        map(tiling.partial_sums, leaves[len(types) :])
-    )
+    out = _swapped(out) if transposed else out
+    return out + list(map(tiling.by_tile, leaves[len(types) :]))
 
 
 def _update_tile(
@@ -249,39 +248,33 @@ class _Tiling:
         # Tiles along each dim of ``matrices``.
         self.grid = self.matrices[0], pl.cdiv(rows, height), pl.cdiv(columns, width)
 
-        # Of vectors over rows, by tile and slice, and of those over columns.
-        self.rows_spec = pl.BlockSpec(
-            (None, None, height // _ROWS, _ROWS), lambda matrix, i, j: (matrix, i, 0, 0)
-        )
-        self.columns_spec = pl.BlockSpec((None, 1, width), lambda matrix, i, j: (matrix, 0, j))
-
     def sums_rows(self, update: OnePass) -> list[bool]:
         """Returns for each sum whether it is over rows of the tiles, otherwise over columns."""
         return [sums_rows(eqn, update.shape) != self.transposed for eqn in update.sums]
 
-    def rows_by_tile(self, x: jax.Array) -> jax.Array:
-        """Returns a vector over rows, (..., rows), by matrix, tile and slice."""
-        x = x.reshape(self.matrices[:2])
-        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.tile[0])))
-        return x.reshape(*self.grid[:2], -1, _ROWS)
+    def vector(self, has_rows: bool, of_tiles: bool) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
+        """Returns type and blocks of a vector over rows, by slice, or columns; or of each tile's.
 
-    def sums(self, over_rows: bool) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
-        """Returns the type and the blocks of sums of each tile, over its rows or its columns."""
+        The second dim are the tiles whose rows, or columns, are the same.
+        """
         num, down, across = self.grid
-        if over_rows:
-            shape: Any = num, down, 1, self.matrices[2]
-            spec = pl.BlockSpec((None, None, 1, self.tile[1]), lambda m, i, j: (m, i, 0, j))
-        else:
-            slices = self.tile[0] // _ROWS
-            shape = num, across, down, slices, _ROWS
-            spec = pl.BlockSpec((None, None, None, slices, _ROWS), lambda m, i, j: (m, j, i, 0, 0))
+        shape: Any = num, down if of_tiles else 1, 1, self.matrices[2]
+        spec = pl.BlockSpec((None, None, 1, self.tile[1]), lambda m, i, j: (m, i * of_tiles, 0, j))
+        if has_rows:
+            shape = num, across if of_tiles else 1, down, self.tile[0] // _ROWS, _ROWS
+            spec = pl.BlockSpec((None,) * 3 + shape[3:], lambda m, i, j: (m, j * of_tiles, i, 0, 0))
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
-    def partial_sums(self, x: jax.Array) -> jax.Array:
-        """Returns such sums as (..., tiles, columns) or (..., tiles, rows)."""
-        over_rows = x.ndim == 4
-        x = x.reshape(*self.shape[:-2], x.shape[1], -1)
-        return x if over_rows else x[..., : self.matrices[1]]
+    def by_slice(self, x: jax.Array) -> jax.Array:
+        """Returns a vector over rows, (..., rows), in such a form."""
+        x = x.reshape(self.matrices[:2])
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % self.tile[0])))
+        return x.reshape(self.vector(True, False)[0].shape)
+
+    def by_tile(self, x: jax.Array) -> jax.Array:
+        """Returns sums of each tile as (..., tiles, columns) or (..., tiles, rows)."""
+        columns = self.matrices[2] if x.ndim == 4 else self.matrices[1]
+        return x.reshape(*self.shape[:-2], x.shape[1], -1)[..., :columns]
 
     def spec(self, x: Array) -> pl.BlockSpec:
         is_full = tuple(x.shape[-2:]) == tuple(self.shape[-2:])
