@@ -237,9 +237,11 @@ class _Tiling:
         *lead, rows, columns = shape
         block_rows, block_columns = blocks
         self.matrices = math.prod(lead), rows, columns  # their number and dims
-        # Where there are several tiles side by side, those of the scales have 128 columns.
+        # Where there are several tiles side by side, those of the scales have 128 columns, and
+        # where there are several below each other, a multiple of 8 rows.
         width = min(_LANES * block_columns, _multiple(columns, _LANES))
-        height = min(_TILE_SIZE // width // _ROWS * _ROWS, _multiple(rows, _ROWS))
+        step = max(_ROWS, 8 * block_rows)
+        height = min(_TILE_SIZE // width // step * step, _multiple(rows, _ROWS))
         self.tile = height, width  # multiples of those of a slice
         self.scale_tile = (
             min(height, _multiple(rows, block_rows)) // block_rows,

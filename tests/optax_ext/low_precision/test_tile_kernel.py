@@ -34,7 +34,8 @@ CASES = {
     "sums over rows and columns": (
         optax_ext.came(1e-3, weight_decay=0.1),
         {"rounding": "compensated"},
-        {"w": (2, 70, 1000), "v": (301, 99), "u": (300, 400), "b": (40,)},
+        # Several tiles below each other and side by side, and as many of columns and rows.
+        {"w": (2, 70, 1000), "v": (301, 99), "u": (130, 4200), "t": (1100, 300), "b": (40,)},
         "float32",
     ),
     "norms of updates": (

@@ -66,7 +66,7 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
     assert {t["op"] for t in moved if t["wire_bytes"] > 2**20} == {"all-to-all"}
 
 
-MATRICES = [(50257, 768), (4096, 11008), (50257, 96), (2**18, 64)]
+MATRICES = [(50257, 768), (768, 50257), (4096, 11008), (50257, 96), (2**18, 64)]
 
 
 @pytest.mark.parametrize(
