@@ -158,7 +158,8 @@ class OnePassUpdates:
 
         def vectors(values: Sequence[int], dims: Sequence[int], other: int) -> list[jax.Array]:
             shape = [update.shape[d] for d in dims]
-            return [jnp.broadcast_to(jnp.squeeze(x, other), shape) for x in self._compute(values)]
+            found = (jnp.squeeze(x, other) for x in self._compute(values))
+            return [jnp.broadcast_to(x, shape).astype(jnp.float32) for x in found]
 
         full, small = self._compute(update.full), self._compute(update.small)
         rows = vectors(update.rows, of_rows, column)
@@ -257,7 +258,7 @@ def _with_operands(update: OnePass) -> OnePass | None:
             found["small"].append(value)
         elif own == ():
             found["literals"].append((value, np.asarray(constant, dtype)[()]))
-        elif len(own) == len(shape) and 1 in own[-2:] and dtype == jnp.float32:
+        elif len(own) == len(shape) and 1 in own[-2:] and dtype in (jnp.float32, jnp.bool_):
             found["columns" if own[-2] == 1 else "rows"].append(value)
         else:
             return None
@@ -291,7 +292,7 @@ def _is_local(graph: Graph, index: int) -> bool:
     """Whether an equation makes each element of a slice from the elements at the same place."""
     eqn = graph.equations[index]
     if eqn.primitive.name == "broadcast_in_dim":
-        return graph.shape(eqn.operands[0]) == ()
+        return len(graph.shape(eqn.operands[0])) in (0, len(eqn.params["shape"]))
     return eqn.primitive.name in _IN_KERNELS and len(eqn.results) == 1
 
 

@@ -2,7 +2,9 @@
 
 A tile has some 64 rows by 4,096 columns; the kernel loops over slices of 64 x 128 elements, whose
 values stay in registers. Blocks have 8 rows, so that the maximum of a block is one over sublanes,
-then a butterfly over lanes. In the kernel each lane of a block has its scale.
+then a butterfly over lanes. In the kernel each lane of a block has its scale. Matrices that memory
+transposes, which has their rows as lanes, are transposed here: their blocks have four or two times
+8 sublanes.
 """
 
 import functools
@@ -156,11 +158,9 @@ def _update_tile(
             for kind, ref in zip(of_kinds, (floats, integers), strict=True)
             for place, k in enumerate(kind)
         }
-        small |= zip(update.rows, rows, strict=True)
-        small |= {
-            v: jnp.broadcast_to(x[:, columns], _SLICE)
-            for v, x in zip(update.columns, of_columns, strict=True)
-        }
+        vectors = [*rows, *(jnp.broadcast_to(x[:, columns], _SLICE) for x in of_columns)]
+        for v, x in zip((*update.rows, *update.columns), vectors, strict=True):
+            small[v] = _as_dtype(x, update.graph.types[v].dtype)
         slices = []
         for q, scales in zip(stored, spread, strict=True):
             arrays = q.codes[here], (scales[blocks],), None if q.rest is None else q.rest[here]
