@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from sharding._types import Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of, path_str
 from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, SplitUpdate
-
-P = PartitionSpec
 
 
 def distribute(
