@@ -10,10 +10,10 @@ import optax
 from optax_ext import _factored_moments as _moments
 from optax_ext import _matrix_passes, _phases, _validate
 from optax_ext._bias_correction import one_minus_power
+from optax_ext._factored_moments import clip
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
-from optax_ext._update_clipping import clip
 
 
 class ScaleByCameState(NamedTuple):
@@ -179,11 +179,10 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
         dims = factorings(rule, leaves)
 
         def zeros(p: Any, own: Factoring) -> _Leaf:
-            dtype = at_least_float32(p.dtype)
             # Buffers of its own: a donated train state must not contain an array twice.
-            instability = _moments.init(p, own, dtype)._replace(full=None)
-            mu = jnp.zeros_like(p, dtype=mu_dtype or dtype)
-            return _Leaf(p, mu, _moments.init(p, own, dtype), instability, count)
+            instability = _moments.init(p, own)._replace(full=None)
+            mu = jnp.zeros_like(p, dtype=mu_dtype or at_least_float32(p.dtype))
+            return _Leaf(p, mu, _moments.init(p, own), instability, count)
 
         return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
