@@ -40,7 +40,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
         return fused(array, args)
-    gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
+    gpu = functools.partial(_pass_per_mean, fn, dims, hold, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
@@ -55,8 +55,8 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
 def recomputed(factors: Any, after: Any) -> Any:
     """Returns small arrays as new values: XLA recomputes from them and writes no matrix."""
     if is_partitioned(factors, after):
-        return _behind_barrier(factors, after)
-    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
+        return hold(factors, after)
+    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=hold)
 
 
 def reread(arrays: Any, after: Any) -> Any:
@@ -155,10 +155,6 @@ def _is_shared(mesh: Any) -> bool:
 
 
 # --- Values of a new pass -------------------------------------------------------------------------
-
-
-def _behind_barrier(factors: Any, after: Any) -> Any:
-    return jax.lax.optimization_barrier((factors, after))[0]
 
 
 def _plus_zero(factors: Any, after: Any) -> Any:
