@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_ext import FactoringRule
 from sharding._types import Array
-from sharding.placement._layout import Layout
+from sharding.placement._layout import Layout, choose_sharded_dim
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
 
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_ext import FactoringRule, kernels, last_two_dims
 from sharding._types import Array, DType
+from sharding.placement._layout import choose_sharded_dim
 from sharding.placement._matrix_form import MatrixForm
-from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
 from sharding.step._kernel_shards import KernelShards
 from sharding.step.owners._distribute import distribute
