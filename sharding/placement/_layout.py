@@ -81,11 +81,11 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        return self._size(self.axes)
+        return _specs.num_shards(self.mesh, P(self.axis))
 
     @property
     def num_replicas(self) -> int:
-        return self._size(self.replica_axes)
+        return _specs.num_shards(self.mesh, P(self.replica_axis))
 
     @property
     def num_devices(self) -> int:
@@ -99,9 +99,6 @@ class Layout:
         All on CPUs: their compiler holds no more for it, and stacks in loops would be copied.
         """
         return 2**62 if self.platform == "cpu" else GATHER_SHARD_BYTES * self.num_shards
-
-    def _size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def platform(self) -> str:
@@ -122,10 +119,8 @@ class Layout:
             if requested and None not in known:
                 param_specs = treedef.unflatten([s.spec for s in known if s])
         specs = treedef.flatten_up_to(_specs.resolve_param_specs(params, param_specs, self.mesh))
-        placed = [
-            self._place_leaf(_specs.path_str(path), x, spec)
-            for (path, x), spec in zip(leaves, specs, strict=True)
-        ]
+        pairs = zip(leaves, specs, strict=True)
+        placed = [self._place_leaf(_specs.path_str(path), x, spec) for (path, x), spec in pairs]
         return Placement(*(treedef.unflatten([fields[i] for fields in placed]) for i in range(4)))
 
     def _place_leaf(self, path: str, leaf: Array, spec: P) -> tuple[P, P, int, str]:
