@@ -187,9 +187,7 @@ def _for_tree(rule: Any, parameters: Sequence[tuple[str, Dims]]) -> Any:
 def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
     """Returns the factoring of every leaf, with dims counted from the front."""
     # An array without elements has no means.
-    parameters = [
-        (path, tuple(x.shape)) for path, x in zip(leaves.paths, leaves.arrays, strict=True)
-    ]
+    parameters = list(zip(leaves.paths, (tuple(x.shape) for x in leaves.arrays), strict=True))
     rule = _for_tree(rule, [(path, shape) for path, shape in parameters if 0 not in shape])
 
     def factoring(path: str, shape: Dims) -> Factoring:

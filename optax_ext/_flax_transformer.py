@@ -88,9 +88,8 @@ class flax_transformer:
             )
         free = self._free(path, shape)
         own = self._of_one_layer(path, tuple(shape[d] for d in free))
-        rows, cols, batch = (
-            tuple(sorted(free[d] for d in dims)) for dims in (own.rows, own.cols, own.batch)
-        )
+        sides = (own.rows, own.cols, own.batch)
+        rows, cols, batch = (tuple(free[d] for d in side) for side in sides)
         of_layers = () if len(free) == len(shape) else (self.stack_dim,)
         return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
 

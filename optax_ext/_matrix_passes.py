@@ -44,11 +44,9 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
-        forms["cpu"] = (
-            functools.partial(_block_by_block, fn, dims, blocks)
-            if blocks > 1
-            else functools.partial(_pass_per_mean, fn, dims, _plus_zero, True)
-        )
+        in_blocks = functools.partial(_block_by_block, fn, dims, blocks)
+        in_passes = functools.partial(_pass_per_mean, fn, dims, _plus_zero, True)
+        forms["cpu"] = in_blocks if blocks > 1 else in_passes
     return jax.lax.platform_dependent(array, args, **forms, default=fused)
 
 

@@ -138,10 +138,8 @@ def by_size(
         return method if x.size >= min_size and len(x.shape) >= min_dims else small
 
     dims = f" in {min_dims} dims or more" if min_dims else ""
-    return leafwise(
-        choose,
-        f"{name}: min_size {min_size} compresses no parameter: there are as many elements{dims}",
-    )
+    unmet = f"{name}: min_size {min_size} compresses no parameter: there are as many elements{dims}"
+    return leafwise(choose, unmet)
 
 
 def with_all_reduce(

@@ -128,10 +128,8 @@ def by_owner(
             trees = (form.to_matrices(g), s, form.to_matrices(p))
             stacks.append(MatrixUpdate(tx, path, trees, extra_args, form.sharded_as))
         results = distribute(stacks, layout, wire) if on else [stack.alone() for stack in stacks]
-        new = [
-            form.from_matrices(u, g)
-            for form, (_, g), (u, _) in zip(forms, leaves, results, strict=True)
-        ]
+        columns = zip(forms, leaves, results, strict=True)
+        new = [form.from_matrices(u, g) for form, (_, g), (u, _) in columns]
         return treedef.unflatten(new), treedef.unflatten([s for _, s in results])
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -99,10 +99,8 @@ class _Group:
             )
             on_device = functools.partial(self._on_device, split, in_dims, out_dims)
             outs = over_data_axes(self.layout, on_device, (in_specs,), out_specs)(ins)
-        return [
-            update.over_stack(split.after)(*values)
-            for update, *values in zip(self.updates, kept, outs, strict=True)
-        ]
+        columns = zip(self.updates, kept, outs, strict=True)
+        return [update.over_stack(split.after)(*values) for update, *values in columns]
 
     def _dims_of(self, arrays: Sequence[Any]) -> list[int]:
         """For arrays of the first parameter: the dim along which each is sharded, else 0."""
@@ -144,10 +142,8 @@ class _Group:
                 f"of its trace, so that it cannot run on one device: it needs {local.types}, not "
                 f"{split.types}."
             )
-        outs = [
-            self._from_owners(x, dim, self._wire_of(split, v))
-            for v, x, dim in zip(split.outs, jax.vmap(local.core)(*own), out_dims, strict=True)
-        ]
+        updated = zip(split.outs, jax.vmap(local.core)(*own), out_dims, strict=True)
+        outs = [self._from_owners(x, dim, self._wire_of(split, v)) for v, x, dim in updated]
         ends = list(itertools.accumulate(map(math.prod, stacks)))
         return [
             [x[end - math.prod(stack) : end].reshape(*stack, *x.shape[1:]) for x in outs]
