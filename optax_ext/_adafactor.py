@@ -146,7 +146,7 @@ def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransform
     ) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
-        nus = _moments.join(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        nus = _moments.join(leaves, dims, state, "nu", "nu_row", "nu_col")
         count = optax.safe_increment(state.count)
         step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
         step = _phases.run(PHASES, hyper, dims, step)

@@ -117,29 +117,28 @@ def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) 
     return leaves.unflatten(full), leaves.unflatten(row, rows), leaves.unflatten(col, cols)
 
 
-def join(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
-    """Returns each leaf's moment in fields of the state; raises unless they are of such leaves."""
-    columns = [leaves.slots(field, tree) for field, tree in fields.items()]
-    moments = [Moment(*slots) for slots in zip(*columns, strict=True)]
+def join(leaves: Leaves, dims: Sequence[Factoring], state: Any, *fields: str) -> list[Moment]:
+    """Returns each leaf's moment in fields of the state; raises unless they are of such leaves.
+
+    The fields are those of ``Moment``, or the last two, where only factored leaves have one.
+    """
+    name, num = fields[0].removesuffix("_row"), len(fields)
+    columns = [leaves.slots(field, getattr(state, field)) for field in fields]
+    moments = [Moment(*[None] * (3 - num), *slots) for slots in zip(*columns, strict=True)]
     for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):
-        kept = moment_dims(g.ndim, factoring)
+        kept = moment_dims(g.ndim, factoring)[-num:]
         want = [None if own is None else tuple(g.shape[d] for d in own) for own in kept]
-        have = [None if x is None else tuple(x.shape) for x in moment]
+        have = [None if x is None else tuple(x.shape) for x in moment[-num:]]
         if want != have:
             raise ValueError(
                 f"gradient {path!r} of shape {tuple(g.shape)} does not match the state: its "
-                f"{tuple(fields)} should have shapes {want}, found {have}. The state belongs to "
-                "other parameters or another factoring rule."
+                f"{fields} should have shapes {want}, found {have}. The state belongs to other "
+                "parameters or another factoring rule."
             )
-    check(leaves, "nu", moments)
-    return moments
-
-
-def check(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None:
-    for path, moment in zip(leaves.paths, moments, strict=True):
         for array in moment:
             if array is not None:
-                check_dtype(path, field, array)
+                check_dtype(path, name, array)
+    return moments
 
 
 def moment_dims(ndim: int, dims: Factoring) -> list[Dims | None]:
