@@ -29,13 +29,8 @@ def distribute(
         groups[update.kind, _place(layout, update, update.shape)].append(i)
     results: dict[int, tuple[Tree, Tree]] = {}
     for (_, place), members in groups.items():
-        group = _Group(
-            [updates[i] for i in members],
-            layout,
-            axes=place.axes or layout.axes,
-            stay=bool(place.axes) and not place.dim,
-            wire=wire,
-        )
+        axes, stay = place.axes or layout.axes, bool(place.axes) and not place.dim
+        group = _Group([updates[i] for i in members], layout, axes, stay, wire)
         results |= zip(members, group.run(), strict=True)
     return [results[i] for i in range(len(updates))]
 
@@ -153,13 +148,9 @@ class _Group:
     def _wire_of(self, split: SplitUpdate, value: int) -> Any:
         """The dtype in which a value of the traced update is sent."""
         dtype = split.graph.types[value].dtype
-        narrower = (
-            self.wire is not None
-            and value not in split.exact
-            and jnp.issubdtype(dtype, jnp.floating)
-            and self.wire.itemsize < dtype.itemsize
-        )
-        return self.wire if narrower else dtype
+        if self.wire is None or value in split.exact or not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return min(dtype, self.wire, key=lambda each: each.itemsize)
 
     def _to_owners(self, x: jax.Array, dim: int, wire: Any) -> jax.Array:
         """(matrices, ...), sharded along ``dim`` -> the owner's (matrices, ...), unsharded."""
