@@ -58,9 +58,8 @@ class Factoring:
                     f"{self} names dim {dim}, but {path!r} has shape {shape}; choose another rule "
                     "for this parameter, for example with by_path."
                 )
-        rows, cols, batch = (
-            tuple(sorted(d % ndim for d in dims)) for dims in (self.rows, self.cols, self.batch)
-        )
+        sides = (self.rows, self.cols, self.batch)
+        rows, cols, batch = (tuple(sorted(d % ndim for d in side)) for side in sides)
         try:
             return Factoring(rows, cols, batch)
         except ValueError as error:

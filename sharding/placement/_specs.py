@@ -144,12 +144,9 @@ def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
 
 def sharding_on(leaf: Array, mesh: AnyMesh) -> NamedSharding | None:
     """The sharding of a real or abstract array on the mesh; None if it is not known."""
-    if isinstance(leaf, jax.core.Tracer):
-        return None
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return None
-    return sharding
+    sharding: Any = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    named = isinstance(sharding, NamedSharding)
+    return sharding if named and dict(sharding.mesh.shape) == dict(mesh.shape) else None
 
 
 def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:

@@ -1,7 +1,4 @@
-"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost.
-
-Who owns a row is decided in ``collectives/_row_owners.py``.
-"""
+"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost."""
 
 import functools
 from typing import Any

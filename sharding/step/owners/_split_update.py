@@ -2,8 +2,8 @@
 
 - *before*: operations on elements, up to the first one that the matrix products depend on and that
   is no operation on elements (momentum); on shards;
-- *core*: from there to the last matrix product; at the owner, between two all-to-alls; - *after*:
-the rest (scale, weight decay, learning rate); on shards.
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
+- *after*: the rest (scale, weight decay, learning rate); on shards.
 """
 
 import math
