@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             known = [f"--{name.replace('_', '-')}" for name in vars(options)]
             raise ValueError(f"{unknown[0]} is no option{nearest(unknown[0], known)}.")
+        for name, value in vars(options).items():
+            if "" in (value if isinstance(value, list) else [value]):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is empty: give it a value, or leave it out.")
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

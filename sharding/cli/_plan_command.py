@@ -18,7 +18,7 @@ from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import save, show_or_json
-from sharding.plan._format import size
+from sharding.plan._format import size, with_article
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.model._models import Decoder
@@ -74,7 +74,7 @@ def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
     attention = ", attention in full" if setup.model else ", without attention"
     return (
-        f"Times are lower bounds at the peak figures of a {setup.device.name}, for "
+        f"Times are lower bounds at the peak figures of {with_article(setup.device.name)}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
         f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
         "recomputation."

@@ -109,7 +109,10 @@ def sequences_of(text: str, length: int, unit: int = 1) -> int:
     """Sequences of all devices in a step, by ``--batch``: multiples of ``unit``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
     if not match or (match[2] and not match[3]) or not float(match[1]):
-        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
+        meant = re.fullmatch(r"([\d.]*[1-9][\d.]*) ?([kmg]?)(?:[-_ ]*t.*)?", text.lower())
+        word = f"; nearest is {meant[1]}{meant[2].upper()}-tokens" if meant else ""
+        word = word.replace("K-", "k-")
+        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}{word}.")
     if not length:
         raise ValueError(
             "--batch counts sequences, and --model does not say how long they are: give --length "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -80,6 +81,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
     near = difflib.get_close_matches(word, known, n=4, cutoff=0.4)
     return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def with_article(name: str) -> str:
+    """A name, perhaps an abbreviation that is spelled, after its article: ``an h100``."""
+    spelled = re.match(r"[aeio]|[fhlmnrsx](?![aeou])", name)
+    return f"{'an' if spelled else 'a'} {name}"
 
 
 def layer_range(layers: range) -> str:

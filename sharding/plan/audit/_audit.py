@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Printed, Table, count, percent, seconds, size
+from sharding.plan._format import Printed, Table, count, percent, seconds, size, with_article
 from sharding.plan.audit._hlo import Program
 from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
@@ -148,7 +148,7 @@ class Audit(Printed):
         if self.kind is not None:
             tight = (self.headroom or 0) < _LEAST_LEFT
             verdict = ("fits, barely" if tight else "fits") if self.fits else "DOES NOT FIT"
-            rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
+            rows.append((f"{with_article(self.kind.name)} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
 
     def _traffic_table(self) -> Table:
@@ -360,9 +360,9 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
 
 def _tight(result: Audit) -> str:
     assert result.kind is not None
-    name, left = result.kind.name, result.kind.memory - result.memory
+    name, left = with_article(result.kind.name), result.kind.memory - result.memory
     if result.fits:
         spare = f"{size(left)} ({result.headroom:.0%}) to spare"
-        return f"the step fits a {name} with only {spare}: allocators and libraries need some of it"
+        return f"the step fits {name} with only {spare}: allocators and libraries need some of it"
     needs = f"{size(result.memory)} on each device"
-    return f"the step needs {needs}, {size(-left)} more than a {name} has"
+    return f"the step needs {needs}, {size(-left)} more than {name} has"

@@ -11,7 +11,7 @@ import optax
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._types import Tree
 from sharding._zero import Zero
-from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, count, seconds, size, with_article
 from sharding.plan.cost._stage_plan import name_of, stage_plan, variants_of
 from sharding.plan.cost._step_memory import StagePlan
 from sharding.plan.machine._devices import DeviceKind
@@ -265,15 +265,18 @@ def _recommend(
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
         return "", [
-            f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
-            f"{size(device.memory)}, {'with' if counted else 'before'} activations."
+            f"Does not fit {with_article(device.name)}: {least.name} needs least, "
+            f"{size(least.peak)} of {size(device.memory)}, "
+            f"{'with' if counted else 'before'} activations."
         ]
     # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
     sending = [max(_wire_seconds(stage, device, mesh).values()) for stage in roomy]
     most = 1.01 * min(sending, default=0.0)
     among = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most] or fitting
-    best = min(among, key=lambda stage: stage.peak)
+    # Of equal ones the higher stage, as in search, unless the device is alone.
+    several = max(mesh.values(), default=1) > 1
+    best = min(among[::-1] if several else among, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
     why = f"it needs least; only {left} are left {use}."
     if roomy:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._parallel_plan import ParallelPlan
@@ -295,7 +296,9 @@ def with_state(
     host = 0.0
     if plan.offload:
         if device.host_link is None:
-            raise ValueError(f"the host link of a {device.name} is not known; offload needs it.")
+            raise ValueError(
+                f"the host link of {with_article(device.name)} is not known; offload needs it."
+            )
         speed = device.host_link * (1.0 if ideal else _HOST_LINK)
         host = params / shards * plan.state_bytes / speed
     # Stages update in ticks of their own, one after the other.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from sharding._types import DType
-from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan._format import Printed, Table, seconds, size, with_article
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
@@ -95,14 +95,14 @@ class SearchResult(Printed):
         )
         return (
             f"A step has {self.sequences:,} sequence{'s' * (self.sequences > 1)} of "
-            f"{self.length:,} tokens.",
+            f"{self.length:,} token{'s' * (self.length > 1)}.",
             f"Best: {self.best.summary}.",
             *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
             f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
-            f"of a {self.device.name} with everything hidden; the best is predicted to take "
-            f"{self.gap:.0%} more.",
+            f"of {with_article(self.device.name)} with everything hidden; the best is predicted "
+            f"to take {self.gap:.0%} more.",
             "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
             "the state is, and what is lossy; tensor is the number of devices that share each "
             "layer; pipeline is the number of stages with their schedule, even where groups of "

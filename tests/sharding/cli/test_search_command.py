@@ -85,13 +85,14 @@ failing = dataclasses.replace(model, make_loss=lambda _: lambda p, x: p["no"])
 """
 
 
-def test_a_model_of_ones_own(module, figures, tmp_path):
+def test_a_model_of_ones_own(module, text, figures, tmp_path):
     """Searched, verified and written as those with a name."""
     module(OWN)
     path = tmp_path / "plan.json"
     line = f"search --model mine:make --target cpu:8 --batch 64 {FIGURES} --keep stage=2"
     best = figures(f"{line} --verify 1 --top 1 --write {path}")["plans"][0]
     assert best["verified"]["failures"] == []
+    assert "A step has 64 sequences of 1 token." in text(f"{line} --top 1")
     file = PlanFile.read(path)
     assert file.model == "mine:make"
     assert file.promised["memory"] == best["verified"]["memory"]
@@ -128,7 +129,7 @@ def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--batch 64M", "--batch must look like 1024 or 4M-tokens, got '64M'"),
+        ("--batch 64M", "must look like 1024 or 4M-tokens, got '64M'; nearest is 64M-tokens."),
         ("--batch 100-tokens", "--batch 100-tokens is less than one sequence of 1,024"),
         ("--keep stage", "--keep must look like stage=3, got 'stage'"),
         ("--model 7e9", "search needs a model whose layers are known"),

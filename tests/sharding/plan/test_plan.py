@@ -244,6 +244,9 @@ def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     small = {"min_shard_size": 100}
     plan = plan_of(params, ADAM, zero=small, **once)
     assert [stage.unreduced for stage in plan.stages] == [0, *[2 * (layer + outside)] * 2, 0]
+    # They are one program, which search calls stage 2 as well.
+    tied = plan_of(params, ADAM, zero=small, device=device(200), **once)
+    assert tied.recommended == "stage 2"
     two = plan_of(params, ADAM, zero=small, microbatches=2, **once)
     assert plan.stages[1].grads == plan.stages[2].grads < two.stages[1].grads / 8
     # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
