@@ -29,7 +29,7 @@ def run_plan(options: Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
-    _reject(options, _ONLY_HERE, "needs --pipeline N")
+    _reject(options, _ONLY_HERE, "needs --pipeline")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
     plan = setup.plan(setup.zero, state_format=options.state)
@@ -163,12 +163,13 @@ def run_pipeline(options: Namespace) -> int:
     keep = {name: getattr(options, name) for name in ("schedule", "chunks", "microbatches")}
     keep |= {"stage": int(options.stage) if options.stage else None, "offload": options.offload}
     keep |= {"recompute": "none" if options.no_remat else None}
-    num_replicas = max(1, opts.target_of(options).num_devices // pipe)
-    sequences = (options.microbatches or 4 * pipe) * num_replicas
+    sequences = 4 * opts.target_of(options).num_devices
+    if options.microbatches and pipe:  # of one sequence
+        sequences = options.microbatches * max(1, sequences // 4 // pipe)
     length = options.length or model.length
     plan = estimate_pipeline(
         *(model, optimizer_of(options.optimizer), options.target),
-        num_stages=pipe,
+        num_stages=pipe or None,
         sequences=opts.sequences_of(options.batch, length) if options.batch else sequences,
         keep={name: value for name, value in keep.items() if value is not None},
         length=length,

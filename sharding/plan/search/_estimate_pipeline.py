@@ -14,6 +14,7 @@ from sharding.plan.cost._step_time import PARTS_OF_STEP
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._chosen_plan import PLAN_COLUMNS, ChosenPlan, cells
+from sharding.plan.search._plan_space import divisors
 from sharding.plan.search._search import HEADROOM, NoPlanFits, machine_of, search
 
 # What a pipeline and the plan without one have in common, if it is kept.
@@ -58,10 +59,11 @@ class PipelinePlan(Printed):
 
     def tables(self) -> list[Table]:
         plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
-        left = self.memory - self.pipeline.memory
+        left, whole = self.device.memory - self.pipeline.memory, self.device.memory
         title = f"{plan.pipe} stages x {plan.data} replicas, {plan.schedule}"
         parts = (held.params, held.grads, held.state, held.activations, self.pipeline.memory)
-        memory = (*map(size, parts), size(left) if left >= 0 else "too much")
+        fits = self.pipeline.memory <= self.memory
+        memory = (*map(size, parts), size(left) if fits else "too much")
         columns = ("params", "gradients", "state", "activations", "total")
         work = [
             (
@@ -90,7 +92,7 @@ class PipelinePlan(Printed):
         rows.append(("memory", *(size(step.memory) for step in steps.values())))
         names = [f"{name} *" if name == self.recommended else name for name in steps]
         return [
-            Table(f"{title}: one device", (*columns, f"left of {size(self.memory)}"), [memory]),
+            Table(f"{title}: one device", (*columns, f"left of {size(whole)}"), [memory]),
             Table("Work and bytes sent in a step", headers, work),
             Table("One step", ("", *names), rows),
         ]
@@ -144,13 +146,13 @@ def estimate_pipeline(
     tx: optax.GradientTransformation,
     target: str,
     *,
-    num_stages: int,
     sequences: int,
+    num_stages: int | None = None,
     keep: Mapping[str, Any] | None = None,
     headroom: float = HEADROOM,
     **options: Any,
 ) -> PipelinePlan:
-    """What the fastest pipeline of a number of stages takes, beside the fastest plan without one.
+    """What the fastest pipeline takes, beside the fastest plan without one.
 
     Both are plans of ``search``, for the same sequences on the same devices, and are timed and
     measured by it. The embedding is in the first and the head in the last chunk of layers, and all
@@ -160,8 +162,8 @@ def estimate_pipeline(
       model: one of ``MODELS``, or a ``Decoder`` of one's own.
       tx: the transformation.
       target: the name of a machine, one of ``sharding.targets``.
-      num_stages: of the pipeline, at least 2.
       sequences: of all devices in a step.
+      num_stages: of the pipeline, at least 2; None: the fastest number.
       keep: values that the pipeline must have, such as ``{"schedule": "1f1b", "stage": 1}``; those
         of the optimizer's state and of shared layers hold for both.
       headroom: the share of a device's memory that is left to the allocator.
@@ -172,17 +174,20 @@ def estimate_pipeline(
 
     >>> from sharding.plan import MODELS
     >>> plan = estimate_pipeline(
-    ...     MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", num_stages=4, sequences=32,
+    ...     MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=32, num_stages=4,
     ...     keep={"schedule": "aligned", "microbatches": 16})
     >>> plan.recommended, round(plan.bubble, 3)
     ('ZeRO', 0.158)
     """
-    if num_stages < 2:
+    if num_stages is not None and num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
     if not isinstance(model, Decoder):
         raise ValueError("a pipeline needs a Decoder, whose embedding, layers and head are known.")
     keep = {"tensor": 1} | dict(keep or {})
     machine = machine_of(target, options.get("device"))
+    stages = num_stages or tuple(divisors(machine.num_devices)[1:])
+    if not stages:
+        raise ValueError(f"a pipeline needs at least 2 devices, {target} has one.")
     options |= {"sequences": sequences, "headroom": headroom}
 
     def best(**kept: Any) -> ChosenPlan:
@@ -191,7 +196,7 @@ def estimate_pipeline(
         except NoPlanFits as error:
             return error.smallest
 
-    pipeline, alternative = best(**keep | {"pipe": num_stages}), None
+    pipeline, alternative = best(**keep | {"pipe": stages}), None
     if sequences % (machine.num_devices // keep["tensor"]) == 0:
         of_both = {name: value for name, value in keep.items() if name in _OF_BOTH}
         alternative = best(**of_both, pipe=1)

@@ -168,7 +168,7 @@ def search(
       length: tokens of a sequence; None: the model's.
       dtype: of the parameters, of 16 bits; on CPUs also of 32.
       device: other figures than those of the target's kind.
-      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
+      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``; one of a tuple.
       recompute: what backward passes may compute again; see ``ParallelPlan``.
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
@@ -376,7 +376,8 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
                 "needs asynchronous=True (--asynchronous), as many stages as devices, 2 "
                 "micro-batches a stage less one, and plain weights"
             )
-        parts += [] if value in known else [f"{name}={value!r} {reason}"]
+        allowed = value if isinstance(value, tuple) else (value,)
+        parts += [] if values & {*allowed} else [f"{name}={value!r} {reason}"]
     if parts:
         return f"no plan has what is kept: {'; '.join(parts)}."
     kept = ", ".join(f"{name}={value!r}" for name, value in (keep or {}).items())

@@ -216,7 +216,7 @@ WRONG = [
     ("plan --model 7e9 --target h100x8 --pipeline 2", "needs a model whose layers are known"),
     (f"plan {CPU} --pipeline 2", "needs --memory, --bandwidth, --tflops, --link of a device of"),
     (f"plan {LLAMA} --pipeline 4 --mesh x=8", "--mesh cannot be combined"),
-    (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline N"),
+    (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline.$"),
     (f"plan {LLAMA} --pipeline 3", "pipe=3 is none of 1, 2, 4, 8"),
     (
         f"plan {LLAMA} --batch 4",

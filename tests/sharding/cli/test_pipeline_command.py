@@ -16,6 +16,8 @@ def test_inside_one_node_zero_is_faster(run):
     assert (code, err) == (0, "")
     shown = " ".join(out.split())
     assert "4 stages x 2 replicas, aligned: one device" in out
+    # All of the memory is shown, as in a plan without a pipeline; plans leave 8 % of it free.
+    assert re.search(r"total +left of 79.1 GiB *$", out, re.MULTILINE)
     assert re.search(r"^ 0 +0-9 +60.8 ms +7 +256 MiB +3.50 GiB +4.86 GiB", out, re.MULTILINE)
     assert "pipeline ZeRO *" in shown
     assert max(map(len, out.splitlines())) <= 80
@@ -68,6 +70,14 @@ def test_options_reach_the_plan(figures):
     assert narrow["state"] == pytest.approx(2 / 3 * wide["state"], rel=0.01)
     slow = plan(f"--network 1 {ALIGNED}")["pipeline"]["seconds"]
     assert slow["transfers"] > 10 * plain["pipeline"]["seconds"]["transfers"]
+
+
+def test_stages_are_chosen_if_their_number_is_left_out(figures):
+    line = "plan --model gpt2-small --target h100x8 --schedule gpipe --pipeline"
+    seconds = {n: figures(f"{line} {n} --batch 32")["pipeline"]["seconds"] for n in (2, 4)}
+    best = figures(line)["pipeline"]
+    assert best["plan"]["pipe"] == min(seconds, key=lambda n: seconds[n]["seconds"])
+    assert best["seconds"] in seconds.values()
 
 
 def test_nothing_fits(run):
