@@ -89,7 +89,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     def add(name: str, add_options: Any, run: Any, summary: str, description: str) -> None:
         command = commands.add_parser(name, help=summary, description=description)
         add_options(command)
-        command.set_defaults(run=run, defaults=command.get_default)
+        command.set_defaults(run=run, command=name, defaults=command.get_default)
 
     add(
         *("plan", plan_options, run_plan, "closed form: at once, nothing is compiled"),

@@ -60,7 +60,6 @@ from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimat
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import FrontierPlan as FrontierPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
-from sharding.plan.search._search import RejectedPlan as RejectedPlan
 from sharding.plan.search._search import SearchResult as SearchResult
 from sharding.plan.search._search import search as search
 from sharding.plan.search._verify import Verification as Verification

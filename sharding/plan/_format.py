@@ -1,4 +1,4 @@
-"""Numbers and tables as text."""
+"""Numbers and tables as text; plans and programs as JSON, in one form for all commands."""
 
 import dataclasses
 import difflib
@@ -43,6 +43,69 @@ class Printed:
         return dataclasses.asdict(fields) | {name: getattr(self, name) for name in self.derived}
 
 
+def memory_by_part(
+    total: float, *, params: float, grads: float, state: float, batch: float
+) -> dict[str, float]:
+    """Bytes of a device by what they are; the rest is activations, with all temporaries."""
+    parts = {"params": params, "grads": grads, "state": state, "batch": batch}
+    return parts | {"activations": total - params - grads - state - batch, "total": total}
+
+
+def entry(
+    name: str,
+    memory: Mapping[str, float],
+    *,
+    device: Any,
+    headroom: float = 0.0,
+    plan: Any = None,
+    seconds: Mapping[str, float] | None = None,
+    at_least: Mapping[str, float] | None = None,
+    **details: Any,
+) -> dict[str, Any]:
+    """A plan or a program as JSON; docs/api/command_line.rst says what its keys mean.
+
+    ``device`` is a ``DeviceKind`` or None; a plan that fits leaves a share of its memory free.
+    """
+    left = fits = None
+    if device is not None and "total" in memory:
+        left = device.memory - memory["total"]
+        fits = memory["total"] <= device.memory * (1 - headroom)
+    bounds = dict(at_least or {})
+    return {
+        "name": name,
+        "plan": None if plan is None else dataclasses.asdict(plan),
+        "memory": dict(memory),
+        "left": left,
+        "fits": fits,
+        "seconds": seconds,
+        "at_least": {"total": max(bounds.values())} | bounds if bounds else None,
+        **{"wire": None, "tokens": None, **details},
+    }
+
+
+def document(
+    plans: Sequence[dict[str, Any]],
+    *,
+    device: Any,
+    num_devices: int,
+    headroom: float = 0.0,
+    chosen: int | None = None,
+    **others: Any,
+) -> dict[str, Any]:
+    """All plans of a command as JSON, each an ``entry``; ``device`` is a ``DeviceKind`` or None."""
+    figures = None if device is None else dataclasses.asdict(device)
+    machine = {"num_devices": num_devices, "device": figures, "headroom": headroom}
+    empty: dict[str, Any] = {
+        "rejected": [],
+        "bound": None,
+        "compared": len(plans),
+        "frontier": [],
+        "not_counted": [],
+        "notes": [],
+    }
+    return {"machine": machine, "plans": [*plans], "chosen": chosen, **empty, **others}
+
+
 def size(nbytes: float) -> str:
     """Bytes in binary units, three digits: ``1.50 GiB``."""
     return _in_units(float(nbytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
@@ -84,8 +147,8 @@ def nearest(word: str, known: Sequence[str]) -> str:
 
 
 def with_article(name: str) -> str:
-    """A name, perhaps an abbreviation that is spelled, after its article: ``an h100``."""
-    spelled = re.match(r"[aeio]|[fhlmnrsx](?![aeou])", name)
+    """A name after its article, spelled where it has a number: ``an h100``."""
+    spelled = re.match(r"[aeio]|[fhlmnrsx][a-z]{0,2}\d", name)
     return f"{'an' if spelled else 'a'} {name}"
 
 

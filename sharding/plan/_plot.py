@@ -64,7 +64,7 @@ def plot_search(found: SearchResult) -> Any:
         line = [(plan.seconds, plan.memory / gib) for plan in found.frontier]
         axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
     plans = [(plan.seconds.seconds, plan.memory / gib) for plan in found.plans]
-    rejected = [(plan.seconds, plan.memory / gib) for plan in found.rejected]
+    rejected = [(plan.seconds.seconds, plan.memory / gib) for plan in found.rejected]
     axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
     if rejected:
         style = {"color": _COLORS["temporaries"], "marker": "x", "label": "does not"}

@@ -9,7 +9,16 @@ from jax.sharding import NamedSharding
 
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Printed, Table, count, percent, seconds, size, with_article
+from sharding.plan._format import (
+    Printed,
+    Table,
+    count,
+    memory_by_part,
+    percent,
+    seconds,
+    size,
+    with_article,
+)
 from sharding.plan.audit._hlo import Program
 from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
@@ -75,6 +84,17 @@ class Audit(Printed):
         return sum(self.arguments.values()) + self.results + temporaries
 
     @property
+    def by_part(self) -> dict[str, float]:
+        """``memory`` by what it is; gradients are those that are live at its peak, estimated."""
+        params = self.arguments.get("parameters", 0.0)
+        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
+        batch, grads = (
+            sum(self.arguments.values()) - params - state,
+            self.at_peak.get("gradients", 0.0),
+        )
+        return memory_by_part(self.memory, params=params, grads=grads, state=state, batch=batch)
+
+    @property
     def matmul_flops(self) -> float:
         """Operations of matrix products of all phases."""
         return sum(self.products.values())
@@ -106,7 +126,7 @@ class Audit(Printed):
             "wire": (self.wire_bytes - slow) / self.kind.link,
         }
         if slow and self.kind.network:
-            bounds["network between slices"] = slow / self.kind.network
+            bounds["network"] = slow / self.kind.network
         return bounds
 
     @property

@@ -11,7 +11,17 @@ import optax
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._types import Tree
 from sharding._zero import Zero
-from sharding.plan._format import Printed, Table, check_choice, count, seconds, size, with_article
+from sharding.plan._format import (
+    Printed,
+    Table,
+    check_choice,
+    count,
+    document,
+    entry,
+    seconds,
+    size,
+    with_article,
+)
 from sharding.plan.cost._stage_plan import name_of, stage_plan, variants_of
 from sharding.plan.cost._step_memory import StagePlan
 from sharding.plan.machine._devices import DeviceKind
@@ -91,16 +101,28 @@ class Plan(Printed):
         return self.tokens / max(bounds.values()) if bounds and self.tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON; ``activations`` are None where they are not counted."""
-        figures = dataclasses.asdict(self)
-        for row, stage in zip(figures["stages"], self.stages, strict=True):
-            names = ("arguments", "memory", "moments", "peak")
-            row |= {name: getattr(stage, name) for name in names}
-            row["headroom"] = self.headroom(stage)
-            row["seconds"] = self.seconds(stage)
-            row["tokens_per_second"] = self.tokens_per_second(stage)
-        not_counted = [] if activations_counted(self.stages) else ["activations"]
-        return figures | {"fits": self.fits, "not_counted": not_counted}
+        """All figures, ready for JSON, in the form of all commands."""
+        names = [stage.name for stage in self.stages]
+        derived = ("arguments", "memory", "moments", "peak")
+        return document(
+            [
+                entry(
+                    stage.name,
+                    stage.by_part(),
+                    device=self.device,
+                    at_least=self.seconds(stage),
+                    wire=stage.wire,
+                    tokens=self.tokens or None,
+                    zero=dataclasses.asdict(stage) | {x: getattr(stage, x) for x in derived},
+                )
+                for stage in self.stages
+            ],
+            device=self.device,
+            num_devices=math.prod(self.mesh.values()),
+            chosen=names.index(self.recommended) if self.recommended else None,
+            notes=[*self.notes],
+            not_counted=[] if activations_counted(self.stages) else ["activations"],
+        )
 
     def tables(self) -> list[Table]:
         # Memory: parts that no stage has are left out.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from sharding._types import DType
+from sharding.plan._format import memory_by_part
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_memory import StagePlan
@@ -39,6 +40,11 @@ class PipelineStage:
     def memory(self) -> float:
         """All that it holds, but for the batch."""
         return self.params + self.grads + self.state + self.activations
+
+    def by_part(self, batch: float = 0.0) -> dict[str, float]:
+        """``memory`` and the batch, by what they are."""
+        parts = {"params": self.params, "grads": self.grads, "state": self.state}
+        return memory_by_part(self.memory + batch, batch=batch, **parts)
 
 
 def pipeline_stages(

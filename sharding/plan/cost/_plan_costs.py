@@ -98,12 +98,16 @@ class PlanCosts:
 
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""
+        return self.by_part(plan)["total"]
+
+    def by_part(self, plan: ParallelPlan) -> dict[str, float]:
+        """The same by what they are."""
         if plan.pipe > 1:
-            return self.stages(plan)[0].memory + self.batch(plan)
+            return self.stages(plan)[0].by_part(self.batch(plan))
         held = self._stage(_placed(plan)).with_activations(self.activations(plan))
         if plan.sync:
             held = dataclasses.replace(held, synced=held.synced + self.sync(plan).held)
-        return held.peak + self.batch(plan)
+        return held.by_part(self.batch(plan))
 
     def activations(self, plan: ParallelPlan) -> Activations:
         """What a micro-batch stores and needs."""

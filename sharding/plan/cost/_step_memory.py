@@ -12,6 +12,7 @@ from optax_ext import flax_transformer
 from sharding._zero import Zero
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
+from sharding.plan._format import memory_by_part
 from sharding.plan.machine._tiles import padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
 
@@ -87,6 +88,16 @@ class StagePlan:
     def peak(self) -> float:
         """``arguments``, and what is beside them at the fullest of ``moments``."""
         return self.arguments + max(sum(parts.values()) for parts in self.moments.values())
+
+    def by_part(self, batch: float = 0.0) -> dict[str, float]:
+        """``peak`` by what it is, with ``batch`` more bytes of the batch."""
+        return memory_by_part(
+            self.peak + batch,
+            params=self.params,
+            grads=self.grads + self.unreduced,
+            state=self.opt_state + self.master - self.host + self.sync,
+            batch=self.batch + batch,
+        )
 
     def with_activations(self, found: Activations | None) -> Self:
         """The same with other activations."""

@@ -85,9 +85,10 @@ class StepSeconds:
         return max(PARTS_OF_STEP, key=lambda name: float(getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        totals = ("no_overlap", "seconds", "full_overlap", "limit")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+        """Its parts, the prediction as ``total``, and both ends of it."""
+        ends = {name: getattr(self, name) for name in ("full_overlap", "no_overlap")}
+        parts = {name: getattr(self, name) for name in PARTS_OF_STEP}
+        return parts | {"total": self.seconds} | ends
 
 
 _ITEM = 2  # bytes of an activation

@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
-from sharding.plan._format import count, seconds, size
+from sharding.plan._format import count, entry, seconds, size
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import StepSeconds
+from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._saved_names import PARTLY, saved_parts
 
 
@@ -15,7 +16,7 @@ class ChosenPlan:
 
     plan: ParallelPlan  #: how the step is shared
     seconds: StepSeconds  #: what it takes, by what it waits for
-    memory: float  #: bytes of the fullest device
+    held: dict[str, float]  #: bytes of the fullest device by what they are, and their ``"total"``
     #: seconds that no program of this plan can go below: everything at its peak, at once
     bound: float
     layers: tuple[int, ...]  #: of each chunk, from the first to the last
@@ -25,6 +26,11 @@ class ChosenPlan:
     @property
     def lossy(self) -> bool:
         return self.plan.lossy
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest device."""
+        return self.held["total"]
 
     @property
     def tokens_per_second(self) -> float:
@@ -51,9 +57,20 @@ class ChosenPlan:
             self.seconds.limit,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        figures = {"tokens_per_second": self.tokens_per_second, "lossy": self.lossy}
-        return dataclasses.asdict(self) | {"seconds": self.seconds.to_dict()} | figures
+    def to_dict(self, name: str = "", *, device: DeviceKind, headroom: float) -> dict[str, Any]:
+        """Its figures, ready for JSON; it fits if it leaves a share of the device free."""
+        return entry(
+            *(name or self.summary, self.held),
+            device=device,
+            headroom=headroom,
+            plan=self.plan,
+            seconds=self.seconds.to_dict(),
+            at_least={"total": self.bound},
+            tokens=self.tokens,
+            layers=[*self.layers],
+            utilization=self.utilization,
+            lossy=self.lossy,
+        )
 
 
 PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "stored")

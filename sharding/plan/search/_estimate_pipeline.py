@@ -6,7 +6,7 @@ from typing import Any
 
 import optax
 
-from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
+from sharding.plan._format import Printed, Table, count, document, layer_range, seconds, size
 from sharding.plan.cost._pipeline_schedules import bubble_share
 from sharding.plan.cost._pipeline_stages import PipelineStage
 from sharding.plan.cost._plan_costs import PlanCosts
@@ -27,14 +27,17 @@ class PipelinePlan(Printed):
 
     target: str  #: the name of the machine
     device: DeviceKind  #: its figures
-    memory: float  #: bytes of a device that a plan may take
+    headroom: float  #: the share of its memory that plans leave free
     pipeline: ChosenPlan  #: the fastest pipeline that fits; if none does, the smallest
     #: likewise without a pipeline; None where its devices cannot share the sequences
     alternative: ChosenPlan | None
     stages: tuple[PipelineStage, ...]  #: one device of each stage
     bubble: float  #: the idle share of a step with equal operations
 
-    derived = ("recommended",)
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a plan may take."""
+        return self.device.memory * (1 - self.headroom)
 
     @property
     def steps(self) -> dict[str, ChosenPlan]:
@@ -51,11 +54,20 @@ class PipelinePlan(Printed):
         return min(fitting, key=lambda name: (steps[name].seconds.seconds, name), default="")
 
     def to_dict(self) -> dict[str, Any]:
-        figures = super().to_dict()
-        for row, stage in zip(figures["stages"], self.stages, strict=True):
-            row["memory"] = stage.memory
-        both = {"pipeline": self.pipeline, "alternative": self.alternative}
-        return figures | {name: step and step.to_dict() for name, step in both.items()}
+        """All figures, ready for JSON, in the form of all commands."""
+        fit: Any = {"device": self.device, "headroom": self.headroom}
+        plans = [step.to_dict(name, **fit) for name, step in self.steps.items()]
+        stages = [dataclasses.asdict(x) | {"memory": x.memory} for x in self.stages]
+        plans[0] |= {"stages": stages, "bubble": self.bubble}
+        names = [*self.steps]
+        return document(
+            plans,
+            device=self.device,
+            num_devices=self.pipeline.plan.num_devices,
+            headroom=self.headroom,
+            chosen=names.index(self.recommended) if self.recommended else None,
+            notes=[*self.notes],
+        )
 
     def tables(self) -> list[Table]:
         plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
@@ -206,7 +218,7 @@ def estimate_pipeline(
     return PipelinePlan(
         target=target,
         device=machine.device,
-        memory=machine.device.memory * (1 - headroom),
+        headroom=headroom,
         pipeline=pipeline,
         alternative=alternative,
         stages=tuple(costs.stages(plan)),

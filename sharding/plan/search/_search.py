@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from sharding._types import DType
-from sharding.plan._format import Printed, Table, seconds, size, with_article
+from sharding.plan._format import Printed, Table, document, entry, seconds, size, with_article
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
@@ -40,21 +40,14 @@ class FrontierPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectedPlan(FrontierPlan):
-    """A plan that would be faster, and does not fit."""
-
-    excess: float  #: bytes of memory beyond what a device has
-
-
-@dataclasses.dataclass(frozen=True)
 class SearchResult(Printed):
     """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON."""
 
     target: str  #: the name of the machine
     device: DeviceKind  #: its figures
-    memory: float  #: bytes of a device that a plan may take
+    headroom: float  #: the share of its memory that plans leave free
     plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    rejected: tuple[RejectedPlan, ...]  #: faster than the last of these, and do not fit
+    rejected: tuple[ChosenPlan, ...]  #: faster than the last of these, and do not fit
     bound: float  #: seconds below which no plan of the space can go that fits
     compared: int  #: the number of plans
     sequences: int  #: of all devices in a step
@@ -64,11 +57,14 @@ class SearchResult(Printed):
     frontier: tuple[FrontierPlan, ...] = ()  #: of all plans, fastest first, if it was asked for
 
     @property
+    def memory(self) -> float:
+        """Bytes of a device that a plan may take."""
+        return self.device.memory * (1 - self.headroom)
+
+    @property
     def best(self) -> ChosenPlan:
         """The fastest plan."""
         return self.plans[0]
-
-    derived = ("gap",)
 
     @property
     def gap(self) -> float:
@@ -79,8 +75,14 @@ class SearchResult(Printed):
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
-            found = ((cells(x.plan), x) for x in self.rejected)
-            rows = [(*c, seconds(x.seconds), size(x.memory), size(x.excess)) for c, x in found]
+            rows = [
+                (
+                    *cells(it.plan),
+                    seconds(it.seconds.seconds),
+                    *map(size, (it.memory, it.memory - self.memory)),
+                )
+                for it in self.rejected
+            ]
             columns = (*PLAN_COLUMNS, "step", "memory", "too much")
             tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return tables
@@ -114,7 +116,26 @@ class SearchResult(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"plans": [plan.to_dict() for plan in self.plans]}
+        """All figures, ready for JSON, in the form of all commands."""
+        fit: Any = {"device": self.device, "headroom": self.headroom}
+        line = [
+            entry(
+                short(x.plan), {"total": x.memory}, plan=x.plan, seconds={"total": x.seconds}, **fit
+            )
+            for x in self.frontier
+        ]
+        return document(
+            [plan.to_dict(**fit) for plan in self.plans],
+            device=self.device,
+            num_devices=self.best.plan.num_devices,
+            headroom=self.headroom,
+            chosen=0,
+            rejected=[plan.to_dict(**fit) for plan in self.rejected],
+            bound=self.bound,
+            compared=self.compared,
+            notes=[*self.notes],
+            frontier=line,
+        )
 
 
 def _parts(step: StepSeconds) -> str:
@@ -241,12 +262,12 @@ def search(
         step = costs.seconds(plan, costs.passes(plan))
         least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
         utilization = flops / machine.device.flops / step.seconds
-        held, layers = costs.fullest(plan), costs.passes(plan).chunks
+        held, layers = costs.by_part(plan), costs.passes(plan).chunks
         return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
 
     # In the order of predicted times.
     chosen: list[ParallelPlan] = []
-    rejected: list[RejectedPlan] = []
+    rejected: list[ParallelPlan] = []
 
     def too_large(passes: ParallelPlan) -> bool:
         return costs.least(passes) > budget
@@ -254,12 +275,11 @@ def search(
     def skip(passes: ParallelPlan) -> bool:
         return len(rejected) == top and too_large(passes)
 
-    for step, plan in _in_order(costs, groups, skip):
-        nbytes = costs.fullest(plan)
-        if nbytes <= budget:
+    for _, plan in _in_order(costs, groups, skip):
+        if costs.fullest(plan) <= budget:
             chosen.append(plan)
         elif len(rejected) < top:
-            rejected.append(RejectedPlan(plan, step.seconds, nbytes, nbytes - budget))
+            rejected.append(plan)
         if len(chosen) == top:
             break
     if not chosen:
@@ -274,9 +294,9 @@ def search(
     bounds = _in_order(costs, groups, too_large, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
-        *(target, machine.device, budget),
+        *(target, machine.device, headroom),
         plans=tuple(map(chosen_plan, chosen)),
-        rejected=tuple(rejected),
+        rejected=tuple(map(chosen_plan, rejected)),
         bound=bound,
         compared=compared,
         sequences=sequences,

@@ -316,7 +316,7 @@ def test_bounds_on_the_time():
             "compute": sum(found.flops.values()) / kind.flops,
             "memory": sum(found.nbytes.values()) / kind.bandwidth,
             "wire": (found.wire_bytes - slow) / kind.link,
-            "network between slices": slow / kind.network,
+            "network": slow / kind.network,
         }
     )
     assert slow > 0

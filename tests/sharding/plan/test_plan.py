@@ -273,8 +273,8 @@ def test_activations_are_beside_the_gradients():
     assert plain.notes[-1].startswith("Activations are not counted (?)")
     as_json = [json.loads(json.dumps(plan.to_dict())) for plan in (plain, found, none)]
     assert [each["not_counted"] for each in as_json] == [["activations"], [], []]
-    for rows in zip(*(each["stages"] for each in as_json), strict=True):
-        assert [row["activations"] for row in rows] == [None, 3 * GIB, 0]
+    for rows in zip(*(each["plans"] for each in as_json), strict=True):
+        assert [row["zero"]["activations"] for row in rows] == [None, 3 * GIB, 0]
     drawn = {bars.get_label(): bars for bars in plot_plans({"": found}).axes[0].containers}
     assert [bar.get_height() for bar in drawn["activations"]] == [3] * 4
 
