@@ -15,7 +15,7 @@ from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._step_memory import StagePlan
+from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes

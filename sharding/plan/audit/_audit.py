@@ -19,13 +19,12 @@ from sharding.plan._format import (
     size,
     with_article,
 )
-from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._hlo import PHASES, Program, phase_of, shortened
 from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._scopes import PHASES, phase_of, shortened
 from sharding.plan.audit._warnings import warnings_of
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 

@@ -22,8 +22,7 @@ from sharding.plan._format import (
     size,
     with_article,
 )
-from sharding.plan.cost._stage_plan import name_of, stage_plan, variants_of
-from sharding.plan.cost._step_memory import StagePlan
+from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._layer_costs import Activations
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._wire_and_flops import SCALAR, tensor_sums
+from sharding.plan.cost._wire_and_flops import SCALAR, SyncWork, tensor_sums
 from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
 from sharding.plan.machine._devices import achieved
 from sharding.plan.model import _layer_time as layer_time

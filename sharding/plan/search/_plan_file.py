@@ -27,7 +27,7 @@ from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
 from sharding.plan.model._traced_model import AnyModel
-from sharding.plan.search._chosen_plan import ChosenPlan
+from sharding.plan.search._search import ChosenPlan
 
 _VERSION = 1
 # Of a step of an asynchronous pipeline: in the code, and in the program that is verified.

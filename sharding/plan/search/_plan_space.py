@@ -9,7 +9,6 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
-from sharding.plan.cost._compressed_sync import sync_of
 from sharding.plan.cost._parallel_plan import OF_STATE, RECOMPUTE, WEIGHTS, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
@@ -17,6 +16,7 @@ from sharding.plan.cost._pipeline_schedules import (
     SPLIT_SCHEDULES,
     chunks_of,
 )
+from sharding.plan.cost._wire_and_flops import sync_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import AnyModel
 

@@ -10,8 +10,17 @@ import jax.numpy as jnp
 import optax
 
 from sharding._types import DType
-from sharding.plan._format import Printed, Table, document, entry, seconds, size, with_article
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan._format import (
+    Printed,
+    Table,
+    count,
+    document,
+    entry,
+    seconds,
+    size,
+    with_article,
+)
+from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, ParallelPlan, cells, short
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
@@ -20,7 +29,6 @@ from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._layer_time import COMPILED, Implementation
 from sharding.plan.model._traced_model import AnyModel, TracedModel
-from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
 # The share of device memory that is left to the allocator.
@@ -28,6 +36,72 @@ HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
+
+
+COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenPlan:
+    """A plan that was compared."""
+
+    plan: ParallelPlan  #: how the step is shared
+    seconds: StepSeconds  #: what it takes, by what it waits for
+    held: dict[str, float]  #: bytes of the fullest device by what they are, and their ``"total"``
+    #: seconds that no program of this plan can go below: everything at its peak, at once
+    bound: float
+    layers: tuple[int, ...]  #: of each chunk, from the first to the last
+    tokens: float  #: of all devices in a step
+    utilization: float  #: the share of the peak, without recomputation (MFU)
+
+    @property
+    def lossy(self) -> bool:
+        return self.plan.lossy
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest device."""
+        return self.held["total"]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all devices per second."""
+        return self.tokens / self.seconds.seconds
+
+    @property
+    def summary(self) -> str:
+        """The plan in short.
+
+        >>> short(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, recompute="full"))
+        'stage 3 over 8, 8 replicas; 2 micro-batches of 1; recompute full'
+        """
+        return short(self.plan)
+
+    def row(self) -> tuple[str, ...]:
+        """Its cells under ``COLUMNS``."""
+        return (
+            *cells(self.plan),
+            seconds(self.seconds.seconds),
+            f"{100 * self.utilization:.0f} %",
+            count(self.tokens_per_second),
+            size(self.memory),
+            self.seconds.limit,
+        )
+
+    def to_dict(self, name: str = "", *, device: DeviceKind, headroom: float) -> dict[str, Any]:
+        """Its figures, ready for JSON; it fits if it leaves a share of the device free."""
+        return entry(
+            *(name or self.summary, self.held),
+            device=device,
+            headroom=headroom,
+            plan=self.plan,
+            seconds=self.seconds.to_dict(),
+            at_least={"total": self.bound},
+            tokens=self.tokens,
+            layers=[*self.layers],
+            utilization=self.utilization,
+            lossy=self.lossy,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
