@@ -33,7 +33,7 @@ _OF_MODELS = (
 
 class _Step(NamedTuple):
     audit: Callable[[int], Audit]  # compiles it with a batch
-    plan: Callable[[int], ParallelPlan] | None = None  # how it is shared, of a named model
+    plan: ParallelPlan | None = None  # how it is shared, of a named model
 
 
 def run_audit(options: Namespace) -> int:
@@ -137,16 +137,17 @@ def _row(
     searches: dict[str, FoundBatch],
 ) -> dict[str, Any]:
     """A step as JSON: how it is shared, and its program."""
-    figures: dict[str, Any] = {"device": opts.device_of(options)}
+    figures: dict[str, Any] = {}
     if search := searches.get(name):
-        batch, figures["headroom"] = search.batch, search.headroom
-        figures["find_batch"] = search.to_dict()
+        batch, figures["find_batch"] = search.batch, search.to_dict()
     if name not in audits:
         return entry(name, {}, **figures)
-    audited = audits[name]
+    audited, plan = audits[name], step.plan
+    if plan:
+        plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))
     figures |= {"at_least": audited.seconds, "wire": audited.wire_bytes}
     figures |= {"tokens": audited.tokens or None, "program": audited.to_dict()}
-    row = entry(name, audited.by_part, plan=step.plan and step.plan(batch), **figures)
+    row = entry(name, audited.by_part, plan, **figures)
     if options.remat is not None:
         row["plan"]["recompute"] = None  # what the plan of activations says
     return row
@@ -197,28 +198,21 @@ def _steps(
     steps = {
         f"stage {stage}": _Step(
             functools.partial(_audit_stage, options, setup, zero),
-            functools.partial(_plan_of_stage, options, setup, zero),
+            _setup_of_stage(options, setup, zero).parallel_plan(zero),
         )
         for stage, zero in staged.items()
     }
     return setup, steps, unit * setup.batch, unit
 
 
-def _with_batch(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> opts.Setup:
-    sequences = batch // (zero.num_devices * setup.microbatches)
-    recompute = zero.stage == 3 or not options.no_remat
-    return dataclasses.replace(setup, batch=sequences, recompute=recompute)
-
-
-def _plan_of_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> ParallelPlan:
-    setup = _with_batch(options, setup, zero, batch)
-    return setup.parallel_plan(zero, setup.plan(zero).stages[0])
+def _setup_of_stage(options: Namespace, setup: opts.Setup, zero: Zero) -> opts.Setup:
+    return dataclasses.replace(setup, recompute=zero.stage == 3 or not options.no_remat)
 
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    setup = _with_batch(options, setup, zero, batch)
-    recompute = setup.recompute
+    setup = _setup_of_stage(options, setup, zero)
+    setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan, model, stack = setup.plan(zero), setup.model, None
     assert model is not None
     if options.remat is not None:
@@ -227,7 +221,7 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         stack = planned.apply(zero)
         plan = dataclasses.replace(setup, activations=activations).plan(zero)
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
-    if zero.stage < 3 and recompute:
+    if zero.stage < 3 and setup.recompute:
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[object, object]:

@@ -68,7 +68,7 @@ def run_plan(options: Namespace) -> int:
     if options.json:
         figures = plan.to_dict()
         for row, zero in zip(figures["plans"], variants_of(setup.zero).values(), strict=True):
-            shared = setup.parallel_plan(zero, plan.stages[0], options.state)
+            shared = setup.parallel_plan(zero, options.state)
             row["plan"] = dataclasses.asdict(shared) | {"recompute": None if planned else "full"}
         asked = {"sequences": setup.sequences * setup.zero.num_devices, "length": setup.length}
         print_json(options, figures, params=setup.params, **asked)

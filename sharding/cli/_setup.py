@@ -13,9 +13,8 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
-from sharding.plan.cost._estimate import Plan, estimate
+from sharding.plan.cost._estimate import Plan, estimate, with_state_format
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
@@ -69,11 +68,10 @@ class Setup:
             activations=self._estimated() if self.activations is None else self.activations,
         )
 
-    def parallel_plan(
-        self, zero: Zero, unsharded: StagePlan, state_format: str | None = None
-    ) -> ParallelPlan:
-        """How a step of a ``Zero`` is shared, as ``search`` has it; ``unsharded`` is stage 0."""
-        num_params = sum(x.size for x in jax.tree.leaves(self.params))
+    def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
+        """How a step of a ``Zero`` is shared, as ``search`` has it."""
+        state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
+        params, num_params = self.params, sum(x.size for x in jax.tree.leaves(self.params))
         shards = zero.num_shards if zero.stage else zero.num_devices
         return ParallelPlan(
             data=zero.num_devices,
@@ -84,9 +82,9 @@ class Setup:
             spread=zero.shard_state_over_replicas,
             recompute="full" if self.recompute else "none",
             offload=zero.offload is not None,
-            param_bytes=num_bytes(self.params) / num_params,
-            grad_bytes=unsharded.full_grads / num_params,
-            state_bytes=(unsharded.opt_state + unsharded.master) / num_params,
+            param_bytes=num_bytes(params) / num_params,
+            grad_bytes=num_bytes(params) / num_params,
+            state_bytes=num_bytes(state) / num_params,
             state_format=state_format,
             weights="master" if self.master else "plain",
         )

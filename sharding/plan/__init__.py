@@ -58,7 +58,6 @@ from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
 from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import ChosenPlan as ChosenPlan
-from sharding.plan.search._search import FrontierPlan as FrontierPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
 from sharding.plan.search._search import SearchResult as SearchResult
 from sharding.plan.search._search import search as search

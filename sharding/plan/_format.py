@@ -52,35 +52,14 @@ def memory_by_part(
 
 
 def entry(
-    name: str,
-    memory: Mapping[str, float],
-    *,
-    device: Any,
-    headroom: float = 0.0,
-    plan: Any = None,
-    seconds: Mapping[str, float] | None = None,
-    at_least: Mapping[str, float] | None = None,
-    **details: Any,
+    name: str, memory: Mapping[str, float], plan: Any = None, **figures: Any
 ) -> dict[str, Any]:
-    """A plan or a program as JSON; docs/api/command_line.rst says what its keys mean.
-
-    ``device`` is a ``DeviceKind`` or None; a plan that fits leaves a share of its memory free.
-    """
-    left = fits = None
-    if device is not None and "total" in memory:
-        left = device.memory - memory["total"]
-        fits = memory["total"] <= device.memory * (1 - headroom)
-    bounds = dict(at_least or {})
-    return {
-        "name": name,
-        "plan": None if plan is None else dataclasses.asdict(plan),
-        "memory": dict(memory),
-        "left": left,
-        "fits": fits,
-        "seconds": seconds,
-        "at_least": {"total": max(bounds.values())} | bounds if bounds else None,
-        **{"wire": None, "tokens": None, **details},
-    }
+    """A plan or a program as JSON; docs/api/command_line.rst says what its keys mean."""
+    bounds = figures.pop("at_least", None)
+    figures["at_least"] = {"total": max(bounds.values())} | bounds if bounds else None
+    fields = plan and dataclasses.asdict(plan)
+    unknown = dict.fromkeys(("left", "fits", "seconds", "wire", "tokens"))
+    return {"name": name, "plan": fields, "memory": dict(memory), **unknown, **figures}
 
 
 def document(
@@ -89,21 +68,21 @@ def document(
     device: Any,
     num_devices: int,
     headroom: float = 0.0,
-    chosen: int | None = None,
     **others: Any,
 ) -> dict[str, Any]:
-    """All plans of a command as JSON, each an ``entry``; ``device`` is a ``DeviceKind`` or None."""
-    figures = None if device is None else dataclasses.asdict(device)
+    """All plans of a command as JSON, each an ``entry``.
+
+    ``device`` is a ``DeviceKind`` or None; plans that fit leave a share of its memory free.
+    """
+    figures = device and dataclasses.asdict(device)
+    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": [], "frontier": []}
+    found |= {"bound": None, "compared": len(plans), "not_counted": [], "notes": [], **others}
+    for row in (*found["plans"], *found["rejected"], *found["frontier"]):
+        if device and row["memory"]:
+            row["left"] = device.memory - row["memory"]["total"]
+            row["fits"] = row["memory"]["total"] <= device.memory * (1 - headroom)
     machine = {"num_devices": num_devices, "device": figures, "headroom": headroom}
-    empty: dict[str, Any] = {
-        "rejected": [],
-        "bound": None,
-        "compared": len(plans),
-        "frontier": [],
-        "not_counted": [],
-        "notes": [],
-    }
-    return {"machine": machine, "plans": [*plans], "chosen": chosen, **empty, **others}
+    return {"machine": machine, **found}
 
 
 def size(nbytes: float) -> str:

@@ -61,7 +61,7 @@ def plot_search(found: SearchResult) -> Any:
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:
-        line = [(plan.seconds, plan.memory / gib) for plan in found.frontier]
+        line = [(plan.seconds.seconds, plan.memory / gib) for plan in found.frontier]
         axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
     plans = [(plan.seconds.seconds, plan.memory / gib) for plan in found.plans]
     rejected = [(plan.seconds.seconds, plan.memory / gib) for plan in found.rejected]

@@ -108,7 +108,6 @@ class Plan(Printed):
                 entry(
                     stage.name,
                     stage.by_part(),
-                    device=self.device,
                     at_least=self.seconds(stage),
                     wire=stage.wire,
                     tokens=self.tokens or None,

@@ -54,8 +54,7 @@ class PipelinePlan(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON, in the form of all commands."""
-        fit: Any = {"device": self.device, "headroom": self.headroom}
-        plans = [step.to_dict(name, **fit) for name, step in self.steps.items()]
+        plans = [step.to_dict(name) for name, step in self.steps.items()]
         stages = [dataclasses.asdict(x) | {"memory": x.memory} for x in self.stages]
         plans[0] |= {"stages": stages, "bubble": self.bubble}
         names = [*self.steps]

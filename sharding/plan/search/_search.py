@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,29 +89,12 @@ class ChosenPlan:
             self.seconds.limit,
         )
 
-    def to_dict(self, name: str = "", *, device: DeviceKind, headroom: float) -> dict[str, Any]:
-        """Its figures, ready for JSON; it fits if it leaves a share of the device free."""
-        return entry(
-            *(name or self.summary, self.held),
-            device=device,
-            headroom=headroom,
-            plan=self.plan,
-            seconds=self.seconds.to_dict(),
-            at_least={"total": self.bound},
-            tokens=self.tokens,
-            layers=[*self.layers],
-            utilization=self.utilization,
-            lossy=self.lossy,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontierPlan:
-    """A plan that no other one beats in both time and memory."""
-
-    plan: ParallelPlan  #: how it shares the step
-    seconds: float  #: of a step
-    memory: float  #: bytes of the fullest device
+    def to_dict(self, name: str = "") -> dict[str, Any]:
+        """Its figures, ready for JSON."""
+        names = ("tokens", "layers", "utilization", "lossy")
+        figures: dict[str, Any] = {x: getattr(self, x) for x in names}
+        figures |= {"seconds": self.seconds.to_dict(), "at_least": {"total": self.bound}}
+        return entry(name or self.summary, self.held, self.plan, **figures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +112,8 @@ class SearchResult(Printed):
     length: int  #: tokens of a sequence
     #: operations of matrix products in the update of the best plan, as a share of the step's
     of_update: float = 0.0
-    frontier: tuple[FrontierPlan, ...] = ()  #: of all plans, fastest first, if it was asked for
+    #: plans that no other one beats in both time and memory, fastest first, if it was asked for
+    frontier: tuple[ChosenPlan, ...] = ()
 
     @property
     def memory(self) -> float:
@@ -191,24 +176,17 @@ class SearchResult(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON, in the form of all commands."""
-        fit: Any = {"device": self.device, "headroom": self.headroom}
-        line = [
-            entry(
-                short(x.plan), {"total": x.memory}, plan=x.plan, seconds={"total": x.seconds}, **fit
-            )
-            for x in self.frontier
-        ]
         return document(
-            [plan.to_dict(**fit) for plan in self.plans],
+            [plan.to_dict() for plan in self.plans],
             device=self.device,
             num_devices=self.best.plan.num_devices,
             headroom=self.headroom,
             chosen=0,
-            rejected=[plan.to_dict(**fit) for plan in self.rejected],
+            rejected=[plan.to_dict() for plan in self.rejected],
+            frontier=[plan.to_dict() for plan in self.frontier],
             bound=self.bound,
             compared=self.compared,
             notes=[*self.notes],
-            frontier=line,
         )
 
 
@@ -376,22 +354,23 @@ def search(
         sequences=sequences,
         length=length,
         of_update=costs.products(chosen[0]) / flops,
-        frontier=tuple(_frontier(costs, groups)) if frontier else (),
+        frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
 
 
-def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[FrontierPlan]:
-    points: list[FrontierPlan] = []
+def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[ParallelPlan]:
+    points: list[ParallelPlan] = []
+    last, least = 0.0, math.inf  # seconds and bytes of the last point
 
     def skip(passes: ParallelPlan) -> bool:
-        return bool(points) and costs.least(passes) >= points[-1].memory
+        return costs.least(passes) >= least
 
     for step, plan in _in_order(costs, groups, skip):
-        held = costs.fullest(plan)
-        if not points or held < points[-1].memory:
-            if points and points[-1].seconds == step.seconds:
+        if costs.fullest(plan) < least:
+            if step.seconds == last:
                 points.pop()  # as fast, and takes more
-            points.append(FrontierPlan(plan, step.seconds, held))
+            points.append(plan)
+            last, least = step.seconds, costs.fullest(plan)
     return points
 
 
