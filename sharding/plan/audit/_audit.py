@@ -87,10 +87,8 @@ class Audit(Printed):
         """``memory`` by what it is; gradients are those that are live at its peak, estimated."""
         params = self.arguments.get("parameters", 0.0)
         state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
-        batch, grads = (
-            sum(self.arguments.values()) - params - state,
-            self.at_peak.get("gradients", 0.0),
-        )
+        grads = self.at_peak.get("gradients", 0.0)
+        batch = sum(self.arguments.values()) - params - state
         return memory_by_part(self.memory, params=params, grads=grads, state=state, batch=batch)
 
     @property
@@ -119,14 +117,8 @@ class Audit(Printed):
         if self.kind is None:
             return {}
         slow = sum(row.wire_bytes for row in self.traffic if row.across_slices)
-        bounds = {
-            "compute": sum(self.flops.values()) / self.kind.flops,
-            "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
-            "wire": (self.wire_bytes - slow) / self.kind.link,
-        }
-        if slow and self.kind.network:
-            bounds["network"] = slow / self.kind.network
-        return bounds
+        moved = sum(self.nbytes.values())
+        return self.kind.at_least(sum(self.flops.values()), moved, self.wire_bytes, slow)
 
     @property
     def tokens_per_second(self) -> float | None:

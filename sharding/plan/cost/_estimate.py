@@ -88,10 +88,8 @@ class Plan(Printed):
         """
         if self.device is None or not self.flops:
             return {}
-        bounds = {
-            "compute": self.flops / self.device.flops,
-            "memory": stage.moved / self.device.bandwidth,
-        } | _wire_seconds(stage, self.device, self.mesh)
+        far = stage.network if {"host", "slice"} & set(self.mesh) else 0.0
+        bounds = self.device.at_least(self.flops, stage.moved, stage.wire, far)
         return {name: value for name, value in bounds.items() if value}
 
     def tokens_per_second(self, stage: StagePlan) -> float | None:
@@ -262,17 +260,6 @@ def activations_counted(stages: Sequence[StagePlan]) -> bool:
     return all(stage.activations is not None for stage in stages)
 
 
-def _wire_seconds(
-    stage: StagePlan, device: DeviceKind, mesh: Mapping[str, int]
-) -> dict[str, float]:
-    """The least time of what a stage sends, within hosts or slices and between them."""
-    slow = stage.network if {"host", "slice"} & set(mesh) and device.network else 0.0
-    return {
-        "wire": (stage.wire - slow) / device.link,
-        "network": slow / device.network if device.network else 0.0,
-    }
-
-
 def _recommend(
     stages: Sequence[StagePlan], device: DeviceKind | None, mesh: Mapping[str, int]
 ) -> tuple[str, list[str]]:
@@ -291,7 +278,8 @@ def _recommend(
         ]
     # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    sending = [max(_wire_seconds(stage, device, mesh).values()) for stage in roomy]
+    far = bool({"host", "slice"} & set(mesh))
+    sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
     most = 1.01 * min(sending, default=0.0)
     among = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most] or fitting
     # Of equal ones the higher stage, as in search, unless the device is alone.
