@@ -30,10 +30,10 @@ from sharding.plan.machine._collective_time import TorusGroup as TorusGroup
 from sharding.plan.machine._collective_time import collective_seconds as collective_seconds
 from sharding.plan.machine._devices import kind_of as kind_of
 from sharding.plan.model._layer_costs import Activations as Activations
+from sharding.plan.model._layer_costs import Implementation as Implementation
 from sharding.plan.model._layer_costs import LayerCost as LayerCost
 from sharding.plan.model._layer_costs import activations_of as activations_of
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
-from sharding.plan.model._layer_time import Implementation as Implementation
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
 from sharding.plan.model._traced_model import TracedModel as TracedModel

@@ -4,8 +4,7 @@ import dataclasses
 
 from sharding.plan._format import check_choice
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES, SPLIT_SCHEDULES, check_schedule
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PARTLY, saved_parts
+from sharding.plan.model._models import PARTLY, Decoder, saved_parts
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")

@@ -26,8 +26,16 @@ from sharding.plan.cost._wire_and_flops import SyncedArray, SyncWork, sync_of, s
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._layer_costs import Activations, LayerCost, activations_of, layer_costs
-from sharding.plan.model._layer_time import COMPILED, Implementation, KernelSeconds, Roofline
+from sharding.plan.model._layer_costs import (
+    COMPILED,
+    Activations,
+    Implementation,
+    KernelSeconds,
+    LayerCost,
+    Roofline,
+    activations_of,
+    layer_costs,
+)
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import Traced, TracedModel, work_of
 

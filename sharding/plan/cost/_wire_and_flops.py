@@ -20,9 +20,8 @@ from sharding.placement._specs import num_shards, only_axes
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._collective_time import Operation
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._layer_time import OPERATIONS, head_work, layer_work
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import saved_parts
+from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
+from sharding.plan.model._models import Decoder, saved_parts
 from sharding.step._microbatches import split_microbatches
 from sharding.sync import GradientSync
 

@@ -24,8 +24,7 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.machine import targets
-from sharding.plan.model._models import MODELS, Decoder
-from sharding.plan.model._saved_names import PARTLY, PRESETS
+from sharding.plan.model._models import MODELS, PARTLY, PRESETS, Decoder
 from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._search import ChosenPlan
 

@@ -28,7 +28,7 @@ from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.plan.model._layer_time import COMPILED, Implementation
+from sharding.plan.model._layer_costs import COMPILED, Implementation
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 

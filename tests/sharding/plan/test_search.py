@@ -15,7 +15,7 @@ from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
-from sharding.plan.model._layer_time import COMPILED, Roofline
+from sharding.plan.model._layer_costs import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import work_of
 from sharding.plan.search._plan_space import PlanSpace

@@ -20,7 +20,7 @@ from sharding.plan.cost._step_time import passes, step_seconds
 from sharding.plan.cost._wire_and_flops import tensor_wire
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
-from sharding.plan.model._layer_time import Implementation, head_work, layer_work
+from sharding.plan.model._layer_costs import Implementation, head_work, layer_work
 from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
