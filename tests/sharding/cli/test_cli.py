@@ -48,21 +48,15 @@ def test_json_has_the_numbers_of_estimate(figures):
     tx = optax_ext.master_weights(optax.adam(1e-3))
     params = count_to_params(7_500_000_000)
     plan = estimate(params, tx, zero, device=kind_of("h100x64"))
-    for row, stage, each in zip(found["plans"], plan.stages, plan.to_dict()["plans"], strict=True):
-        assert row | {"plan": None} == each
-        shared, total = row["plan"], row["memory"]["total"]
-        assert (row["name"], total, row["wire"]) == (stage.name, stage.peak, stage.wire)
-        assert row["left"] == plan.device.memory - total
-        assert (
-            f"{shared['stage']} hybrid" == row["name"]
-            or shared["replicas"] == 1
-            or shared["spread"]
-        )
-        assert (shared["data"], shared["weights"], shared["param_bytes"]) == (64, "master", 2)
-    assert [row["fits"] for row in found["plans"]] == [False, True, True, True, True, True]
+    rows = found["plans"]
+    assert [row | {"plan": None} for row in rows] == plan.to_dict()["plans"]
+    assert [row["memory"]["total"] for row in rows] == [stage.peak for stage in plan.stages]
+    shared = [(row["plan"]["stage"], row["plan"]["replicas"]) for row in rows]
+    assert shared == [(0, 1), (1, 1), (2, 1), (3, 1), (3, 8), (3, 8)]
+    assert {(row["plan"]["data"], row["plan"]["weights"]) for row in rows} == {(64, "master")}
+    assert [row["fits"] for row in rows] == [False, True, True, True, True, True]
+    assert rows[found["chosen"]]["name"] == "stage 1"
     assert found["model"]["num_params"] == 7_500_000_000
-    assert found["plans"][found["chosen"]]["name"] == "stage 1"
-    assert (found["machine"]["num_devices"], found["machine"]["device"]["name"]) == (64, "h100")
 
 
 def test_options_reach_the_plan(figures):
