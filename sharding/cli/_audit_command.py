@@ -59,12 +59,13 @@ def run_audit(options: Namespace) -> int:
     # Show.
     if options.json:
         rows = [_row(options, name, step, batch, audits, searches) for name, step in steps.items()]
-        free = headroom if options.find_batch else 0.0
         machine: dict[str, Any] = {"device": device, "num_devices": target.num_devices}
+        machine["headroom"] = headroom if options.find_batch else 0.0
+        notes = [text for audited in audits.values() for text in audited.sentences]
         asked: dict[str, Any] = {}
         if setup:
             asked = {"params": setup.params, "sequences": batch, "length": setup.length}
-        print_json(options, document(rows, **machine, headroom=free), **asked)
+        print_json(options, document(rows, **machine, notes=notes), **asked)
     else:
         _show_audits(options, audits, searches)
     if options.plot and audits:
@@ -141,7 +142,7 @@ def _row(
     if search := searches.get(name):
         batch, figures["find_batch"] = search.batch, search.to_dict()
     if name not in audits:
-        return entry(name, {}, **figures)
+        return entry(name, {}, fits=False, **figures)
     audited, plan = audits[name], step.plan
     if plan:
         plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))

@@ -388,6 +388,9 @@ def test_find_batch_of_a_step_of_ones_own(run, module):
     code, out, _ = run(f"{line} --batch 200")
     assert code == 2
     assert "no batch fits: 200 needs 1.56 MiB" in out
+    _, out, _ = run(f"{line} --batch 200 --json")
+    (row,) = json.loads(out)["plans"]
+    assert (row["find_batch"]["batch"], row["fits"], row["memory"]) == (0, False, {})
     code, out, _ = run(f"{line} --batch 117 --json")
     found = json.loads(out)
     (row,) = found["plans"]
