@@ -14,7 +14,7 @@ import numpy as np
 from optax_ext.traced_graph import Graph
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._saved_names import PRESETS
+from sharding.plan.model._models import PRESETS
 from sharding.plan.model._traced_model import work_of_equation
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.

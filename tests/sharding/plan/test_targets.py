@@ -56,7 +56,7 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
     need("v5e:4x4")
     line = f"audit --model gpt2-small --optimizer muon --target v5e:4x4 --mesh {mesh} --json"
     assert main([*line.split(), "--length", "512", "--stage", str(stage)]) == 0
-    found = json.loads(capsys.readouterr().out)[f"stage {stage}"]
+    found = json.loads(capsys.readouterr().out)["plans"][0]["program"]
     assert found["wire_bytes"] < 1.08 * found["expected_wire"]
     # Five Newton-Schulz steps on (n, m), n <= m: x x^T, its square, and a product with x.
     shapes = [(768, 768)] * 48 + [(768, 3072)] * 24
