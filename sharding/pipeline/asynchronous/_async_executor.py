@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 
@@ -20,31 +19,13 @@ from sharding.pipeline._executor import (
     read,
     write,
 )
-from sharding.pipeline._instructions import Code, Stored, Versions, assign_slots
+from sharding.pipeline._instructions import Code
 from sharding.pipeline._operations import Op
 from sharding.pipeline._stage import LayerParams
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.step._microbatches import inverse_weight
 
 Parts = tuple[Any, Any]  # the layers, and the shared parameters
-
-
-def versions_of(schedule: AsyncSchedule) -> Versions:
-    """The slots in which stages keep versions of their parameters, and which ones a tick uses."""
-    stored = [
-        Stored(stage, start, end, (stage, version))
-        for (stage, version), (start, end) in schedule.version_ends().items()
-    ]
-    slots, num_slots = assign_slots(stored)
-    columns = {name: np.zeros_like(schedule.op) for name in ("version", "new_version")}
-    for tick, stage, task in schedule.tasks():
-        version = int(schedule.version[tick, stage])
-        if task.op == Op.UPDATE:  # from the version before
-            columns["new_version"][tick, stage] = slots[stage, version]
-            version -= 1
-        columns["version"][tick, stage] = slots[stage, version]
-    last = tuple(slots[stage, schedule.num_updates] for stage in range(schedule.num_stages))
-    return Versions(columns, num_slots, last)
 
 
 @dataclasses.dataclass
@@ -59,7 +40,7 @@ class AsyncExecutor(Executor):
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
-        self, opt_state: OptState, tables: Sequence[dict[str, jax.Array]], last_version: Any
+        self, opt_state: OptState, tables: Sequence[Column]
     ) -> tuple[Parts, Any, Totals]:
         """Runs all ticks from a state of this stage: its last parameters and state, and totals."""
         buffers = self._empty_buffers()
@@ -79,7 +60,8 @@ class AsyncExecutor(Executor):
             opt_state=opt_state,
         )
         buffers = self.run(tables, buffers)
-        return read(buffers.versions, last_version), buffers.opt_state, buffers.totals
+        last = jnp.asarray(self.program.last_version)[lax.axis_index(self.pipeline.axis)]
+        return read(buffers.versions, last), buffers.opt_state, buffers.totals
 
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
