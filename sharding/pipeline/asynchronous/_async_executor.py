@@ -35,7 +35,6 @@ class AsyncExecutor(Executor):
     schedule: AsyncSchedule
     tx: optax.GradientTransformationExtraArgs  # of this stage
     to_tree: Callable[[Parts], Any]  # the parameters that tx sees
-    of_tree: Callable[[Any], Parts]
     # (params, opt_state) -> parameters of backward passes; None for the version of the table.
     backward_params: Callable[[Any, Any], Any] | None
 
@@ -99,7 +98,7 @@ class AsyncExecutor(Executor):
             with jax.named_scope("backward_params"):
                 state = read(self.buffers.opt_state)
                 params = self.backward_params(self.to_tree(leaves), state)
-                leaves = self.of_tree(params)
+                leaves = self.pipeline._parts(params)
         layers, shared = leaves
         return LayerParams(layers), LayerParams(shared)
 
@@ -113,7 +112,7 @@ class AsyncExecutor(Executor):
             grads = jax.tree.map(lambda g, x: (g[...] * scale).astype(x.dtype), sums, leaves)
             params = self.to_tree(leaves)
             updates, new_state = self.tx.update(self.to_tree(grads), state, params)
-            new = self.of_tree(optax.apply_updates(params, updates))
+            new = self.pipeline._parts(optax.apply_updates(params, updates))
             write(buffers.versions, new, column["new_version"])
             write(buffers.opt_state, new_state)
             for ref in jax.tree.leaves(sums):

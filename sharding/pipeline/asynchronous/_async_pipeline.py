@@ -155,7 +155,7 @@ class AsyncPipeline:
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
                 backward_params = functools.partial(tx.backward_params, backward_params)
             own = LayerParams(rows), LayerParams(shared), self._microbatches(batches), key
-            more = tx, to_tree, pipeline._parts, backward_params
+            more = tx, to_tree, backward_params
             executor = AsyncExecutor(pipeline, self.schedule, program, *own, *more)
             stage = lax.axis_index(axis)
             owners = stages_of_shared(pipeline, shared, batches, key)
