@@ -77,8 +77,7 @@ def make_state(tx=None, dtype=jnp.float32):
 def box_of(leaf, block):
     """Where a block of a stored leaf is in the leaf."""
     place = np.unravel_index(block, leaf.grid) if leaf.grid else ()
-    pairs = zip(place, leaf.block_shape, strict=True)
-    return tuple(slice(i * size, (i + 1) * size) for i, size in pairs)
+    return tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, leaf.block_shape, strict=True))
 
 
 def damage(path):
