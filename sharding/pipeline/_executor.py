@@ -46,10 +46,8 @@ class Buffers(NamedTuple):
     opt_state: Any = ()  # of the optimizer there
 
 
-# Of trees of refs: all of each, or the slot or rows of each that an index names.
-
-
 def read(refs: Tree, i: Any = ...) -> Any:
+    """The values of a tree of refs or arrays, or the slot or rows of each that an index names."""
     return jax.tree.map(lambda ref: ref[i], refs)
 
 
