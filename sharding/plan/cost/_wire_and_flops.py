@@ -14,7 +14,6 @@ from sharding._types import Array, Batch, Tree
 from sharding.pipeline import Op, Schedule
 from sharding.pipeline._instructions import Code, Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
-from sharding.pipeline.asynchronous._async_executor import versions_of
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.placement._specs import num_shards, only_axes
 from sharding.plan.cost._parallel_plan import ParallelPlan
@@ -39,10 +38,9 @@ def _over_ticks(
         last = passes[Op.FORWARD] + head if code.last and code.op == Op.BACKWARD else 0.0
         return passes.get(code.op, 0.0) + first + last
 
-    versions = (versions_of(schedule),) if isinstance(schedule, AsyncSchedule) else ()
     return sum(
         len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
-        for segment in instructions(schedule, False, *versions).segments
+        for segment in instructions(schedule, False).segments
     )
 
 
@@ -124,7 +122,7 @@ def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Tree, batc
     """
     shared = dict(jax.eval_shape(lambda: params))
     layers = jax.tree.leaves(shared.pop(pipeline.layers))
-    permuted = num_permutes(instructions(schedule, pipeline.recompute, versions_of(schedule)))
+    permuted = num_permutes(instructions(schedule, pipeline.recompute))
     stages = schedule.num_stages
     sent = permuted * num_bytes(_message(pipeline, shared, batch))
     moved = sum(sum(pipeline._rows.sent(x.shape)) * num_bytes(x) / x.shape[0] for x in layers)
