@@ -13,7 +13,7 @@ from sharding.plan import kind_of
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import StepSeconds, step_seconds
 from sharding.plan.machine._collective_time import Machine
-from sharding.plan.model._layer_time import Implementation
+from sharding.plan.model._layer_costs import Implementation
 from sharding.plan.model._models import MODELS, Decoder
 
 _HERE = pathlib.Path(__file__).parent

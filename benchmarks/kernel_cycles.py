@@ -96,7 +96,10 @@ def cycles(text: str, unknown: float = 1) -> float:
         counts[nest[-1]] += 1
         if found := _EXIT.search(bundle[3]):
             trips[nest[-1]] = int(found[1])
-    longest = max(range(len(counts)), key=lambda i: counts[i] * (trips[i] == 0))
+    inside = list(counts)  # with those of inner loops
+    for i in range(len(parents) - 1, 0, -1):
+        inside[parents[i]] += inside[i]
+    longest = max(range(len(counts)), key=lambda i: inside[i] * (trips[i] == 0))
     for i, parent in enumerate(parents[1:], 1):
         trips[i] = (trips[i] or (unknown if i == longest else 1)) * trips[parent]
     return sum(n * count for n, count in zip(trips, counts, strict=True))
@@ -157,10 +160,14 @@ def kernel_of(optimizer: str, shape: str) -> Any:
 
 
 def trips_of_slices(call: Any) -> float:
-    """The mean trips of a kernel's loop over the slices of a tile; tiles at a border have fewer."""
+    """The mean trips of a kernel's loops over slices whose bounds depend on the tile."""
     tiles = next(x for x in call.params["grid_mapping"].block_mappings if len(x.block_shape) == 3)
     dims = zip(tiles.array_aval.shape[1:], tiles.block_shape[1:], _SLICE, strict=True)
-    return math.prod(math.ceil(n / size) / math.ceil(n / tile.block_size) for n, tile, size in dims)
+    return math.prod(
+        math.ceil(n / size) / math.ceil(n / tile.block_size)
+        for n, tile, size in dims
+        if n > tile.block_size and n % tile.block_size
+    )
 
 
 class Step(NamedTuple):

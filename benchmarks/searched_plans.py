@@ -28,8 +28,8 @@ from sharding.plan import (
     targets,
     verify,
 )
+from sharding.plan.cost._parallel_plan import short
 from sharding.plan.cost._plan_costs import PlanCosts
-from sharding.plan.search._chosen_plan import short
 from sharding.plan.search._search import machine_of
 
 GIB = 2**30

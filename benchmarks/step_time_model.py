@@ -20,7 +20,7 @@ import numpy as np
 from _published_steps import EAGER, Published, korthikanti, sources
 
 from sharding.plan.machine import _devices
-from sharding.plan.model import _layer_time
+from sharding.plan.model import _layer_costs
 
 HEADER = """\
 | rows | model | devices | plan | published, s | predicted, s | ratio | all hidden | none hidden |\
@@ -139,8 +139,8 @@ def fit(tables: dict[str, list[Published]]) -> Iterator[str]:
         kept, found = _devices._OF_KIND[kind], {}
         for share in np.arange(0.5, 0.95, 0.01):
             _devices._OF_KIND[kind] = dataclasses.replace(kept, matmul=float(share))
-            _layer_time.layer_work.cache_clear()
-            _layer_time.head_work.cache_clear()
+            _layer_costs.layer_work.cache_clear()
+            _layer_costs.head_work.cache_clear()
             # Each source counts alike.
             found[share] = np.mean([np.abs(errors(rows)).mean() for rows in groups.values()])
         _devices._OF_KIND[kind] = kept

@@ -9,10 +9,10 @@ import optax
 
 from optax_ext import _bias_correction, _phases, _validate
 from optax_ext import _factored_moments as _moments
+from optax_ext._factored_moments import clip, rms
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
-from optax_ext._update_clipping import clip, rms
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -138,8 +138,7 @@ def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransform
     def init(params: optax.Params) -> ScaleByAdafactorState:
         leaves = Leaves.of(params)
         dims = factorings(rule, leaves)
-        dtypes = [at_least_float32(p.dtype) for p in leaves.arrays]
-        nus = list(map(_moments.init, leaves.arrays, dims, dtypes))
+        nus = list(map(_moments.init, leaves.arrays, dims))
         return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *_moments.split(leaves, dims, nus))
 
     def update(
@@ -147,7 +146,7 @@ def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransform
     ) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
-        nus = _moments.join(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        nus = _moments.join(leaves, dims, state, "nu", "nu_row", "nu_col")
         count = optax.safe_increment(state.count)
         step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
         step = _phases.run(PHASES, hyper, dims, step)

@@ -10,10 +10,10 @@ import optax
 from optax_ext import _factored_moments as _moments
 from optax_ext import _matrix_passes, _phases, _validate
 from optax_ext._bias_correction import one_minus_power
+from optax_ext._factored_moments import clip
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
-from optax_ext._update_clipping import clip
 
 
 class ScaleByCameState(NamedTuple):
@@ -179,11 +179,10 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
         dims = factorings(rule, leaves)
 
         def zeros(p: Any, own: Factoring) -> _Leaf:
-            dtype = at_least_float32(p.dtype)
             # Buffers of its own: a donated train state must not contain an array twice.
-            instability = _moments.init(p, own, dtype)._replace(full=None)
-            mu = jnp.zeros_like(p, dtype=mu_dtype or dtype)
-            return _Leaf(p, mu, _moments.init(p, own, dtype), instability, count)
+            instability = _moments.init(p, own)._replace(full=None)
+            mu = jnp.zeros_like(p, dtype=mu_dtype or at_least_float32(p.dtype))
+            return _Leaf(p, mu, _moments.init(p, own), instability, count)
 
         return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
@@ -191,12 +190,9 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
         count = optax.safe_increment(state.count)
-        nus = _moments.join(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        nus = _moments.join(leaves, dims, state, "nu", "nu_row", "nu_col")
         mus = leaves.averages_in("mu", state.mu, mu_dtype)
-        rows = leaves.slots("instability_row", state.instability_row)
-        cols = leaves.slots("instability_col", state.instability_col)
-        instabilities = [_moments.Moment(None, *slots) for slots in zip(rows, cols, strict=True)]
-        _moments.check(leaves, "instability", instabilities)
+        instabilities = _moments.join(leaves, dims, state, "instability_row", "instability_col")
         columns = zip(leaves.arrays, mus, nus, instabilities, strict=True)
         new = _phases.run(PHASES, hyper, dims, [_Leaf(*arrays, count) for arrays in columns])
         return leaves.unflatten([leaf.g for leaf in new]), _state(count, leaves, dims, new)

@@ -205,9 +205,8 @@ def map_slots(
                     f"{caller} needs the arrays of {maker}, found {type(slot).__name__}. Put "
                     "low_precision_state around the other transformations of the chain alone."
                 )
-    treedef: Any = jax.tree.structure(params)
-    pairs = zip(treedef.flatten_up_to(params), merged, strict=True)
-    return treedef.unflatten([p if slot is None else fn(p, slot) for p, slot in pairs])
+    pairs = zip(leaves.arrays, merged, strict=True)
+    return leaves.unflatten([p if slot is None else fn(p, slot) for p, slot in pairs])
 
 
 def whole_number(name: str, value: Any) -> np.ndarray:

@@ -1,9 +1,10 @@
-"""Factored second moments: decaying averages of row and column means, and their inverse root.
+"""Factored second moments: decaying averages of row and column means, and updates scaled by them.
 
 Their outer product, divided by the mean of the rows, estimates the full matrix. Shapes in comments
 are those of an array (rows, cols).
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 
 from optax_ext import _matrix_passes
 from optax_ext._factoring import Dims, Factoring
-from optax_ext._leaves import Leaves, check_dtype
+from optax_ext._leaves import Leaves, at_least_float32, check_dtype
 from optax_ext._matrix_passes import Function
-from optax_ext._types import Array, DType
+from optax_ext._types import Array
 
 
 class Moment(NamedTuple):
@@ -36,9 +37,9 @@ class Estimate(NamedTuple):
     row_mean: jax.Array | None  # (1, 1)
 
 
-def init(like: Array, dims: Factoring, dtype: DType) -> Moment:
+def init(like: Array, dims: Factoring) -> Moment:
     """Returns zeros; factored ones are sums of zeros like ``like``, to inherit its sharding."""
-    zeros = jnp.zeros_like(like, dtype=dtype)  # (rows, cols)
+    zeros = jnp.zeros_like(like, dtype=at_least_float32(like.dtype))  # (rows, cols)
     if not dims.factored:
         return Moment(zeros, None, None)
     return Moment(None, jnp.sum(zeros, axis=dims.cols), jnp.sum(zeros, axis=dims.rows))
@@ -88,6 +89,26 @@ def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
     return x
 
 
+def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
+    """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
+    factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
+    if threshold is not None and leaf.g.size:
+        u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors))
+        factors += (1.0 / jnp.maximum(1.0, rms(u, dims) / threshold),)  # (1, 1)
+    return leaf._replace(factors=factors)
+
+
+def rms(x: jax.Array, dims: Factoring) -> jax.Array:
+    """Returns the root mean square of every batch slice, shaped to broadcast against ``x``."""
+    reduced = tuple(d for d in range(x.ndim) if d not in dims.batch)
+    # Divided last: XLA on CPUs would write a matrix of the scale that arrays share. By a float: JAX
+    # converts integers to int32, and large models have arrays of more elements.
+    count = float(math.prod(x.shape[d] for d in reduced))
+    mean = jnp.sum(jnp.square(x), reduced, keepdims=True) / count
+    zero = mean == 0  # where the derivative of the root is not finite
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, mean)))
+
+
 def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) -> Any:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
     kept = [moment_dims(x.ndim, d) for x, d in zip(leaves.arrays, dims, strict=True)]
@@ -96,29 +117,28 @@ def split(leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]) 
     return leaves.unflatten(full), leaves.unflatten(row, rows), leaves.unflatten(col, cols)
 
 
-def join(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
-    """Returns each leaf's moment in fields of the state; raises unless they are of such leaves."""
-    columns = [leaves.slots(field, tree) for field, tree in fields.items()]
-    moments = [Moment(*slots) for slots in zip(*columns, strict=True)]
+def join(leaves: Leaves, dims: Sequence[Factoring], state: Any, *fields: str) -> list[Moment]:
+    """Returns each leaf's moment in fields of the state; raises unless they are of such leaves.
+
+    The fields are those of ``Moment``, or the last two, where only factored leaves have one.
+    """
+    name, num = fields[0].removesuffix("_row"), len(fields)
+    columns = [leaves.slots(field, getattr(state, field)) for field in fields]
+    moments = [Moment(*[None] * (3 - num), *slots) for slots in zip(*columns, strict=True)]
     for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):
-        kept = moment_dims(g.ndim, factoring)
+        kept = moment_dims(g.ndim, factoring)[-num:]
         want = [None if own is None else tuple(g.shape[d] for d in own) for own in kept]
-        have = [None if x is None else tuple(x.shape) for x in moment]
+        have = [None if x is None else tuple(x.shape) for x in moment[-num:]]
         if want != have:
             raise ValueError(
                 f"gradient {path!r} of shape {tuple(g.shape)} does not match the state: its "
-                f"{tuple(fields)} should have shapes {want}, found {have}. The state belongs to "
-                "other parameters or another factoring rule."
+                f"{fields} should have shapes {want}, found {have}. The state belongs to other "
+                "parameters or another factoring rule."
             )
-    check(leaves, "nu", moments)
-    return moments
-
-
-def check(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None:
-    for path, moment in zip(leaves.paths, moments, strict=True):
         for array in moment:
             if array is not None:
-                check_dtype(path, field, array)
+                check_dtype(path, name, array)
+    return moments
 
 
 def moment_dims(ndim: int, dims: Factoring) -> list[Dims | None]:

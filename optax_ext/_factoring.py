@@ -58,9 +58,8 @@ class Factoring:
                     f"{self} names dim {dim}, but {path!r} has shape {shape}; choose another rule "
                     "for this parameter, for example with by_path."
                 )
-        rows, cols, batch = (
-            tuple(sorted(d % ndim for d in dims)) for dims in (self.rows, self.cols, self.batch)
-        )
+        sides = (self.rows, self.cols, self.batch)
+        rows, cols, batch = (tuple(sorted(d % ndim for d in side)) for side in sides)
         try:
             return Factoring(rows, cols, batch)
         except ValueError as error:
@@ -187,9 +186,7 @@ def _for_tree(rule: Any, parameters: Sequence[tuple[str, Dims]]) -> Any:
 def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
     """Returns the factoring of every leaf, with dims counted from the front."""
     # An array without elements has no means.
-    parameters = [
-        (path, tuple(x.shape)) for path, x in zip(leaves.paths, leaves.arrays, strict=True)
-    ]
+    parameters = list(zip(leaves.paths, (tuple(x.shape) for x in leaves.arrays), strict=True))
     rule = _for_tree(rule, [(path, shape) for path, shape in parameters if 0 not in shape])
 
     def factoring(path: str, shape: Dims) -> Factoring:

@@ -88,9 +88,8 @@ class flax_transformer:
             )
         free = self._free(path, shape)
         own = self._of_one_layer(path, tuple(shape[d] for d in free))
-        rows, cols, batch = (
-            tuple(sorted(free[d] for d in dims)) for dims in (own.rows, own.cols, own.batch)
-        )
+        sides = (own.rows, own.cols, own.batch)
+        rows, cols, batch = (tuple(free[d] for d in side) for side in sides)
         of_layers = () if len(free) == len(shape) else (self.stack_dim,)
         return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
 
@@ -164,7 +163,7 @@ class flax_transformer:
         widths = {n for shape in large for n in (shape[1], shape[-1])}
         alone = len(large) > 1 and all(len(s) > 2 for s in layers_first)  # as under optax.partition
         if (
-            any(len(s) > 1 and _is_vector(p) and not p.endswith("bias") for p, s in arrays)
+            any(len(s) > 1 and re.search(_VECTOR, p) and not p.endswith("bias") for p, s in arrays)
             or any(len(s) == 2 and s[0] < s[1] in widths for s in layers_first)
             or (large if named else alone and not re.search(_EXPERTS, prefix))
         ):
@@ -179,10 +178,6 @@ class flax_transformer:
         )
 
 
-def _is_vector(path: str) -> bool:
-    return bool(re.search(_VECTOR, path))
-
-
 def split_of(sizes: Dims) -> int:
     """How many leading dims are the rows: for the fewest statistics, or one dim on a side."""
     last = len(sizes) - 1
@@ -195,7 +190,7 @@ def split_of(sizes: Dims) -> int:
 
 def _least_rank(path: str) -> int:
     """Returns the fewest dims that a parameter of this name has in one layer."""
-    if _is_vector(path):
+    if re.search(_VECTOR, path):
         return 1
     for pattern, rank, _ in _BY_NAME:
         if "einsum" in pattern and re.search(rf"(^|/)({pattern})", path):

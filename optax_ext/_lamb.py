@@ -122,9 +122,8 @@ def _scale(b1: Any, b2: Any, eps: Any, weight_decay: Any, stacked: Any, masks: T
         hyper = _Hyper(b1, b2, eps, decay)
         columns = zip(grads, weights, mus, nus, strict=True)
         step = _phases.run(PHASES, hyper, kinds, [Leaf(*arrays, count) for arrays in columns])
-        out, mu, nu = (
-            leaves.unflatten([getattr(leaf, name) for leaf in step]) for name in ("u", "mu", "nu")
-        )
+        fields = ([getattr(leaf, name) for leaf in step] for name in ("u", "mu", "nu"))
+        out, mu, nu = map(leaves.unflatten, fields)
         return out, ScaleByLambState(count, mu, nu)
 
     return _validate.keep_dtype(optax.GradientTransformation(init, update))

@@ -123,10 +123,8 @@ def master_weights(
         weights = leaves.unflatten([p if m is None else m for _, m, p in columns])
         out, inner_state = inner.update(grads, state.inner_state, weights, **extra_args)
         with jax.named_scope("master_weights"):
-            moved = [
-                (u, None) if m is None else _move(p, m, u)
-                for (_, m, p), u in zip(columns, leaves.slots("updates", out), strict=True)
-            ]
+            pairs = zip(columns, leaves.slots("updates", out), strict=True)
+            moved = [(u, None) if m is None else _move(p, m, u) for (_, m, p), u in pairs]
         masters = leaves.unflatten([m for _, m in moved])
         return leaves.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
 

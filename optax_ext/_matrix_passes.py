@@ -40,23 +40,21 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
         return fused(array, args)
-    gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
+    gpu = functools.partial(_pass_per_mean, fn, dims, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
-        forms["cpu"] = (
-            functools.partial(_block_by_block, fn, dims, blocks)
-            if blocks > 1
-            else functools.partial(_pass_per_mean, fn, dims, _plus_zero, True)
-        )
+        in_blocks = functools.partial(_block_by_block, fn, dims, blocks)
+        in_passes = functools.partial(_pass_per_mean, fn, dims, True)
+        forms["cpu"] = in_blocks if blocks > 1 else in_passes
     return jax.lax.platform_dependent(array, args, **forms, default=fused)
 
 
 def recomputed(factors: Any, after: Any) -> Any:
     """Returns small arrays as new values: XLA recomputes from them and writes no matrix."""
     if is_partitioned(factors, after):
-        return _behind_barrier(factors, after)
-    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
+        return hold(factors, after)
+    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=hold)
 
 
 def reread(arrays: Any, after: Any) -> Any:
@@ -66,7 +64,6 @@ def reread(arrays: Any, after: Any) -> Any:
 
 def hold(arrays: Any, after: Any = ()) -> Any:
     """Returns the arrays behind a barrier: none is available before all are, and ``after`` is."""
-    treedef: Any
     leaves, treedef = jax.tree.flatten(arrays)
     # In a shard_map each waits for those that vary over no other axes, or its type would change.
     axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
@@ -76,7 +73,7 @@ def hold(arrays: Any, after: Any = ()) -> Any:
         held = jax.lax.optimization_barrier([*(leaves[i] for i in members), *others])
         for i, x in zip(members, held, strict=False):
             leaves[i] = x
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _varying(x: Array) -> frozenset[str]:
@@ -157,10 +154,6 @@ def _is_shared(mesh: Any) -> bool:
 # --- Values of a new pass -------------------------------------------------------------------------
 
 
-def _behind_barrier(factors: Any, after: Any) -> Any:
-    return jax.lax.optimization_barrier((factors, after))[0]
-
-
 def _plus_zero(factors: Any, after: Any) -> Any:
     """For CPUs, where XLA removes barriers before it eliminates common subexpressions."""
     last = jax.tree.leaves(after)[-1]
@@ -184,15 +177,9 @@ def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> S
 
 
 def _pass_per_mean(
-    fn: Function,
-    dims: Sequence[Dims],
-    renew: Callable[[Any, Any], Any],
-    separate_new: bool,
-    array: jax.Array,
-    args: Any,
+    fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any
 ) -> Swept:
     """One pass for each mean; ``new`` is written by the last one, or by a separate one on CPUs."""
-    treedef: Any
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
     one = jnp.ones((), array.dtype)
@@ -202,22 +189,22 @@ def _pass_per_mean(
         # The products with one and with the scale make this pass's values others than those of the
         # pass before, which XLA would otherwise write to memory and read again.
         factors = (small, one, jnp.asarray(scale, dtype))
+        renew = _plus_zero if on_cpu else hold
         fresh, unit, factor = factors if after is None else renew(factors, after)
-        x, new = fn(
-            array * unit, treedef.unflatten([fresh.get(i, a) for i, a in enumerate(leaves)])
-        )
+        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
+        x, new = fn(array * unit, own)
         return x * factor, new
 
     means: list[jax.Array] = []
     done = None
     for reduced in reversed(dims):
         x, new = run(done, 1.0 / _count(array, reduced))
-        if separate_new:
+        if on_cpu:
             total = done = jnp.sum(x, reduced)
         else:
             total, done = _sum_by_stages(x, reduced)
         means.insert(0, total)
-    return means, run(done, 1.0)[1] if separate_new else new
+    return means, run(done, 1.0)[1] if on_cpu else new
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:

@@ -92,12 +92,11 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
     def init(params: optax.Params) -> ParamsHistoryState:
         leaves = Leaves.of(params)
         pairs = [(p, d.max(initial=0)) for p, d in zip(leaves.arrays, lags_of(leaves), strict=True)]
-        return ParamsHistoryState(
-            tuple(
-                leaves.unflatten([_replica(p) if lag <= longest else None for p, longest in pairs])
-                for lag in _lags(num_versions)
-            )
+        versions = (
+            leaves.unflatten([_replica(p) if lag <= longest else None for p, longest in pairs])
+            for lag in _lags(num_versions)
         )
+        return ParamsHistoryState(tuple(versions))
 
     def update(
         updates: Tree, state: ParamsHistoryState, params: Tree = None, **extra_args: Any

@@ -71,10 +71,8 @@ def scale_by_delay(
     ) -> tuple[Tree, ScaleByDelayState]:
         leaves = Leaves.of(updates)
         with jax.named_scope("scale_by_delay"):
-            out = [
-                _divided(u, delay, state.count, anneal_steps)
-                for u, delay in zip(leaves.arrays, delays_of("delays", delays, leaves), strict=True)
-            ]
+            pairs = zip(leaves.arrays, delays_of("delays", delays, leaves), strict=True)
+            out = [_divided(u, delay, state.count, anneal_steps) for u, delay in pairs]
         return leaves.unflatten(out), ScaleByDelayState(optax.safe_increment(state.count))
 
     return optax.GradientTransformationExtraArgs(init, update)

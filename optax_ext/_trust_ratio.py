@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_ext import _validate
 from optax_ext._factoring import Dims, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._types import Tree
 
 # Powers of two: multiplying by them is exact.
 _DOWN, _UP = 2.0**-90, 2.0**90
@@ -95,12 +95,7 @@ def check_options(weight_decay: Any, stacked: Any, **masks: Any) -> None:
 
 
 def layers(
-    name: str,
-    leaves: Leaves,
-    params: optax.Params | None,
-    stacked: FactoringRule | None,
-    weight_decay_mask: Any,
-    trust_ratio_mask: Any,
+    name: str, leaves: Leaves, params: Tree, stacked: FactoringRule | None, **masks: Any
 ) -> tuple[list[Layer], list[jax.Array], list[jax.Array]]:
     """Returns how the transformation ``name`` treats each array; gradients and parameters, wide."""
     if params is None:
@@ -108,19 +103,16 @@ def layers(
     weights = leaves.arrays_in("params", params)
     batches = [dims.batch for dims in factorings(stacked, leaves)]
 
-    def resolve(argument: str, mask: Any) -> list[bool]:
+    def resolve(argument: str) -> list[bool]:
+        mask = masks[argument]
         if isinstance(mask, str):
             return [g.ndim - len(b) > 1 for g, b in zip(leaves.arrays, batches, strict=True)]
         return _validate.mask(argument, True if mask is None else mask, params)
 
-    decays = resolve("weight_decay_mask", weight_decay_mask)
-    ratios = resolve("trust_ratio_mask", trust_ratio_mask)
+    kinds = list(map(Layer, batches, resolve("weight_decay_mask"), resolve("trust_ratio_mask")))
     dtypes = [at_least_float32(w.dtype) for w in weights]
-    return (
-        list(map(Layer, batches, decays, ratios)),
-        [g.astype(dtype) for g, dtype in zip(leaves.arrays, dtypes, strict=True)],
-        [w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True)],
-    )
+    grads = [g.astype(dtype) for g, dtype in zip(leaves.arrays, dtypes, strict=True)]
+    return kinds, grads, [w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True)]
 
 
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:

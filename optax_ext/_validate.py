@@ -156,9 +156,7 @@ def mask(name: str, value: Any, tree: Tree) -> list[bool]:
     if strings:
         raise ValueError(f"{name} must be a tree of bools; got {strings[0]!r} in it.")
     try:
-        return jax.tree.leaves(
-            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), chosen, tree)
-        )
+        return list(map(bool, jax.tree.leaves(jax.tree.broadcast(chosen, tree))))
     except ValueError as error:
         raise ValueError(
             f"{name} does not fit the parameters; it needs a bool for each of them, or for each "

@@ -57,12 +57,11 @@ def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments
     Programs for several devices have ``default``, unless ``kernels_on`` says how arrays are
     sharded. ``kernel`` may close over no array that is traced here.
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(arguments)
     closed, consts, results = with_constants(default, *arguments)
 
     def flat_kernel(*operands: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(kernel(*treedef.unflatten(operands[len(consts) :])))
+        return jax.tree.leaves(kernel(*jax.tree.unflatten(treedef, operands[len(consts) :])))
 
     forms = {"default": closed, "kernel": in_this_mesh(flat_kernel)}
     made = FOR_TPUS.bind(*consts, *leaves, **forms, anywhere=shards() is not None)

@@ -31,18 +31,12 @@ def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
 class ScheduledRun:
     """One evaluation of a graph whose outputs replace its inputs, group by group."""
 
-    graph: Graph  # has as many outputs as inputs
-    inputs: Sequence[Any]  # the arrays that it is evaluated on
-    values: dict[int, Any]  # computed so far
-    outputs: dict[int, Any]  # computed so far
-    barrier: tuple[Any, ...]  # arrays computed before the next deferred input is read
-
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
-        self.graph, self.inputs = graph, inputs
-        self.values = dict(graph.constants)
+        self.graph, self.inputs = graph, inputs  # as many outputs as inputs
+        self.values = dict(graph.constants)  # computed so far
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
-        self.outputs = {}
-        self.barrier = tuple(after)
+        self.outputs: dict[int, Any] = {}  # computed so far
+        self.barrier = tuple(after)  # arrays computed before the next deferred input is read
 
     def run(self, roots: Sequence[int]) -> list[Any]:
         """Evaluates the graph in the execution order of ``roots``; returns all outputs."""
@@ -96,14 +90,13 @@ def run_by_leaf(
     num_roots = len(jax.tree.leaves(tree))
     deferred = [i >= num_roots and is_deferred(x) for i, x in enumerate(inputs)]
 
-    def flat_fn(inputs: list[Any]) -> list[Any]:
-        leaves, new = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
-        if str(new) != str(treedef):
-            raise ValueError(
-                f"the transformation changes the structure of (updates, state) from {treedef} to "
-                f"{new}; it must return both in the structure it receives."
-            )
-        return leaves
+    def on_leaves(inputs: list[Any]) -> tuple[Any, Any]:
+        return fn(*jax.tree.unflatten(treedef, inputs))
 
-    run = make_run(Graph(flat_fn, inputs, deferred, portable, kept), inputs)
-    return jax.tree.unflatten(treedef, run.run(range(num_roots)))
+    graph = Graph(on_leaves, inputs, deferred, portable, kept)
+    if str(graph.out_treedef) != str(treedef):
+        raise ValueError(
+            f"the transformation changes the structure of (updates, state) from {treedef} to "
+            f"{graph.out_treedef}; it must return both in the structure it receives."
+        )
+    return jax.tree.unflatten(treedef, make_run(graph, inputs).run(range(num_roots)))

@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import Literal
 
 from optax_ext import _matrix_passes, kernels
+from optax_ext._types import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,27 +28,27 @@ class Equation:
 class Graph:
     """A traced function with its inner jits inlined. Values are numbered, inputs first."""
 
-    types: list[Any]  # shape and dtype of every value
-    reads: list[int]  # the deferred inputs that a value depends on, as the bits of an int
-    constants: dict[int, Any]  # the values that are known without evaluation
-    equations: list[Equation]  # in an order in which they can be evaluated
-    producer: dict[int, int]  # the equation that computes a value, unless it is input or constant
-    outputs: list[int]  # the values that the function returns
-
     def __init__(
         self,
-        fn: Callable[[list[Any]], list[Any]],
+        fn: Callable[[list[Any]], Tree],
         inputs: Sequence[Any],
         deferred: Sequence[bool],  # for each input, whether it counts in ``reads``
         portable: bool = False,  # a choice of platform takes its default on all of them
         kept: Container[str] = (),  # names of jits that are one equation: nothing reads parts of it
     ):
-        closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
+        types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
+        closed, results = jax.make_jaxpr(fn, return_shape=True)(types)
         self._portable, self._kept = portable, kept
-        self.types = list(closed.in_avals)
+        self.types = list(closed.in_avals)  # shape and dtype of every value
+        # The deferred inputs that a value depends on, as the bits of an int.
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
-        self.constants, self.equations, self.producer = {}, [], {}
+        self.constants: dict[int, Any] = {}  # the values that are known without evaluation
+        self.equations: list[Equation] = []  # in an order in which they can be evaluated
+        # The equation that computes a value, unless it is input or constant.
+        self.producer: dict[int, int] = {}
+        # The values that the function returns, and the tree that they are the leaves of.
         self.outputs = self._inline(closed, tuple(range(len(inputs))))
+        self.out_treedef: Any = jax.tree.structure(results)
 
     def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())

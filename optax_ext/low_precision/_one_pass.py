@@ -1,8 +1,9 @@
 """Updates of parameters with 8-bit state in one pass over memory, in programs for TPUs.
 
 Between scales and codes XLA writes the scales of elements, or float32 moments. One pass reads the
-moments, computes an element-wise update and quantizes the new moments: ``_tile_kernel``, or
-``_row_loop`` for arrays of few columns. Here: which updates they take, what they read and write.
+moments, computes an element-wise update and quantizes the new moments: ``_tile_kernel``. Where the
+update needs sums over rows or columns of moments, a pass before computes these. Here: which updates
+they take, what they read and write.
 """
 
 import itertools
@@ -25,10 +26,10 @@ _DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32")))
 # Mosaic has no rule for these.
 _UNKNOWN_TO_MOSAIC = """
 acos acosh asin asinh atan atan2 atanh cbrt cosh digamma erf_inv erfc expm1 lgamma nextafter
-optimization_barrier population_count reduce_precision sinh
+population_count reduce_precision sinh
 """
 _IN_KERNELS = ELEMENTWISE - frozenset(_UNKNOWN_TO_MOSAIC.split())
-_KERNEL_COLUMNS = 128  # the fewest for the kernel: those of a TPU register
+_LANES = 128  # of a TPU register; its rows are those of a block
 
 
 class Operands(NamedTuple):
@@ -37,6 +38,8 @@ class Operands(NamedTuple):
     small: list[jax.Array]  # numbers
     noise: list[jax.Array]  # two a stored array: the ``hashes_of_matrices``, of its leading dims
     places: list[jax.Array]  # indices in the full array of this device's rows, and of its columns
+    rows: list[jax.Array]  # (..., rows)
+    columns: list[jax.Array]  # (..., columns)
     full: list[jax.Array]  # of the parameter's shape, (..., rows, columns)
     stored: list[Quantized]  # of that shape
 
@@ -44,19 +47,21 @@ class Operands(NamedTuple):
 class OnePass(NamedTuple):
     """What one pass computes for one parameter; values have their numbers in ``graph``."""
 
-    function: Callable[["OnePass", Operands], list[jax.Array]]  # of the arrays of one device
     graph: Graph  # the inner update of dequantized moments; its output j replaces its input j
     root: int  # the output that is the parameter's update
     path: Path  # of the parameter
     shape: tuple[int, ...]  # of the parameter
-    equations: list[Equation]  # in the order in which a slice of the arrays is evaluated
-    full: list[int]  # values of that shape that the pass reads
-    small: list[int]  # numbers that it reads
-    literals: dict[int, Any]  # numbers that are known while tracing
     stored: dict[int, Quantized]  # inputs that it dequantizes
-    outputs: list[int]  # outputs that it makes, as ``Quantized`` where the input is stored
     rounding: str
     interpret: bool  # whether a kernel is interpreted
+    outputs: Sequence[int] = ()  # that it makes, as ``Quantized`` where the input is stored
+    sums: Sequence[Equation] = ()  # over rows or columns, which the next pass needs
+    equations: Sequence[Equation] = ()  # in the order in which a slice of the arrays is evaluated
+    full: Sequence[int] = ()  # values of that shape that the pass reads
+    rows: Sequence[int] = ()  # values that it reads, the same in all columns
+    columns: Sequence[int] = ()  # values that it reads, the same in all rows
+    small: Sequence[int] = ()  # numbers that it reads
+    literals: Sequence[tuple[int, Any]] = ()  # numbers that are known while tracing
     param: int | None = None  # where ``Operands.full`` has the parameter, if the pass updates it
 
 
@@ -88,19 +93,18 @@ class OnePassUpdates:
             new, inner_state = inner_update(*trees, params)
             return jax.tree.leaves(new) + treedef.flatten_up_to(inner_state)
 
-        graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))])
+        graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))], portable=True)
+        self._graph = graph
         self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
-        passes = {
-            i: self._one_pass(i, path, graph, stored) for i, (path, _) in enumerate(with_paths)
-        }
-        self._passes = {root: update for root, update in passes.items() if update is not None}
+        self._passes = {i: self._plan(i, path, stored) for i, (path, _) in enumerate(with_paths)}
         # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
         number = itertools.count(num + (key is not None))
         self._numbers = [[j] for j in range(num)]
         self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
 
-    def _one_pass(self, root: int, path: Path, graph: Graph, stored: Any) -> OnePass | None:
-        """Returns how one pass computes output ``root`` and all that share moments with it."""
+    def _plan(self, root: int, path: Path, stored: Any) -> tuple[list[int], list[OnePass]] | None:
+        """Returns output ``root`` and all that share moments with it, and passes that make them."""
+        graph = self._graph
         reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
         outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
         read = {i: q for i, q in stored.items() if reads >> i & 1}
@@ -110,96 +114,155 @@ class OnePassUpdates:
         shard = self._shards.shape_of(path, shape)
         if len(blocks) > 1 or shard is None:
             return None
-        function = _function_for(shard)
+        if min(shard[-2:]) < BLOCK_ROWS or max(shard[-2:]) < _LANES:
+            return None
         # No shard ends within a block.
         ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
-        if function is None or any(n != full and n % size for n, full, size in ends):
+        if any(n != full and n % size for n, full, size in ends):
             return None
-
-        # From the outputs back to the moments, and to what does not depend on any.
-        equations: set[int] = set()
-        full, small, literals = [], [], {}
-        seen, pending = set(read), [graph.outputs[j] for j in outputs]
-        if any(graph.reads[v] & ~reads or graph.types[v].dtype not in _DTYPES for v in pending):
+        values = {j: graph.outputs[j] for j in outputs}
+        if any(graph.reads[v] & ~reads for v in values.values()):
             return None
-        while pending:
-            value = pending.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            index, constant = graph.producer.get(value), graph.constants.get(value)
-            if graph.shape(value) == shape and index is not None and _is_local(graph, index):
-                equations.add(index)
-                pending += graph.equations[index].operands
-            elif graph.reads[value]:
-                return None
-            elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
-                full.append(value)
-            elif graph.shape(value) != ():
-                return None
-            elif constant is None or isinstance(constant, jax.core.Tracer):
-                small.append(value)
-            else:
-                literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
-        ordered = [graph.equations[i] for i in sorted(equations)]
-        values = (ordered, sorted(full), sorted(small), literals, read, outputs)
+        full = [j for j, v in values.items() if graph.shape(v) == shape]
         how = self._rounding, self._shards.interpret
-        return OnePass(function, graph, root, path, shape, *values, *how)
+        update = OnePass(graph, root, path, shape, read, *how, full)
+        passes = _with_sums(update, [v for j, v in values.items() if j not in full])
+        return None if passes is None else (outputs, passes)
 
     def outputs_of(self, root: int) -> list[int]:
         """Returns the step's outputs that are made with an update; none if it takes no pass."""
-        update = self._passes.get(root)
-        return [] if update is None else [k for j in update.outputs for k in self._numbers[j]]
+        outputs, _ = self._passes.get(root) or ((), ())
+        return [k for j in outputs for k in self._numbers[j]]
 
     def run(self, root: int) -> dict[int, jax.Array]:
         """Returns these outputs, computed on the shards of each device."""
-        update = self._passes[root]
-        equations, _ = update.graph.needed([*update.full, *update.small], self._values)
+        outputs, passes = self._passes[root] or ((), ())
+        made: dict[int, jax.Array] = {}
+        for update in passes:
+            made |= self._run(update)
+        for j in outputs:
+            if self._numbers[j][0] not in made:  # a vector
+                made |= zip(self._numbers[j], self._compute([self._graph.outputs[j]]), strict=True)
+        return made
+
+    def _compute(self, values: Sequence[int]) -> list[jax.Array]:
+        equations, _ = self._graph.needed(values, self._values)
         evaluate(equations, self._values)
-        full, small = ([self._values[v] for v in which] for which in (update.full, update.small))
-        param = self._params[root]
+        return [self._values[v] for v in values]
+
+    def _run(self, update: OnePass) -> dict[int, jax.Array]:
+        """Returns the outputs of a pass; its sums become values."""
+        every = tuple(range(len(update.shape)))
+        *lead, row, column = every
+        of_rows, of_columns = (*lead, row), (*lead, column)
+
+        def vectors(values: Sequence[int], dims: Sequence[int], other: int) -> list[jax.Array]:
+            shape = [update.shape[d] for d in dims]
+            found = (jnp.squeeze(x, other) for x in self._compute(values))
+            return [jnp.broadcast_to(x, shape).astype(jnp.float32) for x in found]
+
+        full, small = self._compute(update.full), self._compute(update.small)
+        rows = vectors(update.rows, of_rows, column)
+        columns = vectors(update.columns, of_columns, row)
+        param = self._params[update.root] if update.outputs else None
         if param is not None:
             # It may be one of these already, as with weight decay.
             at = next((k for k, x in enumerate(full) if x is param), len(full))
             full += [param] if at == len(full) else []
             update = update._replace(param=at)
 
-        every = tuple(range(len(update.shape)))
-        *lead, row, column = every
         with jax.named_scope("low_precision"):
             noise = []
-            if self._key is not None:
+            if self._key is not None and update.outputs:
                 for i in update.stored:
                     key = salted(self._key, salt_of(self._paths[i]))
                     hashes = hashes_of_matrices(key, update.shape)
                     noise += [x.reshape(update.shape[:-2]) for x in hashes]
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
-            operands = Operands(small, noise, places, full, list(update.stored.values()))
+            stored = list(update.stored.values())
+            operands = Operands(small, noise, places, rows, columns, full, stored)
             treedef: Any
             arrays, treedef = jax.tree.flatten(operands)
             dims = [()] * len(small) + [tuple(lead)] * len(noise) + [(row,), (column,)]
+            dims += [of_rows] * len(rows) + [of_columns] * len(columns)
             dims += [every] * (len(arrays) - len(dims))
 
             def run(*arrays: jax.Array) -> list[jax.Array]:
-                return update.function(update, treedef.unflatten(arrays))
+                from optax_ext.low_precision import _tile_kernel  # loads Pallas, 0.3 s
 
-            numbers = self.outputs_of(root)
-            made = self._shards.run(update.path, run, arrays, dims, [every] * len(numbers))
-        return dict(zip(numbers, made, strict=True))
+                return _tile_kernel.update_tiles(update, treedef.unflatten(arrays))
+
+            numbers = [k for j in update.outputs for k in self._numbers[j]]
+            result_dims = [every] * len(numbers)
+            for eqn in update.sums:  # of each tile: (..., tiles, columns) or (..., tiles, rows)
+                result_dims += [every if sums_rows(eqn, every) else (*lead, column, row)]
+            made = self._shards.run(update.path, run, arrays, dims, result_dims)
+            for eqn, partial in zip(update.sums, made[len(numbers) :], strict=True):
+                axes = eqn.params["axes"]
+                axes = axes if sums_rows(eqn, every) else {*axes} - {column} | {row}
+                self._values[eqn.results[0]] = jnp.sum(partial, tuple(axes))
+        return dict(zip(numbers, made, strict=False))
 
 
 # --- Which updates take a pass --------------------------------------------------------------------
 
 
-def _function_for(shard: Sequence[int]) -> Any:
-    """Returns what updates a shard in one pass; None where XLA's form is as good."""
-    from optax_ext.low_precision import _row_loop  # imports this file
+def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
+    """Returns a pass behind those of the sums that it or values ``needed`` read; None if XLA's."""
+    complete = _with_operands(update)
+    if complete is None:
+        return None
+    graph, sums = update.graph, {}
+    seen, pending = set(), [*needed, *complete.rows, *complete.columns, *complete.small]
+    while pending:
+        value = pending.pop()
+        if value in seen or not graph.reads[value]:
+            continue
+        seen.add(value)
+        index = graph.producer[value]
+        eqn = graph.equations[index]
+        if all(graph.shape(v) != update.shape for v in eqn.operands):
+            pending += eqn.operands
+        elif _is_sum(eqn, graph, len(update.shape)):
+            sums[index] = eqn
+        else:
+            return None
+    if not sums:
+        return [complete]
+    before = _with_sums(update._replace(outputs=(), sums=list(sums.values())), [])
+    return None if before is None else [*before, complete]
 
-    if shard[-2] >= BLOCK_ROWS and shard[-1] >= _KERNEL_COLUMNS:
-        from optax_ext.low_precision import _tile_kernel  # loads Pallas, a third of a second
 
-        return _tile_kernel.update_tiles
-    return _row_loop.update_rows if _row_loop.takes(shard) else None
+def _with_operands(update: OnePass) -> OnePass | None:
+    """Adds what a pass computes and reads, from its outputs and sums back to the moments."""
+    graph, shape = update.graph, update.shape
+    equations: set[int] = set()
+    found: Any = {k: [] for k in ("full", "rows", "columns", "small", "literals")}
+    made = [graph.outputs[j] for j in update.outputs]
+    if any(graph.types[v].dtype not in _DTYPES for v in made):
+        return None
+    seen, pending = set(update.stored), made + [eqn.operands[0] for eqn in update.sums]
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        index, constant = graph.producer.get(value), graph.constants.get(value)
+        own, dtype = graph.shape(value), graph.types[value].dtype
+        if own == shape and index is not None and _is_local(graph, index):
+            equations.add(index)
+            pending += graph.equations[index].operands
+        elif own == shape and dtype in _DTYPES and not graph.reads[value]:
+            found["full"].append(value)
+        elif own == () and (constant is None or isinstance(constant, jax.core.Tracer)):
+            found["small"].append(value)
+        elif own == ():
+            found["literals"].append((value, np.asarray(constant, dtype)[()]))
+        elif len(own) == len(shape) and 1 in own[-2:] and dtype in (jnp.float32, jnp.bool_):
+            found["columns" if own[-2] == 1 else "rows"].append(value)
+        else:
+            return None
+    return update._replace(equations=[graph.equations[i] for i in sorted(equations)], **found)
 
 
 def dequantized_type(x: Any) -> Any:
@@ -229,15 +292,30 @@ def _is_local(graph: Graph, index: int) -> bool:
     """Whether an equation makes each element of a slice from the elements at the same place."""
     eqn = graph.equations[index]
     if eqn.primitive.name == "broadcast_in_dim":
-        return graph.shape(eqn.operands[0]) == ()
+        return len(graph.shape(eqn.operands[0])) in (0, len(eqn.params["shape"]))
     return eqn.primitive.name in _IN_KERNELS and len(eqn.results) == 1
+
+
+def _is_sum(eqn: Equation, graph: Graph, ndim: int) -> bool:
+    """Whether an equation is a sum over rows or columns that a kernel makes."""
+    return (
+        eqn.primitive.name == "reduce_sum"
+        and max(eqn.params["axes"], default=0) >= ndim - 2
+        and graph.types[eqn.operands[0]].dtype == jnp.float32
+    )
 
 
 # --- In a pass ------------------------------------------------------------------------------------
 
 
-def block_columns(update: OnePass) -> int:
-    return blocks_of(next(iter(update.stored.values()))).rows_and_columns[1]
+def sums_rows(eqn: Equation, shape: Sequence[int]) -> bool:
+    """Whether a sum is over rows, and perhaps also over columns."""
+    return len(shape) - 2 in eqn.params["axes"]
+
+
+def blocks_of_pass(update: OnePass) -> tuple[int, int]:
+    """Returns the rows and columns of a block."""
+    return blocks_of(next(iter(update.stored.values()))).rows_and_columns
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
@@ -272,13 +350,16 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
 def update_slice(
     update: OnePass,
     full: list[jax.Array],
-    small: dict[int, jax.Array],  # by their numbers in the graph
+    small: dict[int, jax.Array],  # by their numbers in the graph; also rows and columns
     stored: list[Quantized],
     shape: tuple[int, ...],  # of a slice
     blocks: Any = None,  # as for ``dequantize``
 ) -> list[jax.Array]:
-    """Returns the outputs of a slice of dequantized arrays; the new parameter, not its update."""
-    values: dict[int, Any] = update.literals | small
+    """Returns the outputs of a slice of dequantized arrays; the new parameter, not its update.
+
+    Behind them are the arrays that are summed.
+    """
+    values: dict[int, Any] = dict(update.literals) | small
     values |= zip(update.full, full, strict=False)  # the parameter may be behind them
     values |= {v: dequantize(q, blocks) for v, q in zip(update.stored, stored, strict=True)}
     for eqn in update.equations:
@@ -290,7 +371,7 @@ def update_slice(
             (x,) = operands
             one = jnp.ones([], x.dtype)
             operands = [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
-        elif name not in ("copy", "copy_p"):
+        elif name not in ("copy", "copy_p", "optimization_barrier"):
             operands = list(bind(eqn, operands))
         values |= zip(eqn.results, operands, strict=True)
     made = {j: jnp.broadcast_to(values[update.graph.outputs[j]], shape) for j in update.outputs}
@@ -298,4 +379,4 @@ def update_slice(
         param = full[update.param]
         total = param.astype(jnp.float32) + made[update.root].astype(jnp.float32)
         made[update.root] = total.astype(param.dtype)  # as optax.apply_updates
-    return list(made.values())
+    return [*made.values(), *(values[eqn.operands[0]] for eqn in update.sums)]

@@ -5,7 +5,7 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from sharding.cli._load import load
 from sharding.cli._model_activations import note_on, planned_model
 from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
-from sharding.plan._format import Table, show
+from sharding.plan._format import Table, document, entry, show
 from sharding.plan._plot import plot_audits
 from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
+from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS
 
@@ -28,6 +29,11 @@ _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
 )
+
+
+class _Step(NamedTuple):
+    audit: Callable[[int], Audit]  # compiles it with a batch
+    plan: ParallelPlan | None = None  # how it is shared, of a named model
 
 
 def run_audit(options: Namespace) -> int:
@@ -39,23 +45,27 @@ def run_audit(options: Namespace) -> int:
     # Compile: each step once, or with several batches.
     headroom = 0.1 if options.headroom is None else options.headroom
     device, audits, searches = opts.device_of(options), dict[str, Audit](), dict[str, FoundBatch]()
-    steps, batch, unit = _steps(options, target)
-    for name, make in steps.items():
+    setup, steps, batch, unit = _steps(options, target)
+    for name, step in steps.items():
         if not options.find_batch:
-            audits[name] = _compiled(make, batch)
+            audits[name] = _compiled(step.audit, batch)
             continue
         print(f"{name}: trying batches", file=sys.stderr)
         sizes: Any = {"start": batch, "unit": unit, "headroom": headroom}
-        found = find_batch(make, device=device, report=_report, **sizes)
+        found = find_batch(step.audit, device=device, report=_report, **sizes)
         searches[name] = found
         audits |= {name: found.audit} if found.audit else {}
 
     # Show.
     if options.json:
-        rows = {name: audited.to_dict() for name, audited in audits.items()}
-        for name, search in searches.items():
-            rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
-        print_json(rows)
+        rows = [_row(options, name, step, batch, audits, searches) for name, step in steps.items()]
+        machine: dict[str, Any] = {"device": device, "num_devices": target.num_devices}
+        machine["headroom"] = headroom if options.find_batch else 0.0
+        notes = [text for audited in audits.values() for text in audited.sentences]
+        asked: dict[str, Any] = {}
+        if setup:
+            asked = {"params": setup.params, "sequences": batch, "length": setup.length}
+        print_json(options, document(rows, **machine, notes=notes), **asked)
     else:
         _show_audits(options, audits, searches)
     if options.plot and audits:
@@ -119,6 +129,31 @@ def _show_audits(
         show(named(name, search.tables()), [f"{name}: {text}" for text in search.sentences])
 
 
+def _row(
+    options: Namespace,
+    name: str,
+    step: _Step,
+    batch: int,
+    audits: dict[str, Audit],
+    searches: dict[str, FoundBatch],
+) -> dict[str, Any]:
+    """A step as JSON: how it is shared, and its program."""
+    figures: dict[str, Any] = {}
+    if search := searches.get(name):
+        batch, figures["find_batch"] = search.batch, search.to_dict()
+    if name not in audits:
+        return entry(name, {}, fits=False, **figures)
+    audited, plan = audits[name], step.plan
+    if plan:
+        plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))
+    figures |= {"at_least": audited.seconds, "wire": audited.wire_bytes}
+    figures |= {"tokens": audited.tokens or None, "program": audited.to_dict()}
+    row = entry(name, audited.by_part, plan, **figures)
+    if options.remat is not None:
+        row["plan"]["recompute"] = None  # what the plan of activations says
+    return row
+
+
 def _report(tried: Tried) -> None:
     """A line as soon as a size is known, since each takes a compilation."""
     verdict = "fits" if tried.fits else "too much"
@@ -127,8 +162,8 @@ def _report(tried: Tried) -> None:
 
 def _steps(
     options: Namespace, target: targets.Target
-) -> tuple[dict[str, Callable[[int], Audit]], int, int]:
-    """For each requested step a function of the batch that audits it; the batch, and its unit."""
+) -> tuple[opts.Setup | None, dict[str, _Step], int, int]:
+    """The setup of a named model, the requested steps, the batch, and its unit."""
     mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
         mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
@@ -140,7 +175,7 @@ def _steps(
             lowered, pipeline = made if isinstance(made, tuple) else (made, None)
             return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
 
-        return {options.step: audit_step}, int(options.batch or 1), 1
+        return None, {options.step: _Step(audit_step)}, int(options.batch or 1), 1
     setup = opts.setup_of(options)
     if setup.model is None:
         raise ValueError(
@@ -160,19 +195,25 @@ def _steps(
         axis = (*axes_of(zero.replica_axis), *axes_of(zero.axis))
         zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
     staged = {stage: dataclasses.replace(zero, stage=stage) for stage in _stages(options)}
-    make = functools.partial(_audit_stage, options, setup)
     unit = zero.num_devices * setup.microbatches
-    steps: dict[str, Callable[[int], Audit]] = {
-        f"stage {stage}": functools.partial(make, zero) for stage, zero in staged.items()
+    steps = {
+        f"stage {stage}": _Step(
+            functools.partial(_audit_stage, options, setup, zero),
+            _setup_of_stage(options, setup, zero).parallel_plan(zero),
+        )
+        for stage, zero in staged.items()
     }
-    return steps, unit * setup.batch, unit
+    return setup, steps, unit * setup.batch, unit
+
+
+def _setup_of_stage(options: Namespace, setup: opts.Setup, zero: Zero) -> opts.Setup:
+    return dataclasses.replace(setup, recompute=zero.stage == 3 or not options.no_remat)
 
 
 def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    sequences = batch // (zero.num_devices * setup.microbatches)
-    recompute = zero.stage == 3 or not options.no_remat
-    setup = dataclasses.replace(setup, batch=sequences, recompute=recompute)
+    setup = _setup_of_stage(options, setup, zero)
+    setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan, model, stack = setup.plan(zero), setup.model, None
     assert model is not None
     if options.remat is not None:
@@ -181,7 +222,7 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         stack = planned.apply(zero)
         plan = dataclasses.replace(setup, activations=activations).plan(zero)
     layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
-    if zero.stage < 3 and recompute:
+    if zero.stage < 3 and setup.recompute:
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[object, object]:

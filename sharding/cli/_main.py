@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             known = [f"--{name.replace('_', '-')}" for name in vars(options)]
             raise ValueError(f"{unknown[0]} is no option{nearest(unknown[0], known)}.")
+        for name, value in vars(options).items():
+            if "" in (value if isinstance(value, list) else [value]):
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} is empty: give it a value, or leave it out.")
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -85,7 +89,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     def add(name: str, add_options: Any, run: Any, summary: str, description: str) -> None:
         command = commands.add_parser(name, help=summary, description=description)
         add_options(command)
-        command.set_defaults(run=run, defaults=command.get_default)
+        command.set_defaults(run=run, command=name, defaults=command.get_default)
 
     add(
         *("plan", plan_options, run_plan, "closed form: at once, nothing is compiled"),

@@ -97,9 +97,9 @@ _BATCH = {
 }
 _REMAT = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
 _PIPELINE = {
-    "--pipeline N": "the fastest pipeline of N stages that fits, beside the fastest plan without "
-    "one; --microbatches are those of the pipeline (default: the fastest; of a --batch of four "
-    "sequences a device)",
+    "--pipeline N": "the fastest pipeline that fits, of N stages or without N of the fastest "
+    "number, beside the fastest plan without one; --microbatches are those of the pipeline "
+    "(default: the fastest; of a --batch of four sequences a device)",
     "--schedule": "of the pipeline (default: the fastest)",
     "--chunks V": "groups of layers on each device of the pipeline (default: the fastest)",
     "--stage": "of ZeRO over the replicas of the pipeline (default: the fastest)",
@@ -117,7 +117,9 @@ def plan_options(parser: ArgumentParser) -> None:
     _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=_one_of(STATE_FORMATS))
     _add_machine(parser, _TARGET | _MESH)
     _add(parser, "batch", _BATCH | remat)
-    _add(parser, "pipeline", _PIPELINE, schedule=_one_of(SCHEDULES), stage=_one_of(_STAGES))
+    stages = {"nargs": "?", "const": 0}
+    kinds = {"schedule": _one_of(SCHEDULES), "stage": _one_of(_STAGES), "pipeline": stages}
+    _add(parser, "pipeline", _PIPELINE, **kinds)
     _add_output(parser)
 
 

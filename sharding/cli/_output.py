@@ -6,19 +6,27 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sharding.plan._format import Printed, show
+import jax
+
+_VERSION = 1  # of the form of ``--json``
 
 
-def show_or_json(options: Namespace, found: Printed) -> None:
-    """Prints all figures as JSON if ``--json`` asks for it, else tables and sentences."""
-    if options.json:
-        print_json(found.to_dict())
-    else:
-        show(found.tables(), found.sentences)
-
-
-def print_json(figures: dict[str, Any]) -> None:
-    """Infinite figures, such as an unknown bandwidth, are null."""
+def print_json(
+    options: Namespace,
+    found: dict[str, Any],
+    *,
+    params: Any = None,
+    sequences: int | None = None,
+    length: int | None = None,
+) -> None:
+    """A ``document`` with what was asked; infinite figures, as unknown bandwidths, are null."""
+    step, arrays = getattr(options, "step", None), jax.tree.leaves(params)
+    model: dict[str, Any] = {"name": step or options.model}
+    model |= {"num_params": sum(x.size for x in arrays) if arrays else None}
+    model |= {"optimizer": None if step else options.optimizer, "length": length or None}
+    figures = {"version": _VERSION, "command": options.command, "model": model}
+    figures |= {"sequences": sequences, **found}
+    figures["machine"] = {"target": options.target} | figures["machine"]
     finite = json.loads(json.dumps(figures), parse_constant=lambda _: None)
     print(json.dumps(finite, indent=1))
 

@@ -17,10 +17,11 @@ from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import note_on, planned_model
-from sharding.cli._output import save, show_or_json
-from sharding.plan._format import size
+from sharding.cli._output import print_json, save
+from sharding.plan._format import show, size, with_article
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
+from sharding.plan.cost._stage_plan import variants_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
@@ -29,7 +30,7 @@ def run_plan(options: Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
-    _reject(options, _ONLY_HERE, "needs --pipeline N")
+    _reject(options, _ONLY_HERE, "needs --pipeline")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
     plan = setup.plan(setup.zero, state_format=options.state)
@@ -64,7 +65,15 @@ def run_plan(options: Namespace) -> int:
 
     # The command compares all stages: no one of them is requested.
     plan = dataclasses.replace(plan, notes=tuple(notes), requested="")
-    show_or_json(options, plan)
+    if options.json:
+        figures = plan.to_dict()
+        for row, zero in zip(figures["plans"], variants_of(setup.zero).values(), strict=True):
+            shared = setup.parallel_plan(zero, options.state)
+            row["plan"] = dataclasses.asdict(shared) | {"recompute": None if planned else "full"}
+        asked = {"sequences": setup.sequences * setup.zero.num_devices, "length": setup.length}
+        print_json(options, figures, params=setup.params, **asked)
+    else:
+        show(plan.tables(), plan.sentences)
     if options.plot:
         save(plot_plans, {"": plan}, options.plot)
     return 2 if plan.fits is False else 0
@@ -74,7 +83,7 @@ def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
     attention = ", attention in full" if setup.model else ", without attention"
     return (
-        f"Times are lower bounds at the peak figures of a {setup.device.name}, for "
+        f"Times are lower bounds at the peak figures of {with_article(setup.device.name)}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
         f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
         "recomputation."
@@ -163,13 +172,16 @@ def run_pipeline(options: Namespace) -> int:
     keep = {name: getattr(options, name) for name in ("schedule", "chunks", "microbatches")}
     keep |= {"stage": int(options.stage) if options.stage else None, "offload": options.offload}
     keep |= {"recompute": "none" if options.no_remat else None}
-    num_replicas = max(1, opts.target_of(options).num_devices // pipe)
-    sequences = (options.microbatches or 4 * pipe) * num_replicas
+    sequences = 4 * opts.target_of(options).num_devices
+    if options.microbatches and pipe:  # of one sequence
+        sequences = options.microbatches * max(1, sequences // 4 // pipe)
     length = options.length or model.length
+    if options.batch:
+        sequences = opts.sequences_of(options.batch, length)
     plan = estimate_pipeline(
         *(model, optimizer_of(options.optimizer), options.target),
-        num_stages=pipe,
-        sequences=opts.sequences_of(options.batch, length) if options.batch else sequences,
+        num_stages=pipe or None,
+        sequences=sequences,
         keep={name: value for name, value in keep.items() if value is not None},
         length=length,
         dtype=dtype,
@@ -177,7 +189,11 @@ def run_pipeline(options: Namespace) -> int:
         state_formats=(options.state,),
         weights=("master" if options.master else "plain",),
     )
-    show_or_json(options, plan)
+    if options.json:
+        asked = {"sequences": sequences, "length": length}
+        print_json(options, plan.to_dict(), params=model.abstract(dtype), **asked)
+    else:
+        show(plan.tables(), plan.sentences)
     return 0 if plan.recommended else 2
 
 

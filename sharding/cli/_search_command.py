@@ -53,9 +53,10 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
+            figures["plans"][i]["program"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
-        print_json(figures)
+        asked = {"sequences": result.sequences, "length": length}
+        print_json(options, figures, params=model.abstract(dtype), **asked)
     else:
         written = holding[0] if options.write and holding else None
         plans = tuple(result.plans[i] for i in holding)

@@ -13,9 +13,11 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
-from sharding.plan.cost._estimate import Plan, estimate
+from sharding.plan.cost._estimate import Plan, estimate, with_state_format
+from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations, activations_of, layer_costs
 from sharding.plan.model._models import Decoder
 from sharding.step._precision import Precision
@@ -37,6 +39,7 @@ class Setup:
     microbatches: int  # the number of micro-batches
     length: int  # tokens of a sequence; 0 where that is unknown
     activations: float | None = None  # bytes of one device, where they are planned
+    master: bool = False  # whether ``tx`` has master weights
     recompute: bool = True  # whether layers are computed again, where they are not
 
     @property
@@ -63,6 +66,27 @@ class Setup:
             tokens=tokens * zero.num_devices,
             flops=flops,
             activations=self._estimated() if self.activations is None else self.activations,
+        )
+
+    def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
+        """How a step of a ``Zero`` is shared, as ``search`` has it."""
+        state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
+        params, num_params = self.params, sum(x.size for x in jax.tree.leaves(self.params))
+        shards = zero.num_shards if zero.stage else zero.num_devices
+        return ParallelPlan(
+            data=zero.num_devices,
+            microbatch=self.batch,
+            microbatches=self.microbatches,
+            stage=zero.stage,
+            replicas=zero.num_devices // shards,
+            spread=zero.shard_state_over_replicas,
+            recompute="full" if self.recompute else "none",
+            offload=zero.offload is not None,
+            param_bytes=num_bytes(params) / num_params,
+            grad_bytes=num_bytes(params) / num_params,
+            state_bytes=num_bytes(state) / num_params,
+            state_format=state_format,
+            weights="master" if self.master else "plain",
         )
 
     def _estimated(self) -> Activations | None:
@@ -102,6 +126,7 @@ def setup_of(options: Namespace) -> Setup:
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
+        master=options.master,
     )
 
 
@@ -109,7 +134,10 @@ def sequences_of(text: str, length: int, unit: int = 1) -> int:
     """Sequences of all devices in a step, by ``--batch``: multiples of ``unit``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
     if not match or (match[2] and not match[3]) or not float(match[1]):
-        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
+        meant = re.fullmatch(r"([\d.]*[1-9][\d.]*) ?([kmg]?)(?:[-_ ]*t.*)?", text.lower())
+        word = f"; nearest is {meant[1]}{meant[2].upper()}-tokens" if meant else ""
+        word = word.replace("K-", "k-")
+        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}{word}.")
     if not length:
         raise ValueError(
             "--batch counts sequences, and --model does not say how long they are: give --length "

@@ -19,30 +19,26 @@ _MIN_RING_BYTES = 1 << 16
 LANES = 128
 
 
-def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> jax.Array:
+def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str | None = None) -> jax.Array:
     """Sums over manual mesh axes and leaves each device its shard along a dim, which has to divide.
 
     Equals ``lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)`` up to the order of the
     sum. Forms: ``"native"``, whatever XLA makes of that; ``"axes"``, over one mesh axis after the
     other; ``"ring"``, from neighbour to neighbour, half of every shard in each direction;
-    ``"all_to_all"``, an all-to-all and a local sum (in float32 for narrower floats).
+    ``"all_to_all"``, an all-to-all and a local sum (in float32 for narrower floats); None, the one
+    for the devices of the enclosing ``shard_map``.
     """
     names, dim = axes_of(axis), dim % x.ndim
-    num = lax.axis_size(names)
+    sizes = [lax.axis_size(name) for name in names]
+    num = math.prod(sizes)
     if x.shape[dim] % num:
         raise ValueError(
             f"psum_scatter: dim {dim} of shape {x.shape} cannot be sharded over {num} devices of "
             f"axis {axis!r}. Pad it to a multiple of {num}."
         )
+    if form is None:
+        form = choose_form(current_platform(), sizes, x.shape, dim, x.dtype)
     return FORMS[form](x, names, dim)
-
-
-def psum_scatter_auto(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """``psum_scatter`` in the form for the devices of the enclosing ``shard_map``."""
-    axes = axes_of(axis)
-    sizes = [lax.axis_size(name) for name in axes]
-    form = choose_form(current_platform(), sizes, x.shape, dim, x.dtype)
-    return psum_scatter(x, axes, dim, form)
 
 
 def current_platform() -> str:
@@ -79,13 +75,9 @@ def reduce_scatter_arrays(
     array_layouts: Sequence[ArrayLayout],
 ) -> list[jax.Array]:
     """Sums over manual axes: this device's shards, and the full sums of unsharded arrays."""
-    sizes = [layout.mesh.shape[axis] for axis in axes]
 
     def reduce(x: jax.Array, dim: int) -> jax.Array:
-        if not dim:
-            return lax.psum(x, axes)
-        form = choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
-        return psum_scatter(x, axes, dim, form)
+        return psum_scatter(x, axes, dim) if dim else lax.psum(x, axes)
 
     return map_arrays(layout, reduce, xs, array_layouts)
 

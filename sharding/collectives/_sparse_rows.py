@@ -124,13 +124,6 @@ def unique_lookups(ids: jax.Array, owners: RowOwners) -> tuple[SendList, jax.Arr
     return send_list, unsort(order[first].astype(jnp.int32))
 
 
-def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-    """``fn(x, dim)`` for a function that takes dim 0 or 1 alone; other dims are moved to 1."""
-    if dim % x.ndim == 0:
-        return fn(x, 0)
-    return jnp.moveaxis(fn(jnp.moveaxis(x, dim, 1), 1), 1, dim)
-
-
 # The size of what a device sends is fixed when a program is compiled: in one round up to `capacity`
 # rows for each owner. A device with more rows for one owner sends them in further rounds.
 

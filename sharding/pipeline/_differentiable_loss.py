@@ -11,10 +11,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
-from sharding.pipeline._executor import Buffers, Executor, sum_totals
+from sharding.pipeline._executor import Executor, sum_totals
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._schedule import Schedule
-from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.pipeline._stage import LayerParams
 from sharding.placement._specs import AnyMesh, axes_of, is_spec
 
 if TYPE_CHECKING:
@@ -66,43 +66,32 @@ def _run(
 ) -> tuple[Any, Any]:
     """``((sum, weight), aux)``, and gradients as the parameters: zeros of those not trained."""
     schedule, program = lowered
-    layers, shared = (LayerParams.of(*part) for part in zip(params, trained, strict=True))
+    parts = [LayerParams.of(*part) for part in zip(params, trained, strict=True)]
+    layers, shared = (part.trained for part in parts)
 
     def on_stage(shards: Tree, shared: Any, microbatches: Any, key: Any, tables: Any) -> Any:
         rows = jax.tree.map(pipeline._rows.to_stage, shards, params[0])
         rows = jax.tree.map(functools.partial(_with_replicas, pipeline), rows)
         own = LayerParams.of(rows, trained[0]), LayerParams.of(shared, trained[1])
         buffers = Executor(pipeline, schedule, program, *own, microbatches, key).run(tables)
-        return _sum_over_stages(pipeline, buffers)
+        # Sums over stages; gradients of rows stay where the rows are.
+        totals = sum_totals(buffers.totals, pipeline.axis)
+        with jax.named_scope("shared_gradients"):
+            of_shared = lax.psum(buffers.shared_grads, pipeline.axis)
+        of_rows = jax.tree.map(functools.partial(_without_replicas, pipeline), buffers.layer_grads)
+        return totals, jax.tree.map(pipeline._rows.from_stage, of_rows), of_shared
 
     nothing, on_stages = P(), functools.partial(jax.tree.map, pipeline._rows.spec)
-    leaves, of_shared = jax.tree.leaves(layers.trained), jax.tree.leaves(shared.trained)
     in_specs = on_stages(params[0]), nothing, nothing, nothing, P(None, None, pipeline.axis)
-    out_specs = nothing, on_stages(leaves), nothing
-    of_layers = [spec_of_layers(pipeline, x) for x in leaves]
-    out_types = nothing, of_layers, [jax.typeof(x).sharding.spec for x in of_shared]
+    of_layers = jax.tree.map(functools.partial(spec_of_layers, pipeline), layers)
+    out_types = nothing, of_layers, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, shared)
+    out_specs = nothing, on_stages(layers), nothing
     mapped = over_axis(pipeline, on_stage, in_specs, out_specs, out_types)
     totals, *grads = mapped(*params, microbatches, key, program.tables())
     if schedule.forward_only:
         return totals, None
-    return totals, tuple(map(_with_zeros, (layers, shared), grads))
-
-
-def _with_zeros(part: LayerParams, grads: Arrays) -> Any:
-    trained = jax.tree.unflatten(jax.tree.structure(part.trained), grads)
-    return LayerParams(trained, jax.tree.map(jnp.zeros_like, part.frozen)).tree
-
-
-def _sum_over_stages(pipeline: "Pipeline", buffers: Buffers) -> tuple[Any, Arrays, Arrays]:
-    """Sums over stages; gradients of rows stay where the rows are."""
-    totals = sum_totals(buffers.totals, pipeline.axis)
-    with jax.named_scope("shared_gradients"):
-        shared = lax.psum(buffers.shared_grads, pipeline.axis)
-    rows = [
-        pipeline._rows.from_stage(_without_replicas(pipeline, x))
-        for x in jax.tree.leaves(buffers.layer_grads)
-    ]
-    return totals, rows, jax.tree.leaves(shared)
+    zeros = [jax.tree.map(jnp.zeros_like, part.frozen) for part in parts]
+    return totals, tuple(LayerParams(*both).tree for both in zip(grads, zeros, strict=True))
 
 
 # --- Two routes: each stage has a replica of another one's layers ---------------------------------

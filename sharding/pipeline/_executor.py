@@ -33,20 +33,8 @@ class Totals(NamedTuple):
     aux: Any  # leaves [micro-batches, ...]
 
 
-class ForLater(NamedTuple):
-    """What an operation stores for a later one of its stage; None where it stores nothing.
-
-    It leaves the branch as a value. Slots that a branch returned would be copied in every tick by
-    XLA's compilers for CPUs and GPUs, and be in memory twice. Sums of gradients are returned: a
-    value would be as large as they are.
-    """
-
-    residuals: Any = None  # of a forward pass, [layers, ...]
-    crossing: Any = None  # of the first half of a backward pass, [layers, ...]
-
-
 class Buffers(NamedTuple):
-    """What a stage stores between ticks."""
+    """What a stage stores between ticks; refs while it runs."""
 
     messages: Any  # activations and cotangents, leaves [slots + 1, ...]
     residuals: Arrays  # [slots + 1, layers, ...], from forward to backward passes
@@ -58,12 +46,17 @@ class Buffers(NamedTuple):
     opt_state: Any = ()  # of the optimizer there
 
 
-def read_slot(tree: Tree, i: Any) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+def read(refs: Tree, i: Any = ...) -> Any:
+    """The values of a tree of refs or arrays, or the slot or rows of each that an index names."""
+    return jax.tree.map(lambda ref: ref[i], refs)
 
 
-def write_slot(tree: Tree, i: Any, new: Tree) -> Any:
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
+def write(refs: Tree, new: Tree, i: Any = ...) -> None:
+    jax.tree.map(lambda ref, x: jax.ref.set(ref, i, jnp.asarray(x, ref.dtype)), refs, new)
+
+
+def add(refs: Tree, new: Tree, i: Any = ...) -> None:
+    jax.tree.map(lambda ref, x: jax.ref.addupdate(ref, i, x.astype(ref.dtype)), refs, new)
 
 
 def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
@@ -75,7 +68,11 @@ def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
 Params = tuple[LayerParams, LayerParams]  # the layers of one chunk, and the shared parameters
-Result = tuple[Any, ForLater, Buffers]  # of an operation: message (None: no use), for later, sums
+# Of an operation: its message, None if nobody uses it; and by field of ``Buffers``, what it stores
+# there for a later one of its stage, [layers, ...]. That leaves the branch as a value: slots that a
+# branch wrote would be copied in every tick by XLA's compilers for CPUs and GPUs, and be in memory
+# twice. Sums of gradients are written in the branch: a value would be as large as they are.
+Result = tuple[Any, dict[str, Arrays]]
 
 
 @dataclasses.dataclass
@@ -90,71 +87,50 @@ class Executor:
 
     def run(self, tables: Sequence[Column], buffers: Buffers | None = None) -> Buffers:
         """Runs all ticks: for each segment, this stage's columns [iterations, phases, 1]."""
-        carry = buffers or self._empty_buffers()
+        self.buffers = jax.tree.map(jax.new_ref, buffers or self._empty_buffers())
         for segment, table in zip(self.program.segments, tables, strict=True):
             columns = {name: x[..., 0] for name, x in table.items()}
-            carry, _ = lax.scan(functools.partial(self._iteration, segment), carry, columns)
-        return carry
+            lax.scan(functools.partial(self._iteration, segment), None, columns)
+        return jax.tree.map(jax.freeze, self.buffers)
 
-    def _iteration(self, segment: Segment, carry: Buffers, columns: Column) -> tuple[Buffers, None]:
+    def _iteration(self, segment: Segment, _: None, columns: Column) -> tuple[None, None]:
         for i, phase in enumerate(segment.phases):
-            carry = self._tick(phase, carry, {k: v[i] for k, v in columns.items()})
-        return carry, None
+            self._tick(phase, {k: v[i] for k, v in columns.items()})
+        return None, None
 
-    def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
+    def _tick(self, phase: Phase, column: Column) -> None:
         """One operation of this stage, then the messages of all stages."""
-        operations = self._operations()
-        # A branch gets what any of the phase writes; what it only reads, it closes over: results of
-        # a switch may be copied in every tick.
-        written = sorted(set().union(*(self._written(code) for code in phase.codes)))
-        no_message = self._no_message()
+        operations, buffers, no_message = self._operations(), self.buffers, self._no_message()
         # Zeros of all that some operation of the phase stores: branches return one type.
-        kinds = set().union(*(self._stores(code) for code in phase.codes))
-        zeros = ForLater(
-            **{kind: [jnp.zeros_like(x[0]) for x in getattr(buffers, kind)] for kind in kinds}
-        )
+        zeros = {
+            kind: [jnp.zeros(ref.shape[1:], ref.dtype) for ref in getattr(buffers, kind)]
+            for kind in sorted(set().union(*map(self._stores, phase.codes)))
+        }
 
-        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, ForLater, dict]:
+        def branch(code: Code | None) -> Result:
             if code is None:
-                return no_message, zeros, parts
-            message, later, new = operations[code.op](code, buffers._replace(**parts), column)
-            later = ForLater(*(z if x is None else x for x, z in zip(later, zeros, strict=True)))
-            message = no_message if message is None else message
-            return message, later, {name: getattr(new, name) for name in parts}
+                return no_message, zeros
+            message, later = operations[code.op](code, column)
+            return no_message if message is None else message, zeros | later
 
         branches = [functools.partial(branch, code) for code in (None, *phase.codes)]
-        parts = {name: getattr(buffers, name) for name in written}
-        message, later, parts = lax.switch(column["code"], branches, parts)
-        buffers = buffers._replace(**parts)
+        message, later = lax.switch(column["code"], branches)
         with jax.named_scope("store"):  # where nothing is for later, in a slot of no use
-            for kind, values in later._asdict().items():
-                if values is not None:
-                    slots = write_slot(getattr(buffers, kind), column[f"to_{kind}"], values)
-                    buffers = buffers._replace(**{kind: slots})
-
-        messages = buffers.messages
+            for kind, values in later.items():
+                write(getattr(buffers, kind), values, column[f"to_{kind}"])
         with jax.named_scope("messages"):
             for pairs, slot in ((phase.right, "from_left"), (phase.left, "from_right")):
                 if pairs:
                     arrived = lax.ppermute(message, self.pipeline.axis, pairs)
-                    messages = write_slot(messages, column[slot], arrived)
+                    write(buffers.messages, arrived, column[slot])
             if phase.stays:
-                messages = write_slot(messages, column["from_self"], message)
-        return buffers._replace(messages=messages)
+                write(buffers.messages, message, column["from_self"])
 
-    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], Result]]:
+    def _operations(self) -> dict[Op, Callable[[Code, Column], Result]]:
         return {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
 
-    def _written(self, code: Code) -> set[str]:
-        if code.op == Op.FORWARD:
-            return {"totals"} if code.last and self.schedule.forward_only else set()
-        if code.op == Op.WEIGHT:
-            return {"layer_grads"}
-        names = set() if self.schedule.splits_backward else {"layer_grads"}
-        names |= {"totals"} if code.last else set()
-        return names | ({"shared_grads"} if code.first or code.last else set())
-
     def _stores(self, code: Code) -> set[str]:
+        """The fields of ``Buffers`` for which an operation returns values."""
         if code.op == Op.FORWARD:
             stores = not (self.pipeline.recompute or code.last or self.schedule.forward_only)
             return {"residuals"} if stores else set()
@@ -162,33 +138,32 @@ class Executor:
 
     # --- Operations -------------------------------------------------------------------------------
 
-    def _forward(self, code: Code, buffers: Buffers, column: Column) -> Result:
+    def _forward(self, code: Code, column: Column) -> Result:
         evaluating = self.schedule.forward_only
         if code.last and not evaluating:
-            return None, ForLater(), buffers  # the first half of its backward pass
-        scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
+            return None, {}  # the first half of its backward pass
+        scope, (params, shared) = self._scope(column), self._params(code, column)
         with jax.named_scope("forward"):
-            x = self._input(code, buffers, column, scope, shared)
+            x = self._input(code, column, scope, shared)
             if code.last:
-                y = self.stage.forward(params, x, scope)
-                sum_, others = self._head(shared, y, scope)
-                totals = Totals(sum_, *others)
-                return None, ForLater(), self._with_totals(buffers, column, totals)
+                sum_, others = self._head(shared, self.stage.forward(params, x, scope), scope)
+                self._add_totals(column, Totals(sum_, *others))
+                return None, {}
             if self.pipeline.recompute or evaluating:
-                return self.stage.forward(params, x, scope), ForLater(), buffers
+                return self.stage.forward(params, x, scope), {}
             y, residuals = self.stage.forward_storing(params, x, scope)
-            return y, ForLater(residuals=residuals), buffers
+            return y, {"residuals": residuals}
 
-    def _backward(self, code: Code, buffers: Buffers, column: Column) -> Result:
-        scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
+    def _backward(self, code: Code, column: Column) -> Result:
+        scope, (params, shared) = self._scope(column), self._params(code, column)
         if self.pipeline.recompute or code.last:
             with jax.named_scope("forward"):
-                x = self._input(code, buffers, column, scope, shared)
+                x = self._input(code, column, scope, shared)
                 y, residuals = self.stage.forward_storing(params, x, scope)
         else:
-            residuals = read_slot(buffers.residuals, column["residual"])
+            residuals = read(self.buffers.residuals, column["residual"])
 
-        later = ForLater()
+        later: dict[str, Arrays] = {}
         with jax.named_scope("backward"):
             # The cotangent of the stage's output: from the head, or from the next stage.
             if code.last:
@@ -198,33 +173,33 @@ class Executor:
 
                 sum_, vjp, others = jax.vjp(head, shared.trained, y, has_aux=True)
                 grads, cotangent = vjp(jnp.ones_like(sum_))
-                buffers = self._with_totals(buffers, column, Totals(sum_, *others))
-                buffers = buffers._replace(shared_grads=_add_grads(buffers.shared_grads, grads))
+                self._add_totals(column, Totals(sum_, *others))
+                add(self.buffers.shared_grads, grads)
             else:
-                cotangent = read_slot(buffers.messages, column["cotangent"])
+                cotangent = read(self.buffers.messages, column["cotangent"])
             # Through the layers.
             if self.schedule.splits_backward:
                 cotangent, crossing = self.stage.backward_input(params, residuals, cotangent, scope)
-                later = ForLater(crossing=crossing)
+                later["crossing"] = crossing
             else:
                 cotangent, grads = self.stage.backward(params, residuals, cotangent, scope)
-                buffers = self._with_layer_grads(buffers, column, grads)
+                self._add_layer_grads(column, grads)
             if not code.first:
-                return cotangent, later, buffers
+                return cotangent, later
 
             def embed(trained: Tree) -> Any:
                 return self._embed(shared._replace(trained=trained), scope)
 
             (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
-            buffers = buffers._replace(shared_grads=_add_grads(buffers.shared_grads, grads))
-            return None, later, buffers
+            add(self.buffers.shared_grads, grads)
+            return None, later
 
-    def _weight(self, code: Code, buffers: Buffers, column: Column) -> Result:
+    def _weight(self, code: Code, column: Column) -> Result:
         with jax.named_scope("backward"):
-            crossing = read_slot(buffers.crossing, column["crossing"])
-            scope, (params, _) = self._scope(column), self._params(code, buffers, column)
-            grads = self.stage.backward_weight(params, crossing, scope)
-            return None, ForLater(), self._with_layer_grads(buffers, column, grads)
+            crossing = read(self.buffers.crossing, column["crossing"])
+            scope, (params, _) = self._scope(column), self._params(code, column)
+            self._add_layer_grads(column, self.stage.backward_weight(params, crossing, scope))
+            return None, {}
 
     # --- The model --------------------------------------------------------------------------------
 
@@ -263,18 +238,16 @@ class Executor:
         v, key = column["virtual_stage"], self.key
         if key is not None:
             key = jax.random.fold_in(key, column["microbatch"])
-        microbatch = read_slot(self.microbatches, column["microbatch"])
+        microbatch = read(self.microbatches, column["microbatch"])
         return Scope(microbatch, key, jnp.asarray(starts)[v], jnp.asarray(counts)[v])
 
-    def _input(
-        self, code: Code, buffers: Buffers, column: Column, scope: Scope, shared: LayerParams
-    ) -> Any:
+    def _input(self, code: Code, column: Column, scope: Scope, shared: LayerParams) -> Any:
         if code.first:
             return self._embed(shared, scope)
-        return read_slot(buffers.messages, column["input"])
+        return read(self.buffers.messages, column["input"])
 
-    def _params(self, code: Code, buffers: Buffers, column: Column) -> Params:
-        del code, buffers
+    def _params(self, code: Code, column: Column) -> Params:
+        del code
         return self._chunk_of(self.layers, column), self.shared
 
     def _chunk_of(self, tree: Tree, column: Column) -> Any:
@@ -286,24 +259,22 @@ class Executor:
             lambda x: lax.dynamic_slice_in_dim(x, column["chunk"] * size, size), tree
         )
 
-    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Tree) -> Buffers:
+    def _add_layer_grads(self, column: Column, grads: Tree) -> None:
         """Adds gradients of one chunk, [layers, ...]."""
         # A sum inside the loop over layers would copy all sums into the loop and out of it.
-        sums = _add_grads(self._chunk_of(buffers.layer_grads, column), grads)
-        if self.schedule.num_chunks > 1:
-            start = column["chunk"] * self.stage.num_layers
-            sums = jax.tree.map(
-                lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0),
-                buffers.layer_grads,
-                sums,
-            )
-        return buffers._replace(layer_grads=sums)
+        size = self.stage.num_layers
+        own = jax.ds(column["chunk"] * size, size) if self.schedule.num_chunks > 1 else ...
+        add(self.buffers.layer_grads, grads, own)
 
-    def _with_totals(self, buffers: Buffers, column: Column, new: Totals) -> Buffers:
-        totals = buffers.totals
-        aux = write_slot(totals.aux, column["microbatch"], new.aux)
-        sums = totals.sum + new.sum, totals.weight + new.weight
-        return buffers._replace(totals=Totals(*sums, aux))
+    def _add_totals(self, column: Column, new: Totals) -> None:
+        totals = self.buffers.totals
+        add(totals[:2], new[:2], self._sums_of(column))
+        write(totals.aux, new.aux, column["microbatch"])
+
+    def _sums_of(self, column: Column) -> Any:
+        """The index of a micro-batch's sum and weight in the totals, which are scalars."""
+        del column
+        return ...
 
     # --- Shapes -----------------------------------------------------------------------------------
 
@@ -369,7 +340,3 @@ def _check_activations(embedded: Any, after_layer: Any) -> None:
                 f"activations must be floating-point arrays, got {jnp.result_type(x)}. Layers can "
                 "read integers from the micro-batch, which each stage has."
             )
-
-
-def _add_grads(sums: Any, grads: Tree) -> Any:
-    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)

@@ -9,6 +9,7 @@ import numpy as np
 
 from sharding.pipeline._operations import Op, Place, Task
 from sharding.pipeline._schedule import Schedule
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 
 Pairs = tuple[tuple[int, int], ...]  # of stages: sender, receiver
 
@@ -45,17 +46,11 @@ class Instructions(NamedTuple):
     # receives nothing of use in ticks that store none.
     num_residuals: int
     num_crossing: int  # likewise, for what a split backward pass stores until ``WEIGHT``
-    num_versions: int = 0  # slots for versions of the parameters, in an asynchronous pipeline
-    last_version: tuple[int, ...] = ()  # for each stage, the slot of its last version
+    num_versions: int  # slots for versions of the parameters, in an asynchronous pipeline
+    last_version: tuple[int, ...]  # there, for each stage, the slot of its last version
 
     def tables(self) -> list[dict[str, jax.Array]]:
         return [jax.tree.map(jnp.asarray, segment.tables) for segment in self.segments]
-
-
-class Versions(NamedTuple):
-    columns: dict[str, np.ndarray]  # slots that operations read and updates write, [ticks, stages]
-    num_slots: int
-    last: tuple[int, ...]  # for each stage, the slot of its last version
 
 
 class Stored(NamedTuple):
@@ -72,28 +67,28 @@ class Stored(NamedTuple):
 _READ = ("input", "cotangent", "residual", "crossing")
 _WRITTEN = ("from_left", "from_right", "from_self", "to_residuals", "to_crossing")
 _COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_READ, *_WRITTEN)
+_VERSIONS = ("version", "new_version")  # read, and written by updates
 _ARRIVALS = ("from_left", "from_right", "from_self")
 # For each tick, the (sender, receiver) of what arrives in each of these columns.
 Arrivals = Sequence[dict[str, set[tuple[int, int]]]]
 
 
-def instructions(
-    schedule: Schedule, recompute: bool, versions: Versions | None = None
-) -> Instructions:
-    """Lowers a checked schedule; an asynchronous one has ``versions`` of the parameters."""
+def instructions(schedule: Schedule, recompute: bool) -> Instructions:
+    """Lowers a checked schedule."""
     _check_replicas(schedule)
     # A message arrives at the end of a tick, after the last read in that tick; residuals are
     # written and read within the ticks of their stage, which has one operation a tick.
-    messages, residuals, crossing = _stored_between_ticks(schedule, recompute)
-    slots, num_messages = assign_slots(messages)
-    residual_slots, num_residuals = assign_slots(residuals)
-    crossing_slots, num_crossing = assign_slots(crossing)
-    slots |= residual_slots | crossing_slots
+    stored_by_kind = _stored_between_ticks(schedule, recompute)
+    messages, *_, versions = stored_by_kind
+    assigned = [assign_slots(stored) for stored in stored_by_kind]
+    slots = {key: slot for by_key, _ in assigned for key, slot in by_key.items()}
+    num_messages, num_residuals, num_crossing, num_versions = (count for _, count in assigned)
 
     shape = (schedule.num_ticks, schedule.num_stages)
-    counts = (num_messages,) * 3 + (num_residuals, num_crossing)
-    idle = {"code": -1} | dict(zip(_WRITTEN, counts, strict=True))
-    table = {name: np.full(shape, idle.get(name, 0), np.int32) for name in _COLUMNS}
+    unused = (num_messages,) * 3 + (num_residuals, num_crossing)
+    idle = {"code": -1} | dict(zip(_WRITTEN, unused, strict=True))
+    names = (*_COLUMNS, *_VERSIONS) if versions else _COLUMNS
+    table = {name: np.full(shape, idle.get(name, 0), np.int32) for name in names}
 
     # Messages: where they arrive, and from which side.
     arrivals: Arrivals = [{name: set() for name in _ARRIVALS} for _ in range(schedule.num_ticks)]
@@ -125,21 +120,26 @@ def instructions(
             values["to_residuals" if op == Op.FORWARD else "residual"] = residual
         if cross is not None:
             values["to_crossing" if op == Op.BACKWARD else "crossing"] = cross
+        if isinstance(schedule, AsyncSchedule):
+            version = int(schedule.version[tick, stage])
+            if op == Op.UPDATE:  # from the version before
+                values["new_version"] = slots[stage, version]
+                version -= 1
+            values["version"] = slots[stage, version]
         for name, value in values.items():
             table[name][tick, stage] = value
 
-    if versions is not None:
-        table |= versions.columns
-    periods = (2,) if versions is None else (2, 3)
-    loops = _loops(arrivals, periods)
+    loops = _loops(arrivals, (2, 3) if versions else (2,))
     segments = tuple(_segment(table, idle, tuple(branches), arrivals, *ticks) for ticks in loops)
-    more = () if versions is None else (versions.num_slots, versions.last)
-    return Instructions(segments, num_messages, num_residuals, num_crossing, *more)
+    last_version = {key[0]: slots[key] for key in sorted(stored.key for stored in versions)}
+    counts = num_messages, num_residuals, num_crossing, num_versions
+    return Instructions(segments, *counts, tuple(last_version.values()))
 
 
 def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Stored], ...]:
-    """Messages by their receivers, residuals, and what crosses between halves of backwards."""
-    # Keys: ("input" or "cotangent", the task that reads it), ("residual", ...), ("crossing", ...).
+    """Messages by their receivers, residuals, crossing values of split passes, and versions."""
+    # Keys: ("input" or "cotangent", the task that reads it), ("residual", ...), ("crossing", ...);
+    # of versions (stage, version).
     when = {task: (tick, stage) for tick, stage, task in schedule.tasks()}
     last = schedule.num_virtual_stages - 1
     messages, residuals, crossing = [], [], []
@@ -162,7 +162,9 @@ def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Sto
             messages.append(Stored(receiving, tick, end, ("cotangent", receiver)))
         if op == Op.WEIGHT and backward is not None:
             crossing.append(Stored(stage, backward[0], tick, ("crossing", task)))
-    return messages, residuals, crossing
+    ends = schedule.version_ends() if isinstance(schedule, AsyncSchedule) else {}
+    versions = [Stored(key[0], start, end, key) for key, (start, end) in ends.items()]
+    return messages, residuals, crossing, versions
 
 
 def _check_replicas(schedule: Schedule) -> None:

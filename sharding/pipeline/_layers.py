@@ -95,8 +95,8 @@ class StageRows:
         if not self.uneven:
             return 0.0, 0.0
         if self._moves is not None:
-            to_stages, back = self._moves
-            return to_stages.num_sent, back.num_sent
+            to_stages, back = (sum(rows.shape[1] for _, rows in m.sends) for m in self._moves)
+            return float(to_stages), float(back)
         dim, (stages, rows) = self.dim(shape), self.layer.shape
         of_one = (stages - 1) / stages * rows
         return (0.0, of_one * stages) if dim is None else (of_one, of_one)
@@ -161,10 +161,6 @@ class Moves(NamedTuple):
             sends.append(([(s + distance, s) for s in receivers], rows))
             start += most
         return Moves(tuple(sends), take)
-
-    @property
-    def num_sent(self) -> float:
-        return float(sum(rows.shape[1] for _, rows in self.sends))
 
     def __call__(self, x: jax.Array, axis: str) -> jax.Array:
         stage = lax.axis_index(axis)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 import jax
@@ -152,15 +152,10 @@ def describe_tree(
     params: Tree = None,
 ) -> list[Row]:
     """A row per array of a tree; of state with the names of ``params``."""
-    leaves = jax.tree.leaves(tree)
-    columns = (
-        leaf_names(tree, params),
-        leaves,
-        jax.tree.leaves(specs, is_leaf=is_spec),
-        notes or [""] * len(leaves),
-    )
+    leaves, specs = jax.tree.leaves(tree), jax.tree.leaves(specs, is_leaf=is_spec)
+    names, notes = leaf_names(tree, params), notes or [""] * len(leaves)
     rows = []
-    for name, x, spec, note in zip(*columns, strict=True):
+    for name, x, spec, note in zip(names, leaves, specs, notes, strict=True):
         size = math.prod(x.shape) * x.dtype.itemsize // num_shards(mesh, spec)
         rows.append(Row(part, name, tuple(x.shape), str(x.dtype), spec, size, note))
     return rows
@@ -176,7 +171,7 @@ class _Parameter:
     path: str
     row: Row
     spec: PartitionSpec
-    sizes: dict[str, int]
+    sizes: Counter[str]
     host: bool = False
 
     @property
@@ -210,11 +205,11 @@ def _parameters(description: Description) -> list[_Parameter]:
         if row.part == "opt_state":
             path = _owner(row.path, params)
         if path is None:
-            owner = _Parameter(f"{row.part}/{row.path}", row, row.spec, {})
+            owner = _Parameter(f"{row.part}/{row.path}", row, row.spec, Counter())
             others.append(owner)
         else:
-            owner = params.setdefault(path, _Parameter(path, row, row.spec, {}))
-        owner.sizes[row.part] = owner.sizes.get(row.part, 0) + row.bytes_per_device
+            owner = params.setdefault(path, _Parameter(path, row, row.spec, Counter()))
+        owner.sizes[row.part] += row.bytes_per_device
         owner.host |= row.memory == "host"
         if row.note:
             owner.row = dataclasses.replace(owner.row, note=row.note)
@@ -244,16 +239,12 @@ def _reason_lines(params: Iterable[_Parameter]) -> Iterator[str]:
             reasons[param.row.note].append(param)
     if reasons:
         yield "left unsharded"
-    sizes = {note: _bytes_of(group, "grads") for note, group in reasons.items()}
+    sizes = {note: sum(p.sizes["grads"] for p in group) for note, group in reasons.items()}
     for note, group in sorted(reasons.items(), key=lambda item: -sizes[item[0]]):
         shown = first_names(dict.fromkeys(param.pattern for param in group))
         arrays = f"{len(group)} array{'s' if len(group) > 1 else ''}"
         reason = note.removeprefix("unsharded: ")
         yield f"  {shown} ({arrays}, {sizes[note]:,} bytes of gradients): {reason}"
-
-
-def _bytes_of(params: Iterable[_Parameter], part: str) -> int:
-    return sum(param.sizes.get(part, 0) for param in params)
 
 
 def _group_lines(params: Sequence[_Parameter], description: Description) -> list[str]:
@@ -269,7 +260,7 @@ def _group_lines(params: Sequence[_Parameter], description: Description) -> list
         first, num = group[0], len(group)
         name = first.pattern if num > 1 else first.path
         cells = (name, str(num), str(first.row.shape), first.row.dtype, str(tuple(first.spec)))
-        sizes = [_bytes_of(group, part) for part in parts]
+        sizes = [sum(param.sizes[part] for param in group) for part in parts]
         note = f"state {_HOST}" if first.host else ""
         lines.append((*cells, *(f"{size:,}" if size else "" for size in sizes), note))
     return _aligned(lines, numbers={1, *range(5, 5 + len(parts))})
@@ -277,11 +268,8 @@ def _group_lines(params: Sequence[_Parameter], description: Description) -> list
 
 def _aligned(lines: Sequence[Sequence[str]], numbers: set[int]) -> list[str]:
     """Cells in columns; those of numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if i in numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
+    columns = []
+    for i, column in enumerate(zip(*lines, strict=True)):
+        pad, width = str.rjust if i in numbers else str.ljust, max(map(len, column))
+        columns.append([pad(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

@@ -2,26 +2,32 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sharding._types import Array, Tree
 from sharding.placement import _specs
-from sharding.placement._shard_dim import shard_dim
 from sharding.placement._specs import AnyMesh, Axis
-
-P = PartitionSpec
 
 # By the planner's links a gather over the n H100s of a node takes n x 3.8 us of hops, then sends
 # 345 GB/s: with shards of 9 x 3.8 us x 345 GB/s n / (n - 1) it reaches 90 % of that.
 GATHER_SHARD_BYTES = 13 * 2**20
 # At most so many layers of a stack are gathered at once, each by itself.
 GATHERED_LAYERS = 8
+# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
+# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
+# over narrower shards).
+_LAST_DIM_MULTIPLE = 256
+# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
+# the dim of a stack of layers, which loops take off.
+_MIN_OTHER_DIM = 64
 
 
 class Placement(NamedTuple):
@@ -90,11 +96,11 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        return self._size(self.axes)
+        return _specs.num_shards(self.mesh, P(self.axis))
 
     @property
     def num_replicas(self) -> int:
-        return self._size(self.replica_axes)
+        return _specs.num_shards(self.mesh, P(self.replica_axis))
 
     @property
     def num_devices(self) -> int:
@@ -108,9 +114,6 @@ class Layout:
         All on CPUs: their compiler holds no more for it, and stacks in loops would be copied.
         """
         return 2**62 if self.platform == "cpu" else GATHER_SHARD_BYTES * self.num_shards
-
-    def _size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def platform(self) -> str:
@@ -138,10 +141,8 @@ class Layout:
             if requested and None not in known:
                 param_specs = treedef.unflatten([s.spec for s in known if s])
         specs = treedef.flatten_up_to(_specs.resolve_param_specs(params, param_specs, self.mesh))
-        placed = [
-            self._place_leaf(_specs.path_str(path), x, spec)
-            for (path, x), spec in zip(leaves, specs, strict=True)
-        ]
+        pairs = zip(leaves, specs, strict=True)
+        placed = [self._place_leaf(_specs.path_str(path), x, spec) for (path, x), spec in pairs]
         return Placement(*(treedef.unflatten([fields[i] for fields in placed]) for i in range(4)))
 
     def _place_leaf(self, path: str, leaf: Array, spec: P) -> tuple[P, P, int, str]:
@@ -168,14 +169,29 @@ class Layout:
             spec = self.other_spec(spec)
         dim, reason = next(iter(on_data), None), ""
         if self.stage and not on_data:
-            counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
-            dim, reason = shard_dim(path, leaf, spec, counts, self.min_shard_size, self.unsharded)
+            dim, reason = self._shard_dim(path, leaf, spec)
         if dim is None:
             return spec, spec, 0, reason
         sharded = shards = _specs.with_axis(spec, ndim, dim, self.axis)
         if self.shard_state_over_replicas and leaf.shape[dim] % self.num_devices == 0:
             shards = _specs.with_axis(spec, ndim, dim, self.axes + self.replica_axes)
         return sharded if self.stage == 3 else spec, shards, dim - ndim, ""
+
+    def _shard_dim(self, path: str, leaf: Array, spec: P) -> tuple[int | None, str]:
+        """The dim of a parameter to shard; else None, and the reason that ``describe`` shows."""
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return None, f"unsharded: {leaf.dtype} is not a number"
+        pattern = next((p for p in self.unsharded if re.search(p, path)), None)
+        if pattern is not None:
+            return None, f"unsharded: requested by unsharded={pattern!r}"
+        shape, size = tuple(leaf.shape), math.prod(leaf.shape)
+        if size < max(self.min_shard_size, 1):
+            return None, f"unsharded: {size} elements, min_shard_size is {self.min_shard_size}"
+        free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
+        counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
+        dim = choose_sharded_dim(shape, free, counts)
+        none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
+        return dim, none if dim is None else ""
 
     def _sharding_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Without those of one device, which shard nothing."""
@@ -283,6 +299,31 @@ class Layout:
         """
         moved = jax.device_put(tree, shardings)
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
+
+
+def choose_sharded_dim(
+    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
+) -> int | None:
+    """The longest of the free dims that divides by the first count that any does; else None.
+
+    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
+    other dim of at least 64 elements that divides is chosen instead, if there is one.
+    """
+
+    def length(dim: int) -> tuple[int, int]:
+        return shape[dim], -dim
+
+    last = len(shape) - 1
+    for count in shard_counts:
+        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
+        if not divisible:
+            continue
+        best = max(divisible, key=length)
+        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
+            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
+            best = max(others, key=length, default=last)
+        return best
+    return None
 
 
 def _is_local(x: Array) -> bool:

@@ -72,9 +72,8 @@ def over_other_axes(
     """
     if not layout.other_axes:
         return fn
-    axes = layout.other_axes
     return jax.shard_map(
-        fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
+        fn, in_specs=in_specs, out_specs=out_specs, axis_names=layout.other_axes, check_vma=False
     )
 
 

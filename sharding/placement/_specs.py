@@ -30,17 +30,21 @@ def _is_box(x: Any) -> bool:
     return hasattr(x, "get_partition_spec") or (nnx is not None and isinstance(x, nnx.Variable))
 
 
-def _spec_in(path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
+def _spec_in(mesh: AnyMesh, key_path: KeyPath, box: Any) -> PartitionSpec:
     """The spec in a box, whose logical names the rules in the context turn into mesh axes.
 
-    As Flax does it, a name without a rule, or with one that says None, is replicated.
+    As Flax does it, a name without a rule, or with one that says None, is replicated; so is an
+    array without a box.
     """
+    if not _is_box(box):
+        return PartitionSpec()
     if not hasattr(box, "get_partition_spec"):  # of nnx
         return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
     names, linen = box.get_partition_spec(), sys.modules.get("flax.linen")
     if linen is None or not isinstance(box, linen.LogicallyPartitioned):
         return names
     rules = [(name, axes) for name, axes in (*(box.rules or ()), *linen.get_logical_axis_rules())]
+    path = path_str(key_path)
     if not rules:
         missing = [a for entry in names for a in axes_of(entry) if a not in mesh.axis_names]
         if missing:
@@ -140,27 +144,17 @@ def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
 
 def sharding_on(leaf: Array, mesh: AnyMesh) -> NamedSharding | None:
     """The sharding of a real or abstract array on the mesh; None if it is not known."""
-    if isinstance(leaf, jax.core.Tracer):
-        return None
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return None
-    return sharding
+    sharding: Any = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    named = isinstance(sharding, NamedSharding)
+    return sharding if named and dict(sharding.mesh.shape) == dict(mesh.shape) else None
 
 
 def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
     """A spec for every parameter: the argument, else Flax metadata, else replicated; checked."""
     if param_specs is None:
-
-        def given(path: KeyPath, x: Array) -> Tree:
-            if not _is_box(x):
-                return PartitionSpec()
-            spec = _spec_in(path_str(path), x, mesh)
-            return jax.tree.map(lambda _: spec, x)
-
-        specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
-    else:
-        specs = expand_specs(param_specs, params)
+        given = functools.partial(_spec_in, mesh)
+        param_specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
+    specs = expand_specs(param_specs, params)
     jax.tree_util.tree_map_with_path(functools.partial(_check_spec, mesh), params, specs)
     return specs
 

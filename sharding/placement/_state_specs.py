@@ -110,17 +110,14 @@ def _typed_init(init: Callable[[Tree], Tree], params: Tree, specs: Tree, mesh: A
     """The types of the state, with shardings derived from those of the parameters."""
     types = (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
-    typed = jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(explicit, spec)
-        ),
-        params,
-        specs,
-    )
+
+    def typed(x: Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(explicit, spec))
+
     # A mesh in the context cannot be replaced by one of another size; an empty one can.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with none, jax.sharding.use_abstract_mesh(explicit):
-        return jax.eval_shape(init, typed)
+        return jax.eval_shape(init, jax.tree.map(typed, params, specs))
 
 
 def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -149,11 +146,8 @@ def _specs_by_path(
     typed = init(works)
     if typed is None:
         works, typed = set(), state
-    left = {
-        (leaves[i][0], leaves[i][1].shape): flat_specs[i]
-        for i in range(len(leaves))
-        if i not in works
-    }
+    others = (i for i in range(len(leaves)) if i not in works)
+    left = {(leaves[i][0], leaves[i][1].shape): flat_specs[i] for i in others}
     warn(
         f"the transformation's init does not work on sharded types ({type(error).__name__}: "
         f"{error}); state of {', '.join(repr(path_str(path)) for path, _ in left)} is matched to "

@@ -1,7 +1,8 @@
-"""Numbers and tables as text."""
+"""Numbers and tables as text; plans and programs as JSON, in one form for all commands."""
 
 import dataclasses
 import difflib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -42,6 +43,48 @@ class Printed:
         return dataclasses.asdict(fields) | {name: getattr(self, name) for name in self.derived}
 
 
+def memory_by_part(
+    total: float, *, params: float, grads: float, state: float, batch: float
+) -> dict[str, float]:
+    """Bytes of a device by what they are; the rest is activations, with all temporaries."""
+    parts = {"params": params, "grads": grads, "state": state, "batch": batch}
+    return parts | {"activations": total - params - grads - state - batch, "total": total}
+
+
+def entry(
+    name: str, memory: Mapping[str, float], plan: Any = None, **figures: Any
+) -> dict[str, Any]:
+    """A plan or a program as JSON; docs/api/command_line.rst says what its keys mean."""
+    bounds = figures.pop("at_least", None)
+    figures["at_least"] = {"total": max(bounds.values())} | bounds if bounds else None
+    fields = plan and dataclasses.asdict(plan)
+    unknown = dict.fromkeys(("left", "fits", "seconds", "wire", "tokens"))
+    return {"name": name, "plan": fields, "memory": dict(memory), **unknown, **figures}
+
+
+def document(
+    plans: Sequence[dict[str, Any]],
+    *,
+    device: Any,
+    num_devices: int,
+    headroom: float = 0.0,
+    **others: Any,
+) -> dict[str, Any]:
+    """All plans of a command as JSON, each an ``entry``.
+
+    ``device`` is a ``DeviceKind`` or None; plans that fit leave a share of its memory free.
+    """
+    figures = device and dataclasses.asdict(device)
+    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": [], "frontier": []}
+    found |= {"bound": None, "compared": len(plans), "not_counted": [], "notes": [], **others}
+    for row in (*found["plans"], *found["rejected"], *found["frontier"]):
+        if device and row["memory"]:
+            row["left"] = device.memory - row["memory"]["total"]
+            row["fits"] = row["memory"]["total"] <= device.memory * (1 - headroom)
+    machine = {"num_devices": num_devices, "device": figures, "headroom": headroom}
+    return {"machine": machine, **found}
+
+
 def size(nbytes: float) -> str:
     """Bytes in binary units, three digits: ``1.50 GiB``."""
     return _in_units(float(nbytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
@@ -80,6 +123,12 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
     near = difflib.get_close_matches(word, known, n=4, cutoff=0.4)
     return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def with_article(name: str) -> str:
+    """A name after its article, spelled where it has a number: ``an h100``."""
+    spelled = re.match(r"[aeio]|[fhlmnrsx][a-z]{0,2}\d", name)
+    return f"{'an' if spelled else 'a'} {name}"
 
 
 def layer_range(layers: range) -> str:

@@ -8,14 +8,13 @@ from sharding.plan.audit._audit import Audit
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.search._search import SearchResult
 
-_COLORS = {
-    "parameters": "#4477aa",
-    "gradients": "#66ccee",
-    "optimizer state": "#ccbb44",
-    "master weights": "#aa7733",
-    "activations": "#aa3377",
-    "temporaries": "#ee6677",
-    "batch and others": "#bbbbbb",
+# Parts of memory from the lowest, as ``by_part`` has them: their labels and colors.
+_PARTS = {
+    "params": ("parameters", "#4477aa"),
+    "grads": ("gradients", "#66ccee"),
+    "state": ("state", "#ccbb44"),
+    "activations": ("activations", "#aa3377"),
+    "batch": ("batch", "#bbbbbb"),
 }
 _TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 
@@ -27,16 +26,7 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
     """
     figure, panels = _figure([len(plan.stages) for plan in plans.values()])
     for axes, (name, plan) in zip(panels, plans.items(), strict=True):
-        bars = {
-            stage.name: {
-                "parameters": stage.params,
-                "optimizer state": max(stage.opt_state + min(stage.master - stage.host, 0.0), 0.0),
-                "master weights": max(stage.master - stage.host, 0.0),
-                "gradients": stage.grads + stage.unreduced,
-                "activations": stage.peak - stage.memory - stage.unreduced,
-            }
-            for stage in plan.stages
-        }
+        bars = {stage.name: stage.by_part() for stage in plan.stages}
         title = f"{name or 'planned'}: {plan.num_params / 1e9:.3g}B parameters"
         _bars(axes, bars, plan.device.memory if plan.device else None, title)
     _legend(figure)
@@ -46,10 +36,7 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
 def plot_audits(audits: Mapping[str, Audit]) -> Any:
     """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([len(audits)])
-    bars = {
-        name: x.arguments | {"temporaries": x.temporaries or sum(x.at_peak.values())}
-        for name, x in audits.items()
-    }
+    bars = {name: audited.by_part for name, audited in audits.items()}
     kinds = {audited.kind.memory for audited in audits.values() if audited.kind}
     _bars(axes, bars, min(kinds, default=None), "compiled")
     _legend(figure)
@@ -61,13 +48,13 @@ def plot_search(found: SearchResult) -> Any:
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:
-        line = [(plan.seconds, plan.memory / gib) for plan in found.frontier]
+        line = [(plan.seconds.seconds, plan.memory / gib) for plan in found.frontier]
         axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
     plans = [(plan.seconds.seconds, plan.memory / gib) for plan in found.plans]
-    rejected = [(plan.seconds, plan.memory / gib) for plan in found.rejected]
-    axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
+    rejected = [(plan.seconds.seconds, plan.memory / gib) for plan in found.rejected]
+    axes.scatter(*zip(*plans, strict=True), color=_PARTS["params"][1], label="fits")
     if rejected:
-        style = {"color": _COLORS["temporaries"], "marker": "x", "label": "does not"}
+        style = {"color": _PARTS["activations"][1], "marker": "x", "label": "does not"}
         axes.scatter(*zip(*rejected, strict=True), **style)
     axes.axhline(found.memory / gib, color="black", linestyle="--", label="memory of a device")
     axes.axvline(found.bound, color="gray", linestyle=":", label="bound")
@@ -92,7 +79,7 @@ def _figure(bars: list[int]) -> tuple[Any, Any]:
 def _legend(figure: Any) -> None:
     """One legend for all panels, beside them."""
     shown = {bars.get_label(): bars for axes in figure.axes for bars in axes.containers}
-    labels = [part for part in reversed(_COLORS) if part in shown]
+    labels = [label for label, _ in reversed(_PARTS.values()) if label in shown]
     handles = [shown[part] for part in labels]
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
 
@@ -101,10 +88,10 @@ def _bars(
     axes: Any, bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str
 ) -> None:
     bottom = [0.0] * len(bars)
-    for part, color in _COLORS.items():
-        heights = [values.get(part, 0.0) / 2**30 for values in bars.values()]
+    for part, (label, color) in _PARTS.items():
+        heights = [values[part] / 2**30 for values in bars.values()]
         if any(heights):
-            axes.bar(list(bars), heights, bottom=bottom, label=part, color=color)
+            axes.bar(list(bars), heights, bottom=bottom, label=label, color=color)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     if limit is not None:
         line, top = limit / 2**30, _TALLEST * limit / 2**30

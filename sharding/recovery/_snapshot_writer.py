@@ -40,9 +40,8 @@ class SlotLayout:
     """Where in a slot this process writes each block of a program's snapshots."""
 
     def __init__(self, program: ReplicaProgram):
-        self.leaves, self._program = program.leaves, program
+        self.leaves, self.program = program.leaves, program
         self.num_bytes = self.received_bytes = 0  # of data, and of them what other machines sent
-        self.num_devices = program.mesh.size
         self._places = {device: i for i, device in enumerate(program.mesh.devices.flat)}
         self._rows: dict[tuple[int, int, int], int] = {}  # by device, round and leaf
         rows: list[tuple[int, int, int, int]] = []
@@ -62,7 +61,7 @@ class SlotLayout:
 
     def fill(self, data: np.ndarray, replicas: Replicas) -> np.ndarray:
         """Writes the data; returns the blocks of the table, with checksums of their sources."""
-        program = self._program
+        program = self.program
         for transfer, own, sent in zip(program.transfers, replicas.own, replicas.sent, strict=True):
             for number, words in ((OWN, own), *enumerate(sent)):
                 for device, shard in self._shards(words).items():
@@ -136,7 +135,7 @@ class SnapshotWriter:
             token = replicas.committed.addressable_data(0)
             self._await(token, snapshot.step)
             self._copied_at = time.perf_counter()
-            if int(token) == layout.num_devices:
+            if int(token) == layout.program.mesh.size:
                 self.complete = self.newest
                 self._remove_stale()
             slot = min(self._slots, key=lambda s: (s.snapshot == self.complete, s.snapshot or ()))

@@ -40,13 +40,6 @@ class StoredLeaf(NamedTuple):
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * np.dtype(self.dtype).itemsize
 
-    def box(self, block: int) -> tuple[slice, ...]:
-        place = np.unravel_index(block, self.grid) if self.grid else ()
-        return tuple(
-            slice(int(i) * size, (int(i) + 1) * size)
-            for i, size in zip(place, self.block_shape, strict=True)
-        )
-
 
 def leaves_from_json(rows: list[list[Any]]) -> list[StoredLeaf]:
     """Leaves that were written as JSON, which has lists for tuples."""
@@ -154,8 +147,7 @@ def disjoint_rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, in
 
 
 def leaf_paths(tree: Tree) -> list[tuple[str, Any]]:
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+    return [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 def is_key(x: Array) -> bool:

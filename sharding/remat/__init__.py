@@ -1,6 +1,6 @@
 """Activations under a budget of bytes: what to store, to offload, and to compute again."""
 
-from sharding.plan.model._saved_names import PRESETS as PRESETS
+from sharding.plan.model._models import PRESETS as PRESETS
 from sharding.remat._chain_plan import ChainPlan as ChainPlan
 from sharding.remat._plan_activations import frontier as frontier
 from sharding.remat._plan_activations import in_bytes as in_bytes

@@ -53,16 +53,13 @@ class TracedBlock:
 
     def _step_work(self, fn: Fn, kind: DeviceKind | None) -> Work:
         def step(params: Tree, x: Array, cotangent: Tree) -> Any:
-            y, vjp = floating_vjp(fn, params, x)
-            return y, vjp(cotangent)
+            y, vjp = jax.vjp(fn, params, x)
+            return y, _floating(vjp(cotangent))
 
         return work_of(step, self.params, self.x, self.y, kind=kind)
 
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
-        def vjp(params: Tree, x: Array) -> Any:
-            return floating_vjp(self.fn, params, x)[1]
-
-        return NamedValues.of(vjp, (self.params, self.x), kind, names)
+        return NamedValues.of(self.fn, self.params, self.x, kind, names)
 
     def saved(self, names: Sequence[str]) -> int:
         """Bytes of one device that the block under its policy saves beyond its input."""
@@ -70,7 +67,7 @@ class TracedBlock:
 
     def _residuals(self, names: Sequence[str]) -> int:
         def residuals(params: Tree, x: Array) -> Any:
-            return jax.tree.leaves(floating_vjp(self.with_policy(names), params, x)[1])
+            return jax.tree.leaves(jax.vjp(self.with_policy(names), params, x)[1])
 
         return device_bytes(_types_of_results(residuals, self.params, self.x))
 
@@ -80,9 +77,9 @@ class TracedBlock:
         fn = after_backward(self.with_policy(names))
 
         def backward(params: Tree, x: Array, cotangent: Tree) -> Any:
-            return floating_vjp(fn, params, x)[1](cotangent)
+            return _floating(jax.vjp(fn, params, x)[1](cotangent))
 
-        args, results = (self.params, self.x, self.y), (_floating((self.params, self.x)),)
+        args, results = (self.params, self.x, self.y), _floating((self.params, self.x))
         compiled = compiled_for(backward, args, results, self.device, donate_argnums=2)
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
@@ -106,8 +103,7 @@ def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> floa
         return sum(squares)
 
     def step(params: Tree, x: Array) -> Any:
-        _, vjp = floating_vjp(loss, params, x)
-        return vjp(jnp.float32(1.0))[0][: len(_floating(params))]
+        return _floating(jax.vjp(loss, params, x)[1](jnp.float32(1.0))[0])
 
     try:
         compiled = compiled_for(step, (params, x), _floating(params), device)
@@ -119,21 +115,8 @@ def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> floa
 
 
 def _floating(tree: Tree) -> list[Any]:
+    """The leaves that have gradients; those of integers are of dtype float0."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def floating_vjp(fn: Fn, params: Tree, x: Array) -> tuple[Any, Any]:
-    """``jax.vjp`` with respect to parameters and input, as far as they are floating."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten((params, x))
-    floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-
-    def of_floating(own: Sequence[Any]) -> Any:
-        values = iter(own)
-        full = [next(values) if f else x for f, x in zip(floating, leaves, strict=True)]
-        return fn(*treedef.unflatten(full))
-
-    return jax.vjp(of_floating, [x for f, x in zip(floating, leaves, strict=True) if f])
 
 
 def compiled_for(

@@ -59,10 +59,7 @@ def after_backward(fn: Fn) -> Fn:
     # parameters, and hold what they read until then.
 
     def call(params: Tree, x: Array) -> Any:
-        treedef: Any
-        arrays, treedef = jax.tree.flatten(x)
-        params, arrays = after_input(params, arrays)
-        return fn(params, treedef.unflatten(arrays))
+        return fn(*after_input(params, x))
 
     return call
 

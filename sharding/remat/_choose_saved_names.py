@@ -5,17 +5,19 @@ A chain of blocks is solved in ``_chain_search``, a stack of equal ones in ``_st
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from optax_ext.traced_graph import Graph
+from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._saved_names import PRESETS
+from sharding.plan.model._models import PRESETS
 from sharding.plan.model._traced_model import work_of_equation
+from sharding.remat._checkpoint import Fn
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
 _TIE = 1e-7
@@ -96,17 +98,14 @@ class NamedValues:
 
     @staticmethod
     def of(
-        vjp: Callable[..., Any],
-        args: tuple[Any, ...],
-        kind: DeviceKind | None,
-        names: Collection[str] | None,
+        fn: Fn, params: Tree, x: Array, kind: DeviceKind | None, names: Collection[str] | None
     ) -> "NamedValues":
-        """Traces ``vjp(params, x)``, which returns a backward pass; ``names`` None takes all."""
+        """Traces ``fn(params, x)`` and what its backward pass stores; ``names`` None takes all."""
         treedef: Any
-        leaves, treedef = jax.tree.flatten(args)
+        leaves, treedef = jax.tree.flatten((params, x))
 
         def residuals(inputs: list[Any]) -> list[Any]:
-            arrays = jax.tree.leaves(vjp(*treedef.unflatten(inputs)))
+            arrays = jax.tree.leaves(jax.vjp(fn, *treedef.unflatten(inputs))[1])
             return [x for x in arrays if hasattr(x, "dtype")]
 
         graph = Graph(residuals, leaves, [False] * len(leaves))
@@ -120,8 +119,7 @@ class NamedValues:
                 name = eqn.params["name"]
                 if names is None or name in names:
                     values[name] = (*values.get(name, ()), *eqn.results)
-        count = len(jax.tree.leaves(args[-1]))
-        inputs = frozenset(range(len(leaves) - count, len(leaves)))  # behind the parameters
+        inputs = frozenset(range(len(jax.tree.leaves(params)), len(leaves)))
         return NamedValues(graph, tuple(seconds), values, inputs)
 
     def nbytes(self, name: str) -> int:
@@ -130,15 +128,8 @@ class NamedValues:
     def recompute_seconds(self, saved: Collection[str]) -> float:
         """Time of the operations that run again if these names are saved, and no others."""
         stored = {value for name in saved for value in self.values[name]}
-        run: set[int] = set()
-        needed = list(self.graph.outputs)
-        while needed:
-            value = needed.pop()
-            producer = self.graph.producer.get(value)
-            if value not in stored and producer is not None and producer not in run:
-                run.add(producer)
-                needed.extend(self.graph.equations[producer].operands)
-        return sum(self.seconds[i] for i in run)
+        run, _ = self.graph.needed(self.graph.outputs, stored)
+        return sum(self.seconds[self.graph.producer[eqn.results[0]]] for eqn in run)
 
     def of_input(self) -> list[str]:
         graph = self.graph

@@ -52,14 +52,16 @@ def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [as_node(leaves[i]) for i in places], join
 
 
-def after_input(params: Tree, arrays: list[Any]) -> tuple[Any, list[Any]]:
+def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:
     """Parameters and the input of their layer behind one barrier.
 
     It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
     uses both outputs, so that the transpose orders the backward pass in the same way.
     """
-    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-    inputs = [x for f, x in zip(floating, arrays, strict=True) if f]
-    params, inputs = lax.optimization_barrier((params, inputs))
-    behind = iter(inputs)
-    return params, [next(behind) if f else x for f, x in zip(floating, arrays, strict=True)]
+    treedef: Any
+    arrays, treedef = jax.tree.flatten(x)
+    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    params, behind = lax.optimization_barrier((params, [arrays[i] for i in floating]))
+    for i, array in zip(floating, behind, strict=True):
+        arrays[i] = array
+    return params, treedef.unflatten(arrays)

@@ -10,8 +10,7 @@ from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
-from sharding.sync._interface import GradientSync, by_size, check_density
-from sharding.sync._row_method import row_method
+from sharding.sync._interface import GradientSync, by_size, check_density, row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:

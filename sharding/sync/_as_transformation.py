@@ -58,9 +58,8 @@ def transformation(
     """
 
     def init(params: optax.Params) -> Any:
-        return jax.tree.map(
-            lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)), sync.init(params)
-        )
+        state = sync.init(params)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)), state)
 
     def update(
         updates: optax.Updates, state: Tree, params: optax.Params | None = None

@@ -6,7 +6,7 @@ from jax import lax
 
 from sharding._types import DType
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.collectives._reduce_scatter import psum_scatter_auto
+from sharding.collectives._reduce_scatter import psum_scatter
 from sharding.placement._specs import Axes
 from sharding.sync._interface import GradientSync, Method, StepContext, leafwise, stateless
 
@@ -43,5 +43,5 @@ def dense_method(dtype: DType = None) -> Method:
 
 def dense_mean(x: jax.Array, axes: Axes, dim: int | None = None) -> jax.Array:
     """The mean over devices in float32 or wider, or this device's shard of it along a dim."""
-    total = lax.psum(x, axes) if dim is None else psum_scatter_auto(x, axes, dim)
+    total = lax.psum(x, axes) if dim is None else psum_scatter(x, axes, dim)
     return to_sum_dtype(total) / lax.axis_size(axes)

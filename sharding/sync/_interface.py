@@ -10,6 +10,7 @@ from jax import lax
 
 from sharding._types import Array, Tree
 from sharding.collectives._reduce_scatter import own_shard
+from sharding.collectives._sparse_rows import SparseRows, rows_of_array, rows_of_lookups
 from sharding.placement._specs import Axes, Axis, axes_of, leaf_names
 
 Reduced = tuple[jax.Array, Any]  # a mean, or a shard of it, and the new state
@@ -137,10 +138,8 @@ def by_size(
         return method if x.size >= min_size and len(x.shape) >= min_dims else small
 
     dims = f" in {min_dims} dims or more" if min_dims else ""
-    return leafwise(
-        choose,
-        f"{name}: min_size {min_size} compresses no parameter: there are as many elements{dims}",
-    )
+    unmet = f"{name}: min_size {min_size} compresses no parameter: there are as many elements{dims}"
+    return leafwise(choose, unmet)
 
 
 def with_all_reduce(
@@ -214,6 +213,35 @@ def sliced(
         return (own_shard(mean, axes, dim) if dim else mean), state
 
     return reduce
+
+
+def row_method(
+    mean: Callable[[SparseRows, Axes, int | None], jax.Array], density: float, *, flat: bool = False
+) -> Method:
+    """A stateless method of ``mean(rows, axes, dim)``; ``flat``: for full means rows are vectors.
+
+    ``dim`` is None for the full mean, or 0 or 1: other dims to shard are moved to 1.
+    """
+
+    def mean_of(
+        x: jax.Array, rows_of: Callable[..., SparseRows], axes: Axes, dim: int
+    ) -> jax.Array:
+        if not dim:
+            return mean(rows_of(x), axes, None)
+        if dim == -x.ndim:
+            return mean(rows_of(x), axes, 0)
+        return jnp.moveaxis(mean(rows_of(jnp.moveaxis(x, dim, 1)), axes, 1), 1, dim)
+
+    def of_array(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
+        del context
+        if flat and not dim:
+            return mean(rows_of_array(x.reshape(x.shape[0], -1)), axes, None).reshape(x.shape)
+        return mean_of(x, rows_of_array, axes, dim)
+
+    def of_lookups(ids: jax.Array, x: jax.Array, num_rows: int, axes: Axes, dim: int) -> jax.Array:
+        return mean_of(x, lambda x: rows_of_lookups(ids, num_rows, x), axes, dim)
+
+    return stateless(of_array, is_linear=True, rows=RowMethod(of_lookups, density))
 
 
 def check_density(density: float, name: str = "density") -> None:

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext import Factoring, FactoringRule, last_two_dims
+from optax_ext import FactoringRule, last_two_dims
 from sharding._types import Array, Tree
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
+from sharding.placement._matrix_form import MatrixForm
 from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import GradientSync, Method, Reduced, StepContext, leafwise, sliced
@@ -61,21 +62,16 @@ def powersgd(
     if not min_compression >= 1:
         raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
 
-    def view_of(path: str, x: Array, rule: FactoringRule) -> "_MatrixView | None":
-        """The matrices of an array; None if it is sent in full."""
-        dims = rule.resolve(plain_path(path), tuple(x.shape))
-        if dims is None or not dims.factored:
-            return None
-        view = _MatrixView(tuple(x.shape), dims)
-        small = rank * (view.rows + view.cols) * min_compression < view.rows * view.cols
-        return view if small and jnp.issubdtype(x.dtype, jnp.floating) else None
-
     def sync_of(tree: Tree) -> GradientSync:
         rule = rule_for_tree(factoring, tree)
 
         def choose(path: str, x: Array) -> Method:
-            view = view_of(path, x, rule)
-            return _method_of(path, view, rank, seed) if view else dense_method()
+            form = MatrixForm.of(rule, plain_path(path), tuple(x.shape))
+            if form is None or not jnp.issubdtype(x.dtype, jnp.floating):
+                return dense_method()
+            *_, rows, cols = form.shape
+            pays_off = rank * (rows + cols) * min_compression < rows * cols
+            return _method_of(path, form, rank, seed) if pays_off else dense_method()
 
         return leafwise(
             choose,
@@ -90,19 +86,22 @@ def powersgd(
     )
 
 
-def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
-    """The method of the array with this path and these matrices."""
+def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
+    """The method of the array with this path and these matrices (stack..., rows, cols)."""
+    *stack, rows, cols = form.shape
+    count = math.prod(stack)
 
     def init(x: Array) -> dict[str, jax.Array]:
         dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
-        q = jax.random.normal(key, (view.count, view.cols, rank), dtype)
+        q = jax.random.normal(key, (count, cols, rank), dtype)
         return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
     def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         del context
-        m = view.matrices(to_sum_dtype(x) + state["error"])
+        m = form.to_matrices(to_sum_dtype(x) + state["error"]).reshape(count, rows, cols)
         mean, own, q = _power_iteration(m, state["q"], axes)
-        return view.array(mean), {"q": q, "error": view.array(m - own)}
+        mean, error = (form.from_matrices(y.reshape(form.shape), x) for y in (mean, m - own))
+        return mean, {"q": q, "error": error}
 
     return Method(init, sliced(all_reduce))
 
@@ -111,34 +110,10 @@ def _power_iteration(
     m: jax.Array, q: jax.Array, axes: Axes
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
-    p = orthonormal(lax.psum(m @ orthonormal(q), axes))  # (count, rows, rank)
+    # Orthonormal bases: for a zero or dependent column any, never NaN.
+    basis, _ = jnp.linalg.qr(q)
+    p, _ = jnp.linalg.qr(lax.psum(m @ basis, axes))  # (count, rows, rank)
     # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
     own = jnp.swapaxes(p, -1, -2) @ m
     q = lax.pmean(own, axes)
     return p @ q, p @ own, jnp.swapaxes(q, -1, -2)
-
-
-class _MatrixView:
-    """An array as a stack of matrices: ``count`` of them, each with ``rows`` and ``cols``."""
-
-    def __init__(self, shape: tuple[int, ...], factoring: Factoring):
-        sides = (factoring.rows, factoring.cols)
-        stack = tuple(d for d in range(len(shape)) if d not in sides[0] + sides[1])
-        self._order = (*stack, *sides[0], *sides[1])
-        self._ordered = tuple(shape[d] for d in self._order)
-        self.rows, self.cols = (math.prod(shape[d] for d in side) for side in sides)
-        self.count = math.prod(shape[d] for d in stack)
-
-    def matrices(self, x: jax.Array) -> jax.Array:
-        """(count, rows, cols)."""
-        return x.transpose(self._order).reshape(self.count, self.rows, self.cols)
-
-    def array(self, m: jax.Array) -> jax.Array:
-        """The inverse of ``matrices``."""
-        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return m.reshape(self._ordered).transpose(inverse)
-
-
-def orthonormal(x: jax.Array) -> jax.Array:
-    """Orthonormal bases of (count, size, rank); for a zero or dependent column any, never NaN."""
-    return jnp.linalg.qr(x)[0]

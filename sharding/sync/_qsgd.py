@@ -1,7 +1,4 @@
-"""Quantized gradient sync: 8 or 4 bits per element on the wire.
-
-Codes and their random rounding are in ``collectives/_quantize_blocks``.
-"""
+"""Quantized gradient sync: 8 or 4 bits per element on the wire."""
 
 from typing import Any
 

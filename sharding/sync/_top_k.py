@@ -24,7 +24,6 @@ from sharding.sync._interface import (
     sliced,
 )
 
-_FEEDBACKS = ("error", "ef21", None)
 # Elements that the int32 indices of a top-k can address.
 _MAX_SECTION_SIZE = 2**31 - 1
 
@@ -84,7 +83,7 @@ def top_k(
         check_density(fraction)
     if 0 not in schedule:
         raise ValueError(f"density must have an entry for step 0, got {schedule}.")
-    if feedback not in _FEEDBACKS:
+    if feedback not in ("error", "ef21", None):
         raise ValueError(f"feedback must be 'error', 'ef21' or None, got {feedback!r}.")
     if momentum is not None and feedback != "error":
         raise ValueError(f"momentum needs feedback='error', got {feedback!r}.")

@@ -1,7 +1,4 @@
-"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost.
-
-Who owns a row is decided in ``collectives/_row_owners.py``.
-"""
+"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost."""
 
 import functools
 from typing import Any
@@ -17,8 +14,7 @@ from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds, list_capacity
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
-from sharding.sync._interface import GradientSync, by_size, check_density
-from sharding.sync._row_method import row_method
+from sharding.sync._interface import GradientSync, by_size, check_density, row_method
 
 
 def zen(
@@ -83,8 +79,8 @@ def zen(
 
         def send(send_list: SendList, loop: Loop) -> jax.Array:
             if dim:
-                return _push_columns(send_list, loop, rows.shape, axes) / num
-            total, touched = _push(send_list, loop, owners, axes)
+                return _push_columns(rows, send_list, loop, axes) / num
+            total, touched = _push(rows, send_list, loop, owners, axes)
             if dim == 0:
                 return total / num
             own_density = min(density, rows.max_rows / num_rows)
@@ -103,10 +99,9 @@ def zen(
 
 
 def _push(
-    send_list: SendList, loop: Loop, owners: RowOwners, axes: Axes
+    rows: SparseRows, send_list: SendList, loop: Loop, owners: RowOwners, axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
     """Sends rows to their owners: the sums in this device's slots, and which slots got a row."""
-    row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
 
     def add_round(chosen: jax.Array, carry: tuple[jax.Array, jax.Array]) -> Any:
         total, touched = carry
@@ -118,17 +113,17 @@ def _push(
         total = total.at[slot].add(values.astype(total.dtype), mode="drop")
         return total, touched.at[slot].set(True, mode="drop")
 
-    total = jnp.zeros((owners.num_slots, *row.shape[1:]), sum_dtype(row.dtype))
+    total = jnp.zeros((owners.num_slots, *rows.shape[1:]), sum_dtype(rows.dtype))
     return loop(add_round, (total, jnp.zeros(owners.num_slots, bool)))
 
 
-def _push_columns(send_list: SendList, loop: Loop, shape: tuple[int, ...], axes: Axes) -> jax.Array:
+def _push_columns(rows: SparseRows, send_list: SendList, loop: Loop, axes: Axes) -> jax.Array:
     """Sends every device its shard of the second dim of all rows: the sum (rows, shard, ...)."""
-    num = lax.axis_size(axes)
-    shard = (shape[1] // num, *shape[2:])  # of one row
+    num, (num_rows, width, *others) = lax.axis_size(axes), rows.shape
+    shard = (width // num, *others)  # of one row
 
     def add_round(chosen: jax.Array, total: jax.Array) -> jax.Array:
-        slot = jnp.take(send_list.slot, chosen, fill_value=shape[0])
+        slot = jnp.take(send_list.slot, chosen, fill_value=num_rows)
         values = send_list.values(chosen).reshape(chosen.size, num, *shard)  # chosen: (capacity,)
         slot = all_gather_concat(slot, axes)  # (devices * capacity,)
         # The devices' dim is scattered; received rows are concatenated along the first.
@@ -136,8 +131,7 @@ def _push_columns(send_list: SendList, loop: Loop, shape: tuple[int, ...], axes:
         values = values.reshape(-1, *shard).astype(total.dtype)
         return total.at[slot].add(values, mode="drop")
 
-    row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
-    return loop(add_round, jnp.zeros((shape[0], *shard), sum_dtype(row.dtype)))
+    return loop(add_round, jnp.zeros((num_rows, *shard), sum_dtype(rows.dtype)))
 
 
 def _pull(

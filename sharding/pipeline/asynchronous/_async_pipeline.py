@@ -17,9 +17,10 @@ from sharding.pipeline._executor import sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import LayerParams
-from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts, versions_of
+from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
+from sharding.placement._specs import only_axes, sharding_on
 from sharding.step._param_uses import find_uses
 
 P = PartitionSpec
@@ -96,7 +97,7 @@ class AsyncPipeline:
 
     @functools.cached_property
     def _program(self) -> Instructions:
-        return instructions(self.schedule, self.pipeline.recompute, versions_of(self.schedule))
+        return instructions(self.schedule, self.pipeline.recompute)
 
     def init(self, params: Tree) -> AsyncState:
         """The state before the first update, with each stage's layers on its devices.
@@ -154,15 +155,12 @@ class AsyncPipeline:
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
                 backward_params = functools.partial(tx.backward_params, backward_params)
             own = LayerParams(rows), LayerParams(shared), self._microbatches(batches), key
-            more = tx, to_tree, pipeline._parts, backward_params
+            more = tx, to_tree, backward_params
             executor = AsyncExecutor(pipeline, self.schedule, program, *own, *more)
             stage = lax.axis_index(axis)
             owners = stages_of_shared(pipeline, shared, batches, key)
-            (rows, shared), opt_state, totals = executor.run_updates(
-                jax.tree.map(lambda x: x[0], opt_state),
-                tables,
-                jnp.asarray(program.last_version)[stage],
-            )
+            opt_state = jax.tree.map(lambda x: x[0], opt_state)
+            (rows, shared), opt_state, totals = executor.run_updates(opt_state, tables)
             # Every stage gets what the owner of a shared parameter made of it.
             shared = jax.tree.map(
                 lambda x, owner: lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis),
@@ -188,10 +186,9 @@ class AsyncPipeline:
 
     def _other_axes(self, x: Array) -> PartitionSpec:
         """The spec of an array that is on the mesh already, without the axis of the stages."""
-        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.pipeline.mesh:
-            return P()
-        return P(*(None if entry == self.pipeline.axis else entry for entry in sharding.spec))
+        mesh, sharding = self.pipeline.mesh, sharding_on(x, self.pipeline.mesh)
+        others = set(mesh.axis_names) - {self.pipeline.axis}
+        return P() if sharding is None else only_axes(sharding.spec, others)
 
     def _place(self, x: Array, spec: PartitionSpec) -> Any:
         if isinstance(x, jax.core.Tracer):

@@ -9,14 +9,22 @@ from jax.sharding import NamedSharding
 
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Printed, Table, count, percent, seconds, size
-from sharding.plan.audit._hlo import Program
+from sharding.plan._format import (
+    Printed,
+    Table,
+    count,
+    memory_by_part,
+    percent,
+    seconds,
+    size,
+    with_article,
+)
+from sharding.plan.audit._hlo import PHASES, Program, phase_of, shortened
 from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
 from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._scopes import PHASES, phase_of, shortened
 from sharding.plan.audit._warnings import warnings_of
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 
@@ -75,6 +83,15 @@ class Audit(Printed):
         return sum(self.arguments.values()) + self.results + temporaries
 
     @property
+    def by_part(self) -> dict[str, float]:
+        """``memory`` by what it is; gradients are those that are live at its peak, estimated."""
+        params = self.arguments.get("parameters", 0.0)
+        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
+        grads = self.at_peak.get("gradients", 0.0)
+        batch = sum(self.arguments.values()) - params - state
+        return memory_by_part(self.memory, params=params, grads=grads, state=state, batch=batch)
+
+    @property
     def matmul_flops(self) -> float:
         """Operations of matrix products of all phases."""
         return sum(self.products.values())
@@ -100,14 +117,8 @@ class Audit(Printed):
         if self.kind is None:
             return {}
         slow = sum(row.wire_bytes for row in self.traffic if row.across_slices)
-        bounds = {
-            "compute": sum(self.flops.values()) / self.kind.flops,
-            "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
-            "wire": (self.wire_bytes - slow) / self.kind.link,
-        }
-        if slow and self.kind.network:
-            bounds["network between slices"] = slow / self.kind.network
-        return bounds
+        moved = sum(self.nbytes.values())
+        return self.kind.at_least(sum(self.flops.values()), moved, self.wire_bytes, slow)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -148,7 +159,7 @@ class Audit(Printed):
         if self.kind is not None:
             tight = (self.headroom or 0) < _LEAST_LEFT
             verdict = ("fits, barely" if tight else "fits") if self.fits else "DOES NOT FIT"
-            rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
+            rows.append((f"{with_article(self.kind.name)} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
 
     def _traffic_table(self) -> Table:
@@ -360,9 +371,9 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
 
 def _tight(result: Audit) -> str:
     assert result.kind is not None
-    name, left = result.kind.name, result.kind.memory - result.memory
+    name, left = with_article(result.kind.name), result.kind.memory - result.memory
     if result.fits:
         spare = f"{size(left)} ({result.headroom:.0%}) to spare"
-        return f"the step fits a {name} with only {spare}: allocators and libraries need some of it"
+        return f"the step fits {name} with only {spare}: allocators and libraries need some of it"
     needs = f"{size(result.memory)} on each device"
-    return f"the step needs {needs}, {size(-left)} more than a {name} has"
+    return f"the step needs {needs}, {size(-left)} more than {name} has"

@@ -76,7 +76,8 @@ def find_batch(
     the middle, where lines do not halve the interval.
 
     Args:
-      make_step: returns the step of a batch size, lowered or compiled, or its ``Audit``.
+      make_step: returns the step of a batch, lowered or compiled, or its ``Audit``. A batch is that
+        of all devices, as everywhere; ``start``, ``limit`` and ``unit`` count the same.
       device: the kind of device, or the name of a target, whose memory is the limit.
       memory: bytes of memory, instead of the device's.
       headroom: the share of the memory that is left free, from 0 to below 1.

@@ -5,8 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sharding.plan.audit._hlo import Array, Program, arrays
-from sharding.plan.audit._scopes import phase_of
+from sharding.plan.audit._hlo import Array, Program, arrays, phase_of
 
 # By the name of an argument, such as state.params['w'] or state[1][0].mu['w'].
 PARTS = {

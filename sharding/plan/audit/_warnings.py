@@ -6,12 +6,19 @@ import re
 from collections.abc import Iterator, Sequence
 
 from sharding.plan._format import size
-from sharding.plan.audit._hlo import Frame, Instruction, Program, arrays, bytes_of, changed_in_place
+from sharding.plan.audit._hlo import (
+    Frame,
+    Instruction,
+    Program,
+    arrays,
+    bytes_of,
+    changed_in_place,
+    phase_of,
+)
 from sharding.plan.audit._liveness import Buffer, copied_argument
 from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_collectives import Collective
 from sharding.plan.audit._program_costs import read_by_fusion
-from sharding.plan.audit._scopes import phase_of
 
 _SMALL = 1 << 16  # bytes that need no warning
 _WIDE = 0.05  # the share of the work of matrix products that needs none

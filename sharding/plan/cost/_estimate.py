@@ -11,9 +11,18 @@ import optax
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._types import Tree
 from sharding._zero import Zero
-from sharding.plan._format import Printed, Table, check_choice, count, seconds, size
-from sharding.plan.cost._stage_plan import name_of, stage_plan, variants_of
-from sharding.plan.cost._step_memory import StagePlan
+from sharding.plan._format import (
+    Printed,
+    Table,
+    check_choice,
+    count,
+    document,
+    entry,
+    seconds,
+    size,
+    with_article,
+)
+from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._layer_costs import Activations
 
@@ -79,10 +88,8 @@ class Plan(Printed):
         """
         if self.device is None or not self.flops:
             return {}
-        bounds = {
-            "compute": self.flops / self.device.flops,
-            "memory": stage.moved / self.device.bandwidth,
-        } | _wire_seconds(stage, self.device, self.mesh)
+        far = stage.network if {"host", "slice"} & set(self.mesh) else 0.0
+        bounds = self.device.at_least(self.flops, stage.moved, stage.wire, far)
         return {name: value for name, value in bounds.items() if value}
 
     def tokens_per_second(self, stage: StagePlan) -> float | None:
@@ -91,16 +98,27 @@ class Plan(Printed):
         return self.tokens / max(bounds.values()) if bounds and self.tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON; ``activations`` are None where they are not counted."""
-        figures = dataclasses.asdict(self)
-        for row, stage in zip(figures["stages"], self.stages, strict=True):
-            names = ("arguments", "memory", "moments", "peak")
-            row |= {name: getattr(stage, name) for name in names}
-            row["headroom"] = self.headroom(stage)
-            row["seconds"] = self.seconds(stage)
-            row["tokens_per_second"] = self.tokens_per_second(stage)
-        not_counted = [] if activations_counted(self.stages) else ["activations"]
-        return figures | {"fits": self.fits, "not_counted": not_counted}
+        """All figures, ready for JSON, in the form of all commands."""
+        names = [stage.name for stage in self.stages]
+        derived = ("arguments", "memory", "moments", "peak")
+        return document(
+            [
+                entry(
+                    stage.name,
+                    stage.by_part(),
+                    at_least=self.seconds(stage),
+                    wire=stage.wire,
+                    tokens=self.tokens or None,
+                    zero=dataclasses.asdict(stage) | {x: getattr(stage, x) for x in derived},
+                )
+                for stage in self.stages
+            ],
+            device=self.device,
+            num_devices=math.prod(self.mesh.values()),
+            chosen=names.index(self.recommended) if self.recommended else None,
+            notes=[*self.notes],
+            not_counted=[] if activations_counted(self.stages) else ["activations"],
+        )
 
     def tables(self) -> list[Table]:
         # Memory: parts that no stage has are left out.
@@ -242,17 +260,6 @@ def activations_counted(stages: Sequence[StagePlan]) -> bool:
     return all(stage.activations is not None for stage in stages)
 
 
-def _wire_seconds(
-    stage: StagePlan, device: DeviceKind, mesh: Mapping[str, int]
-) -> dict[str, float]:
-    """The least time of what a stage sends, within hosts or slices and between them."""
-    slow = stage.network if {"host", "slice"} & set(mesh) and device.network else 0.0
-    return {
-        "wire": (stage.wire - slow) / device.link,
-        "network": slow / device.network if device.network else 0.0,
-    }
-
-
 def _recommend(
     stages: Sequence[StagePlan], device: DeviceKind | None, mesh: Mapping[str, int]
 ) -> tuple[str, list[str]]:
@@ -265,15 +272,19 @@ def _recommend(
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
         return "", [
-            f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
-            f"{size(device.memory)}, {'with' if counted else 'before'} activations."
+            f"Does not fit {with_article(device.name)}: {least.name} needs least, "
+            f"{size(least.peak)} of {size(device.memory)}, "
+            f"{'with' if counted else 'before'} activations."
         ]
     # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    sending = [max(_wire_seconds(stage, device, mesh).values()) for stage in roomy]
+    far = bool({"host", "slice"} & set(mesh))
+    sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
     most = 1.01 * min(sending, default=0.0)
     among = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most] or fitting
-    best = min(among, key=lambda stage: stage.peak)
+    # Of equal ones the higher stage, as in search, unless the device is alone.
+    several = max(mesh.values(), default=1) > 1
+    best = min(among[::-1] if several else among, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
     why = f"it needs least; only {left} are left {use}."
     if roomy:

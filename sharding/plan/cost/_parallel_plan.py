@@ -1,11 +1,10 @@
-"""A plan of one training step: how devices share the model, the batch and the state."""
+"""A plan of one training step: how devices share model, batch and state; the same in words."""
 
 import dataclasses
 
 from sharding.plan._format import check_choice
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES, SPLIT_SCHEDULES, check_schedule
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PARTLY
+from sharding.plan.model._models import PARTLY, Decoder, saved_parts
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
@@ -137,3 +136,51 @@ class ParallelPlan:
                 f"schedule {self.schedule!r} needs a model whose embedding is not its output "
                 "matrix: the first and the last stage would update it independently."
             )
+
+
+PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "stored")
+
+
+def cells(plan: ParallelPlan) -> tuple[str, ...]:
+    """A plan in the cells of a table, under ``PLAN_COLUMNS``."""
+    zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
+    zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
+    zero += ", spread" if plan.spread else ""
+    zero += ", host" if plan.offload else ""
+    zero += ", master" if plan.weights == "master" else ""
+    lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
+    zero += "".join(f", {word} (lossy)" for word in lossy if word)
+    chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
+    pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
+    pipeline += ", even" * plan.even + " (lossy)" * plan.asynchronous
+    stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
+    if plan.recompute in PARTLY:
+        stored = ", ".join(saved_parts(plan.recompute))
+    tensor = str(plan.tensor) if plan.tensor > 1 else "-"
+    return zero, tensor, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
+
+
+def short(plan: ParallelPlan) -> str:
+    """A plan in one line."""
+    words = []
+    if plan.pipe > 1:
+        chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
+        late = ", gradients one update late" if plan.asynchronous else ""
+        even = ", equal" * plan.even
+        words.append(f"{plan.pipe} pipeline stages ({plan.schedule}{chunks}{even}{late})")
+    if plan.tensor > 1:
+        words.append(f"{plan.tensor} devices a layer")
+    if plan.data > 1:
+        replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
+        replicas += " that share the state" if plan.spread else ""
+        words.append(f"stage {plan.stage} over {plan.shards}{replicas}")
+    noun = "micro-batch" if plan.microbatches == 1 else "micro-batches"
+    words += [f"{plan.microbatches} {noun} of {plan.microbatch}", f"recompute {plan.recompute}"]
+    weights = {"master": "master weights", "stochastic": "stochastic rounding"}
+    words += [
+        "offload" * plan.offload,
+        f"state in {plan.state_format}" if plan.state_format else "",
+        weights.get(plan.weights, ""),
+        f"gradients by {plan.sync}" if plan.sync else "",
+    ]
+    return "; ".join(filter(None, words))

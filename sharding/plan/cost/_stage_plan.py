@@ -1,21 +1,249 @@
-"""One stage of ZeRO in closed form: the bytes that one device holds and sends."""
+"""One stage of ZeRO in closed form: what a device holds, when that is most, and what it sends."""
 
+import collections
 import dataclasses
 import math
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import optax
 
+from optax_ext import flax_transformer
 from sharding._types import DType, OptState, Tree
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
+from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
-from sharding.plan.cost._step_memory import StagePlan, floating_rows, step_memory
+from sharding.plan._format import memory_by_part
 from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one device holds and sends at one stage, all in bytes; see ``moments``."""
+
+    name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
+    params: float  #: parameters
+    grads: float  #: gradients, as the stage stores them
+    full_grads: float  #: gradients of one micro-batch, unsharded
+    unreduced: float  #: gradients of one micro-batch that wait to be reduced, or added
+    opt_state: float  #: optimizer state without master weights
+    master: float  #: master weights
+    batch: float  #: the device's part of the batch; 0 where it is unknown
+    host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
+    sync: float  #: state of ``Zero.sync``, such as error-feedback residuals
+    summed: float  #: gradients of the micro-batches before the last one
+    updated: float  #: gradients, as the update gets them
+    synced: float  #: gradients that ``Zero.sync`` takes; with its temporaries where they are known
+    layer: float  #: parameters of the largest layer, if layers are known
+    outside: float  #: parameters outside of the layers, if these are known
+    new_params: float  #: new parameters of the group that is gathered beside the old ones
+    share: float  #: the share of the parameters that the device stores; below 1 it gathers them
+    #: what one micro-batch stores for its backward pass, if ``estimate`` was given it
+    activations: float | None = None
+    working: float = 0.0  #: temporaries of the backward pass of a layer
+    head: float = 0.0  #: temporaries of what follows the layers, such as logits
+    logits: float = 0.0  #: their gradient, until that of the output matrix is made of it
+    copied: float = 0.0  #: parameters in another layout
+    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
+    #: the part of ``wire`` that leaves a host or slice, those of the mesh axis of that name; where
+    #: there is none, the sums over replicas
+    network: float
+    host_wire: float  #: bytes that move to host memory and back per step
+    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
+
+    @property
+    def arguments(self) -> float:
+        """Parameters, state and batch in device memory."""
+        return self.params + self.opt_state + self.master + self.batch - self.host + self.sync
+
+    @property
+    def memory(self) -> float:
+        """Arguments and gradients, which is what ZeRO counts: no activations, no temporaries."""
+        return self.arguments + self.grads
+
+    @property
+    def moments(self) -> dict[str, dict[str, float]]:
+        """Bytes beside ``arguments`` at each moment that may be the fullest, by what they are.
+
+        In the backward pass of the last micro-batch: at the head, before any of its gradients is
+        there; and at the layers, where compilers hold those of all layers from the first one on.
+        Then the compressed sync, and the update.
+        """
+        stored, copied = self.activations or 0.0, self.copied * self.share
+        gathers = self.share < 1
+        outside = self.outside if gathers else 0.0
+        gathered = max(self.layer, outside - self.working) if gathers else 0.0
+        # Full gradients of what is outside of the layers have room for that of the logits.
+        working = self.working + max(0.0, self.logits - (0.0 if gathers else self.outside))
+        names = ("activations", "temporaries", "gathered", "gradients")
+        moments = {
+            "head": (stored, self.head + copied, outside, self.summed),
+            "layers": (stored, working + copied, gathered, self.grads + self.unreduced),
+            "sync": (0.0, 0.0, 0.0, self.synced),
+            "update": (0.0, 0.0, self.new_params, self.updated),
+        }
+        return {name: dict(zip(names, parts, strict=True)) for name, parts in moments.items()}
+
+    @property
+    def peak(self) -> float:
+        """``arguments``, and what is beside them at the fullest of ``moments``."""
+        return self.arguments + max(sum(parts.values()) for parts in self.moments.values())
+
+    def by_part(self, batch: float = 0.0) -> dict[str, float]:
+        """``peak`` by what it is, with ``batch`` more bytes of the batch."""
+        return memory_by_part(
+            self.peak + batch,
+            params=self.params,
+            grads=self.grads + self.unreduced,
+            state=self.opt_state + self.master - self.host + self.sync,
+            batch=self.batch + batch,
+        )
+
+    def with_activations(self, found: Activations | None) -> Self:
+        """The same with other activations."""
+        names = ("activations", "working", "head", "logits", "copied")
+        parts: Any = zip(names, found or (None, 0.0, 0.0, 0.0, 0.0), strict=True)
+        return dataclasses.replace(self, **dict(parts))
+
+
+def step_memory(
+    zero: Zero,
+    placed: Description,
+    local: Description,
+    tile: tuple[int, int] | None,
+    microbatches: int,
+    gathered_once: str | None,
+) -> dict[str, float]:
+    """The bytes of a ``StagePlan`` that are held, but for the batch and activations.
+
+    ``local`` is the placement at stage 0, where the user's axes alone shard; the memory of TPUs has
+    tiles.
+    """
+    placed = padded_to_tiles(placed, tile)
+    rows = [row for row in placed.rows if row.part == "opt_state"]
+    opt_state = sum(row.bytes_per_device for row in rows)
+    masters = [row for row in rows if "master" in re.split(r"\W+", row.path)]
+    master = sum(row.bytes_per_device for row in masters)
+    params = placed.bytes_per_device["params"]
+    several, known = microbatches > 1, gathered_once is not None
+    full = {
+        row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
+        for row, dtype in floating_rows(local, "params")
+    }
+    full_grads = sum(full.values())
+    # No dim of some divides: their gradients are summed in place, and nothing of them is gathered.
+    whole = {row.path for row in placed.rows if row.part == "grads" and row.note}
+    divided = {path: n for path, n in full.items() if path not in whole and zero.num_shards > 1}
+    undivided = full_grads - sum(divided.values())
+    layer, outside, group = _layer_and_outside(divided, local, gathered_once, placed.gather_group)
+
+    def held(placed: Description, shards: int = 1) -> float:
+        """Bytes of gradients, as accumulated or as returned, whichever is wider."""
+        total = 0.0
+        for row, dtype in floating_rows(placed, "grads"):
+            itemsize = zero.precision.of_accumulator(dtype).itemsize if several else 0
+            nbytes = row.bytes_per_device / (1 if row.path in whole else shards)
+            total += nbytes / dtype.itemsize * max(itemsize, dtype.itemsize)
+        return total
+
+    # Gradients as the stage stores them; and what waits beside them: full ones to be reduced, those
+    # of one micro-batch to be added.
+    grads = sums = held(placed)
+    sync_of_shards = zero.sync is not None and not zero.replica_axis
+    if zero.stage < 2:
+        unreduced = full_grads if several else 0.0
+    else:
+        own = float(sum(row.bytes_per_device for row, _ in floating_rows(placed, "grads")))
+        if zero.shard_state_over_replicas:
+            # Replicas that share the state each have a shard of their own until they are summed.
+            own = undivided + sum(divided.values()) / zero.num_shards
+            sums = held(local, zero.num_shards)
+        unreduced = own if several else 0.0
+        if zero.stage == 2 and (not known or sync_of_shards):
+            unreduced = full_grads - (0.0 if several else undivided)
+            if several and sync_of_shards:  # which comes after the last micro-batch
+                sums = held(local)
+        elif zero.stage == 2:
+            # At once where one is known, but programs for GPUs hold those outside until the end.
+            unreduced += max(layer, outside) if tile else layer + outside
+        unreduced += sums - grads
+
+    new_params, synced = (params if zero.shard_state_over_replicas else 0.0), 0.0
+    if zero.stage in (1, 2) and zero.num_shards > 1:
+        # Of the group that is gathered at once, and what no layer has.
+        scale = params / full_grads if full_grads else 0.0
+        new_params = scale * min(sum(divided.values()), outside + group)
+    if zero.sync is not None:
+        shards = zero.num_shards if zero.replica_axis else 1
+        synced = grads if zero.stage == 3 else full_grads / shards
+    return {
+        "params": params,
+        "grads": grads,
+        "full_grads": full_grads,
+        "unreduced": unreduced,
+        "opt_state": opt_state - master,
+        "master": master,
+        "host": placed.host_bytes_per_device,
+        "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
+        "summed": sums if several else 0.0,
+        "updated": held(placed, zero.num_shards if zero.stage == 1 else 1),
+        "synced": synced,
+        "layer": layer if known else 0.0,
+        "outside": outside if known else 0.0,
+        "new_params": new_params,
+        "share": 1 / zero.num_shards if zero.stage == 3 else 1.0,
+    }
+
+
+def _layer_and_outside(
+    nbytes: dict[str, float], local: Description, outside: str | None, group: float
+) -> tuple[float, float, float]:
+    """The part of some bytes by path that is the largest layer's, and that outside of all.
+
+    And of the layers, what is gathered at once in groups of ``group`` bytes.
+    """
+    shapes = {row.path: row.shape for row, _ in floating_rows(local, "params")}
+    pattern = flax_transformer().stacked or "(?!)"
+    names = {path: path[: named.end()] for path in nbytes if (named := re.search(pattern, path))}
+    modules = collections.defaultdict(list)
+    for path, name in names.items():
+        modules[name].append(shapes[path])
+
+    def stacked(arrays: list[tuple[int, ...]]) -> bool:
+        """Whether they have a first dim of one size, and others."""
+        ranks = [len(shape) for shape in arrays]
+        return len({x[:1] for x in arrays}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
+
+    layers: dict[str, float] = collections.defaultdict(float)
+    others = alone = of_stacks = 0.0
+    for path, size in nbytes.items():
+        if outside is not None and re.search(outside, path):
+            others += size
+        elif path in names and stacked(modules[names[path]]):
+            of_layer = size / max(shapes[path][0], 1)
+            layers[names[path]] += of_layer
+            of_stacks = max(of_stacks, of_layer, min(group, size, GATHERED_LAYERS * of_layer))
+        else:
+            numbered = re.match(r".*?\d+(?=/|$)", path)
+            layers[numbered[0] if numbered else path] += size
+            alone = max(alone, size, min(group, alone + size))
+    return max(layers.values(), default=0.0), others, max(of_stacks, alone)
+
+
+def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
+    """Arrays of floating numbers, and their dtypes."""
+    for row in placed.rows:
+        if row.part == part and not row.dtype.startswith("key<"):  # of random keys
+            dtype = jnp.dtype(row.dtype)
+            if jnp.issubdtype(dtype, jnp.floating):
+                yield row, dtype
 
 
 def name_of(zero: Zero) -> str:

@@ -6,13 +6,20 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._wire_and_flops import SCALAR, tensor_sums
+from sharding.plan.cost._wire_and_flops import SCALAR, SyncWork, tensor_sums
 from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
 from sharding.plan.machine._devices import achieved
-from sharding.plan.model import _layer_time as layer_time
+from sharding.plan.model._layer_costs import (
+    COMPILED,
+    Implementation,
+    KernelSeconds,
+    Roofline,
+    head_work,
+    layer_work,
+)
 from sharding.plan.model._models import Decoder
 
 # How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,
@@ -84,9 +91,10 @@ class StepSeconds:
         return max(PARTS_OF_STEP, key=lambda name: float(getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON."""
-        totals = ("no_overlap", "seconds", "full_overlap", "limit")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
+        """Its parts, the prediction as ``total``, and both ends of it."""
+        ends = {name: getattr(self, name) for name in ("full_overlap", "no_overlap")}
+        parts = {name: getattr(self, name) for name in PARTS_OF_STEP}
+        return parts | {"total": self.seconds} | ends
 
 
 _ITEM = 2  # bytes of an activation
@@ -99,7 +107,7 @@ _HOST_LINK = 0.88
 class Passes:
     """Forward and backward passes of all micro-batches of a step, whatever ZeRO does."""
 
-    work: layer_time.KernelSeconds  # of kernels
+    work: KernelSeconds  # of kernels
     layers: float  # that the device has, in as many parts ZeRO gathers and reduces
     params: float  # of the device
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
@@ -140,7 +148,7 @@ def step_seconds(
     machine: Machine,
     *,
     length: int | None = None,
-    implementation: layer_time.Implementation = layer_time.COMPILED,
+    implementation: Implementation = COMPILED,
     ideal: bool = False,
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
@@ -184,17 +192,17 @@ def passes(
     machine: Machine,
     *,
     length: int,
-    implementation: layer_time.Implementation = layer_time.COMPILED,
+    implementation: Implementation = COMPILED,
     ideal: bool = False,
 ) -> Passes:
     """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
     wire, device = _wire_of(plan, machine, ideal), machine.device
     options: Any = {"microbatch": plan.microbatch, "length": length}
     options |= {"implementation": implementation, "ideal": ideal}
-    layer = layer_time.layer_work(
+    layer = layer_work(
         model, device, tensor=plan.tensor, sequence_parallel=plan.sequence_parallel, **options
     )
-    head_forward, head_backward = layer_time.head_work(
+    head_forward, head_backward = head_work(
         model, device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
     again = layer.again(plan.recompute, implementation)
@@ -207,7 +215,7 @@ def passes(
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
-    weight = layer.weight if plan.splits_backward else layer_time.KernelSeconds()
+    weight = layer.weight if plan.splits_backward else KernelSeconds()
     of_layer = schedules.LayerSeconds(
         forward=layer.forward.seconds + sent,
         backward=(layer.backward - weight + again).seconds + sent_back,
@@ -290,12 +298,14 @@ def with_state(
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
     update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
-    update += products / layer_time.Roofline(device, layer_time.COMPILED, ideal=ideal).flops
+    update += products / Roofline(device, COMPILED, ideal=ideal).flops
     # State from host memory, and back at the same time.
     host = 0.0
     if plan.offload:
         if device.host_link is None:
-            raise ValueError(f"the host link of a {device.name} is not known; offload needs it.")
+            raise ValueError(
+                f"the host link of {with_article(device.name)} is not known; offload needs it."
+            )
         speed = device.host_link * (1.0 if ideal else _HOST_LINK)
         host = params / shards * plan.state_bytes / speed
     # Stages update in ticks of their own, one after the other.
@@ -316,9 +326,7 @@ def with_state(
     )
 
 
-def _launched(
-    work: layer_time.KernelSeconds, launch: float, sent: float
-) -> layer_time.KernelSeconds:
+def _launched(work: KernelSeconds, launch: float, sent: float) -> KernelSeconds:
     """Kernels that the host issues no faster than it can, while collectives run, too."""
     waiting = max(0.0, work.kernels * launch - work.seconds - sent)
     return work._replace(overhead=work.overhead + waiting)

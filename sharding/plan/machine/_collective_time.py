@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Any, Literal, get_args
 
-from sharding.plan._format import check_choice
+from sharding.plan._format import check_choice, with_article
 from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
@@ -91,8 +91,8 @@ def _ideal(reached: Achieved) -> Achieved:
 def _network(device: DeviceKind, reached: Achieved) -> float:
     if device.network is None:
         raise ValueError(
-            f"the group spans several nodes or slices, and the network of a {device.name} is not "
-            "known; give the DeviceKind one."
+            f"the group spans several nodes or slices, and the network of "
+            f"{with_article(device.name)} is not known; give the DeviceKind one."
         )
     return device.network * reached.network
 

@@ -25,6 +25,18 @@ class DeviceKind:
     num_links: int = 1  #: that ``link`` is the sum of: two for each axis of a torus
     node_size: int = 8  #: devices that ``link`` joins by a switch, without a torus
 
+    def at_least(
+        self, flops: float, moved: float, wire: float, network: float = 0.0
+    ) -> dict[str, float]:
+        """Seconds of a step by what bounds it, of ``wire`` bytes that it sends some over a network.
+
+        All of them may overlap completely.
+        """
+        slow = network if self.network else 0.0
+        bounds = {"compute": flops / self.flops, "memory": moved / self.bandwidth}
+        bounds["wire"] = (wire - slow) / self.link
+        return bounds | ({"network": slow / self.network} if slow and self.network else {})
+
 
 _UNITS = {"memory": 1, "bandwidth": 1e9, "flops": 1e12}
 _UNITS |= dict.fromkeys(("link", "network", "host_link"), 1e9)

@@ -15,8 +15,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding._types import DType, Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PRESETS
+from sharding.plan.model._models import PRESETS, Decoder
 
 # Where the device is not known: only relative times count then.
 _ANY_DEVICE = KINDS["h100"]

@@ -6,15 +6,15 @@ from typing import Any
 
 import optax
 
-from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
+from sharding.plan._format import Printed, Table, count, document, layer_range, seconds, size
+from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, cells
 from sharding.plan.cost._pipeline_schedules import bubble_share
-from sharding.plan.cost._pipeline_stages import PipelineStage
-from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.cost._plan_costs import PipelineStage, PlanCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._chosen_plan import PLAN_COLUMNS, ChosenPlan, cells
-from sharding.plan.search._search import HEADROOM, NoPlanFits, machine_of, search
+from sharding.plan.search._plan_space import divisors
+from sharding.plan.search._search import HEADROOM, ChosenPlan, NoPlanFits, machine_of, search
 
 # What a pipeline and the plan without one have in common, if it is kept.
 _OF_BOTH = ("tensor", "offload", "state_format", "weights")
@@ -26,14 +26,17 @@ class PipelinePlan(Printed):
 
     target: str  #: the name of the machine
     device: DeviceKind  #: its figures
-    memory: float  #: bytes of a device that a plan may take
+    headroom: float  #: the share of its memory that plans leave free
     pipeline: ChosenPlan  #: the fastest pipeline that fits; if none does, the smallest
     #: likewise without a pipeline; None where its devices cannot share the sequences
     alternative: ChosenPlan | None
     stages: tuple[PipelineStage, ...]  #: one device of each stage
     bubble: float  #: the idle share of a step with equal operations
 
-    derived = ("recommended",)
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a plan may take."""
+        return self.device.memory * (1 - self.headroom)
 
     @property
     def steps(self) -> dict[str, ChosenPlan]:
@@ -50,18 +53,27 @@ class PipelinePlan(Printed):
         return min(fitting, key=lambda name: (steps[name].seconds.seconds, name), default="")
 
     def to_dict(self) -> dict[str, Any]:
-        figures = super().to_dict()
-        for row, stage in zip(figures["stages"], self.stages, strict=True):
-            row["memory"] = stage.memory
-        both = {"pipeline": self.pipeline, "alternative": self.alternative}
-        return figures | {name: step and step.to_dict() for name, step in both.items()}
+        """All figures, ready for JSON, in the form of all commands."""
+        plans = [step.to_dict(name) for name, step in self.steps.items()]
+        stages = [dataclasses.asdict(x) | {"memory": x.memory} for x in self.stages]
+        plans[0] |= {"stages": stages, "bubble": self.bubble}
+        names = [*self.steps]
+        return document(
+            plans,
+            device=self.device,
+            num_devices=self.pipeline.plan.num_devices,
+            headroom=self.headroom,
+            chosen=names.index(self.recommended) if self.recommended else None,
+            notes=[*self.notes],
+        )
 
     def tables(self) -> list[Table]:
         plan, held = self.pipeline.plan, self.stages[0]  # all hold alike
-        left = self.memory - self.pipeline.memory
+        left, whole = self.device.memory - self.pipeline.memory, self.device.memory
         title = f"{plan.pipe} stages x {plan.data} replicas, {plan.schedule}"
         parts = (held.params, held.grads, held.state, held.activations, self.pipeline.memory)
-        memory = (*map(size, parts), size(left) if left >= 0 else "too much")
+        fits = self.pipeline.memory <= self.memory
+        memory = (*map(size, parts), size(left) if fits else "too much")
         columns = ("params", "gradients", "state", "activations", "total")
         work = [
             (
@@ -90,7 +102,7 @@ class PipelinePlan(Printed):
         rows.append(("memory", *(size(step.memory) for step in steps.values())))
         names = [f"{name} *" if name == self.recommended else name for name in steps]
         return [
-            Table(f"{title}: one device", (*columns, f"left of {size(self.memory)}"), [memory]),
+            Table(f"{title}: one device", (*columns, f"left of {size(whole)}"), [memory]),
             Table("Work and bytes sent in a step", headers, work),
             Table("One step", ("", *names), rows),
         ]
@@ -144,13 +156,13 @@ def estimate_pipeline(
     tx: optax.GradientTransformation,
     target: str,
     *,
-    num_stages: int,
     sequences: int,
+    num_stages: int | None = None,
     keep: Mapping[str, Any] | None = None,
     headroom: float = HEADROOM,
     **options: Any,
 ) -> PipelinePlan:
-    """What the fastest pipeline of a number of stages takes, beside the fastest plan without one.
+    """What the fastest pipeline takes, beside the fastest plan without one.
 
     Both are plans of ``search``, for the same sequences on the same devices, and are timed and
     measured by it. The embedding is in the first and the head in the last chunk of layers, and all
@@ -160,8 +172,8 @@ def estimate_pipeline(
       model: one of ``MODELS``, or a ``Decoder`` of one's own.
       tx: the transformation.
       target: the name of a machine, one of ``sharding.targets``.
-      num_stages: of the pipeline, at least 2.
       sequences: of all devices in a step.
+      num_stages: of the pipeline, at least 2; None: the fastest number.
       keep: values that the pipeline must have, such as ``{"schedule": "1f1b", "stage": 1}``; those
         of the optimizer's state and of shared layers hold for both.
       headroom: the share of a device's memory that is left to the allocator.
@@ -172,17 +184,20 @@ def estimate_pipeline(
 
     >>> from sharding.plan import MODELS
     >>> plan = estimate_pipeline(
-    ...     MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", num_stages=4, sequences=32,
+    ...     MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=32, num_stages=4,
     ...     keep={"schedule": "aligned", "microbatches": 16})
     >>> plan.recommended, round(plan.bubble, 3)
     ('ZeRO', 0.158)
     """
-    if num_stages < 2:
+    if num_stages is not None and num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
     if not isinstance(model, Decoder):
         raise ValueError("a pipeline needs a Decoder, whose embedding, layers and head are known.")
     keep = {"tensor": 1} | dict(keep or {})
     machine = machine_of(target, options.get("device"))
+    stages = num_stages or tuple(divisors(machine.num_devices)[1:])
+    if not stages:
+        raise ValueError(f"a pipeline needs at least 2 devices, {target} has one.")
     options |= {"sequences": sequences, "headroom": headroom}
 
     def best(**kept: Any) -> ChosenPlan:
@@ -191,7 +206,7 @@ def estimate_pipeline(
         except NoPlanFits as error:
             return error.smallest
 
-    pipeline, alternative = best(**keep | {"pipe": num_stages}), None
+    pipeline, alternative = best(**keep | {"pipe": stages}), None
     if sequences % (machine.num_devices // keep["tensor"]) == 0:
         of_both = {name: value for name, value in keep.items() if name in _OF_BOTH}
         alternative = best(**of_both, pipe=1)
@@ -201,7 +216,7 @@ def estimate_pipeline(
     return PipelinePlan(
         target=target,
         device=machine.device,
-        memory=machine.device.memory * (1 - headroom),
+        headroom=headroom,
         pipeline=pipeline,
         alternative=alternative,
         stages=tuple(costs.stages(plan)),

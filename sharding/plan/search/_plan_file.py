@@ -24,10 +24,9 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.machine import targets
-from sharding.plan.model._models import MODELS, Decoder
-from sharding.plan.model._saved_names import PARTLY, PRESETS
+from sharding.plan.model._models import MODELS, PARTLY, PRESETS, Decoder
 from sharding.plan.model._traced_model import AnyModel
-from sharding.plan.search._chosen_plan import ChosenPlan
+from sharding.plan.search._search import ChosenPlan
 
 _VERSION = 1
 # Of a step of an asynchronous pipeline: in the code, and in the program that is verified.

@@ -9,7 +9,6 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
-from sharding.plan.cost._compressed_sync import sync_of
 from sharding.plan.cost._parallel_plan import OF_STATE, RECOMPUTE, WEIGHTS, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
@@ -17,6 +16,7 @@ from sharding.plan.cost._pipeline_schedules import (
     SPLIT_SCHEDULES,
     chunks_of,
 )
+from sharding.plan.cost._wire_and_flops import sync_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import AnyModel
 
@@ -72,19 +72,19 @@ class PlanSpace:
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
 
     def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
-        """The plans; of those with the kept values only."""
+        """The plans; of those with the kept values only, or with one of a tuple of them."""
         for group in self.groups(keep):
             yield from group.plans()
 
     def groups(self, keep: Mapping[str, Any] | None = None) -> Iterator[PlanGroup]:
         """The same plans, grouped by their forward and backward passes."""
-        keep = dict(keep or {})
-        for name in keep:
+        kept = {name: x if isinstance(x, tuple) else (x,) for name, x in (keep or {}).items()}
+        for name in kept:
             check_choice("what is kept", name, KEPT)
-        of_state = {name: value for name, value in keep.items() if name in OF_STATE}
+        of_state = {name: values for name, values in kept.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
         for passes in self._passes():
-            if any(getattr(passes, k) != keep[k] for k in keep if k not in OF_STATE):
+            if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
             # Layers that gather their parameters are computed again.
             gathers = passes.pipe == 1 and passes.recompute == "none"
@@ -95,7 +95,7 @@ class PlanSpace:
                 if not (gathers and x["stage"] == 3)
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
                 and (alone or not x["sync"])
-                and all(x[name] == value for name, value in of_state.items())
+                and all(x[name] in values for name, values in of_state.items())
             )
             if possible and (not passes.even or self.spares(passes)):
                 yield PlanGroup(passes, possible)

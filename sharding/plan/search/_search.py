@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,25 @@ import jax.numpy as jnp
 import optax
 
 from sharding._types import DType
-from sharding.plan._format import Printed, Table, seconds, size
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan._format import (
+    Printed,
+    Table,
+    count,
+    document,
+    entry,
+    seconds,
+    size,
+    with_article,
+)
+from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, ParallelPlan, cells, short
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.plan.model._layer_time import COMPILED, Implementation
+from sharding.plan.model._layer_costs import COMPILED, Implementation
 from sharding.plan.model._traced_model import AnyModel, TracedModel
-from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
 # The share of device memory that is left to the allocator.
@@ -30,20 +39,62 @@ _NOTED = 0.01  # a share of the operations
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
-@dataclasses.dataclass(frozen=True)
-class FrontierPlan:
-    """A plan that no other one beats in both time and memory."""
-
-    plan: ParallelPlan  #: how it shares the step
-    seconds: float  #: of a step
-    memory: float  #: bytes of the fullest device
+COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectedPlan(FrontierPlan):
-    """A plan that would be faster, and does not fit."""
+class ChosenPlan:
+    """A plan that was compared."""
 
-    excess: float  #: bytes of memory beyond what a device has
+    plan: ParallelPlan  #: how the step is shared
+    seconds: StepSeconds  #: what it takes, by what it waits for
+    held: dict[str, float]  #: bytes of the fullest device by what they are, and their ``"total"``
+    #: seconds that no program of this plan can go below: everything at its peak, at once
+    bound: float
+    layers: tuple[int, ...]  #: of each chunk, from the first to the last
+    tokens: float  #: of all devices in a step
+    utilization: float  #: the share of the peak, without recomputation (MFU)
+
+    @property
+    def lossy(self) -> bool:
+        return self.plan.lossy
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the fullest device."""
+        return self.held["total"]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all devices per second."""
+        return self.tokens / self.seconds.seconds
+
+    @property
+    def summary(self) -> str:
+        """The plan in short.
+
+        >>> short(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, recompute="full"))
+        'stage 3 over 8, 8 replicas; 2 micro-batches of 1; recompute full'
+        """
+        return short(self.plan)
+
+    def row(self) -> tuple[str, ...]:
+        """Its cells under ``COLUMNS``."""
+        return (
+            *cells(self.plan),
+            seconds(self.seconds.seconds),
+            f"{100 * self.utilization:.0f} %",
+            count(self.tokens_per_second),
+            size(self.memory),
+            self.seconds.limit,
+        )
+
+    def to_dict(self, name: str = "") -> dict[str, Any]:
+        """Its figures, ready for JSON."""
+        names = ("tokens", "layers", "utilization", "lossy")
+        figures: dict[str, Any] = {x: getattr(self, x) for x in names}
+        figures |= {"seconds": self.seconds.to_dict(), "at_least": {"total": self.bound}}
+        return entry(name or self.summary, self.held, self.plan, **figures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +103,27 @@ class SearchResult(Printed):
 
     target: str  #: the name of the machine
     device: DeviceKind  #: its figures
-    memory: float  #: bytes of a device that a plan may take
+    headroom: float  #: the share of its memory that plans leave free
     plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    rejected: tuple[RejectedPlan, ...]  #: faster than the last of these, and do not fit
+    rejected: tuple[ChosenPlan, ...]  #: faster than the last of these, and do not fit
     bound: float  #: seconds below which no plan of the space can go that fits
     compared: int  #: the number of plans
     sequences: int  #: of all devices in a step
     length: int  #: tokens of a sequence
     #: operations of matrix products in the update of the best plan, as a share of the step's
     of_update: float = 0.0
-    frontier: tuple[FrontierPlan, ...] = ()  #: of all plans, fastest first, if it was asked for
+    #: plans that no other one beats in both time and memory, fastest first, if it was asked for
+    frontier: tuple[ChosenPlan, ...] = ()
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that a plan may take."""
+        return self.device.memory * (1 - self.headroom)
 
     @property
     def best(self) -> ChosenPlan:
         """The fastest plan."""
         return self.plans[0]
-
-    derived = ("gap",)
 
     @property
     def gap(self) -> float:
@@ -79,8 +134,14 @@ class SearchResult(Printed):
         title = f"fastest of {self.compared:,} plans on {self.target}"
         tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
-            found = ((cells(x.plan), x) for x in self.rejected)
-            rows = [(*c, seconds(x.seconds), size(x.memory), size(x.excess)) for c, x in found]
+            rows = [
+                (
+                    *cells(it.plan),
+                    seconds(it.seconds.seconds),
+                    *map(size, (it.memory, it.memory - self.memory)),
+                )
+                for it in self.rejected
+            ]
             columns = (*PLAN_COLUMNS, "step", "memory", "too much")
             tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return tables
@@ -95,14 +156,14 @@ class SearchResult(Printed):
         )
         return (
             f"A step has {self.sequences:,} sequence{'s' * (self.sequences > 1)} of "
-            f"{self.length:,} tokens.",
+            f"{self.length:,} token{'s' * (self.length > 1)}.",
             f"Best: {self.best.summary}.",
             *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
             f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
-            f"of a {self.device.name} with everything hidden; the best is predicted to take "
-            f"{self.gap:.0%} more.",
+            f"of {with_article(self.device.name)} with everything hidden; the best is predicted "
+            f"to take {self.gap:.0%} more.",
             "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
             "the state is, and what is lossy; tensor is the number of devices that share each "
             "layer; pipeline is the number of stages with their schedule, even where groups of "
@@ -114,7 +175,19 @@ class SearchResult(Printed):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"plans": [plan.to_dict() for plan in self.plans]}
+        """All figures, ready for JSON, in the form of all commands."""
+        return document(
+            [plan.to_dict() for plan in self.plans],
+            device=self.device,
+            num_devices=self.best.plan.num_devices,
+            headroom=self.headroom,
+            chosen=0,
+            rejected=[plan.to_dict() for plan in self.rejected],
+            frontier=[plan.to_dict() for plan in self.frontier],
+            bound=self.bound,
+            compared=self.compared,
+            notes=[*self.notes],
+        )
 
 
 def _parts(step: StepSeconds) -> str:
@@ -168,7 +241,7 @@ def search(
       length: tokens of a sequence; None: the model's.
       dtype: of the parameters, of 16 bits; on CPUs also of 32.
       device: other figures than those of the target's kind.
-      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
+      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``; one of a tuple.
       recompute: what backward passes may compute again; see ``ParallelPlan``.
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
@@ -241,12 +314,12 @@ def search(
         step = costs.seconds(plan, costs.passes(plan))
         least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
         utilization = flops / machine.device.flops / step.seconds
-        held, layers = costs.fullest(plan), costs.passes(plan).chunks
+        held, layers = costs.by_part(plan), costs.passes(plan).chunks
         return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
 
     # In the order of predicted times.
     chosen: list[ParallelPlan] = []
-    rejected: list[RejectedPlan] = []
+    rejected: list[ParallelPlan] = []
 
     def too_large(passes: ParallelPlan) -> bool:
         return costs.least(passes) > budget
@@ -254,12 +327,11 @@ def search(
     def skip(passes: ParallelPlan) -> bool:
         return len(rejected) == top and too_large(passes)
 
-    for step, plan in _in_order(costs, groups, skip):
-        nbytes = costs.fullest(plan)
-        if nbytes <= budget:
+    for _, plan in _in_order(costs, groups, skip):
+        if costs.fullest(plan) <= budget:
             chosen.append(plan)
         elif len(rejected) < top:
-            rejected.append(RejectedPlan(plan, step.seconds, nbytes, nbytes - budget))
+            rejected.append(plan)
         if len(chosen) == top:
             break
     if not chosen:
@@ -274,30 +346,31 @@ def search(
     bounds = _in_order(costs, groups, too_large, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
-        *(target, machine.device, budget),
+        *(target, machine.device, headroom),
         plans=tuple(map(chosen_plan, chosen)),
-        rejected=tuple(rejected),
+        rejected=tuple(map(chosen_plan, rejected)),
         bound=bound,
         compared=compared,
         sequences=sequences,
         length=length,
         of_update=costs.products(chosen[0]) / flops,
-        frontier=tuple(_frontier(costs, groups)) if frontier else (),
+        frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
 
 
-def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[FrontierPlan]:
-    points: list[FrontierPlan] = []
+def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[ParallelPlan]:
+    points: list[ParallelPlan] = []
+    last, least = 0.0, math.inf  # seconds and bytes of the last point
 
     def skip(passes: ParallelPlan) -> bool:
-        return bool(points) and costs.least(passes) >= points[-1].memory
+        return costs.least(passes) >= least
 
     for step, plan in _in_order(costs, groups, skip):
-        held = costs.fullest(plan)
-        if not points or held < points[-1].memory:
-            if points and points[-1].seconds == step.seconds:
+        if costs.fullest(plan) < least:
+            if step.seconds == last:
                 points.pop()  # as fast, and takes more
-            points.append(FrontierPlan(plan, step.seconds, held))
+            points.append(plan)
+            last, least = step.seconds, costs.fullest(plan)
     return points
 
 
@@ -376,7 +449,8 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
                 "needs asynchronous=True (--asynchronous), as many stages as devices, 2 "
                 "micro-batches a stage less one, and plain weights"
             )
-        parts += [] if value in known else [f"{name}={value!r} {reason}"]
+        allowed = value if isinstance(value, tuple) else (value,)
+        parts += [] if values & {*allowed} else [f"{name}={value!r} {reason}"]
     if parts:
         return f"no plan has what is kept: {'; '.join(parts)}."
     kept = ", ".join(f"{name}={value!r}" for name, value in (keep or {}).items())

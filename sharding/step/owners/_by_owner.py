@@ -6,18 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from optax_ext import FactoringRule, kernels, last_two_dims
 from sharding._types import Array, DType
-from sharding.placement._shard_dim import choose_sharded_dim
+from sharding.placement._layout import choose_sharded_dim
+from sharding.placement._matrix_form import MatrixForm
 from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
 from sharding.step._kernel_shards import KernelShards
 from sharding.step.owners._distribute import distribute
-from sharding.step.owners._matrix_form import MatrixForm
 from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, over_stack
-
-P = PartitionSpec
 
 
 def by_owner(
@@ -71,12 +69,29 @@ def by_owner(
       Iwasaki et al.: A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo
       Optimizer, 2023, arXiv 2309.06497.
     """
-    _check(tx, factoring)
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(
+            f"by_owner: tx must be a transformation of one matrix, such as optax.contrib.muon(lr); "
+            f"got {tx!r}."
+        )
+    if isinstance(factoring, type) or not isinstance(factoring, FactoringRule):
+        raise ValueError(
+            "by_owner: factoring must be a Factoring or a rule such as last_two_dims() or "
+            f"flax_transformer(); got {factoring!r}."
+        )
     wire = _wire_dtype(wire_dtype)
     tx = optax.with_extra_args_support(tx)
 
     def form_of(rule: FactoringRule, path: KeyPath, x: Array) -> MatrixForm:
-        return MatrixForm.of(rule, parameter_path(path), tuple(jnp.shape(x)))
+        name, shape = parameter_path(path), tuple(jnp.shape(x))
+        form = MatrixForm.of(rule, name, shape)
+        if form is None:
+            raise ValueError(
+                f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
+                f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
+                "such as those of optax_ext.hidden_matrices, to give it another transformation."
+            )
+        return form
 
     def init(params: optax.Params) -> optax.OptState:
         rule = rule_for_tree(factoring, params)
@@ -113,26 +128,11 @@ def by_owner(
             trees = (form.to_matrices(g), s, form.to_matrices(p))
             stacks.append(MatrixUpdate(tx, path, trees, extra_args, form.sharded_as))
         results = distribute(stacks, layout, wire) if on else [stack.alone() for stack in stacks]
-        new = [
-            form.from_matrices(u, g)
-            for form, (_, g), (u, _) in zip(forms, leaves, results, strict=True)
-        ]
+        columns = zip(forms, leaves, results, strict=True)
+        new = [form.from_matrices(u, g) for form, (_, g), (u, _) in columns]
         return treedef.unflatten(new), treedef.unflatten([s for _, s in results])
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check(tx: Any, factoring: Any) -> None:
-    if not isinstance(tx, optax.GradientTransformation):
-        raise ValueError(
-            f"by_owner: tx must be a transformation of one matrix, such as optax.contrib.muon(lr); "
-            f"got {tx!r}."
-        )
-    if isinstance(factoring, type) or not isinstance(factoring, FactoringRule):
-        raise ValueError(
-            "by_owner: factoring must be a Factoring or a rule such as last_two_dims() or "
-            f"flax_transformer(); got {factoring!r}."
-        )
 
 
 def _wire_dtype(dtype: DType) -> Any:

@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from sharding._types import Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of, path_str
 from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, SplitUpdate
-
-P = PartitionSpec
 
 
 def distribute(
@@ -31,13 +29,8 @@ def distribute(
         groups[update.kind, _place(layout, update, update.shape)].append(i)
     results: dict[int, tuple[Tree, Tree]] = {}
     for (_, place), members in groups.items():
-        group = _Group(
-            [updates[i] for i in members],
-            layout,
-            axes=place.axes or layout.axes,
-            stay=bool(place.axes) and not place.dim,
-            wire=wire,
-        )
+        axes, stay = place.axes or layout.axes, bool(place.axes) and not place.dim
+        group = _Group([updates[i] for i in members], layout, axes, stay, wire)
         results |= zip(members, group.run(), strict=True)
     return [results[i] for i in range(len(updates))]
 
@@ -101,10 +94,8 @@ class _Group:
             )
             on_device = functools.partial(self._on_device, split, in_dims, out_dims)
             outs = over_data_axes(self.layout, on_device, (in_specs,), out_specs)(ins)
-        return [
-            update.over_stack(split.after)(*values)
-            for update, *values in zip(self.updates, kept, outs, strict=True)
-        ]
+        columns = zip(self.updates, kept, outs, strict=True)
+        return [update.over_stack(split.after)(*values) for update, *values in columns]
 
     def _dims_of(self, arrays: Sequence[Any]) -> list[int]:
         """For arrays of the first parameter: the dim along which each is sharded, else 0."""
@@ -146,10 +137,8 @@ class _Group:
                 f"of its trace, so that it cannot run on one device: it needs {local.types}, not "
                 f"{split.types}."
             )
-        outs = [
-            self._from_owners(x, dim, self._wire_of(split, v))
-            for v, x, dim in zip(split.outs, jax.vmap(local.core)(*own), out_dims, strict=True)
-        ]
+        updated = zip(split.outs, jax.vmap(local.core)(*own), out_dims, strict=True)
+        outs = [self._from_owners(x, dim, self._wire_of(split, v)) for v, x, dim in updated]
         ends = list(itertools.accumulate(map(math.prod, stacks)))
         return [
             [x[end - math.prod(stack) : end].reshape(*stack, *x.shape[1:]) for x in outs]
@@ -159,13 +148,9 @@ class _Group:
     def _wire_of(self, split: SplitUpdate, value: int) -> Any:
         """The dtype in which a value of the traced update is sent."""
         dtype = split.graph.types[value].dtype
-        narrower = (
-            self.wire is not None
-            and value not in split.exact
-            and jnp.issubdtype(dtype, jnp.floating)
-            and self.wire.itemsize < dtype.itemsize
-        )
-        return self.wire if narrower else dtype
+        if self.wire is None or value in split.exact or not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return min(dtype, self.wire, key=lambda each: each.itemsize)
 
     def _to_owners(self, x: jax.Array, dim: int, wire: Any) -> jax.Array:
         """(matrices, ...), sharded along ``dim`` -> the owner's (matrices, ...), unsharded."""

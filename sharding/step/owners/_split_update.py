@@ -2,8 +2,8 @@
 
 - *before*: operations on elements, up to the first one that the matrix products depend on and that
   is no operation on elements (momentum); on shards;
-- *core*: from there to the last matrix product; at the owner, between two all-to-alls; - *after*:
-the rest (scale, weight decay, learning rate); on shards.
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
+- *after*: the rest (scale, weight decay, learning rate); on shards.
 """
 
 import math
@@ -86,17 +86,10 @@ class MatrixUpdate:
         """The update of one matrix, traced in the current mesh."""
         num = len(self.stack)
         one = [jnp.zeros(x.shape[num:], x.dtype) for x in self.arrays]
-        treedefs = []
-
-        def flat(inputs: list[Any]) -> list[Any]:
-            leaves, treedef = jax.tree.flatten(self._update_one(*inputs))
-            treedefs.append(treedef)
-            return leaves
-
         inputs = one + self._arguments
-        graph = Graph(flat, inputs, [True] * len(inputs))
+        graph = Graph(lambda inputs: self._update_one(*inputs), inputs, [True] * len(inputs))
         num_state = len(jax.tree.leaves(jax.tree.unflatten(self._treedef, one)[1]))
-        return SplitUpdate(graph, treedefs[-1], num_state)
+        return SplitUpdate(graph, num_state)
 
     def before(self, split: "SplitUpdate") -> list[jax.Array]:
         """The values that the core or the operations after it need."""
@@ -112,9 +105,8 @@ class SplitUpdate:
     there. So nothing in the core depends on what comes after it.
     """
 
-    def __init__(self, graph: Graph, out_treedef: Any, num_state: int):
-        self.graph, self._out_treedef = graph, out_treedef
-        equations = graph.equations
+    def __init__(self, graph: Graph, num_state: int):
+        self.graph, equations = graph, graph.equations
         users: dict[int, list[int]] = defaultdict(list)
         for i, eqn in enumerate(equations):
             for v in eqn.operands:
@@ -183,7 +175,8 @@ class SplitUpdate:
     def after(self, kept: Sequence[jax.Array], outs: Sequence[jax.Array]) -> tuple[Tree, Tree]:
         """The update and the new state."""
         known = dict(zip(self.kept, kept, strict=True)) | dict(zip(self.outs, outs, strict=True))
-        return jax.tree.unflatten(self._out_treedef, self._evaluate(known, self.graph.outputs))
+        results = self._evaluate(known, self.graph.outputs)
+        return jax.tree.unflatten(self.graph.out_treedef, results)
 
 
 _CHEAP = ELEMENTWISE | REDUCTIONS | _SHAPES | _PLACEMENT

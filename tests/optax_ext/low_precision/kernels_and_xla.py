@@ -60,7 +60,7 @@ def assert_same(have, want):
         else:
             narrow = a.dtype == jax.numpy.bfloat16
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-            far = np.abs(a - b) > 1e-6 * np.max(np.abs(b))
+            far = ~(np.abs(a - b) <= 1e-6 * np.max(np.abs(b)))  # NaN is
             assert np.mean(far) < 1e-3 * narrow or not np.any(far), name
             assert np.all(np.abs(a - b)[far] <= 2**-7 * np.abs(b)[far]), name
 

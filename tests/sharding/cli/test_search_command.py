@@ -1,9 +1,12 @@
 """``search``: what it lists, verifies and writes, and one sentence for wrong questions."""
 
+import pathlib
+import re
+
 import pytest
 
 from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile, Verification
-from sharding.plan.search._chosen_plan import short
+from sharding.plan.cost._parallel_plan import short
 
 SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
 # The plans of few layers on one kind of mesh: a search of them is quick.
@@ -22,13 +25,13 @@ def test_it_lists_the_fastest_plans_and_writes_the_best(run, figures, tmp_path):
     assert "…" not in out  # tables are as wide as they need
     found = figures(f"{SEARCH} {FEW} --top 3")
     assert len(found["plans"]) == 3
-    times = [plan["seconds"]["seconds"] for plan in found["plans"]]
+    times = [plan["seconds"]["total"] for plan in found["plans"]]
     assert times == sorted(times)
     assert found["bound"] < times[0]
     best, file = found["plans"][0], PlanFile.read(path)
     assert best["tokens"] == 64 * 1024
     assert file.plan == ParallelPlan(**best["plan"])
-    assert file.promised == {"memory": best["memory"], "seconds": times[0]}
+    assert file.promised == {"memory": best["memory"]["total"], "seconds": times[0]}
     assert (file.model, file.target, file.length) == ("gpt2-small", "h100x8", 1024)
     assert picture.stat().st_size > 1000
 
@@ -85,17 +88,18 @@ failing = dataclasses.replace(model, make_loss=lambda _: lambda p, x: p["no"])
 """
 
 
-def test_a_model_of_ones_own(module, figures, tmp_path):
+def test_a_model_of_ones_own(module, text, figures, tmp_path):
     """Searched, verified and written as those with a name."""
     module(OWN)
     path = tmp_path / "plan.json"
     line = f"search --model mine:make --target cpu:8 --batch 64 {FIGURES} --keep stage=2"
     best = figures(f"{line} --verify 1 --top 1 --write {path}")["plans"][0]
-    assert best["verified"]["failures"] == []
+    assert best["program"]["failures"] == []
+    assert "A step has 64 sequences of 1 token." in text(f"{line} --top 1")
     file = PlanFile.read(path)
     assert file.model == "mine:make"
-    assert file.promised["memory"] == best["verified"]["memory"]
-    assert file.promised["seconds"] == best["seconds"]["seconds"]
+    assert file.promised["memory"] == best["program"]["memory"]
+    assert file.promised["seconds"] == best["seconds"]["total"]
 
 
 def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
@@ -128,7 +132,7 @@ def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--batch 64M", "--batch must look like 1024 or 4M-tokens, got '64M'"),
+        ("--batch 64M", "must look like 1024 or 4M-tokens, got '64M'; nearest is 64M-tokens."),
         ("--batch 100-tokens", "--batch 100-tokens is less than one sequence of 1,024"),
         ("--keep stage", "--keep must look like stage=3, got 'stage'"),
         ("--model 7e9", "search needs a model whose layers are known"),
@@ -142,3 +146,42 @@ def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
 def test_what_is_wrong_is_one_sentence(arguments, message, error, module):
     module(OWN)
     assert message in error(f"{SEARCH} {arguments}")
+
+
+SEARCHED = f"{SEARCH} {FEW} --top 2"
+LINES = {
+    f"{SEARCHED} --plot PICTURE": {"layers", "utilization", "lossy"},
+    "plan --model gpt2-small --target h100x8 --batch 64": {"zero"},
+    "plan --model gpt2-small --target h100x8 --pipeline": {
+        *("layers", "utilization", "lossy", "stages", "bubble")
+    },
+    "audit --model gpt2-small --target cpu:8 --length 16 --memory 4": {"program"},
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_json_has_the_form_that_is_documented(line, figures, tmp_path):
+    """Of all commands; each plan has the same keys, and those of its command."""
+    page = pathlib.Path(__file__).parents[3] / "docs" / "api" / "command_line.rst"
+    tables = page.read_text().split("JSON\n----")[1].split("Each of")
+    top, of_plan = (re.findall(r"^   \* - ``(\w+)``", table, re.MULTILINE) for table in tables)
+    found = figures(line.replace("PICTURE", str(tmp_path / "plans.png")))
+    assert sorted(found) == sorted(top)
+    assert set().union(*LINES.values()) | {"find_batch"} == {*of_plan[of_plan.index("layers") :]}
+    common = set(of_plan[: of_plan.index("layers")])
+    for row in found["plans"]:
+        assert common <= set(row) <= common | LINES[line]
+        memory = dict(row["memory"])
+        total = memory.pop("total")
+        assert [*memory] == ["params", "grads", "state", "batch", "activations"]
+        assert sum(memory.values()) == pytest.approx(total)
+        assert row["left"] == found["machine"]["device"]["memory"] - total
+        assert row["fits"] == (row["left"] >= found["machine"]["headroom"] * (total + row["left"]))
+        assert ParallelPlan(**row["plan"]).num_devices == found["machine"]["num_devices"]
+        assert row["at_least"]["total"] == max(row["at_least"].values())
+    assert line.startswith("audit") == (found["chosen"] is None)
+    assert set().union(*found["plans"]) == common | LINES[line]
+    assert bool(found["frontier"]) == ("PICTURE" in line)
+    for row in (*found["rejected"], *found["frontier"]):
+        assert common <= set(row)
+        assert row["memory"]["total"] > 0 < row["seconds"]["total"]

@@ -7,7 +7,6 @@ import pytest
 
 from sharding.pipeline import Op, ScheduleError, one_f_one_b, pipedream, pipedream_2bw, pipemare
 from sharding.pipeline._instructions import instructions
-from sharding.pipeline.asynchronous._async_executor import versions_of
 
 from .families import ticks_of
 
@@ -138,7 +137,7 @@ def test_tables_that_are_not_asynchronous():
 
 @pytest.mark.parametrize("schedule", [s for s in ALL if s.num_updates > 1 and s.num_stages != 2])
 def test_operations_read_the_slot_of_their_version(schedule):
-    program = instructions(schedule, recompute=True, versions=versions_of(schedule))
+    program = instructions(schedule, recompute=True)
     assert program.num_versions == max(schedule.check().weight_versions)
     slots = [dict.fromkeys(range(program.num_versions), 0) for _ in range(schedule.num_stages)]
     ran = np.zeros(schedule.num_stages, np.int64)

@@ -16,11 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 import optax_ext
 import sharding as shd
 from sharding.plan import find_batch
-from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._hlo import Program, phase_of, shortened
 from sharding.plan.audit._liveness import at_peak, temporary_bytes
 from sharding.plan.audit._program_arguments import PARTS, arguments_of
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._scopes import phase_of, shortened
 from sharding.plan.machine._devices import KINDS
 
 from ...flax_nnx import needs_nnx, nnx
@@ -316,7 +315,7 @@ def test_bounds_on_the_time():
             "compute": sum(found.flops.values()) / kind.flops,
             "memory": sum(found.nbytes.values()) / kind.bandwidth,
             "wire": (found.wire_bytes - slow) / kind.link,
-            "network between slices": slow / kind.network,
+            "network": slow / kind.network,
         }
     )
     assert slow > 0

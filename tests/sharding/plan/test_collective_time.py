@@ -87,5 +87,5 @@ def test_ideal_seconds(operation, group, kind, gigabytes, speed):
 def test_errors():
     with pytest.raises(ValueError, match=r"operation must be one of 'all-gather'.*got 'gather'"):
         collective_seconds("gather", 1.0, NodeGroup(8, 8), kind_of("h100"))
-    with pytest.raises(ValueError, match="the network of a l40s is not known"):
+    with pytest.raises(ValueError, match="the network of an l40s is not known"):
         collective_seconds("all-reduce", 1.0, NodeGroup(16, 8), kind_of("l40s"))

@@ -123,3 +123,12 @@ def test_all_commands_have_the_same_seconds_and_bytes(target):
         assert found.alternative == zero
         faster = it.seconds.seconds < zero.seconds.seconds
         assert found.recommended == ("pipeline" if faster else "ZeRO")
+
+
+def test_the_number_of_stages_is_the_fastest_if_it_is_left_out():
+    model, options = Decoder(8, 256, 4, 4, 512, 1000, 128), {"sequences": 16, "headroom": 0.0}
+    each = [estimate_pipeline(model, ADAMW, "h100x8", num_stages=n, **options) for n in (2, 4, 8)]
+    found = estimate_pipeline(model, ADAMW, "h100x8", **options)
+    assert found == min(each, key=lambda plan: plan.pipeline.seconds.seconds)
+    with pytest.raises(ValueError, match="needs at least 2 devices, h100x1 has one"):
+        estimate_pipeline(model, ADAMW, "h100x1", **options)

@@ -26,14 +26,16 @@ def figures_of(line):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         main([*line.split(), "--json"])
     found = json.loads(out.getvalue())
-    both = [found[name] for name in ("pipeline", "alternative") if name in found]
-    plans = [[p["plan"], p["seconds"]["seconds"], p["memory"]] for p in found.get("plans", both)]
+    first = found["plans"][0]
+    if first["seconds"]:
+        rows = found["plans"]
+        plans = [[x["plan"], x["seconds"]["total"], x["memory"]["total"]] for x in rows]
     if line.startswith("search"):
         return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
-    if both:
-        return {"bubble": found["bubble"], "plans": plans, "stage": found["stages"][0]}
+    if "bubble" in first:
+        return {"bubble": first["bubble"], "plans": plans, "stage": first["stages"][0]}
     names = ("name", "memory", "peak", "unreduced", "wire", "network", "host_wire", "moved")
-    return {"stages": [[stage[name] for name in names] for stage in found["stages"]]}
+    return {"stages": [[x["zero"][name] for name in names] for x in found["plans"]]}
 
 
 # What the layers store depends on the version of jax.

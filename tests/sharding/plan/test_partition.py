@@ -14,11 +14,9 @@ from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._layer_costs import LayerCost, layer_costs
 from sharding.plan.model._models import MODELS
-from sharding.plan.partition._activation_groups import memory_aware_stages
-from sharding.plan.partition._balanced_stages import balanced_stages
+from sharding.plan.partition._balanced_stages import balanced_stages, memory_aware_stages
 from sharding.plan.partition._hetpipe import Node, allocate_workers, hetpipe
-from sharding.plan.partition._pipedream import pipedream_stages
-from sharding.plan.partition._two_bw import two_bw
+from sharding.plan.partition._pipedream import pipedream_stages, two_bw
 
 
 def random_layers(rng, count, heavier=1):

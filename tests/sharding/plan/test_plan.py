@@ -244,6 +244,9 @@ def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     small = {"min_shard_size": 100}
     plan = plan_of(params, ADAM, zero=small, **once)
     assert [stage.unreduced for stage in plan.stages] == [0, *[2 * (layer + outside)] * 2, 0]
+    # They are one program, which search calls stage 2 as well.
+    tied = plan_of(params, ADAM, zero=small, device=device(200), **once)
+    assert tied.recommended == "stage 2"
     two = plan_of(params, ADAM, zero=small, microbatches=2, **once)
     assert plan.stages[1].grads == plan.stages[2].grads < two.stages[1].grads / 8
     # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
@@ -270,8 +273,8 @@ def test_activations_are_beside_the_gradients():
     assert plain.notes[-1].startswith("Activations are not counted (?)")
     as_json = [json.loads(json.dumps(plan.to_dict())) for plan in (plain, found, none)]
     assert [each["not_counted"] for each in as_json] == [["activations"], [], []]
-    for rows in zip(*(each["stages"] for each in as_json), strict=True):
-        assert [row["activations"] for row in rows] == [None, 3 * GIB, 0]
+    for rows in zip(*(each["plans"] for each in as_json), strict=True):
+        assert [row["zero"]["activations"] for row in rows] == [None, 3 * GIB, 0]
     drawn = {bars.get_label(): bars for bars in plot_plans({"": found}).axes[0].containers}
     assert [bar.get_height() for bar in drawn["activations"]] == [3] * 4
 

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding.plan.model._layer_time import OPERATIONS, layer_work
-from sharding.plan.model._models import Decoder
-from sharding.plan.model._saved_names import PARTLY, PRESETS, saved_elements
+from sharding.plan.model._layer_costs import OPERATIONS, layer_work
+from sharding.plan.model._models import PARTLY, PRESETS, Decoder, saved_elements
 from sharding.remat._block_costs import TracedBlock
 
 LENGTH = 48

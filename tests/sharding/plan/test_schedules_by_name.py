@@ -8,7 +8,6 @@ import pytest
 
 from sharding.pipeline import Costs, Op, pipedream_2bw
 from sharding.pipeline._instructions import instructions
-from sharding.pipeline.asynchronous._async_executor import versions_of
 from sharding.plan.cost import _pipeline_schedules as by_name
 
 from ..pipeline.families import seconds_in_lockstep, takes
@@ -109,7 +108,7 @@ def test_figures_without_a_flush(stages, microbatches):
             "2bw", stages, microbatches, forward, backward, last=(of_last, 0)
         )
         assert found == added[1] - added[0]
-    program = instructions(more, recompute=False, versions=versions_of(more))
+    program = instructions(more, recompute=False)
     slots = by_name.slots_of("2bw", stages, microbatches)
     assert slots == (program.num_messages, program.num_residuals, 0)
     assert program.num_versions == 2

@@ -20,7 +20,7 @@ from sharding.plan.cost._step_time import passes, step_seconds
 from sharding.plan.cost._wire_and_flops import tensor_wire
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
-from sharding.plan.model._layer_time import Implementation, head_work, layer_work
+from sharding.plan.model._layer_costs import Implementation, head_work, layer_work
 from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
@@ -250,7 +250,7 @@ LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
         (ParallelPlan(weights="master", **LATE), "neither offload nor other weights"),
         (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
-        (ParallelPlan(data=8, offload=True), "the host link of a h100 is not known"),
+        (ParallelPlan(data=8, offload=True), "the host link of an h100 is not known"),
     ],
 )
 def test_errors(plan, message):

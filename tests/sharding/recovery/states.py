@@ -74,6 +74,12 @@ def make_state(tx=None, dtype=jnp.float32):
     return model.make_of(lambda: init_params(dtype), tx or adamw())
 
 
+def box_of(leaf, block):
+    """Where a block of a stored leaf is in the leaf."""
+    place = np.unravel_index(block, leaf.grid) if leaf.grid else ()
+    return tuple(slice(i * n, (i + 1) * n) for i, n in zip(place, leaf.block_shape, strict=True))
+
+
 def damage(path):
     """Flips a bit of the first block of a file."""
     raw = bytearray(path.read_bytes())

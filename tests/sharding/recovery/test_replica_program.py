@@ -19,7 +19,7 @@ from sharding.recovery._slot import OpenSlot, SlotTable
 from sharding.recovery._snapshot_writer import SlotLayout
 from sharding.recovery._stored_leaf import leaf_paths
 
-from .states import adamw, invented_machines, make_state, random_like
+from .states import adamw, box_of, invented_machines, make_state, random_like
 
 # Of its own bytes, what the program sends beside them: a checksum of each leaf in each round, and
 # the all-reduce of the flags, 2 (n - 1) / n of four bytes.
@@ -53,7 +53,7 @@ def check_blocks(program, leaves, replicas):
     seen = np.zeros(len(slot.data), bool)
     for i, row in enumerate(slot.table.blocks):
         leaf, (path, x) = program.leaves[row["leaf"]], leaves[row["leaf"]]
-        words = np.asarray(as_words(jnp.asarray(np.asarray(x)[leaf.box(int(row["block"]))])))
+        words = np.asarray(as_words(jnp.asarray(np.asarray(x)[box_of(leaf, int(row["block"]))])))
         assert slot.block(i).tobytes() == words.tobytes(), (path, row)
         own = seen[int(row["offset"]) :][: leaf.block_bytes]
         assert not own.any()

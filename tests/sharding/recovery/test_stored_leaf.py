@@ -20,7 +20,7 @@ from sharding.recovery._machines import machines_of, this_machine
 from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._stored_leaf import SPLIT_BYTES, StoredLeaf, block_placement, stored_dtype
 
-from .states import random_bits
+from .states import box_of, random_bits
 
 F32 = 4
 # More elements than are split among the devices of a machine, in all of their shards.
@@ -55,7 +55,7 @@ class Case:
             holds, stores = (np.zeros(self.leaf.shape, np.int8) for _ in range(2))
             for d in (d for d, m in enumerate(self.machine) if m == machine):
                 holds[self.held[d]] = 1
-                box = self.leaf.box(int(self.found.block[d]))
+                box = box_of(self.leaf, int(self.found.block[d]))
                 inside = zip(box, self.held[d], strict=True)
                 assert all(o.start <= i.start and i.stop <= o.stop for i, o in inside)
                 stores[box] += self.found.stored[d]

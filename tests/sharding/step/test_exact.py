@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sharding.collectives import _reduce_scatter
 from sharding.placement._layout import Layout
 
 from .. import model
@@ -44,6 +45,7 @@ def test_one_device_and_gathered_parameters_kept_for_the_backward_pass(options, 
 def test_scatter_and_gather_one_axis_after_the_other(monkeypatch, x64):
     """As on TPUs, whose platform the mesh pretends to be of."""
     monkeypatch.setattr(Layout, "platform", "tpu")
+    monkeypatch.setattr(_reduce_scatter, "current_platform", lambda: "tpu")
     check(model.zero_on(2, 2, 2, names=XYZ, axis=XYZ, stage=3))
 
 

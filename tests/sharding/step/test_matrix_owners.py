@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
+from sharding.placement._matrix_form import MatrixForm
 from sharding.plan.audit._program_collectives import collectives
-from sharding.step.owners._matrix_form import MatrixForm
 
 from .. import model
 

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec as P
 
 from optax_ext import FactoringRule
 from sharding._types import Array
-from sharding.placement._layout import Layout
+from sharding.placement._layout import Layout, choose_sharded_dim
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._shard_dim import choose_sharded_dim
 from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
-
-P = PartitionSpec
 
 
 class MatrixForm(NamedTuple):
@@ -31,16 +28,12 @@ class MatrixForm(NamedTuple):
     on: tuple[Layout, P] | None = None
 
     @classmethod
-    def of(cls, rule: FactoringRule, name: str, shape: tuple[int, ...]) -> "MatrixForm":
-        """The form of a parameter by its factoring; other dims than rows and columns stack."""
+    def of(cls, rule: FactoringRule, name: str, shape: tuple[int, ...]) -> "MatrixForm | None":
+        """The form of a parameter that a rule factors; other dims than rows and columns stack."""
         chosen = rule.resolve(name, shape)  # a rule or a Factoring
         factoring = chosen and chosen.resolve(name, shape)
         if not factoring or not factoring.factored:
-            raise ValueError(
-                f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
-                f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
-                "such as those of optax_ext.hidden_matrices, to give it another transformation."
-            )
+            return None
         rows, cols = factoring.rows, factoring.cols
         stack = (d for d in range(len(shape)) if d not in rows + cols)
         return cls(shape, (*((d,) for d in stack), rows, cols))
