@@ -132,8 +132,8 @@ class GlobalLoss:
             return held
         with jax.named_scope("gather"):
             # Held as shards up to here, so that no layer before it is gathered at once.
-            held = _place(self.layout, held, leaf.of_slice(leaf.held, held.ndim))
-            return _place(self.layout, held, leaf.of_slice(leaf.used, held.ndim))
+            held = _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.held, held.ndim))
+            return _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.used, held.ndim))
 
     def _tap(self, number: int, full: jax.Array, tap: jax.Array) -> jax.Array:
         leaf = self.leaves[number]
@@ -167,8 +167,8 @@ def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
         # of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a host, and an
         # all-reduce on more of them.
         if layout.is_one_host_of_tpus:
-            grad = _place(layout, grad, used)
-        return None, _place(layout, grad, shard)
+            grad = _typed_or_constrained(layout, grad, used)
+        return None, _typed_or_constrained(layout, grad, shard)
 
 
 _tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
@@ -254,11 +254,11 @@ def global_gradients(
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
 
-        split = functools.partial(_split, layout, steps)
+        split = functools.partial(_split_rows, layout, steps)
         numbered = jnp.arange(steps), *jax.tree.map(split, given)
         carry, (each, aux) = lax.scan(step, (sums_of, inputs.model_state), numbered)
         sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=carry[0])
-        model_state, aux = carry[1], jax.tree.map(functools.partial(_join, layout, size), aux)
+        model_state, aux = carry[1], jax.tree.map(functools.partial(_join_rows, layout, size), aux)
 
     scale = inverse_weight(sums.weight) if loss.weighted else 1.0 / steps
     metrics: dict[str, Any] = {"loss": sums.loss * scale}
@@ -274,7 +274,7 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def _split(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
+def _split_rows(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
     """(examples, ...) to (micro-batch, examples, ...), each of rows of every device."""
     if not jnp.ndim(x):
         return jnp.full(steps, x)
@@ -284,8 +284,8 @@ def _split(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
     return layout.constrain(x.reshape(steps, -1, *more), spec)
 
 
-def _join(layout: Layout, size: int, x: jax.Array) -> jax.Array:
-    """Undoes ``_split``; what is not one for each example is averaged."""
+def _join_rows(layout: Layout, size: int, x: jax.Array) -> jax.Array:
+    """Undoes ``_split_rows``; what is not one for each example is averaged."""
     steps, more = x.shape[0], x.shape[2:]
     if x.ndim == 1 or x.shape[1] * steps != size:
         return jnp.mean(x, axis=0)
@@ -296,7 +296,7 @@ def _join(layout: Layout, size: int, x: jax.Array) -> jax.Array:
 # --- Shardings ------------------------------------------------------------------------------------
 
 
-def _place(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
+def _typed_or_constrained(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
     """An array with a sharding, by its type where axes are Explicit."""
     mesh = jax.sharding.get_abstract_mesh()
     explicit = {

@@ -32,7 +32,7 @@ class Hook(NamedTuple):
     tap: Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
-class _Param(NamedTuple):
+class _HookedParam(NamedTuple):
     """A parameter, or a slice of one, before the hook."""
 
     number: int
@@ -58,13 +58,15 @@ class HookedLoss:
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
     def __call__(self, held: list[jax.Array], taps: list[jax.Array], *args: jax.Array) -> list[Any]:
-        params = [_Param(i, x, tap, []) for i, (x, tap) in enumerate(zip(held, taps, strict=True))]
+        params = [
+            _HookedParam(i, x, tap, []) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
+        ]
         outs = self._run(self.closed.jaxpr, self.closed.consts, [*params, *args])
         return list(map(self._full, outs))
 
     def _full(self, x: Any) -> Any:
         """What the loss computes with."""
-        if not isinstance(x, _Param):
+        if not isinstance(x, _HookedParam):
             return x
         if not x.fetched:
             x.fetched.append(self.hook.fetch(x.number, x.held))
@@ -74,7 +76,7 @@ class HookedLoss:
         return full
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
-        """The results of a jaxpr; parameters among arguments and results are ``_Param``.
+        """The results of a jaxpr; parameters among arguments and results are ``_HookedParam``.
 
         ``in_loop`` says whether a loop stores what its backward pass needs of these values.
         """
@@ -87,12 +89,12 @@ class HookedLoss:
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         name = eqn.primitive.name
-        if not any(isinstance(x, _Param) for x in operands) and not self._has_mark(eqn):
+        if not any(isinstance(x, _HookedParam) for x in operands) and not self._has_mark(eqn):
             return list(bind_equation(eqn, operands))
         if name == "optimization_barrier":
-            return _with_held(operands, bind_equation(eqn, list(map(_held, operands))))
+            return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name == "convert_element_type" and not operands[0].moves:  # less is fetched, often
-            return _with_held(operands, bind_equation(eqn, list(map(_held, operands))))
+            return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in _MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
         if name in _CALLS or (name == "custom_jvp_call" and self._has_mark(eqn)):
@@ -117,7 +119,9 @@ class HookedLoss:
         def again(held: list[Any], taps: list[Any]) -> list[Any]:
             return list(map(self._full, run(_with_held(operands, held, taps))))
 
-        return jax.checkpoint(again, **options)(list(map(_held, operands)), _taps(operands))
+        return jax.checkpoint(again, **options)(
+            list(map(_held_array, operands)), _taps_of(operands)
+        )
 
     def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """A loop, whose body gets slices of parameters through the hook."""
@@ -127,7 +131,10 @@ class HookedLoss:
         if not self._has_mark(eqn):  # fetched before the loop, for all its runs
             consts = list(map(self._full, consts))
         carry = list(map(self._full, rest[:num_carry]))
-        xs = [self._full(x) if isinstance(x, _Param) and x.moves else x for x in rest[num_carry:]]
+        xs = [
+            self._full(x) if isinstance(x, _HookedParam) and x.moves else x
+            for x in rest[num_carry:]
+        ]
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
             args = [*consts, *carry, *_with_held(xs, *slices)]
@@ -136,7 +143,7 @@ class HookedLoss:
             return out[:num_carry], out[num_carry:]
 
         kept = {key: options[key] for key in ("length", "reverse", "unroll")}
-        carry, outs = jax.lax.scan(step, carry, (list(map(_held, xs)), _taps(xs)), **kept)
+        carry, outs = jax.lax.scan(step, carry, (list(map(_held_array, xs)), _taps_of(xs)), **kept)
         return [*carry, *outs]
 
     def _has_mark(self, eqn: Any) -> bool:
@@ -152,19 +159,19 @@ class HookedLoss:
         return self._marks[id(jaxpr)]
 
 
-def _held(x: Any) -> Any:
-    return x.held if isinstance(x, _Param) else x
+def _held_array(x: Any) -> Any:
+    return x.held if isinstance(x, _HookedParam) else x
 
 
-def _taps(operands: list[Any]) -> list[Any]:
-    return [x.tap for x in operands if isinstance(x, _Param)]
+def _taps_of(operands: list[Any]) -> list[Any]:
+    return [x.tap for x in operands if isinstance(x, _HookedParam)]
 
 
 def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
     """New values of operands; of parameters, of what is held, and taps if given."""
-    given = iter(_taps(operands) if taps is None else taps)
+    given = iter(_taps_of(operands) if taps is None else taps)
     return [
-        x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, _Param) else y
+        x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, _HookedParam) else y
         for x, y in zip(operands, values, strict=True)
     ]
 
