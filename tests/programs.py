@@ -144,6 +144,7 @@ ZERO = {
     "qsgd": {"sync": shd.sync.qsgd()},
     "qsgd nearest": {"sync": shd.sync.qsgd(rounding="nearest")},
     "zen": {"sync": shd.sync.zen(0.1)},
+    "global": {"view": "global"},
 }
 SCHEDULES = {
     name: getattr(shd.pipeline, name.replace("1f1b", "one_f_one_b").replace("-", "_"))
@@ -188,7 +189,7 @@ def layers_of(zero, words, size):
             own["device"] = zero.mesh.devices.flat[0]
             run = shd.remat.plan(block, layers, x, "1GiB", **own).apply(zero)
             return lambda layers, x, form=form: run(form(layers), x)
-    layer = zero.gathered(block)
+    layer = jax.checkpoint(block) if "global" in words else zero.gathered(block)
     if "unrolled" in words:
         return lambda layers, x: functools.reduce(lambda x, p: layer(p, x), split(layers), x)
     return lambda layers, x: jax.lax.scan(lambda x, p: (layer(p, x), None), x, layers)[0]
