@@ -56,6 +56,7 @@ class Description:
       rows: the arrays.
       batch_rows: which rows of a batch this process gives; empty where one process gives all.
       gather_group: bytes of the parameters that are gathered at once after an update.
+      view: of the batch in a loss, see ``Zero``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -86,6 +87,7 @@ class Description:
     rows: tuple[Row, ...]
     batch_rows: str = ""
     gather_group: int = 0
+    view: str = "device"
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -140,7 +142,8 @@ class Description:
         over = "+".join(self.axes)
         if self.replica_axes:
             over += f", replicas over {'+'.join(self.replica_axes)},"
-        return f"ZeRO stage {self.stage} over {over} on the mesh ({mesh})"
+        view = f", {self.view} view" * (self.view != "device")
+        return f"ZeRO stage {self.stage} over {over} on the mesh ({mesh}){view}"
 
 
 def describe_tree(

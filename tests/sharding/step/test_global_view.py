@@ -265,6 +265,10 @@ def test_one_state_for_both_views():
     )
     make = runs.make_train_state_of(params)
     states = [zero.init(make) for zero in zeros]
+    titles = [
+        str(zero.describe(state)).split(":")[0] for zero, state in zip(zeros, states, strict=True)
+    ]
+    assert titles[1] == titles[0] + ", global view"
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         assert a.sharding == b.sharding
     state, losses = states[0], []
