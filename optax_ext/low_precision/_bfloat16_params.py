@@ -12,7 +12,6 @@ from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
     next_key,
-    salt_of,
     salted,
     stochastic_bfloat16,
     uniform,
@@ -130,6 +129,6 @@ def _rounded_sum(path: Any, p: jax.Array, u: Array, key: jax.Array) -> jax.Array
     """Returns ``p + u``; for bfloat16 ``p``, rounded to bfloat16 and stored in float32."""
     if p.dtype != jnp.bfloat16:
         return p + u
-    noise = uniform(salted(key, salt_of(path)), p.shape)
+    noise = uniform(salted(key, path), p.shape)
     new = p.astype(jnp.float32) + jnp.asarray(u, jnp.float32)
     return stochastic_bfloat16(new, noise).astype(jnp.float32)

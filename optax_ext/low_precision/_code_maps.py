@@ -51,15 +51,15 @@ class DynamicMap(_Map):
         return 1 - 0.45 / 2 ** (self.exponents - 1)
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        # The level is parts * (1 + share): exponent and fraction of a float32.
-        bits = jax.lax.bitcast_convert_type((level + self._shift).astype(jnp.float32), jnp.int32)
-        share = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
-        half = jax.lax.bitcast_convert_type((253 << 23) - (bits & 0x7F800000), jnp.float32)
+        # The level is parts * (1 + share), with parts a power of two: the exponent of a float32.
+        x = (level + self._shift).astype(jnp.float32)
+        exponent = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+        inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)  # of parts
         unit = jnp.full([], 10.0 ** (1 - self.exponents), dtype)
         for i in range(1, self.exponents):
             first = 2 ** (i + self._shift) - self._shift
             unit = jnp.where(level >= first, jnp.full([], 10.0 ** (i + 1 - self.exponents)), unit)
-        out = unit * (0.1 + 0.9 * ((share - 1) + half).astype(dtype))
+        out = unit * (0.1 + 0.9 * ((x + 0.5) * inverse - 1).astype(dtype))
         out = out * (1 / self._largest) if self.symmetric else out
         out = jnp.where(level >= self.top, 1, out)
         return jnp.where(level <= 0, 0, out).astype(dtype)

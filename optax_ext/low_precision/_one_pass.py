@@ -18,7 +18,7 @@ from optax_ext._types import Tree
 from optax_ext.kernels import Path, Shards
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, dequantize
-from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of, salted
+from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salted
 from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
 # Of the arrays that a pass reads and writes.
@@ -175,7 +175,7 @@ class OnePassUpdates:
             noise = []
             if self._key is not None and update.outputs:
                 for i in update.stored:
-                    key = salted(self._key, salt_of(self._paths[i]))
+                    key = salted(self._key, self._paths[i])
                     hashes = hashes_of_matrices(key, update.shape)
                     noise += [x.reshape(update.shape[:-2]) for x in hashes]
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]

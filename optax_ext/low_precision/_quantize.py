@@ -54,15 +54,19 @@ class Blocks:
         x = op(_split(x, last, columns, neutral), axis=last + 1)
         return op(_split(x, row, rows // unsplit, neutral), axis=row + 1) if rows > unsplit else x
 
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Returns the element of largest magnitude of each block, with its sign."""
-        # Unsigned integers in the order of magnitude; positive values win ties. One reduction of
-        # them is enough: XLA for GPUs writes no array first.
+    def largest(self, x: jax.Array, signed: bool = True) -> jax.Array:
+        """Returns each block's element of largest magnitude; none is negative, or ``signed``."""
+        # Unsigned integers in the order of magnitude, NaN last; positive values win ties. One
+        # reduction of them is enough: XLA writes no array first, for GPUs nor for CPUs, whose
+        # maximum of floats may also ignore NaN.
         bits = x.dtype.itemsize * 8
         unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
-        order = self.reduce(jnp.max, (unsigned << 1) | (1 - (unsigned >> (bits - 1))), 0)
-        unsigned = (order >> 1) | ((1 - (order & 1)) << (bits - 1))
-        return jax.lax.bitcast_convert_type(unsigned, x.dtype)
+        if signed:
+            unsigned = (unsigned << 1) | (1 - (unsigned >> (bits - 1)))
+        unsigned = self.reduce(jnp.max, unsigned, 0)
+        if signed:
+            unsigned = (unsigned >> 1) | ((1 - (unsigned & 1)) << (bits - 1))
+        return _finite(jax.lax.bitcast_convert_type(unsigned, x.dtype))
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
@@ -71,6 +75,10 @@ class Blocks:
             per_block = _repeat(per_block, row, rows // unsplit, -(-self.shape[row] // unsplit))
         out = _repeat(per_block, last, columns, self.shape[last])
         return _repeat(out, row, unsplit, self.shape[row]) if unsplit > 1 else out
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(x), jnp.inf, x)
 
 
 def _power_of_two(extent: int) -> int:
@@ -146,13 +154,12 @@ class _Scaled:
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         if self.signed and self.map.lowest < self.map.top:
             # 1 has no negative code: a block whose largest element is negative is stored negated.
-            largest = self.blocks.largest(x)
-            return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
-        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may ignore NaN on CPUs
-        size, dims = jnp.abs(x), range(x.ndim)
+            return (self.blocks.largest(x),)
         if self.rank1:
+            size, dims = jnp.abs(_finite(x)), range(x.ndim)
             return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
-        largest = self.blocks.reduce(jnp.max, size, 0.0)
+        size = jnp.abs(x)
+        largest = self.blocks.largest(size, signed=False)
         if not self.expand:
             return (largest,)
         least = self.blocks.reduce(jnp.min, jnp.where(size > 0, size, jnp.inf), jnp.inf)

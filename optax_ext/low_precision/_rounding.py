@@ -35,8 +35,9 @@ def next_key(key: jax.Array) -> jax.Array:
     return key + jnp.array([0, 1], jnp.uint32)
 
 
-def salted(key: jax.Array, salt: int) -> jax.Array:
-    """Returns the key of one array's noise."""
+def salted(key: jax.Array, path: Any) -> jax.Array:
+    """Returns the key of the noise of the array with this path."""
+    salt = zlib.crc32(path_name(path).encode())
     # The constant is an array: XLA keeps it out of kernels, which are equal for arrays of one shape
     # and compiled once. A number would be in the kernel.
     return key ^ jnp.array([salt, 0], jnp.uint32)
@@ -92,10 +93,6 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
         stride = math.prod(shape[dim + 1 :]) & 0xFFFFFFFF
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
     return index
-
-
-def salt_of(path: Any) -> int:
-    return zlib.crc32(path_name(path).encode())
 
 
 def top_half(bits: jax.Array) -> jax.Array:

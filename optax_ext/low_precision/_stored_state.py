@@ -14,7 +14,7 @@ from optax_ext._text_table import aligned
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import codes_of, dequantize, scales_of
-from optax_ext.low_precision._rounding import salt_of, salted, uniform
+from optax_ext.low_precision._rounding import salted, uniform
 
 # Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
 dequantized = jax.jit(dequantize, static_argnums=1)
@@ -122,7 +122,7 @@ def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | N
         return new
     rounding, noise = "nearest" if old.rest is None else "compensated", None
     if old.rest is None and key is not None:
-        rounding, noise = "stochastic", _uniform(salted(key, salt_of(path)), old.shape)
+        rounding, noise = "stochastic", _uniform(salted(key, path), old.shape)
     scale = _scales_of(new, old.format, old.signed, blocks)
     codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding, blocks)
     dtype = at_least_float32(new.dtype)

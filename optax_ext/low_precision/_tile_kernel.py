@@ -290,14 +290,12 @@ class _SliceBlocks:
     def __init__(self, blocks: tuple[int, int], memory: Any = None):
         self._blocks, self._memory = blocks, memory
 
-    def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
-        assert op is jnp.max, op
-        return self._over_blocks(functools.reduce(jnp.maximum, self._rows(x)))
-
-    def largest(self, x: jax.Array) -> jax.Array:
-        """Returns the element of largest magnitude, signed: Mosaic has no maximum of uint32."""
+    def largest(self, x: jax.Array, signed: bool = True) -> jax.Array:
+        """As ``Blocks.largest``, of floats: Mosaic has no maximum of uint32."""
         rows = self._rows(jnp.where(jnp.isnan(x), jnp.inf, x))
         high = self._over_blocks(functools.reduce(jnp.maximum, rows))
+        if not signed:
+            return high
         low = self._over_blocks(-functools.reduce(jnp.minimum, rows))
         return jnp.where(high >= low, high, -low)
 

@@ -32,8 +32,7 @@ from sharding.step._placed_state import places
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update import global_norm, update
-from sharding.step._update_traits import update_traits
+from sharding.step._update import UNREAD, global_norm, shard_update, update, update_traits
 
 
 class TrainStep(CompiledStep):
@@ -106,7 +105,10 @@ class TrainStep(CompiledStep):
         inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         params, opt_state, tx = parts(state, self.tx)
-        traits = update_traits(tx, params, opt_state, spec.precision, spec.trained)
+        plain = shard_update(layout, spec.placed, tx)
+        # Evaluated with arguments of the same types, it is not traced again.
+        transform: Any = jax.jit(functools.partial(plain, num_pieces=2), inline=True)
+        traits = update_traits(transform, params, opt_state, spec.precision, spec.trained)
 
         loss = self.loss._replace(local_norm=traits.local_norm)
         if traits.local_norm and layout.view == "global":
@@ -118,18 +120,18 @@ class TrainStep(CompiledStep):
         early = traits.sums and layout.stage in (1, 2)
         reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
 
-        metrics, extra_args = reduced.metrics, {}
+        metrics = reduced.metrics
         if traits.local_norm:
-            extra_args["num_pieces"] = num_local_gradients(layout, self.microbatches)
-        extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
+            num = num_local_gradients(layout, self.microbatches)
+            transform = functools.partial(plain, num_pieces=num)
+        arrays = UNREAD | {"value": metrics["loss"]} | metrics.pop("local", {})
+        transform = functools.partial(transform, arrays)
         if self.grad_norm:
             metrics["grad_norm"] = global_norm(layout, reduced.grads, spec.placed)
         if copied is not None:
             # Without an order of copies and update, XLA duplicates what both access.
             state, _ = jax.lax.optimization_barrier((state, copied))
-        new = update(
-            layout, spec, opt_specs, state, reduced.grads, self.tx, extra_args, reduced.shards
-        )
+        new = update(layout, spec, opt_specs, state, reduced.grads, transform, reduced.shards)
         if self.model_state is True:
             # Replicated, as the next call gets it, also where other axes shard features.
             specs = jax.tree.map(lambda _: PartitionSpec(), reduced.model_state)
@@ -156,7 +158,8 @@ def apply_gradients(
 
     def run(layout: Layout, state: Tree, grads: Tree, extra_args: Any) -> Any:
         state, sync_state = split_sync_state(state)
-        new = update(layout, spec, opt_specs, state, grads, tx, extra_args)
+        transform = functools.partial(shard_update(layout, placed, parts(state, tx)[2]), extra_args)
+        new = update(layout, spec, opt_specs, state, grads, transform)
         return join_sync_state(new, sync_state)
 
     with no_mesh():

@@ -1,20 +1,40 @@
 """The optimizer step on shards: ``tx`` gets global arrays, so that a clip sees the global norm."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from optax_ext import kernels
-from sharding._types import OptState, Tree
+from sharding._jaxprs import all_equations
+from sharding._types import Array, OptState, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._train_state import parts
 from sharding.step._gather_updated import gather_updated
 from sharding.step._kernel_shards import KernelShards
+from sharding.step._param_uses import uses_in
+from sharding.step._precision import Precision
 from sharding.step._step_plan import StepSpec
+
+
+def shard_update(layout: Layout, placed: Placement, tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """A function of gradients, state and shards, and of extra arguments: ``arrays``, and others."""
+    run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
+
+    def advance(arrays: Any, grads: Tree, opt_state: OptState, shards: Tree, **numbers: Any) -> Any:
+        extra_args = numbers | arrays
+        with kernels.kernels_on(KernelShards(layout, shards, placed.shards)):
+            if update_params is not None:
+                return update_params(grads, opt_state, shards, **extra_args)
+            updates, opt_state = run(grads, opt_state, shards, **extra_args)
+            return optax.apply_updates(shards, updates), opt_state
+
+    return advance
 
 
 def update(
@@ -23,8 +43,7 @@ def update(
     opt_specs: Tree,
     state: Tree,
     grads: Tree,
-    tx: Any,
-    extra_args: dict[str, Any],
+    transform: Callable[..., tuple[Any, Any]],
     shards: Tree = None,
 ) -> Any:
     """A train state after one step: the shards are updated, then the parameters gathered.
@@ -38,25 +57,17 @@ def update(
       opt_specs: the specs of the optimizer state.
       state: a ``TrainState``, or a pair ``(params, opt_state)``.
       grads: placed as ``spec.placed.shards``.
-      tx: the transformation, for a pair.
-      extra_args: of its update, such as ``value``.
+      transform: the ``shard_update``, with its extra arguments.
       shards: of the parameters, if they are taken already.
     """
     placed = spec.placed
-    params, opt_state, tx = parts(state, tx)
+    params, opt_state = state if isinstance(state, tuple) else (state.params, state.opt_state)
     with jax.named_scope("update"):
         shards = layout.constrain(params if shards is None else shards, placed.shards)
         grads = layout.constrain(grads, placed.shards)
-        run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
-        kernel_shards = KernelShards(layout, shards, placed.shards)
 
         def advance(shards: Tree, opt_state: OptState) -> tuple[Any, Any]:
-            with kernels.kernels_on(kernel_shards):
-                if update_params is not None:
-                    shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
-                else:
-                    updates, opt_state = run(grads, opt_state, shards, **extra_args)
-                    shards = optax.apply_updates(shards, updates)
+            shards, opt_state = transform(grads, opt_state, shards)
             return shards, layout.constrain(opt_state, opt_specs)
 
         # Offloaded state streams through the device.
@@ -79,3 +90,41 @@ def global_norm(layout: Layout, grads: Tree, placed: Placement) -> jax.Array:
         grads = layout.constrain(grads, placed.shards)
         floating = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
         return optax.tree.norm([to_sum_dtype(g) for g in floating])
+
+
+class UpdateTraits(NamedTuple):
+    """Traits of the update of a transformation."""
+
+    local_norm: bool  # whether it depends on its argument ``local_squared_norm``
+    # Whether it reduces arrays, as the norm of a clip and the means of CAME do. Under ZeRO these
+    # sums are over all devices: no parameter is updated before the last gradient is there.
+    sums: bool
+
+
+# The argument of an update that does not depend on it.
+UNREAD: dict[str, Any] = {"local_squared_norm": np.float32(0)}
+
+
+def update_traits(
+    transform: Any, params: Tree, opt_state: OptState, precision: Precision, trained: Tree
+) -> UpdateTraits:
+    """Traces a ``shard_update`` for arguments of the types that it will get, in device memory."""
+    leaves = jax.tree.leaves((params, opt_state))
+    place = jax.typeof(leaves[0]).sharding.update(spec=PartitionSpec()) if leaves else None
+
+    def like(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
+
+    grads = jax.tree.map(
+        lambda x, t: like(x, precision.of_result(x.dtype) if t else None), params, trained
+    )
+    arrays = UNREAD | {"value": like(np.float32(0))}  # in the order of their names
+    jaxpr = transform.trace(arrays, grads, *jax.tree.map(like, (opt_state, params))).jaxpr.jaxpr
+    return UpdateTraits(bool(uses_in(jaxpr, 1).otherwise), any(map(_reduces, all_equations(jaxpr))))
+
+
+def _reduces(eqn: Any) -> bool:
+    """Whether an equation makes arrays smaller: a sum, a largest element, a product of matrices."""
+    name = eqn.primitive.name
+    is_sum = name.startswith("reduce_") and any(x.aval.ndim for x in eqn.invars)
+    return is_sum or name == "dot_general"

@@ -18,8 +18,8 @@ def test_noise_is_uniform_and_new_each_time():
     @jax.jit
     def draw():
         key, other = make_key(7), make_key(8)
-        cases = ((key, 1), (next_key(key), 1), (key, 2), (other, 1))  # step, array, seed
-        return [uniform(salted(key, salt), (300, 400)) for key, salt in cases]
+        cases = ((key, "a"), (next_key(key), "a"), (key, "b"), (other, "a"))  # step, array, seed
+        return [uniform(salted(k, [jax.tree_util.DictKey(x)]), (300, 400)) for k, x in cases]
 
     draws = [np.asarray(x, np.float64) for x in draw()]
     for x in draws:
