@@ -54,7 +54,18 @@ def write(name: str, title: str, about: str, *parts: str, script: str | None = N
 
     The command is benchmarks/<name>.py, or ``script`` there.
     """
-    command, today = f"`python benchmarks/{script or name}.py`", datetime.date.today()
-    how = f"{command} at commit {commit()}, {today}, {_versions()}. {about}".strip()
-    text = "\n\n".join([f"# {title}", how, *parts])
+    text = "\n\n".join([f"# {title}", _how(f"{script or name}.py", about), *parts])
     (RESULTS / f"{name}.md").write_text(f"{text}\n")
+
+
+def write_section(name: str, title: str, about: str, part: str, script: str) -> None:
+    """Writes the last section of results/<name>.md, with the command that makes it alone."""
+    path = RESULTS / f"{name}.md"
+    before = path.read_text().split(f"\n## {title}\n")[0].strip()
+    path.write_text("\n\n".join([before, f"## {title}", _how(script, about), part]) + "\n")
+
+
+def _how(command: str, about: str) -> str:
+    """The command, commit, date and versions of a table, and its description."""
+    made = f"at commit {commit()}, {datetime.date.today()}, {_versions()}"
+    return f"`python benchmarks/{command}` {made}. {about}".strip()

@@ -5,11 +5,13 @@ moments (Rajbhandari et al., ZeRO, SC 2020, figure 1). Programs hold activations
 too. Nothing is run. Needs the compilers: pip install 'optax-ext[aot]'.
 
   python benchmarks/zero_memory.py            # writes results/zero_memory.md
+  python benchmarks/zero_memory.py --views    # only its table of the two views of a batch
   python benchmarks/zero_memory.py --smoke    # the CPU and one layer, prints only
 """
 
 import argparse
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -43,6 +45,9 @@ MESHES = {
     "h100x8": {"data": 8},
     "h100x64": {"data": 64},
     "h100x512": {"data": 512},
+    "v5e:2x4": {"x": 2, "y": 4},
+    "v5e:4x4": {"x": 4, "y": 4},
+    "v5p:2x2x2": {"x": 2, "y": 2, "z": 2},
     "v5p:4x4x4": {"x": 4, "y": 4, "z": 4},
     "v5p:8x8x8": {"x": 8, "y": 8, "z": 8},
 }
@@ -57,6 +62,11 @@ COLUMNS = {
     "/ theory": "{of_theory:.3f}",
     "compiled in, s": "{seconds:.0f}",
 }
+# Models in both views: their length, and for each target its numbers of micro-batches.
+VIEWED = {
+    "gpt2-small": (512, dict.fromkeys(("h100x8", "v5e:2x4", "v5e:4x4", "v5p:2x2x2"), (1, 4))),
+    "llama2-7b": (1024, {"h100x8": (1, 4), "v5e:4x4": (1,), "v5p:2x2x2": (1,)}),
+}
 
 
 def paper_bytes(params: float, stage: int, devices: int) -> float:
@@ -66,10 +76,17 @@ def paper_bytes(params: float, stage: int, devices: int) -> float:
 
 
 def compiled(
-    model: Decoder, target: str, stage: int, weights: str, replicas: int = 1
+    model: Decoder,
+    target: str,
+    stage: int,
+    weights: str,
+    replicas: int = 1,
+    microbatches: int = 1,
+    length: int = LENGTH,
+    view: str = "device",
 ) -> dict[str, float]:
-    """Figures of one device in GiB: a step on one sequence a device, every layer computed again."""
-    model = dataclasses.replace(model, length=LENGTH)
+    """Figures of one device in GiB: a sequence a micro-batch, every layer computed again."""
+    model = dataclasses.replace(model, length=length)
     tx = optax_ext.master_weights(ADAMW) if weights == "master" else ADAMW
     sizes = MESHES[target]
     first, *others = sizes
@@ -81,22 +98,34 @@ def compiled(
         stage=stage,
         axis=(first, *others),
         replica_axis="replica" if replicas > 1 else None,
+        view=view,
     )
     # Planned.
     machine = machine_of(target, kind_of(target) or kind_of("h100"))
     dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16
-    costs = PlanCosts(model, ADAMW, machine, length=LENGTH, dtype=dtype)
-    plan = ParallelPlan(data=zero.num_devices, stage=stage, replicas=replicas, weights=weights)
-    options: Any = {"gathered_once": model.gathered_once, "batch": 4 * (LENGTH + 1)}
-    theory = estimate(model.abstract(dtype), tx, zero, **options)
+    costs = PlanCosts(model, ADAMW, machine, length=length, dtype=dtype)
+    plan = ParallelPlan(
+        data=zero.num_devices,
+        microbatches=microbatches,
+        stage=stage,
+        replicas=replicas,
+        weights=weights,
+    )
+    options: Any = {"gathered_once": model.gathered_once, "microbatches": microbatches}
+    theory = estimate(
+        model.abstract(dtype), tx, zero, batch=4 * microbatches * (length + 1), **options
+    )
 
     def make_state() -> tuple[Any, Any]:
         params = model.init(dtype)
         return params, tx.init(params)
 
-    layer = zero.gathered(model.apply_layer)
-    step = zero.train_step(model.make_loss(layer if stage == 3 else jax.checkpoint(layer)), tx=tx)
-    tokens = model.batch(zero.num_devices)
+    # The global view has the loss of plain jit.
+    layer = model.apply_layer if view == "global" else zero.gathered(model.apply_layer)
+    gathers_again = stage == 3 and view == "device"
+    loss = model.make_loss(layer if gathers_again else jax.checkpoint(layer))
+    step = zero.train_step(loss, tx=tx, microbatches=microbatches)
+    tokens = model.batch(zero.num_devices * microbatches)
     lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
     start = time.perf_counter()
     program = lowered.compile()
@@ -115,13 +144,20 @@ def compiled(
     }
 
 
-def line(*cells: str, **case: Any) -> str:
-    """A row: what does not fit a TPU is not compiled for it."""
+def if_it_fits(**case: Any) -> dict[str, float] | None:
+    """What is ``compiled``; what does not fit a TPU is not compiled for it."""
     try:
-        figures = compiled(**case)
+        return compiled(**case)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        return None
+
+
+def line(*cells: str, **case: Any) -> str:
+    """A row."""
+    figures = if_it_fits(**case)
+    if figures is None:
         return f"| {' | '.join(cells)} | does not fit |{' |' * (len(COLUMNS) - 1)}"
     return f"| {' | '.join((*cells, *(text.format(**figures) for text in COLUMNS.values())))} |"
 
@@ -148,23 +184,63 @@ def large_rows() -> Iterator[str]:
                 yield line(name, target, about, **case, weights="plain", replicas=replicas)
 
 
-def header(*names: str) -> str:
+def view_rows(smoke: bool) -> Iterator[str]:
+    """Stages 2 and 3 in both views, without masters."""
+    cases: Any = {"tiny": (32, {"cpu:8": (1,)})} if smoke else VIEWED
+    models = {**MODELS, "tiny": Decoder(2, 64, 4, 4, 128, 96)}
+    for name, (length, targets_of) in cases.items():
+        for target, counts in targets_of.items():
+            for stage, k in itertools.product((2, 3), counts):
+                case: Any = {"model": models[name], "length": length, "weights": "plain"}
+                case |= {"target": target, "stage": stage, "microbatches": k}
+                found = [if_it_fits(**case, view=view) for view in ("device", "global")]
+                figures = [
+                    f"{x[key]:{form}}" if x else "does not fit"
+                    for key, form in (("of_theory", ".3f"), ("temporaries", ".2f"))
+                    for x in found
+                ]
+                yield f"| {' | '.join((name, target, str(stage), str(k), *figures))} |"
+
+
+def header(*columns: str) -> str:
     """The header of a table."""
-    columns = (*names, *COLUMNS)
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
+def write_views(smoke: bool) -> None:
+    """Prints the table of both views; writes that of full size into the file of all tables."""
+    columns = [f"{what}: {view}" for what in ("/ theory", "GiB") for view in ("device", "global")]
+    names = "model", "target", "stage", "micro-batches"
+    views = _results.table(header(*names, *columns), view_rows(smoke))
+    if not smoke:
+        _results.write_section(
+            "zero_memory",
+            "Two views of a batch",
+            "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Device: "
+            "`zero.gathered` layers. Global: the loss of plain jit, `jax.checkpoint` around a "
+            "layer. 1,024 tokens, GPT-2 512.",
+            views,
+            script="zero_memory.py --views",
+        )
 
 
 def main() -> None:
     """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model, the CPU alone; no file")
-    smoke = parser.parse_args().smoke
+    parser.add_argument("--views", action="store_true", help="only the two views of a batch")
+    options = parser.parse_args()
+    smoke = options.smoke
     if smoke:
         jax.config.update("jax_num_cpu_devices", 8)
-    small = _results.table(header("model", "target", "stage", "paper"), small_rows(smoke))
-    if smoke:
+    if options.views:
+        write_views(smoke)
         return
-    large = _results.table(header("model", "target", "stage"), large_rows())
+    small = _results.table(header("model", "target", "stage", "paper", *COLUMNS), small_rows(smoke))
+    if smoke:
+        write_views(smoke)
+        return
+    large = _results.table(header("model", "target", "stage", *COLUMNS), large_rows())
     _results.write(
         "zero_memory",
         "ZeRO's stages: the paper, the planner, the programs",
@@ -177,6 +253,7 @@ def main() -> None:
         "## Large models\n\nAdamW in bfloat16. Hybrid: two replicas.",
         large,
     )
+    write_views(smoke)
 
 
 if __name__ == "__main__":

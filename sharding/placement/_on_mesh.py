@@ -112,7 +112,8 @@ def with_remedies(layout: Layout) -> Iterator[None]:
                 "out_sharding, reshard or with_sharding_constraint, or by a NamedSharding on the "
                 "full mesh. In a step each device has its shard of the batch, so these axes "
                 "cannot be named: write a PartitionSpec of the other axes, such as "
-                "P(None, 'model') for P('data', 'model'), and omit the call where there are none."
+                "P(None, 'model') for P('data', 'model'), and omit the call where there are none. "
+                "Or make Zero with view='global', in which a loss may name every axis."
             )
         else:
             raise

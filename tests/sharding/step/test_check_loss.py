@@ -73,9 +73,16 @@ def test_what_differs_is_named(name):
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), BATCH)
     found = np.mean([of(jax.tree.map(lambda x, i=i: x[i], parts)) for i in range(count)])
     values = rf"8 devices .* loss \({found:.6g} for {of(BATCH):.6g}\), {gradient}"
-    remedy = r".*weighted=True, .*all_gather\(x, \('replica', 'data'\), tiled=True\)"
+    remedy = r".*weighted=True, .*view='global'.*all_gather\(x, \('replica', 'data'\), tiled=True\)"
     with pytest.raises(ValueError, match=f"{values}{remedy}"):
         zero_of(2, "replicas").check_loss(loss_fn, (PARAMS, None), BATCH, **options)
+
+
+def test_the_global_view_couples_all_rows_of_a_micro_batch():
+    zero = zero_of(2, "replicas", view="global")
+    zero.check_loss(contrastive, (PARAMS, None), BATCH)
+    with pytest.raises(ValueError, match=r"Each micro-batch computes .* or omit microbatches\.$"):
+        zero.check_loss(contrastive, (PARAMS, None), BATCH, microbatches=2)
 
 
 def test_the_remedies_equal_one_device():
