@@ -122,8 +122,9 @@ def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
         replicated = [P()] * len(jax.tree.leaves(others))
         rows += describe_tree("model_state", others, replicated, zero.mesh)
     axes = layout.axes, layout.replica_axes
-    more = describe_rows(layout), layout.gather_group_bytes, zero.view
-    return Description(zero.mesh, zero.stage, *axes, tuple(rows), *more)
+    group = layout.gather_group_bytes
+    described = Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout), group)
+    return dataclasses.replace(described, view=zero.view)
 
 
 def init(
