@@ -209,9 +209,7 @@ class Executor:
         return Stage(self._layer, max(counts), uneven=min(counts) < max(counts))
 
     def _layer(self, params: LayerParams, x: Array, microbatch: Batch, key: Any) -> Any:
-        # Otherwise the layers are gathered already. A gather would hide that residuals are
-        # parameters.
-        tree = gather(params.tree) if self.pipeline.gather == "tick" else params.tree
+        tree = gather(params.tree)  # unless the step has gathered them already
         return self.pipeline.block(tree, x, microbatch, *([] if key is None else [key]))
 
     def _embed(self, shared: LayerParams, scope: Scope) -> Any:
