@@ -19,7 +19,7 @@ from sharding.step import _batch_rows, _placed_state
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_alive, check_options
 from sharding.step._eval_step import EvalStep
-from sharding.step._gather_params import gather, in_global_view
+from sharding.step._gather_params import gather
 from sharding.step._gathered_layers import gathered
 from sharding.step._loss import Loss, check_arguments
 from sharding.step._precision import Precision
@@ -489,6 +489,8 @@ class Zero(NnxMethods):
         all_blocks: bool = True,
     ) -> Callable[..., Any]:
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
+        if self.view == "global" and not sync_batch_norm:
+            raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
         layout = self._layout
         options = tuple(self.gathered_blocks), layout.recomputes, all_blocks
         return _linen.in_step(loss_fn, layout.data_axes, self.view, sync_batch_norm, *options)
@@ -503,10 +505,10 @@ class Zero(NnxMethods):
         stage 3 only gradients are reduce-scattered, or added to those of other micro-batches.
 
         Raises:
-          ValueError: at stage 3, if called anywhere else than in the loss.
+          ValueError: at stage 3 of ``view="device"``, if called anywhere else than in the loss.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        inside = set(self._layout.data_axes) <= set(manual) or in_global_view()
+        inside = self.view == "global" or set(self._layout.data_axes) <= set(manual)
         if self.stage == 3 and not inside:
             named = first_names(
                 repr(path_str(p)) for p, _ in jax.tree_util.tree_leaves_with_path(tree)

@@ -244,6 +244,11 @@ class Layout:
     def batch_shardings(self, tree: Tree) -> Tree:
         return self.shardings(self.batch_specs(tree))
 
+    def output_shardings(self, tree: Tree) -> Tree:
+        """Of what a loss or metric returns, beside rows perhaps arrays of another first dim."""
+        rows = lambda x: not np.ndim(x) or x.shape[0] % self.num_devices == 0  # noqa: E731
+        return jax.tree.map(lambda x: self.batch_shardings(x) if rows(x) else self.replicated, tree)
+
     def place_batch(self, batch: Tree) -> Tree:
         """Moves the arrays of a batch that are committed to another placement."""
 

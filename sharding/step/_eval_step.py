@@ -43,7 +43,7 @@ class EvalStep(CompiledStep):
         untrained = jax.tree.map(lambda _: False, params)
         spec = StepSpec(self.zero.precision, placed, untrained, self.zero.sync)
         return jax.jit(
-            on_mesh(layout, functools.partial(self.run, spec=spec), layout.batch_shardings),
+            on_mesh(layout, functools.partial(self.run, spec=spec), layout.output_shardings),
             in_shardings=(shardings, layout.batch_shardings(batch), None, layout.replicated),
         )
 

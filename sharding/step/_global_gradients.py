@@ -88,8 +88,9 @@ class GlobalLoss:
             try:
                 return self._run(held, taps, *args)
             except ValueError as error:
-                # How jax rejects shardings in types, such as of out_sharding and reshard.
-                self._typed = bool(self.layout.loss_axes) and "AxisType.Auto" in str(error)
+                # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
+                rejects = "AxisType.Auto" in str(error) or "the aval mesh" in str(error)
+                self._typed = bool(self.layout.loss_axes) and rejects
                 if not self._typed:
                     raise
         axes = self.layout.loss_axes

@@ -97,7 +97,7 @@ class HookedLoss:
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in _MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
-        if name in _CALLS or (name == "custom_jvp_call" and self._has_mark(eqn)):
+        if name in _CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self._run(inner.jaxpr, inner.consts, operands, in_loop)
         if name in _CHECKPOINTS:
@@ -137,7 +137,8 @@ class HookedLoss:
         ]
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
-            args = [*consts, *carry, *_with_held(xs, *slices)]
+            # Constants that are parameters are fetched for the body alone.
+            args = [*_with_held(consts, map(_held, consts)), *carry, *_with_held(xs, *slices)]
             out = self._run(body.jaxpr, body.consts, args, in_loop=True)
             out = list(map(self._full, out))
             return out[:num_carry], out[num_carry:]

@@ -70,7 +70,7 @@ class TrainStep(CompiledStep):
         spec = StepSpec(self.zero.precision, placed, trained, self.zero.sync)
 
         def out_shardings(out: Tree) -> Any:
-            metrics = layout.batch_shardings(out[1])
+            metrics = layout.output_shardings(out[1])
             if "model_state" in metrics:
                 metrics["model_state"] = jax.tree.map(
                     lambda _: layout.replicated, metrics["model_state"]

@@ -68,7 +68,7 @@ class ValueAndGrad(CompiledStep):
 
         def out_shardings(out: Tree) -> Any:
             replicated = jax.tree.map(lambda _: layout.replicated, out[2])
-            return *layout.batch_shardings(out[:2]), replicated, shardings
+            return *layout.output_shardings(out[:2]), replicated, shardings
 
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)

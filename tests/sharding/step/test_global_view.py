@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType, reshard
+from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
@@ -286,6 +286,27 @@ def test_eval_sees_the_whole_batch():
     np.testing.assert_allclose(found, contrastive(params(), batch), rtol=1e-12)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_closures_aux_and_own_derivatives(kind):
+    """Arrays of the mesh, aux whose dims the devices do not divide, a rule that gathers."""
+    zero = runs.zero_of(3, "flat", kind, min_shard_size=0, view="global")
+    eye = jax.device_put(np.eye(WIDTH), NamedSharding(zero.mesh, P("data")))
+    twice = jax.custom_vjp(zero.gather)
+    twice.defvjp(lambda w: (w, w), lambda w, grad: (2 * grad + 0 * zero.gather(w),))
+
+    def loss_fn(p, x):
+        return jnp.mean((x @ twice(p["w"])) ** 2), p["w"][:3, 0]
+
+    run = zero.value_and_grad(lambda p, batch: loss_fn(p, batch["x"] @ eye), has_aux=True)
+    value, grads = run(zero.place(params()), zero.put(runs.batch(0)))
+    run = jax.value_and_grad(
+        lambda p, x: (jnp.mean((x @ p["w"]) ** 2), p["w"][:3, 0]), has_aux=True
+    )
+    expected, once = run(params(), runs.batch(0)["x"])
+    model.assert_close(value, expected, 1e-12)
+    model.assert_close(grads, jax.tree.map(lambda g: 2 * g, once), 1e-12)
+
+
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="view must be 'device' or 'global'"):
         runs.zero_of(2, view="whole")
@@ -296,6 +317,8 @@ def test_what_it_cannot_do_is_refused():
         with pytest.raises(ValueError, match="need view='device'"):
             runs.zero_of(**({"stage": 2} | more), view="global")
     zero = runs.zero_of(2, view="global")
+    with pytest.raises(ValueError, match="sync_batch_norm=False"):
+        zero.train_step(contrastive, sync_batch_norm=False)
     with pytest.raises(ValueError, match="leave the collective out"):
         zero.value_and_grad(lambda p, b: lax.pmean(jnp.mean(b["x"] @ p["w"]), "data"))(
             zero.place(params()), zero.put(runs.batch(0))
