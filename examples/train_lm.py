@@ -14,6 +14,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
+  python examples/train_lm.py --view global                     # the loss sees the whole batch
   python examples/train_lm.py --memory 2GiB                     # plan what activations to store
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
@@ -164,6 +165,7 @@ def train(options, corpus, mesh, directory, stop):
         shard_state_over_replicas=options.spread,
         offload="optimizer" if options.offload else None,
         sync=SYNCS[options.sync](config, options.batch_size // mesh.size),
+        view=options.view,
     )
     # At stage 3 each block gathers its parameters when it runs; at other stages nothing changes.
     # With --sync zen only the rows of the n-gram table that a batch reads are sent.
@@ -552,6 +554,8 @@ def parse_args():
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
+    views = {"choices": ("device", "global"), "default": "device", "metavar": "VIEW"}
+    add("--view", **views, help="of the batch in the loss: device, global [%(default)s]")
     add("--offload", action="store_true", help="optimizer state in host memory")
     add("--memory", type=memory, metavar="BYTES", help="of a device, for state and activations")
     add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
@@ -584,6 +588,10 @@ def resolve(options):
         fail("--sync zen is for an n-gram table: give --config ngrams.")
     if options.stage == 3 and options.sync not in ("dense", "zen"):
         fail(f"--sync {options.sync} has a state, which stage 3 does not support: give --stage 2.")
+    if options.view == "global" and options.sync != "dense":
+        fail(f"--sync {options.sync} needs gradients of single devices: give --view device.")
+    if options.view == "global" and options.noise_scale:
+        fail("--noise-scale needs gradients of single devices: give --view device.")
     if options.noise_scale and options.stage == 3 and options.microbatches < 2:
         fail("--noise-scale at stage 3 compares micro-batches: give --microbatches 2 or more.")
     if options.noise_scale and options.stage < 3 and options.sync == "zen":
@@ -600,6 +608,8 @@ def resolve(options):
                 options.name += f"-{options.state}"
             if options.sync != "dense":
                 options.name += f"-{options.sync}"
+            if options.view != "device":
+                options.name += f"-{options.view}"
             if options.pipeline:
                 options.name += f"-pipeline{options.pipeline}"
         return options

@@ -160,6 +160,8 @@ MISTAKES = {
     ("--sync", "zen"): "--sync zen is for an n-gram table",
     ("--sync", "dgc"): "it needs --optimizer sgd",
     ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
+    ("--view", "global", "--sync", "qsgd8"): "--sync qsgd8 needs gradients of single devices",
+    ("--view", "global", "--noise-scale"): "--noise-scale needs gradients of single devices",
     ("--schedule", "gpipe"): "give --pipeline STAGES",
     ("--pipeline", "4"): "has 4 groups of layers, but --config smoke has 2 layers",
     ("--pipeline", "2", "--state", "8bit"): "give --state float32",
@@ -312,15 +314,17 @@ SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", rec
     ids=["replicas", "split backward pass"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
-    """The losses are those of the same choices as options."""
+    """The losses are those of the same choices as options, in both views of the batch."""
     promised = {"memory": 1.0, "seconds": 1.0}
     file = PlanFile("smoke", "came", "cpu:2", 32, "float32", layers, plan, promised)
     file.write(tmp_path / "plan.json")
-    for name, given in (("plan", ("--plan", "plan.json")), ("options", options)):
+    runs = {"plan": ("--plan", "plan.json"), "options": options}
+    for name, given in (runs | {"global": (*options, "--view", "global")}).items():
         succeed(tmp_path, text, "--steps", "6", "--name", name, "--batch-size", "8", *given)
-    losses = [column(tmp_path, "loss", name) for name in ("plan", "options")]
+    losses = [column(tmp_path, "loss", name) for name in ("plan", "options", "global")]
     assert len(losses[0]) == 6
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
 
 
 def options_of(tmp_path, plan, layers=(2,), **given):
