@@ -138,7 +138,7 @@ class HookedLoss:
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
             # Constants that are parameters are fetched for the body alone.
-            args = [*_with_held(consts, map(_held, consts)), *carry, *_with_held(xs, *slices)]
+            args = [*_with_held(consts, map(_held_array, consts)), *carry, *_with_held(xs, *slices)]
             out = self._run(body.jaxpr, body.consts, args, in_loop=True)
             out = list(map(self._full, out))
             return out[:num_carry], out[num_carry:]
