@@ -218,7 +218,8 @@ def write_views(smoke: bool) -> None:
             "Two views of a batch",
             "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Device: "
             "`zero.gathered` layers. Global: the loss of plain jit, `jax.checkpoint` around a "
-            "layer. 1,024 tokens, GPT-2 512.",
+            "layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded tokens "
+            "instead of reducing that of the table, if it is larger.",
             views,
             script="zero_memory.py --views",
         )

@@ -460,10 +460,9 @@ class Zero(NnxMethods):
     ) -> None:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
 
-        Unless ``view="global"``, a loss sees the rows of one device; the mean over devices is that
-        of the batch only if each example has a loss of its own. This runs one batch on the mesh,
-        and on a single device, which has to hold the parameters twice: check a small model, and a
-        few rows that differ.
+        In the device view the mean over devices is the loss of the batch only if each example has a
+        loss of its own. This runs one batch on the mesh, and on a single device, which has to hold
+        the parameters twice: check a small model, and a few rows that differ.
 
         Args:
           loss_fn: as for ``train_step``; of an nnx model as for ``nnx_train_step``.

@@ -110,10 +110,9 @@ def with_remedies(layout: Layout) -> Iterator[None]:
             remedy = (
                 f"the loss requests a sharding over the data axes {layout.data_axes}, such as by "
                 "out_sharding, reshard or with_sharding_constraint, or by a NamedSharding on the "
-                "full mesh. In a step each device has its shard of the batch, so these axes "
-                "cannot be named: write a PartitionSpec of the other axes, such as "
-                "P(None, 'model') for P('data', 'model'), and omit the call where there are none. "
-                "Or make Zero with view='global', in which a loss may name every axis."
+                "full mesh, which needs view='global' of Zero. Else each device has its shard of "
+                "the batch: write a PartitionSpec of the other axes, such as P(None, 'model') for "
+                "P('data', 'model'), and omit the call where there are none."
             )
         else:
             raise

@@ -70,18 +70,14 @@ def check_loss(
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
-    of = "micro-batch" if zero.view == "global" else "device, and each micro-batch,"
-    remedy = (
-        "make Zero with view='global', in which a loss gets the rows of all devices; or use in it "
-        f"jax.lax.all_gather(x, {axis}, tiled=True) for these rows, jax.lax.pmean(x, {axis}) for a "
-        f"mean over them, sharding.batch_moments(x, {axis}) in a batch norm."
-    )
     raise ValueError(
         f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
-        f"{', '.join(differing[:6])}{more}. Each {of} computes the loss of its own rows, and the "
-        "mean of these is another where examples are coupled: by a sum or a masked mean, a "
-        "contrastive loss, statistics of the batch. Return (sum, weight) with weighted=True, or "
-        f"{'omit microbatches.' if zero.view == 'global' else remedy}"
+        f"{', '.join(differing[:6])}{more}. Each device, and each micro-batch, computes the loss "
+        "of its own rows, and the mean of these is another where examples are coupled: by a sum or "
+        "a masked mean, a contrastive loss, statistics of the batch. Return (sum, weight) with "
+        "weighted=True, or make Zero with view='global' and omit microbatches, or in the device "
+        f"view use jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, jax.lax."
+        f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm."
     )
 
 
