@@ -29,7 +29,8 @@ def on_mesh(
     def call(*args: Tree) -> Tree:
         check_context(layout.mesh)
         if not layout.explicit_axes:
-            return run(*args)
+            with _named_axes(layout):
+                return run(*args)
         types = jax.tree.map(jax.typeof, args)
         shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
         auto = layout.mesh.update(axis_types=(AxisType.Auto,) * len(layout.mesh.axis_names))
@@ -45,6 +46,14 @@ def on_mesh(
         return jax.sharding.auto_axes(run, axes=layout.explicit_axes, out_sharding=out)(*args)
 
     return call
+
+
+def _named_axes(layout: Layout) -> contextlib.AbstractContextManager[Any]:
+    """A context in which a loss of the global view may name axes where no mesh is set."""
+    if layout.view == "device" or not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    mesh = layout.mesh
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
 
 
 def over_data_axes(

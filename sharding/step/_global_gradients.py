@@ -211,10 +211,10 @@ def global_gradients(
 
     def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
         """The model state after a micro-batch, its sums and its aux."""
-        index, batch, rows = numbered
+        index, batch, keys = numbered
         args = (batch, model_state) if loss.model_state else (batch,)
-        if loss.rngs == "per_example":
-            args = (*args, jax.vmap(jax.random.fold_in, (None, 0))(inputs.key, rows))
+        if by_example:
+            args = (*args, keys)
         elif loss.rngs:
             args = (*args, microbatch_key(loss.rngs, inputs.key, index, batch))
         specs = [layout.batch_specs(x) for x in args]
@@ -238,7 +238,10 @@ def global_gradients(
         return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
 
     size = next((x.shape[0] for x in jax.tree.leaves(inputs.batch) if jnp.ndim(x)), 0)
-    given = inputs.batch, jnp.arange(size)
+    keys, by_example = None, loss.rngs == "per_example"
+    if by_example:
+        keys = microbatch_key(loss.rngs, inputs.key, 0, inputs.batch)
+    given = inputs.batch, keys
     if steps == 1:
         model_state, (sums, aux) = microbatch(inputs.model_state, (0, *given))
     else:

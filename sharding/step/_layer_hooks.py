@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from optax_ext.traced_graph import bind_equation
@@ -93,7 +94,7 @@ class HookedLoss:
             return list(bind_equation(eqn, operands))
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
-        if name == "convert_element_type" and not operands[0].moves:  # less is fetched, often
+        if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in _MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
@@ -158,6 +159,12 @@ class HookedLoss:
         if id(jaxpr) not in self._marks:
             self._marks[id(jaxpr)] = any(map(self._has_mark, jaxpr.eqns))
         return self._marks[id(jaxpr)]
+
+
+def _is_cast(eqn: Any) -> bool:
+    """Whether an equation casts to what has a gradient of a parameter's kind."""
+    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    return name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating)
 
 
 def _held_array(x: Any) -> Any:

@@ -25,7 +25,7 @@ def step_key(state: Tree, key: Any) -> Any:
     return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)
 
 
-def microbatch_key(rngs: Any, key: Any, number: jax.Array, microbatch: Batch) -> Any:
+def microbatch_key(rngs: Any, key: Any, number: Any, microbatch: Batch) -> Any:
     """What the loss gets as its key for the micro-batch of this number of all devices."""
     if rngs is NUMBERED:
         return number, None if key is None else jax.random.fold_in(key, number)

@@ -295,9 +295,11 @@ def test_closures_aux_and_own_derivatives(kind):
     twice.defvjp(lambda w: (w, w), lambda w, grad: (2 * grad + 0 * zero.gather(w),))
 
     def loss_fn(p, x):
+        x = lax.with_sharding_constraint(x, P("data"))
         return jnp.mean((x @ twice(p["w"])) ** 2), p["w"][:3, 0]
 
     run = zero.value_and_grad(lambda p, batch: loss_fn(p, batch["x"] @ eye), has_aux=True)
+    run = jax.jit(run)  # where no mesh is set
     value, grads = run(zero.place(params()), zero.put(runs.batch(0)))
     run = jax.value_and_grad(
         lambda p, x: (jnp.mean((x @ p["w"]) ** 2), p["w"][:3, 0]), has_aux=True

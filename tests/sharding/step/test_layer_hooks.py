@@ -83,6 +83,7 @@ LOSSES = [
     (numbered, {"a": 3, "b": 3}),
     (each_marked, {"a": 2, "b": 2, "c": 2}),
     (lambda p, x: own_rule(p["c"], x), {"c": 2}),
+    (lambda p, x: (x @ p["c"].astype(complex)).real @ p["c"], {"c": 2}),
     (shared, {"a": 2, "b": 3, "c": 2}),
     (in_functions, {"a": 2, "b": 2, "c": 2}),
     (lambda p, x: jax.nn.relu(x) @ p["c"] + jnp.sum(lax.stop_gradient(p["a"])), {"a": 3, "c": 2}),
