@@ -86,7 +86,8 @@ class Zero(NnxMethods):
       view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
         and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
         couple examples, any ``BatchNorm``, shardings over every mesh axis, the masks of one device.
-        The partitioner reduces gradients, where layers, found in the loss, make them.
+        The partitioner reduces gradients, of each micro-batch, where layers, found in the loss, make
+        them.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice, or
