@@ -316,6 +316,7 @@ class Zero(NnxMethods):
         sync_batch_norm: bool = True,
         snapshot: PeerCheckpoints | None = None,
         donate: bool = True,
+        update: str = "after",
     ) -> TrainStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
 
@@ -357,6 +358,11 @@ class Zero(NnxMethods):
           snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,
             so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
+          update: ``"after"`` the backward pass, or in it, ``"backward"``: each layer is updated as
+            soon as its gradient exists, so that the gradients of one layer are in memory. For one
+            device; layers are found where the loss scans over stacked parameters, and computed
+            again in the backward pass. State and results are the same. The transformation must
+            treat each layer by itself: no clip by the global norm.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
@@ -372,10 +378,11 @@ class Zero(NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
+        synced = sync_batch_norm and update == "after"
+        fn = self._in_step(loss_fn, synced, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
-        options = model_state, trainable, grad_norm, snapshot, donate
+        options = model_state, trainable, grad_norm, snapshot, donate, update
         return TrainStep(self, loss, tx, *options)
 
     def eval_step(

@@ -34,9 +34,9 @@ DERIVATIVE_MARK = "sharding.gather.derivative"
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
-# Where ``gather`` marks what it gets: for "uses" in a trace that is read and not run, since a loop
-# over layers would store what bears a mark; for "hooks" in the trace of a ``HookedLoss``. ``gather``
-# is called by the user's loss, so that there is no argument for it.
+# What ``gather`` marks arrays for: "uses" in a trace that is read and not run, since a loop over
+# layers would store what bears a mark; "hooks" in the trace of a ``HookedLoss``. The user's loss
+# calls ``gather``, so that there is no argument for it.
 _MARKS: contextvars.ContextVar[str] = contextvars.ContextVar("marks", default="")
 
 
