@@ -86,8 +86,8 @@ class Zero(NnxMethods):
       view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
         and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
         couple examples, any ``BatchNorm``, shardings over every mesh axis, the masks of one device.
-        The partitioner reduces gradients, of each micro-batch, where layers, found in the loss, make
-        them.
+        The partitioner reduces gradients of each micro-batch, where layers, which are found in the
+        loss, make them.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice, or
@@ -317,6 +317,7 @@ class Zero(NnxMethods):
         sync_batch_norm: bool = True,
         snapshot: PeerCheckpoints | None = None,
         donate: bool = True,
+        update: str = "after",
     ) -> TrainStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
 
@@ -358,6 +359,11 @@ class Zero(NnxMethods):
           snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,
             so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
+          update: ``"after"`` the backward pass, or in it, ``"backward"``: each layer is updated as
+            soon as its gradient exists, so that the gradients of one layer are in memory. For one
+            device; layers are found where the loss scans over stacked parameters, and computed
+            again in the backward pass. State and results are the same. The transformation must
+            treat each layer by itself: no clip by the global norm.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
@@ -373,10 +379,11 @@ class Zero(NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
+        synced = sync_batch_norm and update == "after"
+        fn = self._in_step(loss_fn, synced, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
-        options = model_state, trainable, grad_norm, snapshot, donate
+        options = model_state, trainable, grad_norm, snapshot, donate, update
         return TrainStep(self, loss, tx, *options)
 
     def eval_step(

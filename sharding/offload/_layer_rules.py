@@ -1,9 +1,10 @@
 """Which operations work on each layer of a stack by itself, and how they run on one layer."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -101,3 +102,75 @@ def bind_to_layer(eqn: Equation, dim: int, operands: list[Any], layer: Any) -> S
         sizes[dim] = 1
         params[_SHAPE_PARAMS[name]] = tuple(sizes)
     return bind(eqn, operands, params)
+
+
+class NotLayerwiseError(Exception):
+    """A part of a graph needs several layers of a stack at once. Its argument is an equation."""
+
+
+class SlicedEquation(NamedTuple):
+    """An equation that is evaluated for each layer."""
+
+    eqn: Equation
+    dim: int  # along which its results are sliced
+    operand_dims: list[int]  # along which each operand is sliced, or ``UNSLICED``
+
+
+class LayerGraph:
+    """What computes some values of a graph layer by layer along dim 0.
+
+    Attributes:
+      inputs: of the graph, that are needed.
+      needed_dims: along which dims each value is sliced.
+      prerequisites: values that are to be computed before, for all layers.
+    """
+
+    def __init__(self, graph: Graph, values: list[int], known: Container[int], stacks: int):
+        """Finds the equations, backward from ``values``.
+
+        ``known`` needs no equation; ``stacks`` are the inputs, as the bits of an int, on which no
+        prerequisite may depend.
+        """
+        self.values = values
+        self.needed_dims: dict[int, set[int]] = {value: {0} for value in values}
+        self.prerequisites: list[int] = []
+        self._equations: list[SlicedEquation] = []
+        equations, inputs = graph.needed(values, known)
+        for eqn in reversed(equations):
+            dims: set[int] = set().union(*(self.needed_dims.get(v, ()) for v in eqn.results))
+            if not dims:
+                continue  # only a prerequisite needs it
+            operands = operand_dims(graph, eqn, *dims) if len(dims) == 1 else None
+            if operands is not None:
+                self._equations.insert(0, SlicedEquation(eqn, dims.pop(), operands))
+                for value, dim in zip(eqn.operands, operands, strict=True):
+                    self.needed_dims.setdefault(value, set()).add(dim)
+            elif any(graph.reads[v] & stacks for v in eqn.results):
+                raise NotLayerwiseError(eqn)
+            else:
+                self.prerequisites += [v for v in eqn.results if v in self.needed_dims]
+        self.inputs = [i for i in inputs if i in self.needed_dims]
+
+    def evaluate(
+        self,
+        layer: jax.Array,
+        values: dict[int, jax.Array],
+        read: Callable[[int, int], jax.Array],
+        store: Callable[[int, jax.Array], jax.Array] = lambda value, x: x,
+    ) -> list[jax.Array]:
+        """The values of one layer.
+
+        ``values`` has those that are sliced to it already; of others ``read(value, dim)`` returns
+        the slice along a dim, or with ``UNSLICED`` all of it. ``store(value, x)`` gets each that is
+        computed, and returns what is computed with.
+        """
+        values = dict(values)
+
+        def operand(value: int, dim: int) -> jax.Array:
+            return values[value] if value in values else read(value, dim)
+
+        for eqn, dim, dims in self._equations:
+            operands = [operand(v, d) for v, d in zip(eqn.operands, dims, strict=True)]
+            results = bind_to_layer(eqn, dim, operands, layer)
+            values |= {v: store(v, x) for v, x in zip(eqn.results, results, strict=True)}
+        return [operand(value, 0) for value in self.values]

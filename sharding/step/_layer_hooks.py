@@ -33,7 +33,7 @@ class Hook(NamedTuple):
     tap: Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
-class _HookedParam(NamedTuple):
+class HookedParam(NamedTuple):
     """A parameter, or a slice of one, before the hook."""
 
     number: int
@@ -60,14 +60,14 @@ class HookedLoss:
 
     def __call__(self, held: list[jax.Array], taps: list[jax.Array], *args: jax.Array) -> list[Any]:
         params = [
-            _HookedParam(i, x, tap, []) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
+            HookedParam(i, x, tap, []) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
         ]
         outs = self._run(self.closed.jaxpr, self.closed.consts, [*params, *args])
         return list(map(self._full, outs))
 
     def _full(self, x: Any) -> Any:
         """What the loss computes with."""
-        if not isinstance(x, _HookedParam):
+        if not isinstance(x, HookedParam):
             return x
         if not x.fetched:
             x.fetched.append(self.hook.fetch(x.number, x.held))
@@ -77,7 +77,7 @@ class HookedLoss:
         return full
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
-        """The results of a jaxpr; parameters among arguments and results are ``_HookedParam``.
+        """The results of a jaxpr; parameters among arguments and results are ``HookedParam``.
 
         ``in_loop`` says whether a loop stores what its backward pass needs of these values.
         """
@@ -90,7 +90,7 @@ class HookedLoss:
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         name = eqn.primitive.name
-        if not any(isinstance(x, _HookedParam) for x in operands) and not self._has_mark(eqn):
+        if not any(isinstance(x, HookedParam) for x in operands) and not self._has_mark(eqn):
             return list(bind_equation(eqn, operands))
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
@@ -133,8 +133,7 @@ class HookedLoss:
             consts = list(map(self._full, consts))
         carry = list(map(self._full, rest[:num_carry]))
         xs = [
-            self._full(x) if isinstance(x, _HookedParam) and x.moves else x
-            for x in rest[num_carry:]
+            self._full(x) if isinstance(x, HookedParam) and x.moves else x for x in rest[num_carry:]
         ]
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
@@ -168,18 +167,18 @@ def _is_cast(eqn: Any) -> bool:
 
 
 def _held_array(x: Any) -> Any:
-    return x.held if isinstance(x, _HookedParam) else x
+    return x.held if isinstance(x, HookedParam) else x
 
 
 def _taps_of(operands: list[Any]) -> list[Any]:
-    return [x.tap for x in operands if isinstance(x, _HookedParam)]
+    return [x.tap for x in operands if isinstance(x, HookedParam)]
 
 
 def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
     """New values of operands; of parameters, of what is held, and taps if given."""
     given = iter(_taps_of(operands) if taps is None else taps)
     return [
-        x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, _HookedParam) else y
+        x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, HookedParam) else y
         for x, y in zip(operands, values, strict=True)
     ]
 

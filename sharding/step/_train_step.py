@@ -4,6 +4,7 @@
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -33,6 +34,7 @@ from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
 from sharding.step._update import UNREAD, global_norm, shard_update, update, update_traits
+from sharding.step._update_in_backward import check_alone, update_in_backward
 
 
 class TrainStep(CompiledStep):
@@ -48,7 +50,14 @@ class TrainStep(CompiledStep):
         grad_norm: bool,
         snapshot: PeerCheckpoints | None,
         donate: bool,
+        update: str,
     ):
+        if update not in ("after", "backward"):
+            raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
+        self.updates_in_backward = update == "backward"
+        if self.updates_in_backward:
+            check_alone(zero, loss, snapshot)
+            zero = dataclasses.replace(zero, view="global")  # no shard_map, as refs require
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
         self.trainable, self.grad_norm = trainable, grad_norm
@@ -114,9 +123,14 @@ class TrainStep(CompiledStep):
         if traits.local_norm and layout.view == "global":
             raise ValueError(
                 "the transformation reads local_squared_norm, the norms of the gradients of single "
-                "devices, which view='global' does not have. Use view='device', or leave out "
-                "gradient_noise_scale."
+                "devices, which view='global' and update='backward' do not have. Use "
+                "view='device' and update='after', or leave out gradient_noise_scale."
             )
+        if self.updates_in_backward:
+            new, metrics, changed = update_in_backward(
+                spec, loss, state, inputs, self.tx, self.grad_norm
+            )
+            return self._with_model_state(new, metrics, changed, layout)
         early = traits.sums and layout.stage in (1, 2)
         reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
 
@@ -132,13 +146,20 @@ class TrainStep(CompiledStep):
             # Without an order of copies and update, XLA duplicates what both access.
             state, _ = jax.lax.optimization_barrier((state, copied))
         new = update(layout, spec, opt_specs, state, reduced.grads, transform, reduced.shards)
+        new, metrics = self._with_model_state(new, metrics, reduced.model_state, layout)
+        return join_sync_state(new, reduced.sync_state), metrics
+
+    def _with_model_state(
+        self, new: Tree, metrics: dict[str, Any], model_state: Tree, layout: Layout
+    ) -> tuple[Any, dict[str, Any]]:
+        """A new state and its metrics, one of which has the model state of the step."""
         if self.model_state is True:
             # Replicated, as the next call gets it, also where other axes shard features.
-            specs = jax.tree.map(lambda _: PartitionSpec(), reduced.model_state)
-            metrics["model_state"] = layout.constrain(reduced.model_state, specs)
+            specs = jax.tree.map(lambda _: PartitionSpec(), model_state)
+            metrics["model_state"] = layout.constrain(model_state, specs)
         elif self.model_state:
-            new = with_model_state(new, self.model_state, reduced.model_state)
-        return join_sync_state(new, reduced.sync_state), metrics
+            new = with_model_state(new, self.model_state, model_state)
+        return new, metrics
 
 
 def apply_gradients(

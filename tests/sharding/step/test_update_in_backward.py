@@ -1,0 +1,226 @@
+"""``train_step(update="backward")`` equals the plain step; what it cannot equal, it refuses."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import AxisType
+
+import optax_ext
+import sharding as shd
+from optax_ext import Factoring, by_path, last_two_dims
+
+from .. import model
+from . import runs
+
+pytestmark = pytest.mark.usefixtures("x64")
+WIDTH, LAYERS, VOCAB, STEPS = 16, 4, 24, 10
+
+# --- Losses ---------------------------------------------------------------------------------------
+
+
+def block(x, w):
+    return x + jnp.tanh(x @ w[0] + w[1][None, None]), None
+
+
+def cross_entropy(p, x, tokens):
+    """Tied to the embedding."""
+    return optax.softmax_cross_entropy_with_integer_labels(x @ p["embed"].T, tokens)
+
+
+def scanned(p, batch, wrap=jax.checkpoint):
+    x, _ = lax.scan(wrap(block), p["embed"][batch["tokens"]], (p["w"], p["b"]))
+    return cross_entropy(p, x, batch["tokens"]).mean()
+
+
+def two_stacks(p, batch, key):
+    """In jit: an encoder with stacked outputs, and a decoder that runs in reverse, with dropout.
+
+    A constant of the second loop carries a gradient into the first.
+    """
+    tokens, weight = batch["tokens"], batch["weight"]
+
+    @jax.jit
+    def run(p):
+        encode = lambda x, w: (jnp.sin(x @ w) + x, jnp.mean(x**2))  # noqa: E731
+        memory, norms = lax.scan(encode, p["embed"][tokens], p["enc"], unroll=3)
+        keep = jax.random.bernoulli(key, 0.8, tokens.shape)[..., None]
+        decode = lambda x, w: (block(x, w)[0] + memory @ p["cross"] * keep, None)  # noqa: E731
+        x, _ = lax.scan(decode, p["embed"][tokens], (p["w"], p["b"]), reverse=True)
+        return x, norms
+
+    x, norms = run(p)
+    losses = cross_entropy(p, x, tokens) * weight[:, None] + 0.1 * jnp.sum(norms)
+    return (losses.sum(), weight.sum() * WIDTH), {"norms": jnp.mean(norms), "x": x[:, 0, 0]}
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.Dense(WIDTH, **runs.F64)(nn.LayerNorm(**runs.F64)(x))
+        return x + nn.Dropout(0.3, deterministic=False)(jnp.tanh(y)), None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        embed, rngs = nn.Embed(VOCAB, WIDTH, **runs.F64), {"params": True, "dropout": True}
+        scan = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs=rngs, length=LAYERS)
+        return embed.attend(scan()(embed(tokens), None)[0])
+
+
+def flax_model(params, batch, key):
+    logits = Model().apply({"params": params}, batch["tokens"], rngs={"dropout": key})
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"]).mean()
+
+
+OPTIONS = {
+    scanned: {},
+    two_stacks: {"weighted": True, "has_aux": True, "rngs": True, "grad_norm": True},
+    flax_model: {"rngs": True},
+}
+
+
+def make_params(loss_fn):
+    if loss_fn is flax_model:
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        return runs.draw(jax.eval_shape(Model().init, rngs, jnp.zeros((4, 6), int))["params"])
+    shapes = {"embed": (VOCAB, WIDTH), "w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}
+    if loss_fn is two_stacks:
+        shapes |= {"enc": (3, WIDTH, WIDTH), "cross": (WIDTH, WIDTH)}
+    return runs.draw({k: jax.ShapeDtypeStruct(s, np.float64) for k, s in shapes.items()})
+
+
+def data(step):
+    rng = np.random.default_rng(step)
+    return {"tokens": rng.integers(0, VOCAB, (8, 6)), "weight": rng.uniform(0.1, 2.0, 8)}
+
+
+def trained(update, tx, loss_fn, zero=None, steps=STEPS, **options):
+    make = runs.make_train_state_of(lambda: make_params(loss_fn), tx)
+    zero = zero or runs.zero_of(2, "one")
+    return runs.train(zero, make, loss_fn, data=data, steps=steps, update=update, **options)
+
+
+# --- Equal to the plain step ----------------------------------------------------------------------
+
+BY_LAYER = by_path({"^(w|b|enc|Scan)": last_two_dims(batch=(0,))}, default=last_two_dims())
+CAME = optax_ext.came(1e-4, factoring=BY_LAYER)
+LAYERS_OF_LAMB = by_path({"^(w|b|enc|Scan)": Factoring(batch=(0,))}, default=None)
+CASES = [
+    (optax.adamw(1e-3), two_stacks),
+    (optax.sgd(0.01, momentum=0.9, nesterov=True), scanned),
+    (optax.lion(1e-4), flax_model),
+    (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks),
+    (CAME, flax_model),
+    (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model),
+    (optax_ext.low_precision_state(optax.adamw(1e-3), bits=8, min_size=512), flax_model),
+    (optax_ext.low_precision_state(CAME, bits=8, min_size=512), two_stacks),
+    # 8-bit blocks of b are over all layers: it is updated after the others.
+    (optax_ext.low_precision_state(optax.adamw(1e-3), bits=8, min_size=64), scanned),
+    (optax_ext.master_weights(optax.adamw(1e-3)), scanned),
+    (optax.inject_hyperparams(optax.adamw)(lambda count: 1e-3 / (1.0 + count)), two_stacks),
+    (optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau(patience=1)), scanned),
+    (
+        optax.partition(
+            {"a": optax.adamw(1e-3, mask=lambda p: {k: k == "w" for k in p}), "b": optax.sgd(0.01)},
+            {"embed": "b", "w": "a", "b": "a"},
+        ),
+        scanned,
+    ),
+]
+
+
+@pytest.mark.parametrize(("tx", "loss_fn"), CASES)
+def test_equals_the_plain_step(tx, loss_fn):
+    found, expected = (
+        trained(update, tx, loss_fn, **OPTIONS[loss_fn]) for update in ("backward", "after")
+    )
+    runs.assert_same(found, expected)
+    model.assert_close(found[1], expected[1], runs.TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_other_options(kind):
+    """Gathered layers, casts, a frozen parameter, one that two loops use, a model state."""
+
+    class State(TrainState):
+        scale: jax.Array
+
+    def loss_fn(p, batch, scale):
+        p = p | {k: p[k].astype(jnp.float64) for k in ("w", "embed")}
+        again, _ = lax.scan(lambda x, b: (x + b[None].astype(x.dtype), None), p["embed"], p["b"])
+        layer = zero.gathered(lambda w, x: block(x, w)[0])
+        loss = scanned(p, batch, lambda _: lambda x, w: (layer(w, x), None))
+        return loss * scale + jnp.mean(again), scale * 0.99
+
+    def make():
+        params = jax.tree.map(jnp.asarray, make_params(scanned))
+        tx = optax.adamw(1e-3)
+        return State.create(apply_fn=None, params=params, tx=tx, scale=jnp.ones(()))
+
+    precision = shd.Precision(compute=jnp.float32, accumulate=jnp.float64)
+    zero = runs.zero_of(2, "one", kind, precision=precision)
+    options = {"model_state": "scale", "trainable": {"embed": False, "w": True, "b": True}}
+    found, expected = (
+        runs.train(zero, make, loss_fn, data=data, update=update, **options)
+        for update in ("backward", "after")
+    )
+    runs.assert_same(found, expected)
+    assert float(found[0].scale) == float(expected[0].scale) < 1
+
+
+def test_memory():
+    """The state is updated in place, and no gradient of a stack exists."""
+    layers = lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean()  # noqa: E731
+    make = model.make_of(lambda: {"w": np.ones((64, 32, 32))}, optax.adamw(1e-3))
+    tx, zero, x = optax.adamw(1e-3), runs.zero_of(2, "one"), np.ones((8, 32))
+    temporaries = []
+    for update in ("after", "backward"):
+        memory = model.lowered(zero, make, tx, layers, x, update=update).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= 3 * 64 * 32 * 32 * 8
+        temporaries.append(memory.temp_size_in_bytes)
+    assert 3 * temporaries[1] < 64 * 32 * 32 * 8 <= temporaries[0]
+
+
+# --- Refused --------------------------------------------------------------------------------------
+
+ADAMW = optax.adamw(1e-3)
+NO_LAYERS = {
+    "numbered": lambda p, b: sum(jnp.mean(jnp.tanh(x)) for x in p["w"]),
+    "checkpoint": lambda p, b: jax.checkpoint(scanned)(p, b),
+    "twice": lambda p, b: scanned(p, b) + scanned(p, b),
+}
+REFUSED = [
+    *((ADAMW, fn, {}, "no layers in the loss: no lax.scan") for fn in NO_LAYERS.values()),
+    (ADAMW, lambda p, b: scanned(jax.tree.map(lax.stop_gradient, p), b), {}, "no layers"),
+    (
+        ADAMW,
+        lambda p, b: lax.stop_gradient(scanned(p, b)) + p["embed"].sum(),
+        {},
+        "does not depend",
+    ),
+    (
+        optax.chain(optax.clip_by_global_norm(1.0), ADAMW),
+        scanned,
+        {},
+        "of '0/embed' too.*global_norm",
+    ),
+    (optax.apply_if_finite(ADAMW, 3), scanned, {}, "apply_if_finite"),
+    (optax_ext.came(1e-3), scanned, {}, "4 layers of '0/w'.*several.*batch dims"),
+    (optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), scanned, {}, "local_squared_norm"),
+    (ADAMW, scanned, {"microbatches": 2}, "without microbatches=2"),
+    (ADAMW, scanned, {"zero": runs.zero_of(2, "three")}, "without a mesh of 3 devices"),
+    (ADAMW, scanned, {"update": "forward"}, "'after' or 'backward', got 'forward'"),
+]
+
+
+@pytest.mark.parametrize(("tx", "loss_fn", "options", "match"), REFUSED)
+def test_refused(tx, loss_fn, options, match):
+    options = {"update": "backward", "tx": tx, "loss_fn": loss_fn, "steps": 1} | options
+    with pytest.raises(ValueError, match=match):
+        trained(**options)
