@@ -50,7 +50,7 @@ class LoopedLoss(HookedLoss):
         num_consts, num_carry = scan_sizes(eqn.params)
         before = list(map(self._full, operands[: num_consts + num_carry]))
         xs = dict(enumerate(operands[num_consts + num_carry :]))
-        own = {k: x for k, x in xs.items() if isinstance(x, HookedParam) and _is_cast(x)}
+        own = {k: x for k, x in xs.items() if isinstance(x, HookedParam) and _is_only_cast(x)}
         own = own if eqn.params["length"] else {}
         others = {k: self._full(x) for k, x in xs.items() if k not in own}
         return self.run_loop(eqn, before[:num_consts], before[num_consts:], own, others)
@@ -86,7 +86,7 @@ def find_loops(
     return [own for loop in loops if (own := [i for i in loop if i not in used])]
 
 
-def _is_cast(param: HookedParam) -> bool:
+def _is_only_cast(param: HookedParam) -> bool:
     return all(eqn.primitive.name == "convert_element_type" for eqn in param.moves)
 
 
