@@ -54,6 +54,7 @@ class NnxMethods:
         trainable: Tree = None,
         grad_norm: bool = False,
         donate: bool = True,
+        update: str = "after",
     ) -> "NnxStep":
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
 
@@ -73,6 +74,8 @@ class NnxMethods:
           trainable: which of the parameters that the optimizer has are trained.
           grad_norm: add ``metrics["grad_norm"]``.
           donate: reuse the memory of parameters and optimizer state, which an ``nnx.clone`` shares.
+          update: ``"after"`` the backward pass, or in it, ``"backward"``, where ``nnx.scan`` runs
+            over layers that ``nnx.vmap`` made.
 
         Returns:
           ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
@@ -93,7 +96,7 @@ class NnxMethods:
           1
         """
         options = {"weighted": weighted, "microbatches": microbatches, "trainable": trainable}
-        options |= {"grad_norm": grad_norm, "donate": donate}
+        options |= {"grad_norm": grad_norm, "donate": donate, "update": update}
         return NnxStep(self, loss_fn, rngs, reductions, has_aux, options)
 
     def nnx_eval_step(self: Any, fn: Callable[..., Any], *, wrt: Any = None) -> "NnxEvalStep":

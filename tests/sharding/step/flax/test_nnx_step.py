@@ -334,3 +334,33 @@ def test_what_a_step_of_nnx_cannot_do_raises():
 
     with pytest.raises(ValueError, match="removed the variable 'average'"):
         zero_of(2).nnx_train_step(removing).lower(lm, optimizer, batch(0))
+
+
+def test_update_in_the_backward_pass():
+    """Of layers in ``nnx.scan``, with dropout."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs, **F64)
+            self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.dropout(jnp.tanh(self.linear(x)))
+
+    def make(tx):
+        stack = nnx.split_rngs(splits=4)(nnx.vmap(Layer, in_axes=0, out_axes=0))
+        layers = stack(nnx.Rngs(0))
+        return layers, nnx.Optimizer(layers, tx, wrt=nnx.Param)
+
+    def loss_fn(layers, batch):
+        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jnp.mean((run(batch["x"], layers)[:, :8] - batch["y"]) ** 2)
+
+    found = []
+    for update in ("after", "backward"):
+        zero = zero_of(2, "one")
+        lm, optimizer = make(TX)
+        step = zero.nnx_train_step(loss_fn, update=update)
+        losses = [step(lm, optimizer, zero.put(batch(i)))["loss"] for i in range(STEPS)]
+        found.append((values(lm, optimizer), losses))
+    assert_close(*found)
