@@ -162,8 +162,8 @@ class HookedLoss:
 
 def _is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
-    name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    return name == "convert_element_type" and jnp.issubdtype(dtype, jnp.floating)
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
 
 
 def _held_array(x: Any) -> Any:
@@ -187,5 +187,5 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """The numbers of constants and of carried values of a scan's equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = params["ft_in"].elts  # since jax 0.12
+    consts, carry, *_ = params["ft_in"].unpack()  # since jax 0.11
     return len(list(consts)), len(list(carry))
