@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import sharding as shd
 from optax_ext import gradient_noise_scale
 
+from ...flax_nnx import needs_nnx, nnx
 from .. import model
 from . import runs
 
@@ -195,6 +195,7 @@ def test_out_sharding_over_every_axis(stage):
     assert found[0].params["w"].sharding.spec == P("data" if stage == 3 else None, "model")
 
 
+@needs_nnx
 def test_nnx_models_train_unmodified():
     """BatchNorm and dropout of nnx are those of the whole batch."""
 
