@@ -28,6 +28,7 @@ from sharding.plan.model._models import MODELS
 _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
+    "update_in_backward",
 )
 
 
@@ -221,7 +222,9 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         print(note_on(planned, activations), file=sys.stderr)
         stack = planned.apply(zero)
         plan = dataclasses.replace(setup, activations=activations).plan(zero)
-    layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
+    layer: Callable[..., jax.Array] = model.apply_layer
+    if not options.update_in_backward:
+        layer = zero.gathered(layer)
     if zero.stage < 3 and setup.recompute:
         layer = jax.checkpoint(layer)
 
@@ -230,7 +233,8 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         return params, setup.tx.init(params)
 
     loss = model.make_loss(layer, stack)
-    step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
+    update = "backward" if options.update_in_backward else "after"
+    step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=update)
     expected = plan.stage(plan.requested)
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     return audit(
@@ -238,7 +242,10 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         mesh=zero.mesh,
         device=setup.device,
         expected_wire=expected.wire,
-        expected_memory=None if expected.activations is None else expected.peak,
+        # No plan has its memory.
+        expected_memory=(
+            None if expected.activations is None or options.update_in_backward else expected.peak
+        ),
         tokens=plan.tokens,
     )
 

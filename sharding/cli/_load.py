@@ -63,8 +63,11 @@ def _made_model(made: Any) -> tuple[AnyModel | None, Any]:
     return (models[0] if models else None), found
 
 
-def optimizer_of(text: str) -> optax.GradientTransformation:
-    """A transformation by its name, or by the path of one or of a function that makes one."""
+def optimizer_of(text: str, by_layer: bool = False) -> optax.GradientTransformation:
+    """A transformation by its name, or by the path of one or of a function that makes one.
+
+    With ``by_layer`` statistics are those of each layer of a stack, where a name has any.
+    """
     if ":" in text:
         made = load(text, "--optimizer")
         if not isinstance(made, optax.GradientTransformation):
@@ -83,7 +86,9 @@ def optimizer_of(text: str) -> optax.GradientTransformation:
         for name in dir(module)
         if name.islower() and not name.startswith("_") and callable(getattr(module, name))
     }
-    for options in ({"learning_rate": 1e-3}, {}) if text in makers else ():
+    rate: dict[str, Any] = {"learning_rate": 1e-3}
+    stacks = [rate | {"factoring": optax_ext.flax_transformer()}] * by_layer
+    for options in [*stacks, rate, {}] if text in makers else ():
         with contextlib.suppress(TypeError, ValueError, AttributeError):
             made = makers[text](**options)
             if isinstance(made, optax.GradientTransformation):

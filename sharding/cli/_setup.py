@@ -102,7 +102,8 @@ class Setup:
 def setup_of(options: Namespace) -> Setup:
     mesh = abstract_mesh(mesh_axes_of(options, target_of(options)))
     params, model = model_of(options.model, dtype_of(options), options.length)
-    tx = optimizer_of(options.optimizer)
+    by_layer = getattr(options, "update_in_backward", False)
+    tx = optimizer_of(options.optimizer, by_layer)
     axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
     replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
     zero = Zero(

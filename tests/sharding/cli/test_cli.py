@@ -22,6 +22,8 @@ from sharding.plan import estimate
 from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 
+from ...compilers import need
+
 PNG = b"\x89PNG\r\n\x1a\n"
 GPT2 = "--model gpt2-small"
 
@@ -235,6 +237,7 @@ WRONG = [
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
     ),
     (f"audit {CPU} --stage 0 --no-remat --remat 1GiB", "--remat plans what --no-remat forbids"),
+    (f"audit {CPU} --update-in-backward", "one device and one .* without a mesh of 8 devices"),
     (
         "audit --step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
         "--master, --compute-dtype, --stage would be ignored: --step math:sin",
@@ -353,6 +356,16 @@ def test_plan_of_several_hosts(text):
     shown = text(f"{line} --mesh data=16")
     assert "not counted: it needs an axis, as in host=2,data=8." in shown
     assert "to other hosts" not in shown
+
+
+def test_audit_of_the_update_in_backward(figures, monkeypatch):
+    """Statistics are those of each layer; gradients of one layer are in memory."""
+    need("h100x1")
+    monkeypatch.setitem(MODELS, "gpt2-small", Decoder(8, 64, 4, 4, 256, 64, 32, scan=True))
+    given = f"audit {GPT2} --target h100x1 --batch 1 --stage 0 --optimizer adafactor"
+    (after,), (within,) = (figures(given + x)["plans"] for x in ("", " --update-in-backward"))
+    after, within = (row["memory"]["total"] - row["memory"]["params"] for row in (after, within))
+    assert within < 0.6 * after
 
 
 def test_audit_of_a_model(figures, monkeypatch):
