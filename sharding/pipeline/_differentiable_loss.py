@@ -15,7 +15,7 @@ from sharding.pipeline._executor import Executor, sum_totals
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import LayerParams
-from sharding.placement._specs import AnyMesh, axes_of, is_spec
+from sharding.placement._specs import AnyMesh, axes_of, explicit_axes, is_spec
 
 if TYPE_CHECKING:
     from sharding.pipeline._pipeline import Pipeline
@@ -146,8 +146,7 @@ def on_auto_axes(mesh: AnyMesh, fn: Callable[..., Any], out_types: Any) -> Calla
     """A function inside which Explicit axes, of the context or of the mesh, are Auto."""
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh if context.empty else context
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    explicit = explicit_axes(mesh)
     if not explicit:
         return fn
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)

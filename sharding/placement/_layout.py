@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding._types import Array, Tree
@@ -81,8 +81,7 @@ class Layout:
     @property
     def explicit_axes(self) -> tuple[str, ...]:
         """The axes whose shardings are part of the types."""
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return tuple(name for name, kind in types if kind == AxisType.Explicit)
+        return _specs.explicit_axes(self.mesh)
 
     @property
     def loss_axes(self) -> tuple[str, ...]:

@@ -140,8 +140,12 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
         same = _axis_sizes_and_types(current) == _axis_sizes_and_types(keep)
         if current.empty or (same and set(current.axis_types) == {AxisType.Auto}):
             return contextlib.nullcontext()
+    return _set_mesh(None)
+
+
+def _set_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     try:
-        return jax.set_mesh(None)
+        return jax.set_mesh(mesh)
     except ValueError:  # inside jit, where a mesh can only be checked
         return contextlib.nullcontext()
 
@@ -152,10 +156,7 @@ def step_context(
     """``no_mesh``, or in the global view the context of the mesh, whose axes a loss may name."""
     if layout.view == "device" or not isinstance(layout.mesh, Mesh):
         return no_mesh(keep)
-    try:
-        return jax.set_mesh(layout.mesh)
-    except ValueError:  # inside jit
-        return contextlib.nullcontext()
+    return _set_mesh(layout.mesh)
 
 
 def check_context(mesh: AnyMesh) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext import FactoringRule
 from sharding._types import Array, Tree
@@ -190,6 +190,12 @@ def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """A spec without the axes that are not among ``axes``."""
     kept = (tuple(name for name in axes_of(entry) if name in axes) for entry in spec)
     return trim([entry_of(names) for names in kept])
+
+
+def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes of a mesh whose shardings are part of the types of arrays."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind == AxisType.Explicit)
 
 
 def with_axis(spec: PartitionSpec, ndim: int, dim: int, axis: Axis) -> PartitionSpec:

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from sharding._types import Array, Tree
-from sharding.placement._specs import KeyPath, path_str
+from sharding.placement._specs import KeyPath, explicit_axes, path_str
 from sharding.sync import GradientSync
 
 
@@ -47,8 +47,7 @@ def _explicit(sharding: Any) -> set[str]:
     """The Explicit axes of its mesh; jax takes no arrays of these where Zero has Auto ones."""
     if not isinstance(sharding, NamedSharding):
         return set()
-    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
-    return {name for name, kind in types if kind == AxisType.Explicit}
+    return set(explicit_axes(sharding.mesh))
 
 
 def check_batch(batch: Tree, devices: int, microbatches: int) -> None:

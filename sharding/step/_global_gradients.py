@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
-from sharding.placement._specs import entry_of, is_spec, only_axes
+from sharding.placement._specs import entry_of, explicit_axes, is_spec, only_axes
 from sharding.step import _model_state
 from sharding.step._gather_params import MARK, marking
 from sharding.step._layer_hooks import Hook, HookedLoss
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
@@ -212,11 +212,9 @@ def global_gradients(
     def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
         """The model state after a micro-batch, its sums and its aux."""
         index, batch, keys = numbered
-        args = (batch, model_state) if loss.model_state else (batch,)
-        if by_example:
-            args = (*args, keys)
-        elif loss.rngs:
-            args = (*args, microbatch_key(loss.rngs, inputs.key, index, batch))
+        if not by_example:
+            keys = microbatch_key(loss.rngs, inputs.key, index, batch)
+        args = loss_args(loss, batch, model_state, keys)
         specs = [layout.batch_specs(x) for x in args]
         if loss.model_state:
             specs[1] = jax.tree.map(lambda _: P(), model_state)
@@ -302,10 +300,7 @@ def _join_rows(layout: Layout, size: int, x: jax.Array) -> jax.Array:
 
 def _typed_or_constrained(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
     """An array with a sharding, by its type where axes are Explicit."""
-    mesh = jax.sharding.get_abstract_mesh()
-    explicit = {
-        n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit
-    }
+    explicit = explicit_axes(jax.sharding.get_abstract_mesh())
     if explicit:
         return jax.sharding.reshard(x, only_axes(spec, explicit))
     return layout.constrain(x, spec)

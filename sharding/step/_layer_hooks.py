@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from optax_ext.traced_graph import bind_equation
 from sharding._jaxprs import inner_jaxprs
 
-_CALLS = ("jit", "pjit", "closed_call")
+CALLS = ("jit", "pjit", "closed_call")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
 _MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
@@ -41,6 +41,12 @@ class HookedParam(NamedTuple):
     tap: jax.Array
     fetched: list[jax.Array]  # none, or the one for all uses in a layer
     moves: tuple[Any, ...] = ()  # the equations that move it, after the hook
+
+    def moved(self, full: jax.Array) -> jax.Array:
+        """What the loss computes with, after the hook."""
+        for eqn in self.moves:
+            (full,) = bind_equation(eqn, [full])
+        return full
 
 
 class HookedLoss:
@@ -71,10 +77,7 @@ class HookedLoss:
             return x
         if not x.fetched:
             x.fetched.append(self.hook.fetch(x.number, x.held))
-        full = self.hook.tap(x.number, x.fetched[0], x.tap)
-        for eqn in x.moves:
-            (full,) = bind_equation(eqn, [full])
-        return full
+        return x.moved(self.hook.tap(x.number, x.fetched[0], x.tap))
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
         """The results of a jaxpr; parameters among arguments and results are ``HookedParam``.
@@ -98,7 +101,7 @@ class HookedLoss:
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in _MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
-        if name in _CALLS:
+        if name in CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self._run(inner.jaxpr, inner.consts, operands, in_loop)
         if name in _CHECKPOINTS:

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from optax_ext import kernels
 from optax_ext.traced_graph import Graph
 from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._specs import leaf_names
 from sharding.step._step_plan import StepSpec
+from sharding.step._update import params_update
 
 OTHERWISE = "or make the step without update='backward'"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -44,16 +43,11 @@ class Update(NamedTuple):
         )
         given: Any
         inputs, given = jax.tree.flatten((params, opt_state, grads, loss))
-        run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
+        update_params = params_update(tx)
 
         def update(inputs: list[Any]) -> list[Any]:
             params, opt_state, grads, value = given.unflatten(inputs)
-            if update_params is not None:
-                params, opt_state = update_params(grads, opt_state, params, value=value)
-            else:
-                updates, opt_state = run(grads, opt_state, params, value=value)
-                params = optax.apply_updates(params, updates)
-            return jax.tree.leaves((params, opt_state))
+            return jax.tree.leaves(update_params(grads, opt_state, params, value=value))
 
         names, count = leaf_names((params, opt_state)), len(jax.tree.leaves(params))
         is_grad = [len(names) <= i < len(names) + count for i in range(len(inputs))]

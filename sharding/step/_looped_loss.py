@@ -4,7 +4,6 @@ A layer of such a loop reads its parameters by its index, and hands their gradie
 the loop runs backward. What is outside of the loops stays as it is.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import bind_equation
 from sharding._types import Tree
-from sharding.step._layer_hooks import Hook, HookedLoss, HookedParam, scan_sizes
+from sharding.step._layer_hooks import CALLS, Hook, HookedLoss, HookedParam, scan_sizes
 
 # From a scan's equation, constants, carry, stacked parameters and other xs (by position): results.
 RunLoop = Callable[[Any, list[Any], list[Any], dict[int, HookedParam], dict[int, Any]], list[Any]]
@@ -42,7 +41,7 @@ class LoopedLoss(HookedLoss):
         name = eqn.primitive.name
         if name == "convert_element_type" and isinstance(operands[0], HookedParam):
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
-        if name not in ("jit", "pjit", "closed_call", "scan"):
+        if name not in (*CALLS, "scan"):
             operands = list(map(self._full, operands))
         return super()._results(eqn, operands, in_loop)
 
@@ -70,7 +69,7 @@ def find_loops(
 
     def run_loop(eqn: Any, consts: Any, carry: Any, own: Any, others: Any) -> list[Any]:
         loops.append([x.number for x in own.values()])
-        full = {k: functools.reduce(_move, x.moves, x.held) for k, x in own.items()}
+        full = {k: x.moved(x.held) for k, x in own.items()}
         return list(bind_equation(eqn, [*consts, *carry, *in_order(full | others)]))
 
     def run(leaves: list[Any], args: list[Any]) -> list[Any]:
@@ -88,10 +87,6 @@ def find_loops(
 
 def _is_only_cast(param: HookedParam) -> bool:
     return all(eqn.primitive.name == "convert_element_type" for eqn in param.moves)
-
-
-def _move(x: Any, eqn: Any) -> Any:
-    return bind_equation(eqn, [x])[0]
 
 
 def in_order(xs: dict[int, Any]) -> list[Any]:
@@ -120,9 +115,7 @@ def run_loop(
     body = jaxpr_as_fun(eqn.params["jaxpr"])
 
     def layer(params: list[Any], consts: list[Any], carry: list[Any], rest: list[Any]) -> list[Any]:
-        cast = [
-            functools.reduce(_move, x.moves, w) for x, w in zip(own.values(), params, strict=True)
-        ]
+        cast = [x.moved(w) for x, w in zip(own.values(), params, strict=True)]
         xs = dict(zip(own, cast, strict=True)) | dict(zip(others, rest, strict=True))
         return list(body(*consts, *carry, *in_order(xs)))
 

@@ -111,14 +111,20 @@ def first_args(loss: Loss, axes: tuple[str, ...], inputs: Inputs) -> tuple[Any, 
     first = jax.tree.map(
         lambda x: x[: x.shape[0] // loss.microbatches] if jnp.ndim(x) else x, inputs.batch
     )
-    return loss_args(loss, axes, inputs.key, first, 0, inputs.model_state)
+    return device_args(loss, axes, inputs.key, first, 0, inputs.model_state)
 
 
-def loss_args(
+def device_args(
     loss: Loss, axes: tuple[str, ...], key: Any, microbatch: Batch, index: Any, model_state: Tree
 ) -> tuple[Any, ...]:
-    """The arguments of the loss after the parameters, for micro-batch ``index`` of this device."""
-    args = (microbatch, model_state) if loss.model_state else (microbatch,)
+    """``loss_args`` for micro-batch ``index`` of this device."""
     # Micro-batches are numbered in the order of the batch of all devices.
     number = lax.axis_index(axes) * loss.microbatches + index
-    return (*args, microbatch_key(loss.rngs, key, number, microbatch)) if loss.rngs else args
+    keys = microbatch_key(loss.rngs, key, number, microbatch)
+    return loss_args(loss, microbatch, model_state, keys)
+
+
+def loss_args(loss: Loss, microbatch: Batch, model_state: Tree, keys: Any) -> tuple[Any, ...]:
+    """The arguments of the loss after the parameters: those that its options ask for."""
+    args = (microbatch, model_state) if loss.model_state else (microbatch,)
+    return (*args, keys) if loss.rngs else args

@@ -12,7 +12,7 @@ from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _model_state, _noise_scale_norms
 from sharding.step._gather_params import call_with_shards
-from sharding.step._loss import Inputs, Loss, loss_args
+from sharding.step._loss import Inputs, Loss, device_args
 from sharding.step._loss_params import differentiated, gradient_shape, loss_params
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
 from sharding.step._step_plan import IN_PLACE, StepPlan
@@ -59,7 +59,7 @@ class _Device:
             next(in_order) if param.trained else x
             for param, x in zip(plan.params, self.inputs, strict=True)
         ]
-        args = loss_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
+        args = device_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
         out = call_with_shards(loss.fn, loss_params(plan, inputs, self.params), *args)
         total, weight, new, aux = loss.split(out)
         if loss.model_state:

@@ -26,7 +26,9 @@ def step_key(state: Tree, key: Any) -> Any:
 
 
 def microbatch_key(rngs: Any, key: Any, number: Any, microbatch: Batch) -> Any:
-    """What the loss gets as its key for the micro-batch of this number of all devices."""
+    """What the loss gets as its key for the micro-batch of this number of all devices, if any."""
+    if not rngs:
+        return None
     if rngs is NUMBERED:
         return number, None if key is None else jax.random.fold_in(key, number)
     if rngs != "per_example":

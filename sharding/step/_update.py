@@ -22,17 +22,26 @@ from sharding.step._precision import Precision
 from sharding.step._step_plan import StepSpec
 
 
+def params_update(tx: Any) -> Callable[..., tuple[Any, Any]]:
+    """A function of gradients, state, parameters, and extra arguments: new parameters and state."""
+    run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
+    if update_params is not None:
+        return update_params
+
+    def advance(grads: Tree, opt_state: OptState, params: Tree, **extra_args: Any) -> Any:
+        updates, opt_state = run(grads, opt_state, params, **extra_args)
+        return optax.apply_updates(params, updates), opt_state
+
+    return advance
+
+
 def shard_update(layout: Layout, placed: Placement, tx: Any) -> Callable[..., tuple[Any, Any]]:
     """A function of gradients, state and shards, and of extra arguments: ``arrays``, and others."""
-    run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
+    update_params = params_update(tx)
 
     def advance(arrays: Any, grads: Tree, opt_state: OptState, shards: Tree, **numbers: Any) -> Any:
-        extra_args = numbers | arrays
         with kernels.kernels_on(KernelShards(layout, shards, placed.shards)):
-            if update_params is not None:
-                return update_params(grads, opt_state, shards, **extra_args)
-            updates, opt_state = run(grads, opt_state, shards, **extra_args)
-            return optax.apply_updates(shards, updates), opt_state
+            return update_params(grads, opt_state, shards, **numbers | arrays)
 
     return advance
 

@@ -20,7 +20,7 @@ from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._layer_updates import OTHERWISE, Refs, Update, by_layer, make_refs
 from sharding.step._looped_loss import LoopedLoss, find_loops, in_order, run_loop, sliceable
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
@@ -148,10 +148,9 @@ def update_in_backward(
 
 def _trace_loss(loss: Loss, params: Tree, inputs: Inputs) -> tuple[Any, Any, list[Any]]:
     """The trace of the mean loss, and of what it returns beside it; its results; its arguments."""
-    args = (inputs.batch, inputs.model_state) if loss.model_state else (inputs.batch,)
-    if loss.rngs:
-        number = jnp.zeros((), jnp.int32)  # of the only micro-batch
-        args = (*args, microbatch_key(loss.rngs, inputs.key, number, inputs.batch))
+    number = jnp.zeros((), jnp.int32)  # of the only micro-batch
+    keys = microbatch_key(loss.rngs, inputs.key, number, inputs.batch)
+    args = loss_args(loss, inputs.batch, inputs.model_state, keys)
 
     def mean_loss(params: Tree, *args: Any) -> Any:
         total, weight, new, aux = loss.split(loss.fn(params, *args))
