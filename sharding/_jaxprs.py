@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.interpreters import partial_eval
 
 from optax_ext.traced_graph import Equation
 
@@ -22,3 +23,9 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from all_equations(inner)
+
+
+def inputs_read(jaxpr: Jaxpr) -> list[bool]:
+    """For each input, whether an output depends on it."""
+    used: list[bool] = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
+    return used

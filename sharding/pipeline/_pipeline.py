@@ -25,7 +25,7 @@ from sharding.pipeline._layers import (
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
-from sharding.step._gather_params import gather
+from sharding.step._gather_params import gather, with_handles
 from sharding.step._microbatches import join_microbatches, split_microbatches
 
 P = PartitionSpec
@@ -277,7 +277,12 @@ class Pipeline:
             layers = gather(layers)
         for x in jax.tree.leaves(layers):
             self._check_layers(x)
-        sums, aux = loss(self, (layers, shared), self._microbatches(batch), key)
+
+        def run(*args: Any) -> Any:
+            return loss(self, *args)
+
+        call = with_handles if self.gather == "tick" else lambda fn, *args: fn(*args)
+        sums, aux = call(run, (layers, shared), self._microbatches(batch), key)
         return (sums, aux) if self.has_aux else sums
 
     def _check_key(self, key: Any) -> None:

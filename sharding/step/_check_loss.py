@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step._layer_check import operations
 from sharding.step.flax._nnx_model import is_module, pure_loss
 
 
@@ -59,7 +59,7 @@ def check_loss(
         own = on_one(inputs)
         found, expected = run(sharded, inputs), reference(*own)
         traced = jax.make_jaxpr(reference)(*own)
-    dtypes = {dtype for _, _, results, _ in operations(traced.jaxpr) for _, dtype in results}
+    dtypes = {str(v.aval.dtype) for eqn in all_equations(traced.jaxpr) for v in eqn.outvars}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
     eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)
     differing: list[str] = []

@@ -15,11 +15,9 @@ from sharding.placement._train_state import model_state_of, params_of
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
-from sharding.step._gather_params import call_with_shards
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, mark_scalars
-from sharding.step._layer_check import confirm_layers
-from sharding.step._loss_params import loss_params, of_leaves
+from sharding.step._loss_params import call_loss
 from sharding.step._step_plan import StepSpec, plan_step
 
 
@@ -72,8 +70,6 @@ class EvalStep(CompiledStep):
     def _on_device(
         self, layout: Layout, spec: StepSpec, types: Any, leaves: list[Any], args: tuple[Any, ...]
     ) -> Any:
-        fn = of_leaves(layout, self.fn, spec.placed.params)
-        plan = plan_step(layout, spec, types, False, fn, *args, reduce_in_backward=False)
-        plan = confirm_layers(plan, fn, *args)
+        plan = plan_step(layout, spec, types, False, self.fn, *args, reduce_in_backward=False)
         # Nothing is differentiated: parameters themselves are in the place of taps.
-        return mark_scalars(call_with_shards(fn, loss_params(plan, leaves, leaves), *args))
+        return mark_scalars(call_loss(plan, leaves, leaves, args))

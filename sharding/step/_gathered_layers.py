@@ -13,43 +13,43 @@ import numpy as np
 from jax import lax
 
 from sharding._types import Tree
-from sharding.step._gather_params import Shard, as_node, gather, has_shards, is_shard
+from sharding.step._gather_params import gather, is_marking
 
 
 def gathered(
     fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
 ) -> Callable[..., Any]:
-    """``fn(params, ...)`` that gathers its shards, with ``reshard`` again in backward."""
+    """``fn(params, ...)`` that gathers its parameters, with ``reshard`` again in backward."""
 
     @functools.wraps(fn)
     def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
-        if not (has_shards(params) and reshard):
+        if not (is_marking() and reshard):
             return fn(gather(params), *args, **kwargs)
         # Leaves that are no arrays, such as functions in a module that is a pytree, stay outside.
-        shards, join_params = split_arrays(params)
+        own, join_params = split_arrays(params)
         arrays, join_args = split_arrays((args, kwargs))
 
-        def run(shards: list[Any], arrays: list[Any]) -> Any:
-            shards, arrays = after_input(shards, arrays)
+        def run(own: list[Any], arrays: list[Any]) -> Any:
+            own, arrays = after_input(own, arrays)
             args, kwargs = join_args(arrays)
-            return fn(gather(join_params(shards)), *args, **kwargs)
+            return fn(gather(join_params(own)), *args, **kwargs)
 
-        return jax.checkpoint(run, policy=policy)(shards, arrays)
+        return jax.checkpoint(run, policy=policy)(own, arrays)
 
     return call
 
 
 def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays and shards of a tree, and a function that puts new ones in their places."""
+    """The arrays of a tree, and a function that puts new ones in their places."""
     treedef: Any
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | Shard)]
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
 
     def join(arrays: list[Any]) -> Any:
         new = dict(zip(places, arrays, strict=True))
         return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
-    return [as_node(leaves[i]) for i in places], join
+    return [leaves[i] for i in places], join
 
 
 def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:

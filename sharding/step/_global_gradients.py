@@ -110,7 +110,7 @@ class GlobalLoss:
             outs, result = jax.tree.flatten(self.fn(self.treedef.unflatten(leaves), *args))
             return outs
 
-        with marking("hooks"):
+        with marking():
             closed = jax.make_jaxpr(call)(list(map(self._type, self.leaves, held)), *flat)
         run = HookedLoss(closed, Hook(self._fetch, self._tap), MARK, self.layout.recomputes)
         given = iter(taps)

@@ -16,9 +16,7 @@ from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _model_state, _sync_state
 from sharding.step import _noise_scale_norms as norms
 from sharding.step._global_gradients import global_gradients
-from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
-from sharding.step._loss_params import of_leaves
 from sharding.step._microbatches import accumulate, inverse_weight
 from sharding.step._reduce_gradients import reduce_accumulated, sync_accumulated
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
@@ -123,7 +121,6 @@ def _on_device(
     sync_state: Tree,
 ) -> Gradients:
     """Plans the step of one device, and runs it up to the reduced gradients."""
-    fn = of_leaves(layout, loss.fn, spec.placed.params)
     args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
     has_state = sync_state is not None
     plan = plan_step(
@@ -131,13 +128,11 @@ def _on_device(
         spec,
         types,
         has_state,
-        fn,
+        loss.fn,
         *args,
         microbatches=loss.microbatches,
         reduce_in_backward=not loss.local_norm,
-        check_branches=loss.model_state,
     )
-    plan = confirm_layers(plan, fn, *args)
     own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
     shards = list(map(_own_shard, leaves, early_specs)) if early_specs else None
     if shards and not (plan.has_layers and plan.reduces_microbatches):
@@ -145,7 +140,7 @@ def _on_device(
         # batch, since parameters that pass through one are copied.
         shards, batch = lax.optimization_barrier((shards, inputs.batch))
         inputs = inputs._replace(batch=batch)
-    reduced = device_gradients(plan, loss._replace(fn=fn), leaves, inputs, own)
+    reduced = device_gradients(plan, loss, leaves, inputs, own)
     new = jax.tree.map(lambda x: x[None, None], reduced.sync_state)
     return reduced._replace(sync_state=new, shards=shards)
 
@@ -166,7 +161,7 @@ def device_gradients(
 ) -> Gradients:
     """Gradients of the mean loss over all devices and micro-batches; inside a ``shard_map``.
 
-    The loss is one of the list of parameters. Returns the reduced gradients of the trained ones;
+    Returns the reduced gradients of the trained ones;
     the metrics, scalars of aux marked; the new states of the sync and of the model.
     """
     axes = plan.layout.data_axes

@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 
 from optax_ext.traced_graph import bind_equation
 from sharding._jaxprs import inner_jaxprs
+from sharding.step._gather_params import CALL
 
 CALLS = ("jit", "pjit", "closed_call")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -41,6 +42,11 @@ class HookedParam(NamedTuple):
     tap: jax.Array
     fetched: list[jax.Array]  # none, or the one for all uses in a layer
     moves: tuple[Any, ...] = ()  # the equations that move it, after the hook
+    in_layer: bool = False  # whether a loop, a checkpoint or ``gather`` ends what is fetched of it
+    repeats: bool = False  # whether a loop fetches the same in each run
+    dim: int = 0  # of what a device holds a shard of: the sharded dim, counted from the end
+    dtype: Any = None  # in which it is fetched
+    is_part: bool = False  # whether it is a view of the parameter
 
     def moved(self, full: jax.Array) -> jax.Array:
         """What the loss computes with, after the hook."""
@@ -52,16 +58,17 @@ class HookedParam(NamedTuple):
 class HookedLoss:
     """A traced loss of parameters, which come first, and of other arguments."""
 
-    def __init__(self, closed: Any, hook: Hook, mark: str, recompute: bool):
+    def __init__(self, closed: Any, hook: Hook | None, mark: str, recompute: bool):
         """Of a trace.
 
         Args:
           closed: the trace.
-          hook: of the parameters.
+          hook: of the parameters; None for a subclass with a ``_full`` of its own.
           mark: the name, by ``checkpoint_name``, of arrays that the loss passes to ``gather``.
           recompute: whether loops fetch again in the backward pass, and store what is held.
         """
         self.closed, self.hook, self.mark, self.recompute = closed, hook, mark, recompute
+        self.eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
     def __call__(self, held: list[jax.Array], taps: list[jax.Array], *args: jax.Array) -> list[Any]:
@@ -75,6 +82,7 @@ class HookedLoss:
         """What the loss computes with."""
         if not isinstance(x, HookedParam):
             return x
+        assert self.hook is not None
         if not x.fetched:
             x.fetched.append(self.hook.fetch(x.number, x.held))
         return x.moved(self.hook.tap(x.number, x.fetched[0], x.tap))
@@ -93,8 +101,13 @@ class HookedLoss:
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         name = eqn.primitive.name
+        if eqn.primitive is CALL:
+            return self._call(eqn, operands)
         if not any(isinstance(x, HookedParam) for x in operands) and not self._has_mark(eqn):
             return list(bind_equation(eqn, operands))
+        self.eqn = eqn
+        if (views := self._views(eqn, operands)) is not None:
+            return views
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
@@ -111,17 +124,31 @@ class HookedLoss:
         if name == "scan":
             return self._scan(eqn, operands)
         if self._is_mark(eqn):
-            return list(map(self._full, operands))
+            return list(map(self._full, map(_in_layer, operands)))
         use = lambda args: bind_equation(eqn, list(map(self._full, args)))  # noqa: E731
         if in_loop and self.recompute:
             return self._checkpoint(use, operands, prevent_cse=False)
         return list(use(operands))
 
+    def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """The results of ``with_handles``; here the function gets arrays."""
+        out: list[Any] = eqn.params["fn"](*map(self._full, operands))
+        return out
+
+    def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
+        """The results, where they are made of what is held, before the hook."""
+        return None
+
+    def _slices(self, param: HookedParam) -> bool:
+        """Whether loops may slice what is held, along its first dim."""
+        return not param.moves
+
     def _checkpoint(self, run: Any, operands: list[Any], **options: Any) -> list[Any]:
         """A part of the loss that the backward pass computes again; it fetches again, too."""
 
         def again(held: list[Any], taps: list[Any]) -> list[Any]:
-            return list(map(self._full, run(_with_held(operands, held, taps))))
+            given = map(_in_layer, _with_held(operands, held, taps))
+            return list(map(self._full, run(list(given))))
 
         return jax.checkpoint(again, **options)(
             list(map(_held_array, operands)), _taps_of(operands)
@@ -134,14 +161,18 @@ class HookedLoss:
         consts, rest = operands[:num_consts], operands[num_consts:]
         if not self._has_mark(eqn):  # fetched before the loop, for all its runs
             consts = list(map(self._full, consts))
+        consts = [x._replace(repeats=True) if isinstance(x, HookedParam) else x for x in consts]
         carry = list(map(self._full, rest[:num_carry]))
         xs = [
-            self._full(x) if isinstance(x, HookedParam) and x.moves else x for x in rest[num_carry:]
+            x if isinstance(x, HookedParam) and self._slices(x) else self._full(x)
+            for x in rest[num_carry:]
         ]
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
             # Constants that are parameters are fetched for the body alone.
-            args = [*_with_held(consts, map(_held_array, consts)), *carry, *_with_held(xs, *slices)]
+            given = [*_with_held(consts, map(_held_array, consts)), *_with_held(xs, *slices)]
+            given = list(map(_in_layer, given))
+            args = [*given[:num_consts], *carry, *given[num_consts:]]
             out = self._run(body.jaxpr, body.consts, args, in_loop=True)
             out = list(map(self._full, out))
             return out[:num_carry], out[num_carry:]
@@ -167,6 +198,10 @@ def _is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+
+
+def _in_layer(x: Any) -> Any:
+    return x._replace(in_layer=True) if isinstance(x, HookedParam) else x
 
 
 def _held_array(x: Any) -> Any:

@@ -1,6 +1,5 @@
 """Tables that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
@@ -16,16 +14,7 @@ from sharding.collectives._row_hash import RowHash
 from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds, unique_lookups
 from sharding.placement._on_mesh import over_other_axes
-from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather, is_shard
-
-# The name that marks, in a traced loss, what it passes to ``lookup``.
-MARK = "sharding.lookup"
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class TableHandle(ParamHandle):
-    """The handle of an unsharded table, for ``lookup`` alone."""
+from sharding.step._gather_params import GatherSpec, ParamHandle, gather, with_handles
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
@@ -40,10 +29,8 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     and the sync's density; more rows are sent in several rounds, or the full table is.
 
     The full gradient of a table is synchronized, with a warning, if the loss uses the table in
-    another way as well (tied to the output, gathered, cast), or looks it up in a branch that other
-    devices may not take. Otherwise the loss gets a handle in place of the table, which has a
-    ``shape`` and a ``dtype`` and is for ``lookup`` alone; a Linen module that declares its table by
-    ``self.param`` needs ``sparse_embedding``. Batch the ids: ``jax.vmap`` computes all branches.
+    another way as well (tied to the output, gathered, cast), or looks it up in a branch, in a loop
+    that does more than look up, or within ``jax.vmap``: batch the ids.
 
     Args:
       table: (rows, ...), as the loss got it.
@@ -66,9 +53,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"lookup: ids must be integers, got {ids.dtype}.")
-    if is_shard(table) and (table.spec.rows is None or -table.spec.dim > table.ndim):
-        table = gather(table)
-    table = table if isinstance(table, ParamHandle) else jnp.asarray(table)
+    table = jnp.asarray(table)
     shape = table.shape
     if not shape or not shape[0]:
         raise ValueError(f"lookup: the table, of shape {shape}, has no rows.")
@@ -82,13 +67,15 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     if shuffled:
         at = RowHash(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
-    if isinstance(table, ParamHandle):
-        rows = _table_rows(
-            _Lookup(table.spec, table.tap.dtype, num_rows), table.held, table.tap, at
-        )
-    else:
-        rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
+    rows = with_handles(_rows_of, table, at, by_rows=True)
     return rows.reshape(*ids.shape, *rows.shape[1:])
+
+
+def _rows_of(table: Any, at: jax.Array) -> jax.Array:
+    if not isinstance(table, ParamHandle):
+        return jnp.take(table, at, axis=0)
+    call = _Lookup(table.spec, table.tap.dtype, table.shape[0])
+    return _table_rows(call, table.held, table.tap, at)
 
 
 def shuffle_rows(table: jax.Array) -> jax.Array:
@@ -162,7 +149,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     firsts, first = unique_lookups(ids, owners)
-    row_shape = Shard(shard, shard, spec).shape[1:]
+    row_shape = ParamHandle(shard, shard, spec).shape[1:]
 
     def fetch_unique(send_list: SendList, loop: Loop) -> jax.Array:
         def one_round(picked: jax.Array, rows: jax.Array) -> jax.Array:
@@ -182,7 +169,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
         return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
-        return jnp.take(gather(Shard(shard, shard, spec._replace(bits=None))), ids, axis=0)
+        return jnp.take(gather(ParamHandle(shard, shard, spec._replace(bits=None))), ids, axis=0)
 
     shape, max_rows = (call.num_rows, *row_shape), min(ids.size, call.num_rows)
     rows = SparseRows(shape, shard.dtype, max_rows, lambda owners: firsts, gather_table)

@@ -1,6 +1,5 @@
 """The parameters as the loss gets them, and as its gradient is taken."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding._types import Array, Tree
 from sharding.collectives._dtypes import sum_dtype
-from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_other_axes
-from sharding.placement._specs import is_spec
-from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather
-from sharding.step._lookup import TableHandle
+from sharding.step._gather_params import GatherSpec, ParamHandle, gather
+from sharding.step._layer_hooks import HookedParam
 from sharding.step._step_plan import ParamPlan, StepPlan
+from sharding.step._traced_loss import DeviceHooks
 
 
 def differentiated(
@@ -52,73 +49,66 @@ def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
     return plan.shard_shape(param) if reduced else param.shape
 
 
-def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
-    """What the loss gets: unsharded parameters, and handles of those it gathers by itself.
+def call_loss(
+    plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array], args: tuple[Any, ...]
+) -> Any:
+    """What the loss returns.
 
-    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
+    Args:
+      plan: of the step.
+      inputs: the differentiated ones, and in their places the parameters without a gradient.
+      params: as the device holds them.
+      args: of the loss, after its parameters.
     """
+    loss, dtypes = plan.loss, [param.loss_dtype for param in plan.params]
+    syncs = _backward_syncs(plan)
 
-    def handle(param: ParamPlan, x: jax.Array, held: jax.Array, reduce: Any) -> Any:
-        if not _has_tap(plan, param):
-            return x.astype(param.loss_dtype)
-        spec = _gather_spec(plan, param, reduce)
-        if param.gathered_by_loss and not plan.reduces_microbatches:
-            spec = spec._replace(reduce=lambda grad, _: grad, reduce_dtype=x.dtype)
-        held = held if plan.layout.stage == 3 else held.astype(spec.dtype)
-        return (TableHandle if param.synced_by_rows else Shard)(held, x, spec)
+    def run(inputs: list[Any], params: list[Any], *flat: Any) -> list[Any]:
+        given = []
+        both = zip(plan.params, loss.reshard(inputs), loss.reshard(params), strict=True)
+        for i, (param, x, held) in enumerate(both):
+            if _has_tap(plan, param):
+                held = held if plan.layout.stage == 3 else held.astype(dtypes[i])
+                of = {"dim": param.shard.dim, "dtype": dtypes[i]}
+                given.append(HookedParam(i, held, x, [], **of))
+            else:
+                given.append(x.astype(dtypes[i]))
+        return _WithParams(plan, syncs).run([*given, *flat])
 
-    leaves = list(map(handle, plan.params, inputs, params, _backward_syncs(plan)))
-    if plan.layout.stage < 3:
-        return leaves
-    by_loss = [param.gathered_by_loss for param in plan.params]
-    at_once = iter(gather([x for x, own in zip(leaves, by_loss, strict=True) if not own]))
-    return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
-
-
-def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Tree) -> Callable[..., Any]:
-    """``fn(params, *args)`` as a function of the leaves, or handles, inside a ``shard_map``.
-
-    The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
-    they become Explicit: arrays then have the types that they have under ``jit``.
-    """
-    treedef: Any
-    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
-    explicit = False
-
-    def call(leaves: list[Any], *args: Any) -> Any:
-        nonlocal explicit
-        if not explicit:
-            try:
-                return fn(treedef.unflatten(leaves), *args)
-            except ValueError as error:
-                explicit = bool(layout.other_axes) and "AxisType.Auto." in str(error)
-                if not explicit:
-                    raise
-
-        def run(*args: Any) -> Any:
-            typed = [_reshard(x, layout.other_spec(s)) for x, s in zip(leaves, flat, strict=True)]
-            return fn(treedef.unflatten(typed), *args)
-
-        axes = tuple(sorted(layout.other_axes))
-        return jax.sharding.explicit_axes(run, axes=axes, in_sharding=PartitionSpec())(*args)
-
-    return call
+    return loss.result(loss.on_explicit_axes(run)(inputs, params, *jax.tree.leaves(args)))
 
 
-def _reshard(x: Array, spec: PartitionSpec) -> Any:
-    if not isinstance(x, ParamHandle):
-        return jax.sharding.reshard(x, spec)
-    arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}
-    handle: Any = x
-    return dataclasses.replace(handle, **jax.sharding.reshard(arrays, spec))
+class _WithParams(DeviceHooks):
+    """The loss, whose parameters are gathered where it uses them, and reduced after that."""
 
+    def __init__(self, plan: StepPlan, syncs: list[Any]):
+        super().__init__(plan.loss, plan.layout.recomputes)
+        self.plan, self.syncs = plan, syncs
 
-def _gather_spec(plan: StepPlan, param: ParamPlan, reduce: Any) -> GatherSpec:
-    is_moved, bits = param.gather_dim != param.shard.dim, plan.precision.gather_bits
-    moved = (param.shape, plan.shard_shape(param)) if is_moved else None
-    where = plan.layout, param.gather_dim, _entries(param)
-    dtypes = param.loss_dtype, param.reduce_dtype
-    return GatherSpec(*where, *dtypes, reduce, param.rows, bits, moved)
+    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
+        full: jax.Array = gather(self._handle(x))
+        return full
+
+    def _handle(self, x: HookedParam) -> ParamHandle:
+        plan, param, reduce = self.plan, self.plan.params[x.number], self.syncs[x.number]
+        reduce_dtype = param.reduce_dtype
+        if plan.layout.stage < 3 and not plan.reduces_microbatches:
+            reduce, reduce_dtype = (lambda grad, _: grad), x.tap.dtype
+        held = x.held if x.dtype == param.loss_dtype else x.held.astype(param.loss_dtype)
+        dtypes, bits = (x.dtype, reduce_dtype), plan.precision.gather_bits
+        where = plan.layout, x.dim, _entries(param)
+        return ParamHandle(held, x.tap, GatherSpec(*where, *dtypes, reduce, param.rows, bits))
+
+    def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        def given(k: int, x: Any) -> Any:
+            by_rows = eqn.params["by_rows"]
+            if not isinstance(x, HookedParam) or x.moves:
+                return self._full(x)
+            has_rows = self.plan.params[x.number].rows is not None
+            return self._handle(x) if has_rows or not by_rows else self._full(x)
+
+        out: list[Any] = eqn.params["fn"](*(given(k, x) for k, x in enumerate(operands)))
+        return out
 
 
 def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array] | None]:

@@ -11,9 +11,8 @@ from jax import lax
 from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _model_state, _noise_scale_norms
-from sharding.step._gather_params import call_with_shards
 from sharding.step._loss import Inputs, Loss, device_args
-from sharding.step._loss_params import differentiated, gradient_shape, loss_params
+from sharding.step._loss_params import call_loss, differentiated, gradient_shape
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
 from sharding.step._step_plan import IN_PLACE, StepPlan
 
@@ -60,7 +59,7 @@ class _Device:
             for param, x in zip(plan.params, self.inputs, strict=True)
         ]
         args = device_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
-        out = call_with_shards(loss.fn, loss_params(plan, inputs, self.params), *args)
+        out = call_loss(plan, inputs, self.params, args)
         total, weight, new, aux = loss.split(out)
         if loss.model_state:
             new, self.unchanged[:] = _model_state.checked(model_state, new)
@@ -131,7 +130,7 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
 
     Args:
       plan: of the step.
-      loss: of the list of parameters.
+      loss: that of the plan, and its options.
       params: as this device holds them.
       inputs: of the loss.
     """

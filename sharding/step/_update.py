@@ -10,14 +10,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext import kernels
-from sharding._jaxprs import all_equations
+from sharding._jaxprs import all_equations, inputs_read
 from sharding._types import Array, OptState, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.step._gather_updated import gather_updated
 from sharding.step._kernel_shards import KernelShards
-from sharding.step._param_uses import uses_in
 from sharding.step._precision import Precision
 from sharding.step._step_plan import StepSpec
 
@@ -129,7 +128,7 @@ def update_traits(
     )
     arrays = UNREAD | {"value": like(np.float32(0))}  # in the order of their names
     jaxpr = transform.trace(arrays, grads, *jax.tree.map(like, (opt_state, params))).jaxpr.jaxpr
-    return UpdateTraits(bool(uses_in(jaxpr, 1).otherwise), any(map(_reduces, all_equations(jaxpr))))
+    return UpdateTraits(inputs_read(jaxpr)[0], any(map(_reduces, all_equations(jaxpr))))
 
 
 def _reduces(eqn: Any) -> bool:

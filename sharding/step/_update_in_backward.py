@@ -161,7 +161,7 @@ def _trace_loss(loss: Loss, params: Tree, inputs: Inputs) -> tuple[Any, Any, lis
             total *= inverse_weight(jnp.asarray(weight, total.dtype))
         return total, (weight, new, aux)
 
-    with marking("hooks"):
+    with marking():
         closed, results = jax.make_jaxpr(mean_loss, return_shape=True)(params, *args)
     return closed, results, jax.tree.leaves(args)
 

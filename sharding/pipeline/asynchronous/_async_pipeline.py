@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding._jaxprs import inputs_read
 from sharding._types import Array, OptState, Tree
 from sharding.pipeline._differentiable_loss import over_axis, spec_of_layers
 from sharding.pipeline._executor import sum_totals
@@ -21,7 +22,6 @@ from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
 from sharding.placement._specs import only_axes, sharding_on
-from sharding.step._param_uses import find_uses
 
 P = PartitionSpec
 
@@ -279,7 +279,8 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
         def of_leaves(leaves: Any, *args: Any) -> Any:
             return fn(treedef.unflatten(leaves), *args)
 
-        return find_uses(of_leaves, leaves, (), *args).otherwise
+        read = inputs_read(jax.make_jaxpr(of_leaves)(leaves, *args).jaxpr)[: len(leaves)]
+        return {i for i, used in enumerate(read) if used}
 
     by_embed = used_by(pipeline.embed, *args)
     x = jax.eval_shape(pipeline.embed, treedef.unflatten(leaves), *args)

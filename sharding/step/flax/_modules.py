@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
-from sharding.step._gather_params import ParamHandle, gather, has_shards
+from sharding.step._gather_params import gather, is_marking
 from sharding.step._gathered_layers import after_input, gathered, split_arrays
 from sharding.step._lookup import lookup
 
@@ -39,7 +39,7 @@ def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[...
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_initializing():
             return cls.__call__(self, *args, **kwargs)
-        if not (reshard and has_shards(self.variables.get("params", {}))):
+        if not (reshard and is_marking()):
 
             def plain(module: Any) -> Any:
                 return cls.__call__(module, *args, **kwargs)
@@ -118,7 +118,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
       ``attend`` uses the full table, whose full gradient is then synchronized.
 
     Raises:
-      ValueError: if the class is neither, or has a ``__call__`` or ``setup`` of its own.
+      ValueError: if the class is neither, or has a ``__call__`` of its own.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, sharding as shd
@@ -127,22 +127,14 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
       (2, 3, 8)
     """
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
-    base: Any = cls
     if linen is not None and issubclass(cls, linen.Embed):
-        _check_own(cls, linen.Embed, ("setup", "__call__"))
-
-        def setup(self: Any) -> None:
-            handle = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
-            if isinstance(handle, ParamHandle):
-                self.embedding = handle  # Linen would compare the shape of a shard with the table's
-            else:
-                base.setup(self)
+        _check_own(cls, linen.Embed, ("__call__",))
 
         def linen_call(self: Any, inputs: jax.Array) -> jax.Array:
             rows = lookup(self.embedding, inputs, shuffled=shuffled)
             return self.promote_dtype(rows, dtype=self.dtype, inexact=False)[0]
 
-        return _subclass(cls, setup=setup, __call__=linen_call)
+        return _subclass(cls, __call__=linen_call)
     if nnx is not None and issubclass(cls, nnx.Embed):
         _check_own(cls, nnx.Embed, ("__call__",))
 

@@ -120,7 +120,7 @@ def test_values_and_gradients_through_the_hook(fn, expected, recompute):
     tap.defvjp(lambda number, fetched, tap: (fetched, None), half)
     held = [full[k][..., : D // 2] for k in names]
     full = {k: jnp.concatenate([x, 2 * x], -1) for k, x in zip(names, held, strict=True)}
-    with marking("hooks"):
+    with marking():
         closed = jax.make_jaxpr(lambda leaves, x: loss(dict(zip(names, leaves, strict=True)), x))(
             list(full.values()), x
         )

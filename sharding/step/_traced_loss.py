@@ -1,0 +1,283 @@
+"""The loss of one device, traced once, and how it uses its parameters."""
+
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from sharding._types import Tree
+from sharding._user_line import is_users
+from sharding.placement._layout import Layout
+from sharding.placement._specs import is_spec
+from sharding.step._branches_by_device import collective_in, diverging
+from sharding.step._gather_params import CALL, MARK, marking
+from sharding.step._layer_hooks import HookedLoss, HookedParam
+
+# Operations on one array whose results hold it in another order or in part.
+_VIEWS = {"dynamic_slice", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient"}
+_VIEWS |= {"transpose"}
+# Of these, the parameter that has the size of the dim that devices have shards of.
+_SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
+
+
+class Fetch(NamedTuple):
+    """A place where a loss gets a parameter unsharded, or a part of it."""
+
+    number: int
+    in_layer: bool  # or in what the backward pass computes again
+    repeats: bool  # the same in each run of a loop
+    is_part: bool
+    sliced: bool  # whether a loop has sliced off the dim that is sharded
+    early: bool  # gathered before a branch that gathers, or by an index of this device
+    place: str  # the operation, and the line of the user's code
+
+
+class TracedLoss:
+    """A loss of parameters, a list, and of a device's other arguments.
+
+    The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
+    they become Explicit: arrays then have the types that they have under ``jit``.
+    """
+
+    def __init__(
+        self, layout: Layout, fn: Callable[..., Any], params: Tree, specs: Tree, args: Any
+    ):
+        """Traces.
+
+        Args:
+          layout: the mesh.
+          fn: of the tree of parameters, and ``args``.
+          params: types, as the loss gets them.
+          specs: of ``params``, between steps.
+          args: types.
+
+        Raises:
+          ValueError: if devices could wait for each other in a collective of the loss.
+        """
+        self.layout = layout
+        treedef: Any
+        types, treedef = jax.tree.flatten(params)
+        self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
+        structure: Any
+        flat, structure = jax.tree.flatten(args)
+
+        def call(params: list[Any], *flat: Any) -> list[Any]:
+            out = fn(treedef.unflatten(params), *structure.unflatten(flat))
+            leaves, self._results = jax.tree.flatten(out)
+            return leaves
+
+        with marking():
+            try:
+                self.typed = False
+                closed = jax.make_jaxpr(call)(types, *flat)
+            except ValueError as error:
+                self.typed = bool(layout.other_axes) and "AxisType.Auto." in str(error)
+                if not self.typed:
+                    raise
+                closed = self._trace_typed(call, types, flat)
+        every = [True] * len(closed.jaxpr.outvars)
+        live = partial_eval.dce_jaxpr(closed.jaxpr, every, instantiate=True)[0]
+        self.closed = ClosedJaxpr(live, closed.consts)
+        varies = [i >= len(types) for i in range(len(live.invars))]
+        self.apart = diverging(live, varies, layout.data_axes)
+        if found := collective_in(live, self.apart):
+            raise ValueError(
+                f"the loss has a collective ({found}, such as that of a BatchNorm with the "
+                "statistics of all devices) in a branch or a loop that devices take by their own "
+                "data: devices would exchange what does not belong together. Move it out of the "
+                "branch, or pass sync_batch_norm=False."
+            )
+
+    def _trace_typed(self, call: Callable[..., Any], types: list[Any], flat: list[Any]) -> Any:
+        closed: Any = None
+
+        def run(params: list[Any], *flat: Any) -> Any:
+            nonlocal closed
+            closed = jax.make_jaxpr(call)(self.reshard(params), *flat)
+            return ()
+
+        jax.eval_shape(self.on_explicit_axes(run), types, *flat)
+        return closed
+
+    def on_explicit_axes(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        if not self.typed:
+            return run
+        axes = tuple(sorted(self.layout.other_axes))
+        return jax.sharding.explicit_axes(run, axes=axes, in_sharding=PartitionSpec())
+
+    def reshard(self, params: list[Any]) -> list[Any]:
+        """Parameters, or their shards, with the types that they have in ``on_explicit_axes``."""
+        if not self.typed:
+            return params
+        return [jax.sharding.reshard(x, s) for x, s in zip(params, self.specs, strict=True)]
+
+    def result(self, leaves: list[Any]) -> Any:
+        return jax.tree.unflatten(self._results, leaves)
+
+    def uses(self, dims: list[int], types: list[Any], args: Any) -> "Uses":
+        """How the loss uses its parameters, of which ``dims`` are sharded, counted from the end."""
+        found = Uses(self)
+
+        def run(params: list[Any], *flat: Any) -> Any:
+            given = [
+                HookedParam(i, x, x, [], dim=dim, dtype=x.dtype)
+                for i, (x, dim) in enumerate(zip(self.reshard(params), dims, strict=True))
+            ]
+            return found.run([*given, *flat])
+
+        jax.eval_shape(self.on_explicit_axes(run), types, *jax.tree.leaves(args))
+        return found
+
+
+class DeviceHooks(HookedLoss):
+    """A traced loss of one device: what is made of shards alone stays sharded."""
+
+    def __init__(self, loss: TracedLoss, recompute: bool):
+        super().__init__(loss.closed, None, MARK, recompute)
+        self.loss = loss
+
+    def run(self, args: list[Any]) -> list[Any]:
+        return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
+
+    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
+        """What is held unsharded, in ``x.dtype``."""
+        raise NotImplementedError
+
+    def _full(self, x: Any) -> Any:
+        if not isinstance(x, HookedParam):
+            return x
+        if not x.fetched:
+            by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _VIEWS
+            inside = self.eqn and self._has_mark(self.eqn) and not self._is_mark(self.eqn)
+            x.fetched.append(self.fetch(x, by_device or bool(inside)))
+        return x.moved(x.fetched[0])
+
+    def _slices(self, param: HookedParam) -> bool:
+        return not param.moves and param.dim != -param.held.ndim
+
+    def _is_mark(self, eqn: Any) -> bool:
+        return eqn.primitive is CALL or super()._is_mark(eqn)
+
+    def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
+        if not operands:
+            return None
+        x, *rest = operands
+        others = any(isinstance(y, HookedParam) for y in rest)
+        if not isinstance(x, HookedParam) or x.moves or others:
+            return None
+        name = eqn.primitive.name
+        if name == "convert_element_type":
+            old, new = jnp.dtype(x.dtype), jnp.dtype(eqn.params["new_dtype"])
+            floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+            if floating and new.itemsize < old.itemsize:
+                return [x._replace(dtype=new, fetched=[])]  # less is gathered
+            return [x._replace(moves=(eqn,))]
+        if name in ("sharding_constraint", "reshard", "mesh_cast"):
+            return [x._replace(moves=(eqn,))]
+        dim = _sharded_dim(eqn, x.dim, bool(any(self.loss.specs[x.number])))
+        if dim is None or id(eqn) in self.loss.apart:
+            return None
+        options = dict(eqn.params)
+        if x.dim and (key := _SIZES.get(name)):
+            sizes = list(options[key])
+            sizes[dim] = x.held.shape[x.dim]
+            options[key] = tuple(sizes)
+
+        def of_shard(x: jax.Array) -> list[jax.Array]:
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(x, *rest, **options)
+            return out if eqn.primitive.multiple_results else [out]
+
+        both = zip(of_shard(x.held), of_shard(x.tap), strict=True)
+        part = x._replace(dim=dim, is_part=True)
+        return [part._replace(held=held, tap=tap, fetched=[]) for held, tap in both]
+
+
+class Uses(DeviceHooks):
+    """How a loss uses its parameters, found by running it without values."""
+
+    def __init__(self, loss: TracedLoss):
+        super().__init__(loss, recompute=False)
+        self.fetches: list[Fetch] = []
+        self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
+        self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
+
+    def of(self, number: int) -> list[Fetch]:
+        return [x for x in self.fetches if x.number == number]
+
+    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
+        sliced = -x.dim > x.held.ndim
+        where = x.in_layer, x.repeats, x.is_part, sliced, early
+        self.fetches.append(Fetch(x.number, *where, _place_of(self.eqn)))
+        return x.held.astype(x.dtype)
+
+    def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        self.eqn, held = eqn, []
+        for k, x in enumerate(operands):
+            by_rows = eqn.params["by_rows"] and not k
+            if not isinstance(x, HookedParam):
+                if by_rows:
+                    self.not_tables.append(x.shape)
+                held.append(x)
+            elif by_rows and not (x.moves or x.is_part or x.dtype != x.held.dtype):
+                self.by_rows.setdefault(x.number, []).append(x.held.ndim)
+                held.append(x.held)
+            else:
+                if by_rows:
+                    self.not_tables.append(x.held.shape)
+                held.append(self._full(x._replace(in_layer=True, repeats=True)))
+        return jaxpr_as_fun(eqn.params["default"])(*held)
+
+
+def _sharded_dim(eqn: Any, dim: int, has_spec: bool) -> int | None:
+    """The sharded dim of a view, counted from the end; None for what is no view of shards."""
+    # Shards of a view are the views of shards: the sharded dim stays as it is.
+    name, options = eqn.primitive.name, eqn.params
+    if name not in _VIEWS:
+        return None
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = range(len(before))
+    if name == "reshape":  # several dims of the first one, for loops within loops
+        others = len(before) - 1
+        splits = 0 < others < len(after) and after[len(after) - others :] == before[1:]
+        return dim if splits and dim != -len(before) and not options["sharding"] else None
+    # For each dim of the result the unchanged dim that it is.
+    if name == "stop_gradient":
+        same: list[int | None] = list(dims)
+    elif name == "transpose":
+        same = list(options["permutation"])
+    elif name == "squeeze":
+        same = [d for d in dims if d not in options["dimensions"]]
+    elif name in ("slice", "dynamic_slice"):
+        same = [d if before[d] == after[d] else None for d in dims]
+    elif name == "rev":
+        same = [None if d in options["dimensions"] else d for d in dims]
+    else:
+        same = [None if d == options["axis"] else d for d in dims]
+    kept = [d for d in same if d is not None]
+    if (
+        has_spec
+        and kept != list(dims)[len(dims) - len(kept) :]
+        and name in ("squeeze", "transpose")
+    ):
+        return None  # specs on other axes go by the dims of the parameter
+    if not dim:
+        return 0
+    place = len(before) + dim
+    return same.index(place) - len(same) if place in same else None
+
+
+def _place_of(eqn: Any) -> str:
+    """The operation of an equation, and the line of the user's code that it is from."""
+    if eqn is None:
+        return "as an output"
+    name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else eqn.primitive.name
+    trace = eqn.source_info.traceback
+    frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
+    own = [f for f in frames if is_users(f.filename)]
+    return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
