@@ -40,7 +40,7 @@ class HookedParam(NamedTuple):
     number: int
     held: jax.Array
     tap: jax.Array
-    fetched: list[jax.Array]  # none, or the one for all uses in a layer
+    fetched: dict[Any, jax.Array]  # by dtype, for all uses in a layer
     moves: tuple[Any, ...] = ()  # the equations that move it, after the hook
     in_layer: bool = False  # whether a loop, a checkpoint or ``gather`` ends what is fetched of it
     repeats: bool = False  # whether a loop fetches the same in each run
@@ -73,7 +73,7 @@ class HookedLoss:
 
     def __call__(self, held: list[jax.Array], taps: list[jax.Array], *args: jax.Array) -> list[Any]:
         params = [
-            HookedParam(i, x, tap, []) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
+            HookedParam(i, x, tap, {}) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
         ]
         outs = self._run(self.closed.jaxpr, self.closed.consts, [*params, *args])
         return list(map(self._full, outs))
@@ -83,9 +83,9 @@ class HookedLoss:
         if not isinstance(x, HookedParam):
             return x
         assert self.hook is not None
-        if not x.fetched:
-            x.fetched.append(self.hook.fetch(x.number, x.held))
-        return x.moved(self.hook.tap(x.number, x.fetched[0], x.tap))
+        if x.dtype not in x.fetched:
+            x.fetched[x.dtype] = self.hook.fetch(x.number, x.held)
+        return x.moved(self.hook.tap(x.number, x.fetched[x.dtype], x.tap))
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
         """The results of a jaxpr; parameters among arguments and results are ``HookedParam``.
@@ -139,9 +139,9 @@ class HookedLoss:
         """The results, where they are made of what is held, before the hook."""
         return None
 
-    def _slices(self, param: HookedParam) -> bool:
-        """Whether loops may slice what is held, along its first dim."""
-        return not param.moves
+    def _to_slice(self, param: HookedParam) -> Any:
+        """What loops slice along its first dim: a parameter, or the array that it is."""
+        return self._full(param) if param.moves else param
 
     def _checkpoint(self, run: Any, operands: list[Any], **options: Any) -> list[Any]:
         """A part of the loss that the backward pass computes again; it fetches again, too."""
@@ -163,10 +163,7 @@ class HookedLoss:
             consts = list(map(self._full, consts))
         consts = [x._replace(repeats=True) if isinstance(x, HookedParam) else x for x in consts]
         carry = list(map(self._full, rest[:num_carry]))
-        xs = [
-            x if isinstance(x, HookedParam) and self._slices(x) else self._full(x)
-            for x in rest[num_carry:]
-        ]
+        xs = [self._to_slice(x) if isinstance(x, HookedParam) else x for x in rest[num_carry:]]
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
             # Constants that are parameters are fetched for the body alone.
@@ -216,7 +213,7 @@ def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
     """New values of operands; of parameters, of what is held, and taps if given."""
     given = iter(_taps_of(operands) if taps is None else taps)
     return [
-        x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, HookedParam) else y
+        x._replace(held=y, tap=next(given), fetched={}) if isinstance(x, HookedParam) else y
         for x, y in zip(operands, values, strict=True)
     ]
 

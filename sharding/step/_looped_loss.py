@@ -57,7 +57,7 @@ class LoopedLoss(HookedLoss):
 
 def sliceable(number: int, x: Any) -> HookedParam:
     """A parameter that loops may slice, as an argument of a ``LoopedLoss``."""
-    return HookedParam(number, x, x, [])
+    return HookedParam(number, x, x, {})
 
 
 def find_loops(

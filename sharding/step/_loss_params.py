@@ -70,7 +70,7 @@ def call_loss(
             if _has_tap(plan, param):
                 held = held if plan.layout.stage == 3 else held.astype(dtypes[i])
                 of = {"dim": param.shard.dim, "dtype": dtypes[i]}
-                given.append(HookedParam(i, held, x, [], **of))
+                given.append(HookedParam(i, held, x, {}, **of))
             else:
                 given.append(x.astype(dtypes[i]))
         return _WithParams(plan, syncs).run([*given, *flat])

@@ -18,10 +18,12 @@ from sharding.step._branches_by_device import collective_in, diverging
 from sharding.step._gather_params import CALL, MARK, marking
 from sharding.step._layer_hooks import HookedLoss, HookedParam
 
-# Operations on one array whose results hold it in another order or in part.
-_VIEWS = {"dynamic_slice", "reshape", "rev", "slice", "split", "squeeze", "stop_gradient"}
-_VIEWS |= {"transpose"}
-# Of these, the parameter that has the size of the dim that devices have shards of.
+# Operations on one array, and perhaps indices, whose results are parts of it ...
+_PARTS = {"dynamic_slice", "slice", "split"}
+# ... or hold it in another order, shape or dtype.
+_MOVES = {"broadcast_in_dim", "convert_element_type", "mesh_cast", "reshape", "reshard", "rev"}
+_MOVES |= {"sharding_constraint", "squeeze", "stop_gradient", "transpose"}
+# Of both, the parameter that has the size of the dim that devices have shards of.
 _SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
 
 
@@ -125,7 +127,7 @@ class TracedLoss:
 
         def run(params: list[Any], *flat: Any) -> Any:
             given = [
-                HookedParam(i, x, x, [], dim=dim, dtype=x.dtype)
+                HookedParam(i, x, x, {}, dim=dim, dtype=x.dtype)
                 for i, (x, dim) in enumerate(zip(self.reshard(params), dims, strict=True))
             ]
             return found.run([*given, *flat])
@@ -151,14 +153,11 @@ class DeviceHooks(HookedLoss):
     def _full(self, x: Any) -> Any:
         if not isinstance(x, HookedParam):
             return x
-        if not x.fetched:
-            by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _VIEWS
+        if x.dtype not in x.fetched:
+            by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _PARTS
             inside = self.eqn and self._has_mark(self.eqn) and not self._is_mark(self.eqn)
-            x.fetched.append(self.fetch(x, by_device or bool(inside)))
-        return x.moved(x.fetched[0])
-
-    def _slices(self, param: HookedParam) -> bool:
-        return not param.moves and param.dim != -param.held.ndim
+            x.fetched[x.dtype] = self.fetch(x, by_device or bool(inside))
+        return x.moved(x.fetched[x.dtype])
 
     def _is_mark(self, eqn: Any) -> bool:
         return eqn.primitive is CALL or super()._is_mark(eqn)
@@ -168,22 +167,41 @@ class DeviceHooks(HookedLoss):
             return None
         x, *rest = operands
         others = any(isinstance(y, HookedParam) for y in rest)
-        if not isinstance(x, HookedParam) or x.moves or others:
+        if not isinstance(x, HookedParam) or others:
             return None
         name = eqn.primitive.name
-        if name == "convert_element_type":
+        if name in _PARTS:
+            moved = self._of_held(x)
+            return moved and self._view(eqn, moved, rest)
+        if name == "convert_element_type" and not x.moves:
             old, new = jnp.dtype(x.dtype), jnp.dtype(eqn.params["new_dtype"])
             floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
             if floating and new.itemsize < old.itemsize:
-                return [x._replace(dtype=new, fetched=[])]  # less is gathered
-            return [x._replace(moves=(eqn,))]
-        if name in ("sharding_constraint", "reshard", "mesh_cast"):
-            return [x._replace(moves=(eqn,))]
+                return [x._replace(dtype=new)]  # less is gathered
+        return [x._replace(moves=(*x.moves, eqn))] if name in _MOVES else None
+
+    def _to_slice(self, param: HookedParam) -> Any:
+        moved = self._of_held(param)
+        return moved if moved and moved.dim != -moved.held.ndim else self._full(param)
+
+    def _of_held(self, x: HookedParam) -> HookedParam | None:
+        """A parameter whose moves, but for casts, are made of what is held; None if they cannot."""
+        casts = tuple(e for e in x.moves if e.primitive.name == "convert_element_type")
+        for eqn in x.moves:
+            if eqn not in casts:
+                views = self._view(eqn, x, [])
+                if views is None:
+                    return None
+                (x,) = views
+        return x._replace(moves=casts)
+
+    def _view(self, eqn: Any, x: HookedParam, rest: list[Any]) -> list[Any] | None:
+        """The results of a view, made of what is held; None if shards of it are no views."""
         dim = _sharded_dim(eqn, x.dim, bool(any(self.loss.specs[x.number])))
         if dim is None or id(eqn) in self.loss.apart:
             return None
         options = dict(eqn.params)
-        if x.dim and (key := _SIZES.get(name)):
+        if x.dim and (key := _SIZES.get(eqn.primitive.name)):
             sizes = list(options[key])
             sizes[dim] = x.held.shape[x.dim]
             options[key] = tuple(sizes)
@@ -195,7 +213,7 @@ class DeviceHooks(HookedLoss):
 
         both = zip(of_shard(x.held), of_shard(x.tap), strict=True)
         part = x._replace(dim=dim, is_part=True)
-        return [part._replace(held=held, tap=tap, fetched=[]) for held, tap in both]
+        return [part._replace(held=held, tap=tap, fetched={}) for held, tap in both]
 
 
 class Uses(DeviceHooks):
@@ -238,8 +256,10 @@ def _sharded_dim(eqn: Any, dim: int, has_spec: bool) -> int | None:
     """The sharded dim of a view, counted from the end; None for what is no view of shards."""
     # Shards of a view are the views of shards: the sharded dim stays as it is.
     name, options = eqn.primitive.name, eqn.params
-    if name not in _VIEWS:
+    if name in ("broadcast_in_dim", "convert_element_type", "mesh_cast", "reshard"):
         return None
+    if name == "sharding_constraint":
+        return dim
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     dims = range(len(before))
     if name == "reshape":  # several dims of the first one, for loops within loops

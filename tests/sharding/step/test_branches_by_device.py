@@ -123,7 +123,7 @@ def test_what_is_gathered_before_the_loss_is_named():
     zero = model.zero_on(8, stage=3)
     block = zero.gathered(layer)
     loss = lambda p, x: jnp.mean(condition(block, p, x))  # noqa: E731
-    with pytest.warns(UserWarning, match=r"gathers 1 parameters, such as 'e0', in a branch"):
+    with pytest.warns(UserWarning, match=r"uses 1 parameters, .* in a branch .* 'e0'"):
         model.lowered(zero, model.make_of(params, SGD), SGD, loss, batch())
 
 

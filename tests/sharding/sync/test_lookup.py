@@ -292,17 +292,6 @@ def test_the_interface_of_a_handle(x64):
     want = (7 * 16 * 7 + np.sum(params["table"][4])) / 8
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-12)
 
-    def careless(params, ids):
-        jnp.asarray(params["table"])  # of which nothing is traced when the loss is looked at
-        return loss(params, ids)
-
-    _, again = zero.train_step(careless, tx=tx)(state, zero.put(ids))
-    assert again["loss"] == metrics["loss"]
-    zero = zero_of(ZEN, 2)
-    state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
-    with pytest.raises(TypeError, match="is sharded, and not an array"):
-        zero.train_step(careless, tx=tx).lower(state, zero.put(ids))
-
 
 def test_bad_input():
     table = jnp.ones((4, 2))
