@@ -63,7 +63,7 @@ def with_handles(fn: Callable[..., Any], *args: Any, by_rows: bool = False) -> A
     results: Any
     flat, treedef = jax.tree.flatten(args)
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
-    if closed.consts:  # what it closes over may be of this trace alone
+    if any(isinstance(x, jax.core.Tracer) for x in closed.consts):  # of this trace alone
         return fn(*args)
 
     def call(*flat: Any) -> list[Any]:

@@ -267,7 +267,7 @@ def test_outside_a_step(x64):
         np.testing.assert_array_equal(have, taken)
 
 
-def test_the_interface_of_a_handle(x64):
+def test_rows_that_are_not_there(x64):
     """The table's shape and dtype, and no ids; rows outside the table are NaN, and trained by none.
 
     All else is an error that says what it is; at stage 3, not what nothing uses.
