@@ -105,7 +105,7 @@ def pytest_sessionstart(session):
     for stat, path in sorted(programs, key=lambda pair: pair[0].st_mtime, reverse=True):
         size += stat.st_size
         if size > CACHE_BYTES:
-            path.unlink()
+            path.unlink(missing_ok=True)  # another run may have removed it
 
 
 def pytest_configure(config):
