@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from optax_ext.traced_graph import bind_equation
@@ -97,7 +98,7 @@ class HookedLoss:
         for eqn in jaxpr.eqns:
             operands = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
             env |= zip(eqn.outvars, self._results(eqn, operands, in_loop), strict=True)
-        return [x.val if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
+        return [np.asarray(x.val) if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         name = eqn.primitive.name

@@ -237,7 +237,8 @@ def _warn_of_unsharded(plan: StepPlan, uses: Uses) -> None:
     warn(
         f"{found} are gathered before, and each device holds them unsharded until the backward "
         f"pass has used them. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
-        "call zero.gather in each layer, and before a branch; of a stack, pass single layers."
+        "call zero.gather in each layer, and before a branch; of a stack, pass single layers, and "
+        "shard another dim than the one that a loop slices off (param_specs)."
     )
 
 

@@ -34,7 +34,6 @@ class Fetch(NamedTuple):
     in_layer: bool  # or in what the backward pass computes again
     repeats: bool  # the same in each run of a loop
     is_part: bool
-    sliced: bool  # whether a loop has sliced off the dim that is sharded
     early: bool  # gathered before a branch that gathers, or by an index of this device
     place: str  # the operation, and the line of the user's code
 
@@ -229,8 +228,7 @@ class Uses(DeviceHooks):
         return [x for x in self.fetches if x.number == number]
 
     def fetch(self, x: HookedParam, early: bool) -> jax.Array:
-        sliced = -x.dim > x.held.ndim
-        where = x.in_layer, x.repeats, x.is_part, sliced, early
+        where = x.in_layer, x.repeats, x.is_part, early
         self.fetches.append(Fetch(x.number, *where, _place_of(self.eqn)))
         return x.held.astype(x.dtype)
 

@@ -180,7 +180,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     zero, make_state = zero_of(3), make_train_state_of(make_params)
     own_loss = functools.partial(loss_fn, zero.gathered(block))
     used = r"uses 2 parameters, 12.0 KiB, in .*: 'chosen/\w+' \(6.0 KiB\) in dynamic_slice at "
-    message = rf"{used}{__file__}:\d+, 'chosen.*single layers\."
+    message = rf"{used}{__file__}:\d+, 'chosen.*single layers,"
     with pytest.warns(UserWarning, match=message) as seen:
         found = state, _ = train(zero, make_state, own_loss)
     assert len(seen) == 1
