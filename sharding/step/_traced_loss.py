@@ -177,7 +177,11 @@ class DeviceHooks(HookedLoss):
             floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
             if floating and new.itemsize < old.itemsize:
                 return [x._replace(dtype=new)]  # less is gathered
-        return [x._replace(moves=(*x.moves, eqn))] if name in _MOVES else None
+        if name not in _MOVES:
+            return None
+        # What a loop or an index has sliced off has no other uses.
+        views = self._view(eqn, x, rest) if x.is_part and not x.moves else None
+        return views or [x._replace(moves=(*x.moves, eqn))]
 
     def _to_slice(self, param: HookedParam) -> Any:
         moved = self._of_held(param)
