@@ -23,10 +23,18 @@ class Equation:
     operands: tuple[int, ...]  # numbers of values
     results: tuple[int, ...]  # numbers of values
     scope: str
+    ctx: Any = None  # in which it was traced, if it is evaluated there
+
+
+_SELECT = Equation(jax.lax.select_n_p, {}, (), (), "")
 
 
 class Graph:
-    """A traced function with its inner jits inlined. Values are numbered, inputs first."""
+    """A traced function with its inner jits inlined. Values are numbered, inputs first.
+
+    An ``exact`` graph is to be differentiated: rules of derivatives, barriers, choices of platform
+    and the contexts of equations stay as they are.
+    """
 
     def __init__(
         self,
@@ -35,10 +43,12 @@ class Graph:
         deferred: Sequence[bool],  # for each input, whether it counts in ``reads``
         portable: bool = False,  # a choice of platform takes its default on all of them
         kept: Container[str] = (),  # names of jits that are one equation: nothing reads parts of it
+        exact: bool = False,
+        selects: bool = False,  # ``cond`` computes all branches, and selects from their results
     ):
         types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
         closed, results = jax.make_jaxpr(fn, return_shape=True)(types)
-        self._portable, self._kept = portable, kept
+        self._portable, self._kept, self._exact, self._selects = portable, kept, exact, selects
         self.types = list(closed.in_avals)  # shape and dtype of every value
         # The deferred inputs that a value depends on, as the bits of an int.
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
@@ -68,11 +78,20 @@ class Graph:
             if eqn.primitive is kernels.FOR_TPUS and self._portable:
                 inner = eqn.params["default"]
             branch = _branch(eqn, self._portable)
+            if self._exact:
+                inner, branch = (inner if eqn.primitive.name in CALLS else None), None
             if inner is not None:
                 results = self._inline(inner, operands, scope)
             elif branch is not None:
                 results = self._inline(branch, operands[1:], scope)  # without the platform's index
-            elif eqn.primitive.name == "optimization_barrier":
+            elif eqn.primitive.name == "cond" and self._selects:
+                index, *given = operands
+                each = [self._inline(branch, given, scope) for branch in eqn.params["branches"]]
+                results = [
+                    self._equation(_SELECT, (index, *cases), [aval], scope)[0]
+                    for *cases, aval in zip(*each, types, strict=True)
+                ]
+            elif eqn.primitive.name == "optimization_barrier" and not self._exact:
                 # One barrier per operand: a joint one would make every value depend on all inputs.
                 pairs = zip(operands, types, strict=True)
                 results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in pairs]
@@ -87,7 +106,9 @@ class Graph:
         reads = functools.reduce(operator.or_, (self.reads[x] for x in operands), 0)
         results = [self._value(aval, reads) for aval in types]
         self.producer |= dict.fromkeys(results, len(self.equations))
-        self.equations.append(Equation(eqn.primitive, eqn.params, operands, tuple(results), scope))
+        ctx = eqn.ctx if self._exact else None
+        equation = Equation(eqn.primitive, eqn.params, operands, tuple(results), scope, ctx)
+        self.equations.append(equation)
         return results
 
     def _value(self, aval: Any, reads: int) -> int:
@@ -99,6 +120,13 @@ class Graph:
         value = self._value(aval, 0)
         self.constants[value] = constant
         return value
+
+    def set_known(self, values: Container[int]) -> None:
+        """Makes values known before the deferred inputs: ``reads`` no longer counts these."""
+        for eqn in self.equations:
+            reads = functools.reduce(operator.or_, (self.reads[x] for x in eqn.operands), 0)
+            for value in eqn.results:
+                self.reads[value] = 0 if value in values else reads
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a value."""
@@ -134,8 +162,8 @@ ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
 
 # Primitives that only call a function: the parameter that holds its jaxpr.
-_INLINED = dict.fromkeys(("jit", "pjit"), "jaxpr")
-_INLINED |= dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+_INLINED = CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 
 
 def called(eqn: Any) -> Any | None:
@@ -161,18 +189,21 @@ def bind(
     eqn: Equation, operands: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Sequence[Any]:
     """Evaluates an equation; ``params`` replaces the parameters of its primitive if given."""
-    params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    with jax.named_scope(eqn.scope) if eqn.scope else contextlib.nullcontext():
-        out = eqn.primitive.bind(*operands, **params)
-    return out if eqn.primitive.multiple_results else [out]
+    return _bind(eqn, operands, eqn.params if params is None else params, eqn.scope)
 
 
 def bind_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     """Evaluates an equation of a jaxpr, on the mesh that it was traced on."""
-    params = eqn.primitive.get_bind_params(eqn.params)
+    return _bind(eqn, operands, eqn.params, str(eqn.source_info.name_stack))
+
+
+def _bind(eqn: Any, operands: Sequence[Any], params: Any, scope: str) -> Sequence[Any]:
+    params = eqn.primitive.get_bind_params(params)
     functions, params = params if isinstance(params, tuple) else ((), params)
-    scope = str(eqn.source_info.name_stack)
-    with eqn.ctx.manager, jax.named_scope(scope) if scope else contextlib.nullcontext():
+    with (
+        eqn.ctx.manager if eqn.ctx else contextlib.nullcontext(),
+        jax.named_scope(scope) if scope else contextlib.nullcontext(),
+    ):
         out = eqn.primitive.bind(*functions, *operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 

@@ -359,11 +359,13 @@ class Zero(NnxMethods):
           snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,
             so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
-          update: ``"after"`` the backward pass, or in it, ``"backward"``: each layer is updated as
-            soon as its gradient exists, so that the gradients of one layer are in memory. For one
-            device; layers are found where the loss scans over stacked parameters, and computed
-            again in the backward pass. State and results are the same. The transformation must
-            treat each layer by itself: no clip by the global norm.
+          update: ``"after"`` the backward pass, or in it, ``"backward"``: each parameter is updated
+            as soon as its gradient exists, so that the gradients of one layer are in memory. For
+            one device; layers are found where the loss scans over stacked parameters, or uses one
+            after the other. Scanned layers, and with micro-batches all, are computed again in the
+            backward pass; each accumulates the gradients of all micro-batches. State and results
+            are the same. The transformation must treat each layer by itself, but for sums of each
+            gradient, as in a clip by the global norm: these take a backward pass of their own.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``

@@ -1,20 +1,21 @@
 """An update as a graph, and the part of it that is made layer by layer, beside gradients.
 
-The update of a stacked parameter is made so if operations treat each layer by itself.
+The update of a stacked parameter is made so if operations treat each layer by itself. Norms of all
+gradients are made of reductions of single ones, which are known before the update.
 """
 
 import math
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from optax_ext.traced_graph import Graph
+from optax_ext.traced_graph import REDUCTIONS, Graph, bind
 from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._specs import leaf_names
 from sharding.step._step_plan import StepSpec
-from sharding.step._update import params_update
+from sharding.step._update import NO_LOCAL_NORM, UNREAD, params_update
 
 OTHERWISE = "or make the step without update='backward'"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -28,10 +29,21 @@ class Update(NamedTuple):
 
     graph: Graph
     names: list[str]  # of the outputs
+    # Reductions of one gradient each, through which alone outputs depend on others, and what they
+    # read, as in ``Graph.reads``. They are known before gradients, for the rest of the graph.
+    terms: dict[int, int]
 
     def grad(self, number: int) -> int:
         """The input that is the gradient of a parameter."""
         return len(self.names) + number
+
+    def ready(
+        self, values: Iterable[int], grads: Iterable[int], known: Container[int]
+    ) -> list[int]:
+        """Those of some values that depend on no other gradients, and are not known."""
+        bits = sum(1 << self.grad(i) for i in grads)
+        reads = dict(enumerate(self.graph.reads)) | self.terms
+        return [v for v in values if v not in known and not reads[v] & ~bits]
 
     @classmethod
     def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
@@ -42,54 +54,78 @@ class Update(NamedTuple):
             spec.trained,
         )
         given: Any
-        inputs, given = jax.tree.flatten((params, opt_state, grads, loss))
+        inputs, given = jax.tree.flatten((params, opt_state, grads, {"value": loss} | UNREAD))
         update_params = params_update(tx)
 
         def update(inputs: list[Any]) -> list[Any]:
-            params, opt_state, grads, value = given.unflatten(inputs)
-            return jax.tree.leaves(update_params(grads, opt_state, params, value=value))
+            params, opt_state, grads, more = given.unflatten(inputs)
+            return jax.tree.leaves(update_params(grads, opt_state, params, **more))
 
         names, count = leaf_names((params, opt_state)), len(jax.tree.leaves(params))
-        is_grad = [len(names) <= i < len(names) + count for i in range(len(inputs))]
+        # Gradients, and the norm that no step has that updates in its backward pass.
+        deferred = [len(names) <= i <= len(names) + count for i in range(len(inputs))]
         # Only operations that do not branch on the platform can be evaluated layer by layer.
-        return cls(Graph(update, inputs, is_grad, portable=True), names)
+        graph = Graph(update, inputs, deferred, portable=True, selects=True)
+        if any(graph.reads[v] >> len(names) + count for v in graph.outputs):
+            raise ValueError(NO_LOCAL_NORM)
+        terms = {v: graph.reads[v] for v in _find_terms(graph)}
+        graph.set_known(terms)
+        return cls(graph, names, terms)
 
 
-class Refs(NamedTuple):
-    """What the backward pass of a loop reads and writes, by numbers of values of the update."""
+def _find_terms(graph: Graph) -> list[int]:
+    """Scalar reductions of one gradient each, of which others are made that read several."""
 
-    replaced: dict[int, Any]  # parameters and state
-    early: dict[int, Any]  # computed before the first gradient
-    squares: Any = None  # the sum of squares of all gradients, if asked for
+    def reduction(value: int) -> int | None:
+        """The reduction that a number of one gradient is made of."""
+        if graph.reads[value].bit_count() > 1:
+            return None
+        while value in graph.producer and math.prod(graph.shape(value)) == 1:
+            eqn = graph.equations[graph.producer[value]]
+            if eqn.primitive.name in REDUCTIONS and not graph.shape(value):
+                return value
+            reading = [v for v in eqn.operands if graph.reads[v]]
+            if len(reading) != 1:
+                return None
+            (value,) = reading
+        return None
+
+    terms: dict[int, None] = {}
+    made: set[int] = set()  # the values that depend on gradients through terms alone
+    for eqn in graph.equations:
+        reading = [v for v in eqn.operands if graph.reads[v]]
+        if any(graph.reads[v].bit_count() > 1 for v in eqn.results):
+            found = {v: reduction(v) for v in reading if v not in made}
+            if None not in found.values():
+                made.update(eqn.results)
+                terms |= dict.fromkeys(v for v in found.values() if v is not None)
+    return list(terms)
 
 
 class _NeedsMoreError(ValueError):
     """An update needs more than one layer of a parameter."""
 
 
-class LayerUpdate(NamedTuple):
-    """The part of an update that depends on the gradient of one stacked parameter."""
+class LayerValues(NamedTuple):
+    """Values of an update that depend on the gradient of one stacked parameter alone."""
 
     grad: int  # the input that is its gradient
-    outputs: list[int]
     layers: LayerGraph
-    sliced: list[int]  # inputs of each layer, beside the gradient
+    sliced: list[int]  # inputs of each layer, beside the gradient, that the update replaces
     early: list[int]  # values that it needs of all layers together, before the first gradient
 
     @classmethod
-    def find(cls, update: Update, number: int) -> "LayerUpdate":
+    def find(cls, update: Update, number: int, values: list[int]) -> "LayerValues":
         graph, names, grad = update.graph, update.names, update.grad(number)
         length = graph.shape(number)[0]
-        outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] >> grad & 1]
-        values = [graph.outputs[j] for j in outputs]
         for value in values:
             others = graph.reads[value] & ~(1 << grad)
             if others:
                 other = names[others.bit_length() - 1 - len(names)]
                 raise _NeedsMoreError(
                     "update='backward' updates a layer before the next gradient exists, and the "
-                    f"update of {names[number]!r} depends on the gradient of {other!r} too, as "
-                    "with optax.clip_by_global_norm or optax.apply_if_finite. Leave these out, "
+                    f"update of {names[number]!r} depends on the gradient of {other!r} too, in "
+                    "another way than through a sum of each, as a global norm. Leave this out, "
                     f"clip each layer by itself, as Adafactor and CAME do, {OTHERWISE}."
                 )
         try:
@@ -104,29 +140,85 @@ class LayerUpdate(NamedTuple):
             per_layer.issuperset({grad}.intersection(layers.inputs))
         ):
             raise _mixed(names[number], length, "state that layers share")
-        sliced = [j for j in outputs if j in per_layer]
+        replaced = [j for j, v in enumerate(graph.outputs) if graph.reads[v] >> grad & 1]
+        sliced = [j for j in replaced if j in per_layer]
         early = [i for i in layers.inputs if i not in sliced and i != grad]
-        return cls(grad, outputs, layers, sliced, [*layers.prerequisites, *early])
+        return cls(grad, layers, sliced, [*layers.prerequisites, *early])
 
-    def write(self, graph: Graph, refs: Refs, layer: jax.Array, grad: jax.Array) -> None:
-        """Replaces a layer of the parameter and of its state."""
-        values = {i: refs.replaced[i][layer][None] for i in self.sliced} | {self.grad: grad[None]}
+    def of_layer(
+        self,
+        refs: dict[int, Any],
+        known: dict[int, Any],
+        layer: jax.Array,
+        grad: jax.Array,
+        store: Any = lambda value, x: x,
+    ) -> list[jax.Array]:
+        """The values of one layer; ``store(value, x)`` gets each, and what they are made of."""
+        values = {i: refs[i][layer][None] for i in self.sliced} | {self.grad: grad[None]}
+        store(self.grad, grad[None])  # for a state that has the gradient itself
 
         def read(value: int, dim: int) -> jax.Array:
-            known = value in graph.constants
-            x = graph.constants[value] if known else refs.early[value][...]
-            return x if dim == UNSLICED else slice_layer(x, layer, dim)
+            return known[value] if dim == UNSLICED else slice_layer(known[value], layer, dim)
+
+        return self.layers.evaluate(layer, values, read, store)
+
+
+class LayerUpdate(NamedTuple):
+    """The part of an update that depends on the gradient of one stacked parameter."""
+
+    outputs: list[int]
+    new: LayerValues
+    terms: list[int]
+    reduced: LayerValues  # what the terms are reductions of
+
+    @classmethod
+    def find(cls, update: Update, number: int) -> "LayerUpdate":
+        graph, bit = update.graph, 1 << update.grad(number)
+        outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & bit]
+        new = LayerValues.find(update, number, [graph.outputs[j] for j in outputs])
+        operand = {t: graph.equations[graph.producer[t]].operands[0] for t in update.terms}
+        terms = [t for t, x in operand.items() if graph.reads[x] & bit]
+        return cls(
+            outputs, new, terms, LayerValues.find(update, number, [operand[t] for t in terms])
+        )
+
+    def write(
+        self,
+        graph: Graph,
+        refs: dict[int, Any],
+        known: dict[int, Any],
+        layer: jax.Array,
+        grad: jax.Array,
+    ) -> None:
+        """Replaces a layer of the parameter and of its state."""
 
         def store(value: int, x: jax.Array) -> jax.Array:
             for j in self.outputs:
                 if graph.outputs[j] == value:
-                    refs.replaced[j][layer] = x[0]
+                    refs[j][layer] = x[0]
                     # Read again: XLA for CPUs would compute it again, from a copy of all layers.
-                    x = refs.replaced[j][layer][None]
+                    x = refs[j][layer][None]
             return x
 
-        store(self.grad, grad[None])  # for a state that has the gradient itself
-        self.layers.evaluate(layer, values, read, store)
+        self.new.of_layer(refs, known, layer, grad, store)
+
+    def terms_of_layer(
+        self,
+        graph: Graph,
+        refs: dict[int, Any],
+        known: dict[int, Any],
+        layer: jax.Array,
+        grad: jax.Array,
+    ) -> dict[int, jax.Array]:
+        """The terms, reduced over one layer."""
+        values = self.reduced.of_layer(refs, known, layer, grad)
+        return {t: reduce(graph, t, x) for t, x in zip(self.terms, values, strict=True)}
+
+
+def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:
+    """A term, of what it is a reduction of, or of its values for all layers."""
+    eqn = graph.equations[graph.producer[term]]
+    return bind(eqn, [x], eqn.params | {"axes": tuple(range(x.ndim))})[0]
 
 
 def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
@@ -155,11 +247,3 @@ def _mixed(name: str, length: int, found: str) -> _NeedsMoreError:
         "as CAME, Adafactor and LAMB (factoring=optax_ext.flax_transformer(), or by path "
         f"last_two_dims(batch=(0,))), {OTHERWISE}."
     )
-
-
-def make_refs(graph: Graph, updates: list[LayerUpdate], given: list[Any], squares: Any) -> Refs:
-    """Refs for these updates; those of early values are yet to be written."""
-    replaced = {j: jax.new_ref(given[j]) for one in updates for j in one.outputs}
-    types = {value: graph.types[value] for one in updates for value in one.early}
-    early = {value: jax.new_ref(jnp.zeros(t.shape, t.dtype)) for value, t in types.items()}
-    return Refs(replaced, early, squares)

@@ -33,7 +33,14 @@ from sharding.step._placed_state import places
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update import UNREAD, global_norm, shard_update, update, update_traits
+from sharding.step._update import (
+    NO_LOCAL_NORM,
+    UNREAD,
+    global_norm,
+    shard_update,
+    update,
+    update_traits,
+)
 from sharding.step._update_in_backward import check_alone, update_in_backward
 
 
@@ -56,7 +63,7 @@ class TrainStep(CompiledStep):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
         self.updates_in_backward = update == "backward"
         if self.updates_in_backward:
-            check_alone(zero, loss, snapshot)
+            check_alone(zero, snapshot)
             zero = dataclasses.replace(zero, view="global")  # no shard_map, as refs require
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
@@ -113,6 +120,11 @@ class TrainStep(CompiledStep):
         own = model_state_of(state, self.model_state)
         inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
+        if self.updates_in_backward:
+            new, metrics, changed = update_in_backward(
+                layout, spec, self.loss, state, inputs, self.tx, self.grad_norm
+            )
+            return self._with_model_state(new, metrics, changed, layout)
         params, opt_state, tx = parts(state, self.tx)
         plain = shard_update(layout, spec.placed, tx)
         # Evaluated with arguments of the same types, it is not traced again.
@@ -121,16 +133,7 @@ class TrainStep(CompiledStep):
 
         loss = self.loss._replace(local_norm=traits.local_norm)
         if traits.local_norm and layout.view == "global":
-            raise ValueError(
-                "the transformation reads local_squared_norm, the norms of the gradients of single "
-                "devices, which view='global' and update='backward' do not have. Use "
-                "view='device' and update='after', or leave out gradient_noise_scale."
-            )
-        if self.updates_in_backward:
-            new, metrics, changed = update_in_backward(
-                spec, loss, state, inputs, self.tx, self.grad_norm
-            )
-            return self._with_model_state(new, metrics, changed, layout)
+            raise ValueError(NO_LOCAL_NORM)
         early = traits.sums and layout.stage in (1, 2)
         reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
 

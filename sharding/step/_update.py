@@ -109,8 +109,13 @@ class UpdateTraits(NamedTuple):
     sums: bool
 
 
-# The argument of an update that does not depend on it.
+# The argument of an update that does not depend on it, and what is raised if one does.
 UNREAD: dict[str, Any] = {"local_squared_norm": np.float32(0)}
+NO_LOCAL_NORM = (
+    "the transformation reads local_squared_norm, the norms of the gradients of single devices, "
+    "which view='global' and update='backward' do not have. Use view='device' and update='after', "
+    "or leave out gradient_noise_scale."
+)
 
 
 def update_traits(

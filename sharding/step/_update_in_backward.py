@@ -1,50 +1,58 @@
 """The update inside the backward pass, on one device: gradients of one layer exist at a time.
 
-Loops over stacked layers are found in the traced loss. They run over the index of a layer, whose
-backward rule computes the layer again, takes its gradient, and writes new parameters and new state
-into refs of the old ones. What is outside of the loops is differentiated and updated as usual.
+The loss is traced and differentiated piece by piece, from its last to its first. A loop over
+stacked layers writes new parameters and new state into refs of the old ones, layer by layer; other
+parameters are updated after the piece that completes their gradients. If the update depends on sums
+of all gradients, as on their norm, a first backward pass computes these.
 """
 
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.traced_graph import bind_equation, evaluate
+from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
-from sharding.step._layer_updates import OTHERWISE, Refs, Update, by_layer, make_refs
-from sharding.step._looped_loss import LoopedLoss, find_loops, in_order, run_loop, sliceable
+from sharding.step._layer_scan import Microbatches, find_loops
+from sharding.step._layer_updates import OTHERWISE, Update, by_layer, reduce
 from sharding.step._loss import Inputs, Loss, loss_args
-from sharding.step._microbatches import inverse_weight
+from sharding.step._loss_pieces import ForwardPass, LossPieces, Piece
+from sharding.step._microbatches import inverse_weight, join_microbatches, split_microbatches
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
 
 
-def check_alone(zero: Any, loss: Loss, snapshot: Any) -> None:
+def check_alone(zero: Any, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
     asked = {
         f"a mesh of {zero.mesh.size} devices": zero.mesh.size > 1,
         f"offload={zero.offload!r}": zero.offload is not None,
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
-        f"microbatches={loss.microbatches}": loss.microbatches > 1,
         "snapshot=": snapshot is not None,
     }
     for name in (name for name, given in asked.items() if given):
         raise ValueError(
-            f"update='backward' is for one device and one micro-batch, without {name}. Leave that "
-            f"out, {OTHERWISE}."
+            f"update='backward' is for one device, without {name}. Leave that out, {OTHERWISE}."
         )
 
 
 def update_in_backward(
-    spec: StepSpec, loss: Loss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
+    layout: Layout,
+    spec: StepSpec,
+    loss: Loss,
+    state: Tree,
+    inputs: Inputs,
+    tx: Any,
+    grad_norm: bool,
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
     params, opt_state, tx = parts(state, tx)
@@ -52,119 +60,169 @@ def update_in_backward(
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     cast = [x.astype(spec.precision.of_loss(x.dtype)) for x in leaves]
-    closed, results, flat = _trace_loss(loss, treedef.unflatten(cast), inputs)
-    loops = find_loops(closed, cast, trained, flat)
-    if not loops:
-        raise ValueError(
-            "update='backward' found no layers in the loss: no lax.scan (nn.scan of Flax) slices "
-            "trained parameters along their first dim which nothing else uses. Loops inside of "
-            "jax.checkpoint, lax.cond and other loops do not count. Stack the parameters of equal "
-            f"layers and scan over them, with jax.checkpoint inside of the loop, {OTHERWISE}."
-        )
 
-    value = jax.eval_shape(to_sum_dtype, results[0])
+    # What is to be computed: the loss in pieces, and the update as a graph.
+    each, arguments = _microbatch_arguments(loss, inputs)
+    first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
+    traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
+    loops = find_loops(traced, trained)
+    value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
     update = Update.trace(spec, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
-    stacks = [by_layer(update, loop) for loop in loops]
-    looped = {i for stack in stacks for i in stack}
-    squares = jax.new_ref(to_sum_dtype(jnp.zeros(()))) if grad_norm else None
-    refs = [make_refs(graph, list(stack.values()), given, squares) for stack in stacks]
-    ran: set[int] = set()  # the loops that run backward
+    stacks = [by_layer(update, loop.params) for loop in loops]
+    loops = [loop.of(stack) for loop, stack in zip(loops, stacks, strict=True) if stack]
+    microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
+    pieces = LossPieces(traced, cast, trained, loops, microbatches)
+    if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
+        raise ValueError(
+            "update='backward' found no layers in the loss: the backward pass completes all "
+            "gradients at its end. It looks for loops, lax.scan (nn.scan of Flax), that slice "
+            "stacked parameters along their first dim, and for parameters that are used one after "
+            "the other. What is inside of jax.checkpoint, lax.cond and other loops does not count: "
+            f"put jax.checkpoint around each layer, {OTHERWISE}."
+        )
+    outside = set(range(len(leaves))).difference(*stacks)
+    outputs = {j for stack in stacks for one in stack.values() for j in one.outputs}
+    refs = {j: jax.new_ref(given[j]) for j in outputs}
 
     def gradient(i: int, x: jax.Array) -> jax.Array:
         """In the dtype that the transformation gets, after that of a sum over devices."""
         x = x.astype(spec.precision.of_sum(x.dtype))
         return x.astype(graph.types[update.grad(i)].dtype)
 
-    def read(index: int, own: Refs, layer: jax.Array) -> list[jax.Array]:
-        return [own.replaced[i][layer].astype(cast[i].dtype) for i in stacks[index]]
+    def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
+        return {i: refs[i][layer].astype(cast[i].dtype) for i in stacks[index]}
 
-    def write(index: int, own: Refs, layer: jax.Array, grads: list[jax.Array]) -> None:
-        ran.add(index)
-        grads = list(map(gradient, stacks[index], grads))
-        if own.squares is not None:
-            own.squares[...] += _squares(grads)
+    def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
+        grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
-            for one, grad in zip(stacks[index].values(), grads, strict=True):
-                one.write(graph, own, layer, grad)
+            for i, one in stacks[index].items():
+                one.write(graph, refs, values, layer, grads[i])
+        return _Taken({}, _squares(grads if grad_norm else {}))
 
-    rest = [i for i, t in enumerate(trained) if t and i not in looped]
-
-    def total_loss(outside: list[Any], token: jax.Array) -> Any:
-        every = dict(enumerate(cast)) | dict(zip(rest, outside, strict=True))
-        every |= {i: sliceable(i, x) for i, x in enumerate(cast) if i in looped}
-        numbers = iter(range(len(loops)))
-
-        def run(eqn: Any, *args: Any) -> list[Any]:
-            if not args[2]:
-                return list(bind_equation(eqn, [*args[0], *args[1], *in_order(args[3])]))
-            index = next(numbers)
-            does = functools.partial(read, index), functools.partial(write, index)
-            return run_loop(eqn, args, *does, refs[index], token)
-
-        outs = LoopedLoss(closed, run, looped.discard).run([*in_order(every), *flat])
-        return jax.tree.unflatten(jax.tree.structure(results), outs)
+    def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
+        terms: dict[int, jax.Array] = {}
+        for i, one in stacks[index].items():
+            terms |= one.terms_of_layer(graph, refs, values, layer, gradient(i, grads[i]))
+        return _Taken(terms, _squares({}))
 
     with jax.named_scope("loss_and_grad"):
-        outside, token = [cast[i] for i in rest], jnp.zeros(())
-        total, vjp, (weight, model_state, aux) = jax.vjp(total_loss, outside, token, has_aux=True)
-    metrics: dict[str, Any] = {"loss": to_sum_dtype(total)}
-    metrics |= {"weight": weight.astype(metrics["loss"].dtype)} if loss.weighted else {}
-    metrics |= {"aux": aux} if loss.has_aux else {}
-
-    # What the update of a layer needs beside it, then the gradients.
+        reads = [functools.partial(read, k) for k in range(len(stacks))]
+        results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
+    metrics, model_state = _metrics(loss, results)
     values = graph.constants | dict(enumerate(given))
-    values[update.grad(len(leaves))] = metrics["loss"]
-    for own in refs:
-        evaluate(graph.needed(own.early, values)[0], values)
-        for v, ref in own.early.items():
-            ref[...] = values[v]
-    with jax.named_scope("loss_and_grad"):
-        grads = dict(zip(rest, vjp(jnp.ones_like(total))[0], strict=True))
-    for index in set(range(len(loops))) - ran:
-        name = update.names[loops[index][0]]
-        raise ValueError(
-            f"update='backward' found layers in the loss, such as those of {name!r}, on which its "
-            f"derivative does not depend. Leave them out of trainable, {OTHERWISE}."
-        )
+    values[update.grad(len(leaves) + 1)] = metrics["loss"]
+    used = {i for piece in pieces.pieces for i in piece.complete}
+    zeros = {i: jnp.zeros_like(leaves[i]) for i in outside - used}
+    values |= {update.grad(i): gradient(i, x) for i, x in zeros.items()}
 
-    grads = {i: gradient(i, g) for i, g in grads.items()}
-    if squares is not None:
-        metrics["grad_norm"] = jnp.sqrt(squares[...] + _squares(list(grads.values())))
-    with jax.named_scope("update"):
-        zeros = {i: jnp.zeros_like(x) for i, x in enumerate(leaves) if i not in grads}
-        values |= {update.grad(i): g for i, g in (zeros | grads).items() if i not in looped}
-        new = {j: jax.freeze(ref) for own in refs for j, ref in own.replaced.items()}
-        others = {j: v for j, v in enumerate(graph.outputs) if j not in new}
-        evaluate(graph.needed(others.values(), values)[0], values)
-        new |= {j: values[v] for j, v in others.items()}
-        new |= {i: x for i, x in enumerate(leaves) if not trained[i]}
-    params, opt_state = jax.tree.unflatten(jax.tree.structure((params, opt_state)), in_order(new))
+    def backward(
+        kept: ForwardPass, take: Any, targets: Iterable[int]
+    ) -> tuple[dict[int, Any], Any]:
+        """Values of the update, each computed as soon as its gradients are; all squares."""
+        found: dict[int, Any] = {}
+        known, complete, squares = dict(values), set(zeros), [jnp.zeros(())]
+
+        def visit(piece: Piece, grads: Any, taken: _Taken | None, cotangents: Any) -> Any:
+            grads = {i: gradient(i, x) for i, x in grads.items()}
+            squares.append(_squares(grads))
+            if taken is not None:
+                squares.append(jnp.sum(taken.squares))
+                found.update({t: reduce(graph, t, x) for t, x in taken.terms.items()})
+            known.update({update.grad(i): x for i, x in grads.items()})
+            complete.update(grads)
+            ready = update.ready(targets, complete, found)
+            with jax.named_scope("update"):
+                evaluate(graph.needed(ready, known)[0], known)
+            new = {v: known[v] for v in ready}
+            if layout.platform != "tpu":  # whose compiler updates early by itself
+                new, cotangents = lax.optimization_barrier((new, cotangents))
+            found.update(new)
+            return cotangents
+
+        with jax.named_scope("loss_and_grad"):
+            pieces.backward(
+                reads, [functools.partial(take, k) for k in range(len(stacks))], kept, visit
+            )
+        return found, sum(squares)
+
+    if update.terms:
+        early = [v for stack in stacks for one in stack.values() for v in one.reduced.early]
+        evaluate(graph.needed(early, values)[0], values)
+        terms, _ = backward(kept, sum_up, update.terms)
+        # All of the second pass is computed after the first.
+        terms, cotangents, grads = lax.optimization_barrier((terms, kept.cotangents, kept.grads))
+        kept = kept._replace(cotangents=cotangents, grads=grads)
+        values |= terms
+    early = [v for stack in stacks for one in stack.values() for v in one.new.early]
+    evaluate(graph.needed(early, values)[0], values)
+    new_of = {j: v for j, v in enumerate(graph.outputs) if j not in refs}
+    found, squares = backward(kept, write, new_of.values())
+    if grad_norm:
+        metrics["grad_norm"] = jnp.sqrt(squares)
+
+    new = {j: jax.freeze(ref) for j, ref in refs.items()}
+    new |= {j: found[v] for j, v in new_of.items()}
+    new |= {i: x for i, x in enumerate(leaves) if not trained[i]}
+    structure: Any = jax.tree.structure((params, opt_state))
+    params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
         return (params, opt_state), metrics, model_state
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, metrics, model_state
 
 
-def _trace_loss(loss: Loss, params: Tree, inputs: Inputs) -> tuple[Any, Any, list[Any]]:
-    """The trace of the mean loss, and of what it returns beside it; its results; its arguments."""
-    number = jnp.zeros((), jnp.int32)  # of the only micro-batch
-    keys = microbatch_key(loss.rngs, inputs.key, number, inputs.batch)
-    args = loss_args(loss, inputs.batch, inputs.model_state, keys)
+class _Taken(NamedTuple):
+    """What a layer adds: to the sums that the update depends on, and its squared gradients."""
 
-    def mean_loss(params: Tree, *args: Any) -> Any:
+    terms: dict[int, jax.Array]
+    squares: jax.Array
+
+
+def _microbatch_arguments(loss: Loss, inputs: Inputs) -> tuple[Any, Any]:
+    """The micro-batches, numbered; the arguments of the loss, of a model state and one of them."""
+
+    def arguments(model_state: Tree, numbered: Any) -> Any:
+        number, batch = numbered
+        keys = microbatch_key(loss.rngs, inputs.key, number, batch)
+        return loss_args(loss, batch, model_state, keys)
+
+    if loss.microbatches == 1:
+        return (jnp.zeros((), jnp.int32), inputs.batch), arguments
+    split = split_microbatches(inputs.batch, loss.microbatches)
+    return (jnp.arange(loss.microbatches), split), arguments
+
+
+def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
+    """The loss of parameters and of other arguments: total, weight, new model state and aux."""
+    given: Any
+    inputs, given = jax.tree.flatten((params, *args))
+
+    def run(inputs: list[Any]) -> Any:
+        params, *args = given.unflatten(inputs)
         total, weight, new, aux = loss.split(loss.fn(params, *args))
         if loss.model_state:
-            new, _ = _model_state.checked(inputs.model_state, new)
-        weight = lax.stop_gradient(weight)
-        if loss.weighted:  # divided before gradients are used
-            total *= inverse_weight(jnp.asarray(weight, total.dtype))
-        return total, (weight, new, aux)
+            new, _ = _model_state.checked(args[1], new)
+        return total, jnp.asarray(weight), new, aux
 
     with marking():
-        closed, results = jax.make_jaxpr(mean_loss, return_shape=True)(params, *args)
-    return closed, results, jax.tree.leaves(args)
+        return Graph(run, inputs, [True] * len(inputs), exact=True)
 
 
-def _squares(grads: list[jax.Array]) -> Any:
-    return sum(jnp.sum(jnp.square(to_sum_dtype(g))) for g in grads)
+def _metrics(loss: Loss, results: Any) -> tuple[dict[str, Any], Any]:
+    """The metrics of a step, and its new model state."""
+    total, weight, model_state, aux = results
+    total = jnp.sum(to_sum_dtype(total))
+    weight = to_sum_dtype(weight)
+    weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
+    scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
+    metrics = {"loss": total * scale}
+    metrics |= {"weight": weight} if loss.weighted else {}
+    if loss.has_aux:
+        many = loss.microbatches > 1
+        metrics["aux"] = jax.tree.map(join_microbatches, aux) if many else aux
+    return metrics, model_state
+
+
+def _squares(grads: dict[int, jax.Array]) -> Any:
+    return sum((jnp.sum(jnp.square(to_sum_dtype(g))) for g in grads.values()), jnp.zeros(()))

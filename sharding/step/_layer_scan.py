@@ -1,0 +1,225 @@
+"""Loops over stacked parameters in a traced loss: found, and run so that layers take gradients.
+
+A layer of such a loop reads its parameters by its index, and hands their gradients to a function as
+the loop runs backward. All micro-batches of a layer run before the next layer does.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.step._layer_hooks import scan_sizes
+
+# Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
+Read = Callable[[jax.Array], dict[int, jax.Array]]
+Take = Callable[[jax.Array, dict[int, jax.Array]], Any]
+
+
+class Microbatches(NamedTuple):
+    """Micro-batches, whose values are stacked if there are several."""
+
+    number: int
+    sum_dtype: Callable[[Any], Any]  # in which gradients of a dtype are accumulated
+
+    def zeros(self, x: jax.Array) -> jax.Array:
+        """The start of a sum of gradients of an array."""
+        return jnp.zeros_like(x, None if self.number == 1 else self.sum_dtype(x.dtype))
+
+    def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, like: Any) -> tuple[Any, Any]:
+        """The sums of gradients, of arrays ``like`` these, and the other results, stacked."""
+        if self.number == 1:
+            return one(each)
+
+        def step(sums: Any, x: Any) -> tuple[Any, Any]:
+            grads, out = one(x)
+            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), out
+
+        return lax.scan(step, jax.tree.map(self.zeros, like), each)
+
+
+class LayerScan(NamedTuple):
+    """A loop over stacked parameters. Operands and results are numbered by position."""
+
+    number: int
+    eqn: Equation
+    own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
+
+    @property
+    def params(self) -> list[int]:
+        return [i for i, _ in self.own.values()]
+
+    def of(self, params: Container[int]) -> "LayerScan":
+        """With these parameters; it gets others as they are."""
+        return self._replace(own={k: x for k, x in self.own.items() if x[0] in params})
+
+    @property
+    def others(self) -> dict[int, int]:
+        """The operands that the loop gets as they are: their values in the graph."""
+        return {k: v for k, v in enumerate(self.eqn.operands) if k not in self.own}
+
+    @property
+    def carried(self) -> range:
+        num_consts, num_carry = scan_sizes(self.eqn.params)
+        return range(num_consts, num_consts + num_carry)
+
+    def _layer(self, params: dict[int, jax.Array], operands: dict[int, Any]) -> list[Any]:
+        own = {}
+        for k, (i, casts) in self.own.items():
+            own[k] = params[i]
+            for cast in casts:
+                (own[k],) = bind(cast, [own[k]])
+        args = operands | own
+        return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
+
+    def forward(self, read: Read, operands: dict[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+        """The results, and what enters each layer, stacked."""
+        carried = self.carried
+        consts = {k: x for k, x in operands.items() if k < carried.start}
+
+        def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
+            layer, slices = x
+            out = self._layer(read(layer), consts | carry | slices)
+            return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
+
+        xs = {k: x for k, x in operands.items() if k >= carried.stop}
+        start = {k: operands[k] for k in carried}
+        carry, (entered, outs) = self._scan(step, start, xs, backward=False)
+        return [*carry.values(), *outs], entered
+
+    def _scan(self, step: Any, carry: Any, xs: Any, backward: bool) -> Any:
+        params = self.eqn.params
+        order = {"reverse": params["reverse"] != backward, "unroll": params["unroll"]}
+        return lax.scan(step, carry, (jnp.arange(params["length"]), xs), **order)
+
+    def backward(
+        self,
+        read: Read,
+        take: Take,
+        operands: dict[int, Any],
+        entered: dict[int, Any],
+        cotangents: dict[int, Any],
+        wanted: set[int],
+        stacked: set[int],
+        microbatches: Microbatches,
+    ) -> tuple[dict[int, Any], Any]:
+        """Cotangents of operands, and what ``take`` returns for each layer, stacked.
+
+        Args:
+          read: the parameters of a layer.
+          take: takes the gradients of a layer.
+          operands: of the loop, those of ``carried`` perhaps absent.
+          entered: what ``forward`` stacked.
+          cotangents: of those results on which the loss depends.
+          wanted: the operands whose cotangents are to be returned, beside those that are carried.
+          stacked: the operands that micro-batches have one each of; so they have of all else.
+          microbatches: of the loss.
+        """
+        carried, dim = self.carried, int(microbatches.number > 1)
+        floating = {k: jnp.issubdtype(x.dtype, jnp.inexact) for k, x in entered.items()}
+        inner = {k for k in carried if floating[k]}
+        consts = {k: x for k, x in operands.items() if k < carried.start}
+        sliced = {k: x for k, x in operands.items() if k >= carried.stop}
+        shared = operands.keys() - stacked
+        of_outs = {j: x for j, x in cotangents.items() if j >= len(carried)}
+        chosen = [*(k - carried.start for k in sorted(inner)), *of_outs]
+
+        def at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
+            return lax.dynamic_index_in_dim(x, layer, dim, keepdims=False)
+
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            layer, _ = x
+            after, sums = carry
+            params = read(layer)
+            args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
+            same = {k: x for k, x in args.items() if k in shared}
+            each = {k: x for k, x in args.items() if k in stacked}
+            each |= {k: at(layer, x, dim) for k, x in entered.items()}
+            later = {j: at(layer, x, dim) for j, x in of_outs.items()}
+
+            def one(each: Any) -> tuple[Any, Any]:
+                each, after, later = each
+                args = same | each
+
+                def run(params: dict[int, Any], given: dict[int, Any]) -> list[Any]:
+                    outs = self._layer(params, args | given)
+                    return [outs[j] for j in chosen]
+
+                given = {k: args[k] for k in sorted(wanted | inner)}
+                _, vjp = jax.vjp(run, params, given)
+                grads, given = vjp([*after.values(), *later.values()])
+                return (grads, {k: g for k, g in given.items() if k in shared}), {
+                    k: g for k, g in given.items() if k not in shared
+                }
+
+            like = params, {k: x for k, x in same.items() if k in wanted}
+            (grads, given), own = microbatches.run(one, (each, after, later), like)
+            given |= own
+            sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
+            after = {k: given[k] for k in after}
+            return (after, sums), (
+                take(layer, grads),
+                {k: given[k] for k in wanted & sliced.keys()},
+            )
+
+        after = {
+            k: cotangents[k - carried.start]
+            if k - carried.start in cotangents
+            else jnp.zeros_like(lax.index_in_dim(entered[k], 0, dim, keepdims=False))
+            for k in sorted(inner)
+        }
+        sums = {
+            k: jnp.zeros_like(x) if k in stacked else microbatches.zeros(x)
+            for k, x in consts.items()
+            if k in wanted
+        }
+        (after, sums), (taken, slices) = self._scan(step, (after, sums), {}, backward=True)
+        slices = {k: jnp.moveaxis(x, 0, dim * (k in stacked)) for k, x in slices.items()}
+        return after | sums | slices, taken
+
+
+def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
+    """The loops of an exact graph, whose first inputs are parameters, over stacks of layers.
+
+    They slice trained parameters, cast or not, which nothing else uses.
+    """
+    equations = graph.needed(graph.outputs, graph.constants)[0]
+    uses = Counter(
+        _param_of(graph, v, trained)[0]
+        for values in (graph.outputs, *(e.operands for e in equations if not _is_float_cast(e)))
+        for v in values
+    )
+    loops: list[LayerScan] = []
+    for eqn in equations:
+        if eqn.primitive.name == "scan" and eqn.params["length"]:
+            first = sum(scan_sizes(eqn.params))
+            found = {
+                k: _param_of(graph, v, trained) for k, v in enumerate(eqn.operands) if k >= first
+            }
+            own = {k: (i, casts) for k, (i, casts) in found.items() if i >= 0 and uses[i] == 1}
+            if own:
+                loops.append(LayerScan(len(loops), eqn, own))
+    return loops
+
+
+def _param_of(graph: Graph, value: int, trained: list[bool]) -> tuple[int, list[Equation]]:
+    """The trained parameter that a value is, and the casts from it to the value; else -1."""
+    casts: list[Equation] = []
+    while value in graph.producer:
+        eqn = graph.equations[graph.producer[value]]
+        if not _is_float_cast(eqn):
+            return -1, []
+        casts.insert(0, eqn)
+        (value,) = eqn.operands
+    return (value, casts) if value < len(trained) and trained[value] else (-1, [])
+
+
+def _is_float_cast(eqn: Equation) -> bool:
+    """Whether an equation casts to what has a gradient."""
+    casts = eqn.primitive.name == "convert_element_type"
+    return casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)

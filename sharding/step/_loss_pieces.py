@@ -1,0 +1,321 @@
+"""A traced loss in pieces, which are differentiated one by one, from the last to the first.
+
+A loop over stacked layers is a piece. Others end where the backward pass completes gradients of
+many parameters. Operations on parameters alone belong to each piece that uses their results.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext.traced_graph import Equation, Graph, evaluate
+from sharding.collectives._dtypes import to_sum_dtype
+from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take
+from sharding.step._microbatches import inverse_weight
+
+_MOST = 32  # pieces, of as many bytes of parameters each, beside loops
+
+
+class Piece(NamedTuple):
+    """A piece; parameters and values are numbered as in the graph."""
+
+    equations: list[Equation]  # without the loop
+    params: list[int]  # that are differentiated
+    given: list[int]  # values of earlier pieces, and arguments of the loss beside parameters
+    values: list[int]  # that the equations compute: results, or operands of the loop
+    loop: LayerScan | None
+    complete: list[int]  # parameters that no earlier piece uses
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        return tuple(self.values) if self.loop is None else self.loop.eqn.results
+
+
+class ForwardPass(NamedTuple):
+    """What the backward pass needs of the forward pass; of several micro-batches, stacked."""
+
+    values: dict[int, Any]
+    pieces: list[Any]  # of each but the last: its derivative, or what enters each layer of a loop
+    cotangents: dict[int, Any]  # by the last piece, which is differentiated in the forward pass
+    grads: dict[int, Any]  # by the last piece; the sums over micro-batches
+
+
+# From a piece, the gradients that it completes, what a loop's layers return, and the cotangents of
+# earlier pieces to the latter, perhaps behind a barrier.
+Visit = Callable[[Piece, dict[int, Any], Any, dict[int, Any]], dict[int, Any]]
+
+
+class LossPieces:
+    """A loss of parameters, which are the first inputs of an exact graph, in pieces.
+
+    The loss returns a total, its weight, a model state, and more.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        params: list[jax.Array],
+        trained: list[bool],
+        loops: list[LayerScan],
+        microbatches: Microbatches,
+    ):
+        self.graph, self.params, self.microbatches = graph, params, microbatches
+        own = {i for loop in loops for i in loop.params}
+        self.outside = [i for i, t in enumerate(trained) if t and i not in own]
+        self._trained = sum(1 << i for i, t in enumerate(trained) if t)
+        self._of_batch = {i for i in range(len(params), len(graph.types)) if self._is_input(i)}
+        self.pieces = self._divide({loop.eqn.results: loop for loop in loops})
+
+    def _is_input(self, value: int) -> bool:
+        return value not in self.graph.producer and value not in self.graph.constants
+
+    def _is_active(self, value: int) -> bool:
+        """Whether the derivative passes through a value."""
+        is_real = jnp.issubdtype(self.graph.types[value].dtype, jnp.inexact)
+        return is_real and bool(self.graph.reads[value] & self._trained)
+
+    # --- Division ---------------------------------------------------------------------------------
+
+    def _divide(self, loops: dict[tuple[int, ...], LayerScan]) -> list[Piece]:
+        graph, of_batch = self.graph, self._of_batch
+        inputs = set(of_batch)
+        needed = {e.results for e in graph.needed(graph.outputs, graph.constants)[0]}
+        steps: list[Equation] = []  # in order: those on values of the batch
+        first: dict[int, int] = {}  # of parameters outside of loops, the step that uses each first
+
+        def use(values: Any, step: int) -> None:
+            reads = [graph.reads[v] for v in values if v not in of_batch]
+            reads_any = functools.reduce(operator.or_, reads, 0)
+            first.update({i: step for i in self.outside if reads_any >> i & 1 and i not in first})
+
+        for eqn in graph.equations:
+            # Equations without results, such as prints, run too.
+            if (eqn.results in loops or of_batch.intersection(eqn.operands)) and (
+                eqn.results in needed or not eqn.results
+            ):
+                loop = loops.get(eqn.results)
+                use(loop.others.values() if loop else eqn.operands, len(steps))
+                of_batch.update(eqn.results)
+                steps.append(eqn)
+        use(graph.outputs, max(len(steps) - 1, 0))
+
+        # A piece starts where the backward pass has completed gradients of enough bytes.
+        sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(self.params)}
+        starts, pending = {0}, 0
+        enough = sum(x for i, x in sizes.items() if self._trained >> i & 1) / _MOST
+        for k in reversed(range(len(steps))):
+            pending += sum(sizes[i] for i, step in first.items() if step == k)
+            if steps[k].results in loops:
+                starts |= {k, k + 1}  # what follows the last loop is a piece, be it empty
+            elif pending and pending >= enough:
+                starts.add(k)
+            pending *= k not in starts
+
+        bounds = [*sorted(starts), len(steps)]
+        pieces = []
+        for start, end in itertools.pairwise(bounds):
+            later = {v for eqn in steps[end:] for v in eqn.operands} | set(graph.outputs)
+            own = steps[start:end]
+            loop = loops.get(own[0].results) if own else None
+            if loop is not None:
+                values = list(loop.others.values())
+            elif end == len(steps):
+                values = list(graph.outputs)
+            else:
+                values = [v for eqn in own for v in eqn.results if v in later]
+            printed = [] if loop else [eqn for eqn in own if not eqn.results]
+            roots = [*values, *(v for eqn in printed for v in eqn.operands)]
+            before = inputs.union(v for eqn in steps[:start] for v in eqn.results)
+            equations, params = graph.needed(roots, before | graph.constants.keys())
+            read = {v for eqn in equations for v in eqn.operands}.union(roots)
+            complete = [i for i, step in first.items() if start <= step < max(end, 1)]
+            pieces.append(
+                Piece(
+                    [*equations, *printed],
+                    [i for i in params if self._trained >> i & 1],
+                    sorted(read & before),
+                    values,
+                    loop,
+                    complete,
+                )
+            )
+        return pieces
+
+    # --- Forward ----------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        read: Sequence[Read],
+        arguments: Callable[[Any, Any], Any],
+        model_state: Any,
+        each: Any,
+    ) -> tuple[Any, ForwardPass]:
+        """The results of the loss, stacked except for the model state; and for the backward pass.
+
+        Args:
+          read: reads the parameters of a layer of each loop.
+          arguments: of a model state and one of ``each``: those of the loss.
+          model_state: the first.
+          each: of the micro-batches, stacked if there are several.
+        """
+        if self.microbatches.number == 1:
+            return self._forward(read, jax.tree.leaves(arguments(model_state, each)))
+
+        def step(carry: Any, x: Any) -> tuple[Any, Any]:
+            model_state, sums = carry
+            results, kept = self._forward(read, jax.tree.leaves(arguments(model_state, x)))
+            total, weight, model_state, more = results
+            for i, g in kept.grads.items():
+                sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
+            return (model_state, sums), ((total, weight, more), kept._replace(grads={}))
+
+        zeros = {i: self.microbatches.zeros(self.params[i]) for i in self.pieces[-1].params}
+        (model_state, grads), (results, kept) = jax.lax.scan(step, (model_state, zeros), each)
+        total, weight, more = results
+        weights = to_sum_dtype(weight)
+        share = weights * inverse_weight(jnp.sum(weights))
+
+        def scale(x: jax.Array) -> jax.Array:
+            return x * jnp.expand_dims(share, range(1, x.ndim)).astype(x.dtype)
+
+        cotangents = {v: scale(x) for v, x in kept.cotangents.items()}
+        grads = {i: g * inverse_weight(jnp.sum(weights)).astype(g.dtype) for i, g in grads.items()}
+        kept = kept._replace(cotangents=cotangents, grads=grads)
+        return (total, weight, model_state, more), kept
+
+    def _forward(self, read: Sequence[Read], args: Any) -> tuple[Any, ForwardPass]:
+        values = dict(zip(range(len(self.params), len(self.graph.types)), args, strict=False))
+        *earlier, last = self.pieces
+        pieces: list[Any] = []
+        for piece in earlier:
+            if piece.loop is not None:
+                operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
+                outs, kept = piece.loop.forward(read[piece.loop.number], operands)
+            elif self.microbatches.number == 1:
+                outs, kept = self._derivative(
+                    piece, values, set(filter(self._is_active, piece.values))
+                )
+            else:  # computed again
+                outs, kept = self._run(piece, {}, values), None
+            values |= zip(piece.results, outs, strict=True)
+            pieces.append(kept)
+        outs, derivative = self._derivative(last, values, {last.values[0]})
+        results = jax.tree.unflatten(self.graph.out_treedef, outs)
+        total, weight = results[:2]
+        # Divided before it is differentiated: float16 overflows in sums.
+        seed = inverse_weight(jnp.asarray(weight, total.dtype))
+        grads, cotangents = derivative({last.values[0]: seed})
+        values = {v: values[v] for piece in earlier for v in piece.given}
+        return results, ForwardPass(values, pieces, cotangents, grads)
+
+    def _run(self, piece: Piece, params: dict[int, Any], values: dict[int, Any]) -> list[Any]:
+        values = self.graph.constants | dict(enumerate(self.params)) | values | params
+        evaluate(piece.equations, values)
+        return [values[v] for v in piece.values]
+
+    def _derivative(self, piece: Piece, values: dict[int, Any], by: set[int]) -> tuple[Any, Any]:
+        """What a piece computes; a function of the cotangents of some of it: those it takes."""
+
+        def run(params: dict[int, Any], given: dict[int, Any]) -> tuple[Any, Any]:
+            outs = self._run(piece, params, values | given)
+            return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
+
+        params = {i: self.params[i] for i in piece.params}
+        given = {v: values[v] for v in piece.given if self._is_active(v)}
+        _, derivative, outs = jax.vjp(run, params, given, has_aux=True)
+        return outs, derivative
+
+    # --- Backward ---------------------------------------------------------------------------------
+
+    def backward(
+        self, read: Sequence[Read], take: Sequence[Take], kept: ForwardPass, visit: Visit
+    ) -> None:
+        """Runs the pieces backward.
+
+        Args:
+          read: reads the parameters of a layer of each loop.
+          take: takes the gradients of a layer of each loop.
+          kept: by the forward pass.
+          visit: called with each piece when it has run.
+        """
+        grads, cotangents = dict(kept.grads), dict(kept.cotangents)
+        for k, piece in reversed(list(enumerate(self.pieces))):
+            taken = None
+            if k < len(self.pieces) - 1:
+                own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
+                if piece.loop is None:
+                    more, given = self._backward(piece, kept, kept.pieces[k], own)
+                else:
+                    more, given, taken = self._loop_backward(
+                        piece,
+                        kept,
+                        kept.pieces[k],
+                        own,
+                        read[piece.loop.number],
+                        take[piece.loop.number],
+                    )
+                _add_to(grads, more)
+                _add_to(cotangents, given)
+            complete = {i: grads.pop(i) for i in piece.complete}
+            cotangents = visit(piece, complete, taken, cotangents)
+
+    def _backward(
+        self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any
+    ) -> tuple[Any, Any]:
+        if self.microbatches.number == 1:
+            return derivative(own)
+
+        def one(each: Any) -> tuple[Any, Any]:
+            values, cotangents = each
+            return self._derivative(piece, values, set(cotangents))[1](cotangents)
+
+        each = {v: kept.values[v] for v in piece.given}, own
+        return self.microbatches.run(one, each, {i: self.params[i] for i in piece.params})
+
+    def _loop_backward(
+        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, read: Read, take: Take
+    ) -> tuple[Any, Any, Any]:
+        loop = piece.loop
+        assert loop is not None
+        others, carried = loop.others, loop.carried
+        operands = dict(zip(others, self._run(piece, {}, kept.values), strict=True))
+        active = {k for k, v in others.items() if self._is_active(v)}
+        found, taken = loop.backward(
+            read,
+            take,
+            {k: x for k, x in operands.items() if k not in carried},
+            entered,
+            {j: own[v] for j, v in enumerate(piece.results) if v in own},
+            active.difference(carried),
+            {k for k, v in others.items() if v in self._of_batch},
+            self.microbatches,
+        )
+        cotangents: dict[int, Any] = {}
+        of_params = {}  # of operands that are the same for all micro-batches
+        for k in active:
+            if others[k] in self._of_batch:
+                _add_to(cotangents, {others[k]: found[k]})
+            else:
+                x = found[k]
+                if k in carried and self.microbatches.number > 1:
+                    x = jnp.sum(x.astype(self.microbatches.sum_dtype(x.dtype)), axis=0)
+                of_params[k] = x.astype(operands[k].dtype)
+
+        def run(params: dict[int, Any]) -> dict[int, Any]:
+            outs = zip(others, self._run(piece, params, kept.values), strict=True)
+            return {k: x for k, x in outs if k in of_params}
+
+        (grads,) = jax.vjp(run, {i: self.params[i] for i in piece.params})[1](of_params)
+        if self.microbatches.number > 1:
+            grads = {i: g.astype(self.microbatches.sum_dtype(g.dtype)) for i, g in grads.items()}
+        return grads, cotangents, taken
+
+
+def _add_to(sums: dict[int, Any], more: dict[int, Any]) -> None:
+    for key, x in more.items():
+        sums[key] = sums[key] + x if key in sums else x
