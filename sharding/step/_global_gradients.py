@@ -72,6 +72,21 @@ class GlobalLoss:
     def trained(self) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
+    @property
+    def hook(self) -> Hook:
+        """Gathers parameters where layers use them, and reduces their gradients."""
+        return Hook(self._fetch, self._tap)
+
+    def cast(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Parameters in the dtypes that the loss gets."""
+        return [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+
+    def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
+        leaf = self.leaves[number]
+        zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
+        return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
+
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
     ) -> Any:
@@ -83,7 +98,7 @@ class GlobalLoss:
           args: of the loss, after the parameters.
           specs: of ``args``.
         """
-        held = [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+        held = self.cast(params)
         if not self._typed:
             try:
                 return self._run(held, taps, *args)
@@ -100,24 +115,21 @@ class GlobalLoss:
         run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
         return run(held, taps, *args)
 
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
-        flat, structure = jax.tree.flatten(args)
-        result: Any = None
-
-        def call(leaves: list[Any], *flat: Any) -> list[Any]:
-            nonlocal result
-            args = jax.tree.unflatten(structure, flat)
-            outs, result = jax.tree.flatten(self.fn(self.treedef.unflatten(leaves), *args))
-            return outs
-
+    def trace(self, held: list[jax.Array], args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The trace of the loss for leaves of parameters and arguments, and what it returns."""
+        params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking("hooks"):
-            closed = jax.make_jaxpr(call)(list(map(self._type, self.leaves, held)), *flat)
-        run = HookedLoss(closed, Hook(self._fetch, self._tap), MARK, self.layout.recomputes)
+            return jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
+
+    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+        closed, results = self.trace(held, args)
+        run = HookedLoss(closed, self.hook, MARK, self.layout.recomputes)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
         ]
-        return jax.tree.unflatten(result, run(held, every, *flat))
+        outs = run(held, every, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), outs)
 
     def _type(self, leaf: _Leaf, held: jax.Array) -> Any:
         """What the loss is traced with."""
@@ -203,11 +215,9 @@ def global_gradients(
     """
     run = GlobalLoss(layout, spec, loss.fn, params)
     leaves, steps = jax.tree.leaves(params), loss.microbatches
-    trained = [(x, leaf) for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained]
-    divides_first = any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for _, leaf in trained)
-
-    def zeros(x: jax.Array, leaf: _Leaf, dtype: Any) -> jax.Array:
-        return layout.constrain(jnp.zeros(x.shape, dtype), leaf.shard)
+    trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
+    dtypes = [dtype for leaf in run.trained for dtype in (leaf.dtype, leaf.reduce_dtype)]
+    divides_first = jnp.float16 in dtypes
 
     def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
         """The model state after a micro-batch, its sums and its aux."""
@@ -226,7 +236,7 @@ def global_gradients(
             divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
             return total * inverse_weight(divisor), (weight, divisor, new, aux)
 
-        taps = [zeros(x, leaf, leaf.reduce_dtype) for x, leaf in trained]
+        taps = [run.tap(i, leaves[i].shape) for i in trained]
         with jax.named_scope("loss_and_grad"):
             (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
         weight, divisor, model_state, aux = more
@@ -243,7 +253,8 @@ def global_gradients(
     if steps == 1:
         model_state, (sums, aux) = microbatch(inputs.model_state, (0, *given))
     else:
-        sums_of = [zeros(x, leaf, spec.precision.of_accumulator(x.dtype)) for x, leaf in trained]
+        of_sums = spec.precision.of_accumulator
+        sums_of = [run.tap(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
 
         def step(carry: Any, numbered: Any) -> Any:
             before, model_state = carry
@@ -252,7 +263,7 @@ def global_gradients(
             sums = lax.optimization_barrier(sums)
             added = [a + g.astype(a.dtype) for a, g in zip(before, sums.grads, strict=True)]
             added = [
-                layout.constrain(g, leaf.shard) for g, (_, leaf) in zip(added, trained, strict=True)
+                layout.constrain(g, leaf.shard) for g, leaf in zip(added, run.trained, strict=True)
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
 

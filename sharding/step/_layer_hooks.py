@@ -96,9 +96,9 @@ class HookedLoss:
         if not any(isinstance(x, HookedParam) for x in operands) and not self._has_mark(eqn):
             return list(bind_equation(eqn, operands))
         if name == "optimization_barrier":
-            return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
+            return with_held(operands, bind_equation(eqn, list(map(held_array, operands))))
         if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
-            return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
+            return with_held(operands, bind_equation(eqn, list(map(held_array, operands))))
         if name in _MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
         if name in CALLS:
@@ -121,11 +121,9 @@ class HookedLoss:
         """A part of the loss that the backward pass computes again; it fetches again, too."""
 
         def again(held: list[Any], taps: list[Any]) -> list[Any]:
-            return list(map(self._full, run(_with_held(operands, held, taps))))
+            return list(map(self._full, run(with_held(operands, held, taps))))
 
-        return jax.checkpoint(again, **options)(
-            list(map(_held_array, operands)), _taps_of(operands)
-        )
+        return jax.checkpoint(again, **options)(list(map(held_array, operands)), taps_of(operands))
 
     def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
         """A loop, whose body gets slices of parameters through the hook."""
@@ -141,14 +139,16 @@ class HookedLoss:
 
         def step(carry: list[Any], slices: Any) -> tuple[list[Any], list[Any]]:
             # Constants that are parameters are fetched for the body alone.
-            args = [*_with_held(consts, map(_held_array, consts)), *carry, *_with_held(xs, *slices)]
-            out = self._run(body.jaxpr, body.consts, args, in_loop=True)
-            out = list(map(self._full, out))
+            args = [*with_held(consts, map(held_array, consts)), *carry, *with_held(xs, *slices)]
+            out = self._body(body, args)
             return out[:num_carry], out[num_carry:]
 
         kept = {key: options[key] for key in ("length", "reverse", "unroll")}
-        carry, outs = jax.lax.scan(step, carry, (list(map(_held_array, xs)), _taps_of(xs)), **kept)
+        carry, outs = jax.lax.scan(step, carry, (list(map(held_array, xs)), taps_of(xs)), **kept)
         return [*carry, *outs]
+
+    def _body(self, body: Any, args: list[Any]) -> list[Any]:
+        return list(map(self._full, self._run(body.jaxpr, body.consts, args, in_loop=True)))
 
     def _has_mark(self, eqn: Any) -> bool:
         """Whether an equation, or one in it, marks what is to be hooked."""
@@ -169,17 +169,17 @@ def _is_cast(eqn: Any) -> bool:
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
 
 
-def _held_array(x: Any) -> Any:
+def held_array(x: Any) -> Any:
     return x.held if isinstance(x, HookedParam) else x
 
 
-def _taps_of(operands: list[Any]) -> list[Any]:
+def taps_of(operands: list[Any]) -> list[Any]:
     return [x.tap for x in operands if isinstance(x, HookedParam)]
 
 
-def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
+def with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
     """New values of operands; of parameters, of what is held, and taps if given."""
-    given = iter(_taps_of(operands) if taps is None else taps)
+    given = iter(taps_of(operands) if taps is None else taps)
     return [
         x._replace(held=y, tap=next(given), fetched=[]) if isinstance(x, HookedParam) else y
         for x, y in zip(operands, values, strict=True)

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import Graph
 from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
-from sharding.placement._specs import leaf_names
+from sharding.placement._layout import Layout
+from sharding.placement._specs import is_spec, leaf_names
+from sharding.step._gather_updated import gather_shard
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import params_update
 
@@ -28,13 +31,47 @@ class Update(NamedTuple):
 
     graph: Graph
     names: list[str]  # of the outputs
+    layout: Layout
+    held: list[PartitionSpec]  # of the outputs, between steps
+    shards: list[PartitionSpec]  # while they are updated
 
     def grad(self, number: int) -> int:
         """The input that is the gradient of a parameter."""
         return len(self.names) + number
 
+    def shard(self, number: int, x: jax.Array) -> jax.Array:
+        """An output, or the input that it replaces, as it is while it is updated."""
+        return self.layout.constrain(x, self.shards[number])
+
+    def read(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+        """One layer, of shape (1, ...), in the placement between steps."""
+        return self.layout.constrain(ref[layer][None], _layer_spec(self.held[number]))
+
+    def read_shard(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+        """One layer, of shape (1, ...), as it is while it is updated."""
+        x = self.read(number, ref, layer)
+        return self.layout.constrain(x, _layer_spec(self.shards[number]))
+
+    def store(self, number: int, ref: Any, layer: jax.Array, x: jax.Array) -> None:
+        """Replaces one layer, in the placement between steps."""
+        held, shard = _layer_spec(self.held[number]), _layer_spec(self.shards[number])
+        x = self.layout.constrain(x, shard)
+        if held != shard:
+            with jax.named_scope("gather_params"):
+                x = gather_shard(self.layout, x, shard, held)
+        ref[layer] = x[0]
+
     @classmethod
-    def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
+    def trace(
+        cls,
+        layout: Layout,
+        spec: StepSpec,
+        opt_specs: Tree,
+        tx: Any,
+        params: Tree,
+        opt_state: Tree,
+        loss: Any,
+    ) -> "Update":
         of_result = spec.precision.of_result
         grads = jax.tree.map(
             lambda x, t: jax.ShapeDtypeStruct(x.shape, of_result(x.dtype) if t else x.dtype),
@@ -52,7 +89,12 @@ class Update(NamedTuple):
         names, count = leaf_names((params, opt_state)), len(jax.tree.leaves(params))
         is_grad = [len(names) <= i < len(names) + count for i in range(len(inputs))]
         # Only operations that do not branch on the platform can be evaluated layer by layer.
-        return cls(Graph(update, inputs, is_grad, portable=True), names)
+        graph = Graph(update, inputs, is_grad, portable=True)
+        places = [
+            jax.tree.leaves((of_params, opt_specs), is_leaf=is_spec)
+            for of_params in (spec.placed.params, spec.placed.shards)
+        ]
+        return cls(graph, names, layout, *places)
 
 
 class Refs(NamedTuple):
@@ -108,9 +150,11 @@ class LayerUpdate(NamedTuple):
         early = [i for i in layers.inputs if i not in sliced and i != grad]
         return cls(grad, outputs, layers, sliced, [*layers.prerequisites, *early])
 
-    def write(self, graph: Graph, refs: Refs, layer: jax.Array, grad: jax.Array) -> None:
+    def write(self, update: Update, refs: Refs, layer: jax.Array, grad: jax.Array) -> None:
         """Replaces a layer of the parameter and of its state."""
-        values = {i: refs.replaced[i][layer][None] for i in self.sliced} | {self.grad: grad[None]}
+        graph = update.graph
+        values = {i: update.read_shard(i, refs.replaced[i], layer) for i in self.sliced}
+        values[self.grad] = grad[None]
 
         def read(value: int, dim: int) -> jax.Array:
             known = value in graph.constants
@@ -120,13 +164,18 @@ class LayerUpdate(NamedTuple):
         def store(value: int, x: jax.Array) -> jax.Array:
             for j in self.outputs:
                 if graph.outputs[j] == value:
-                    refs.replaced[j][layer] = x[0]
+                    update.store(j, refs.replaced[j], layer, x)
                     # Read again: XLA for CPUs would compute it again, from a copy of all layers.
-                    x = refs.replaced[j][layer][None]
+                    x = update.read_shard(j, refs.replaced[j], layer)
             return x
 
         store(self.grad, grad[None])  # for a state that has the gradient itself
         self.layers.evaluate(layer, values, read, store)
+
+
+def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of one layer of a stack, of shape (1, ...)."""
+    return PartitionSpec(None, *spec[1:])
 
 
 def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:

@@ -4,85 +4,163 @@ A layer of such a loop reads its parameters by its index, and hands their gradie
 the loop runs backward. What is outside of the loops stays as it is.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import bind_equation
 from sharding._types import Tree
-from sharding.step._layer_hooks import CALLS, Hook, HookedLoss, HookedParam, scan_sizes
+from sharding.step._layer_hooks import (
+    CALLS,
+    Hook,
+    HookedLoss,
+    HookedParam,
+    held_array,
+    scan_sizes,
+    taps_of,
+    with_held,
+)
 
-# From a scan's equation, constants, carry, stacked parameters and other xs (by position): results.
-RunLoop = Callable[[Any, list[Any], list[Any], dict[int, HookedParam], dict[int, Any]], list[Any]]
+
+class Layers(NamedTuple):
+    """What the layers of a loop do.
+
+    Attributes:
+      refs: the first argument of all three: what they read and write.
+      read: ``read(refs, layer)``, the parameters of a layer, by their numbers.
+      taps: ``taps(params)``, what is differentiated in their place.
+      update: ``update(refs, layer, grads)``, what is done with the gradients of a layer.
+    """
+
+    refs: Tree
+    read: Callable[[Tree, jax.Array], dict[int, jax.Array]]
+    taps: Callable[[dict[int, jax.Array]], dict[int, jax.Array]]
+    update: Callable[[Tree, jax.Array, dict[int, jax.Array]], None]
 
 
-class LoopedLoss(HookedLoss):
-    """A traced loss whose loops over stacked parameters, cast or not, are run by a function."""
+class _Loops(HookedLoss):
+    """A traced loss; of some parameters, cast or not, loops that slice them are special."""
 
-    def __init__(self, closed: Any, run_loop: RunLoop, used: Callable[[int], Any]):
-        """``used`` is called with each parameter that is used in another way."""
-
-        def fetch(number: int, held: jax.Array) -> jax.Array:
-            used(number)
-            return held
-
-        super().__init__(closed, Hook(fetch, lambda number, full, tap: full), "", False)
-        self.run_loop = run_loop
-
-    def run(self, args: list[Any]) -> list[Any]:
-        """What the loss returns of its arguments, the parameters that loops may slice as such."""
-        return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
+    sliced: Container[int]  # the numbers of these parameters
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         name = eqn.primitive.name
-        if name == "convert_element_type" and isinstance(operands[0], HookedParam):
+        if name == "convert_element_type" and self._is_sliced(operands[0]):
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
         if name not in (*CALLS, "scan"):
-            operands = list(map(self._full, operands))
+            operands = list(map(self._unsliced, operands))
         return super()._results(eqn, operands, in_loop)
 
     def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        num_consts, num_carry = scan_sizes(eqn.params)
-        before = list(map(self._full, operands[: num_consts + num_carry]))
-        xs = dict(enumerate(operands[num_consts + num_carry :]))
-        own = {k: x for k, x in xs.items() if isinstance(x, HookedParam) and _is_only_cast(x)}
-        own = own if eqn.params["length"] else {}
-        others = {k: self._full(x) for k, x in xs.items() if k not in own}
-        return self.run_loop(eqn, before[:num_consts], before[num_consts:], own, others)
+        own = set(range(sum(scan_sizes(eqn.params)), len(operands)) if eqn.params["length"] else ())
+        own = {k for k in own if self._is_sliced(operands[k]) and _is_only_cast(operands[k])}
+        operands = [x if k in own else self._unsliced(x) for k, x in enumerate(operands)]
+        return self._loop(eqn, operands, own)
+
+    def _loop(self, eqn: Any, operands: list[Any], own: set[int]) -> list[Any]:
+        """The results of a scan, some of whose operands are to be sliced."""
+        raise NotImplementedError
+
+    def _is_sliced(self, x: Any) -> bool:
+        return isinstance(x, HookedParam) and x.number in self.sliced
+
+    def _unsliced(self, x: Any) -> Any:
+        return self._full(x) if self._is_sliced(x) else x
 
 
-def sliceable(number: int, x: Any) -> HookedParam:
-    """A parameter that loops may slice, as an argument of a ``LoopedLoss``."""
-    return HookedParam(number, x, x, [])
+class _Finder(_Loops):
+    """Finds them, and which parameters are used in another way."""
+
+    def __init__(self, closed: Any, sliced: Container[int]):
+        self.sliced = sliced
+        self.loops: list[list[int]] = []
+        self.used: set[int] = set()
+
+        def fetch(number: int, held: jax.Array) -> jax.Array:
+            self.used.add(number)
+            return held
+
+        super().__init__(closed, Hook(fetch, lambda number, full, tap: full), "", False)
+
+    def _loop(self, eqn: Any, operands: list[Any], own: set[int]) -> list[Any]:
+        if own:
+            self.loops.append([operands[k].number for k in sorted(own)])
+        full = [x.moved(x.held) if k in own else self._full(x) for k, x in enumerate(operands)]
+        return list(bind_equation(eqn, full))
 
 
 def find_loops(
     closed: Any, leaves: list[Any], trained: list[bool], args: list[Any]
 ) -> list[list[int]]:
     """The trained parameters that a loop of a loss slices, and nothing else uses; loop by loop."""
-    loops: list[list[int]] = []
-    used: set[int] = set()
+    finder = _Finder(closed, {i for i, t in enumerate(trained) if t})
+    jax.eval_shape(lambda leaves, args: finder(leaves, leaves, *args), leaves, args)
+    every = [i for loop in finder.loops for i in loop]
+    finder.used |= {i for i in every if every.count(i) > 1}
+    return [own for loop in finder.loops if (own := [i for i in loop if i not in finder.used])]
 
-    def run_loop(eqn: Any, consts: Any, carry: Any, own: Any, others: Any) -> list[Any]:
-        loops.append([x.number for x in own.values()])
-        full = {k: x.moved(x.held) for k, x in own.items()}
-        return list(bind_equation(eqn, [*consts, *carry, *in_order(full | others)]))
 
-    def run(leaves: list[Any], args: list[Any]) -> list[Any]:
-        params = [
-            sliceable(i, x) if t else x
-            for i, (x, t) in enumerate(zip(leaves, trained, strict=True))
-        ]
-        return LoopedLoss(closed, run_loop, used.add).run([*params, *args])
+class LoopedLoss(_Loops):
+    """A traced loss whose layers, in some loops, are updated as these loops run backward."""
 
-    jax.eval_shape(run, leaves, args)
-    every = [i for loop in loops for i in loop]
-    used |= {i for i in every if every.count(i) > 1}
-    return [own for loop in loops if (own := [i for i in loop if i not in used])]
+    def __init__(self, closed: Any, layers: dict[int, Layers], token: jax.Array, *hooks: Any):
+        """Of a trace.
+
+        Args:
+          closed: the trace.
+          layers: for each parameter that a loop slices, the layers of the loop.
+          token: what is differentiated, so that layers run backward.
+          *hooks: of a ``HookedLoss``.
+        """
+        super().__init__(closed, *hooks)
+        self.sliced, self.layers, self.token = layers, layers, token
+        self._cast: dict[int, Callable[[jax.Array], jax.Array]] = {}
+
+    def _loop(self, eqn: Any, operands: list[Any], own: set[int]) -> list[Any]:
+        index = jnp.arange(eqn.params["length"])  # held in the place of a stack
+        self._cast |= {operands[k].number: operands[k].moved for k in own}
+        indices = {k: operands[k]._replace(held=index, tap=index, moves=()) for k in own}
+        return HookedLoss._scan(self, eqn, [indices.get(k, x) for k, x in enumerate(operands)])
+
+    def _body(self, body: Any, args: list[Any]) -> list[Any]:
+        own = {k: x.number for k, x in enumerate(args) if self._is_sliced(x)}
+        if not own:
+            return super()._body(body, args)
+        layers, i = self.layers[args[min(own)].number], args[min(own)].held
+        rest = [x for k, x in enumerate(args) if k not in own]
+
+        def layer(params: dict[int, jax.Array], taps: dict[int, jax.Array], more: Any) -> list[Any]:
+            others = iter(with_held(rest, *more))
+            every = [
+                HookedParam(own[k], self._cast[own[k]](params[own[k]]), taps[own[k]], [])
+                if k in own
+                else next(others)
+                for k in range(len(args))
+            ]
+            return list(map(self._full, self._run(body.jaxpr, body.consts, every)))
+
+        @jax.custom_vjp
+        def call(refs: Tree, i: jax.Array, token: jax.Array, more: Any) -> list[Any]:
+            del token
+            params = layers.read(refs, i)
+            return layer(params, layers.taps(params), more)
+
+        def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+            refs, i, more = residuals
+            params = layers.read(refs, i)
+            run = functools.partial(layer, params)
+            _, vjp = jax.vjp(run, layers.taps(params), more)
+            grads, more = vjp(cotangents)
+            layers.update(refs, i, grads)
+            return None, None, jnp.zeros(()), more
+
+        call.defvjp(
+            lambda refs, i, token, more: (call(refs, i, token, more), (refs, i, more)), backward
+        )
+        return call(layers.refs, i, self.token, (list(map(held_array, rest)), taps_of(rest)))
 
 
 def _is_only_cast(param: HookedParam) -> bool:
@@ -91,56 +169,3 @@ def _is_only_cast(param: HookedParam) -> bool:
 
 def in_order(xs: dict[int, Any]) -> list[Any]:
     return [xs[k] for k in sorted(xs)]
-
-
-def run_loop(
-    eqn: Any,
-    args: tuple[list[Any], list[Any], dict[int, HookedParam], dict[int, Any]],
-    read: Callable[[Tree, jax.Array], list[jax.Array]],
-    update: Callable[[Tree, jax.Array, list[jax.Array]], None],
-    refs: Tree,
-    token: jax.Array,
-) -> list[Any]:
-    """The results of a loop over stacked parameters, whose layers are updated as it runs backward.
-
-    Args:
-      eqn: of the loop.
-      args: as a ``RunLoop`` gets them.
-      read: the parameters of a layer.
-      update: what is done with the gradients of a layer.
-      refs: the arguments of both.
-      token: what is differentiated, so that layers run backward.
-    """
-    consts, carry, own, others = args
-    body = jaxpr_as_fun(eqn.params["jaxpr"])
-
-    def layer(params: list[Any], consts: list[Any], carry: list[Any], rest: list[Any]) -> list[Any]:
-        cast = [x.moved(w) for x, w in zip(own.values(), params, strict=True)]
-        xs = dict(zip(own, cast, strict=True)) | dict(zip(others, rest, strict=True))
-        return list(body(*consts, *carry, *in_order(xs)))
-
-    @jax.custom_vjp
-    def call(refs: Tree, i: jax.Array, token: jax.Array, *args: list[Any]) -> list[Any]:
-        del token
-        return layer(read(refs, i), *args)
-
-    def backward(residuals: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        refs, i, args = residuals
-        _, vjp = jax.vjp(layer, read(refs, i), *args)
-        grads, *more = vjp(cotangents)
-        update(refs, i, grads)
-        return (None, None, jnp.zeros(()), *more)
-
-    call.defvjp(
-        lambda refs, i, token, *args: (call(refs, i, token, *args), (refs, i, args)), backward
-    )
-
-    def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        i, rest = x
-        out = call(refs, i, token, consts, carry, rest)
-        return out[: len(carry)], out[len(carry) :]
-
-    options = {key: eqn.params[key] for key in ("reverse", "unroll")}
-    xs = jnp.arange(eqn.params["length"]), list(others.values())
-    carry, outs = lax.scan(step, carry, xs, **options)
-    return [*carry, *outs]

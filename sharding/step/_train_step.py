@@ -128,7 +128,7 @@ class TrainStep(CompiledStep):
             )
         if self.updates_in_backward:
             new, metrics, changed = update_in_backward(
-                spec, loss, state, inputs, self.tx, self.grad_norm
+                layout, spec, opt_specs, loss, state, inputs, self.tx, self.grad_norm
             )
             return self._with_model_state(new, metrics, changed, layout)
         early = traits.sums and layout.stage in (1, 2)

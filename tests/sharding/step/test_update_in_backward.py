@@ -89,7 +89,8 @@ def make_params(loss_fn):
     shapes = {"embed": (VOCAB, WIDTH), "w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}
     if loss_fn is two_stacks:
         shapes |= {"enc": (3, WIDTH, WIDTH), "cross": (WIDTH, WIDTH)}
-    return runs.draw({k: jax.ShapeDtypeStruct(s, np.float64) for k, s in shapes.items()})
+    drawn = runs.draw({k: jax.ShapeDtypeStruct(s, np.float64) for k, s in shapes.items()})
+    return drawn | {"w": drawn["w"] * np.logspace(-1, 0.3, WIDTH)}  # shards of unlike scale
 
 
 def data(step):
@@ -103,37 +104,44 @@ def trained(update, tx, loss_fn, zero=None, steps=10, **options):
     return runs.train(zero, make, loss_fn, data=data, steps=steps, update=update, **options)
 
 
-ADAMW = optax.adamw(1e-3)
+ADAMW, SGD = optax.adamw(1e-3), optax.sgd(0.01, momentum=0.9, nesterov=True)
 BY_LAYER = by_path({"^(w|b|enc|Scan)": last_two_dims(batch=(0,))}, default=last_two_dims())
 CAME = optax_ext.came(1e-4, factoring=BY_LAYER)
 LAYERS_OF_LAMB = by_path({"^(w|b|enc|Scan)": Factoring(batch=(0,))}, default=None)
 CASES = [
-    (ADAMW, two_stacks),
-    (optax.sgd(0.01, momentum=0.9, nesterov=True), scanned),
-    (optax.lion(1e-4), flax_model),
-    (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks),
-    (CAME, flax_model),
-    (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model),
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=512), flax_model),
-    (optax_ext.low_precision_state(CAME, bits=8, min_size=512), two_stacks),
+    (ADAMW, two_stacks, 3, "tensor"),
+    (SGD, scanned, 2, "four"),
+    (optax.lion(1e-4), flax_model, 1, "torus"),
+    (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks, 2, "replicas"),
+    (CAME, flax_model, 3, "flat"),
+    (CAME, two_stacks, 1, "tensor"),
+    (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model, 2, "one"),
+    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=512), flax_model, 2, "one"),
+    (optax_ext.low_precision_state(CAME, bits=8, min_size=512), two_stacks, 3, "replicas"),
     # 8-bit blocks of b are over all layers: it is updated after the others.
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned),
-    (optax_ext.master_weights(ADAMW), scanned),
-    (optax.inject_hyperparams(optax.adamw)(lambda count: 1e-3 / (1.0 + count)), two_stacks),
-    (optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau(patience=1)), scanned),
-    (optax.partition({1: ADAMW, 2: optax.sgd(0.01)}, {"embed": 2, "w": 1, "b": 1}), scanned),
+    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned, 2, "flat"),
+    (optax_ext.master_weights(ADAMW), scanned, 2, "one"),
+    (optax.inject_hyperparams(optax.adamw)(lambda n: 1e-3 / (1.0 + n)), two_stacks, 0, "flat"),
+    (optax.chain(ADAMW, optax.contrib.reduce_on_plateau(patience=1)), scanned, 2, "one"),
+    (optax.partition({1: ADAMW, 2: SGD}, {"embed": 2, "w": 1, "b": 1}), scanned, 2, "four"),
 ]
 
 
-@pytest.mark.parametrize(("tx", "loss_fn"), CASES)
-def test_equals_the_plain_step(tx, loss_fn):
-    both = [trained(update, tx, loss_fn, **OPTIONS[loss_fn]) for update in ("backward", "after")]
+@pytest.mark.parametrize(("tx", "loss_fn", "stage", "mesh"), CASES)
+def test_equals_the_plain_step(tx, loss_fn, stage, mesh):
+    zero = runs.zero_of(stage, mesh, min_shard_size=0, view="global")
+    run = functools.partial(trained, tx=tx, loss_fn=loss_fn, zero=zero, **OPTIONS[loss_fn])
+    both = [run(update) for update in ("backward", "after")]
     runs.assert_same(*both)
     model.assert_close(both[0][1], both[1][1], runs.TOLERANCE)
+    places = [[x.sharding for x in jax.tree.leaves(state)] for state, _ in both]
+    assert places[0] == places[1]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_other_options(kind):
+@pytest.mark.parametrize(
+    ("kind", "stage", "mesh"), [(AxisType.Auto, 2, "one"), (AxisType.Explicit, 3, "tensor")]
+)
+def test_other_options(kind, stage, mesh):
     """Gathered layers, casts, a frozen parameter, one that two loops use, a model state."""
 
     class State(TrainState):
@@ -151,7 +159,8 @@ def test_other_options(kind):
         return State.create(apply_fn=None, params=params, tx=ADAMW, scale=jnp.ones(()))
 
     precision = shd.Precision(compute=jnp.float32, accumulate=jnp.float64)
-    zero = runs.zero_of(2, "one", kind, precision=precision)
+    options = {"precision": precision, "view": "global", "min_shard_size": 0}
+    zero = runs.zero_of(stage, mesh, kind, **options)
     options = {"model_state": "scale", "trainable": {"embed": False, "w": True, "b": True}}
     run = functools.partial(runs.train, zero, make, loss_fn, data=data, **options)
     both = [run(update=update) for update in ("backward", "after")]
@@ -189,7 +198,7 @@ REFUSED = [
     {"tx": optax_ext.came(1e-3), "match": "4 layers of '0/w' .*several.*batch dims"},
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"microbatches": 2, "match": "without microbatches=2"},
-    {"zero": runs.zero_of(2, "three"), "match": "without a mesh of 3 devices"},
+    {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
     {"update": "forward", "match": "'after' or 'backward', got 'forward'"},
 ]
 
