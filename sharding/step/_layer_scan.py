@@ -14,9 +14,11 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_hooks import scan_sizes
 
-# Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
+# Of the index of a layer: its parameters as they are held, by number. And of their gradients, too:
+# what to stack.
 Read = Callable[[jax.Array], dict[int, jax.Array]]
 Take = Callable[[jax.Array, dict[int, jax.Array]], Any]
 
@@ -31,8 +33,8 @@ class Microbatches(NamedTuple):
         """The start of a sum of gradients of an array."""
         return jnp.zeros_like(x, None if self.number == 1 else self.sum_dtype(x.dtype))
 
-    def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, like: Any) -> tuple[Any, Any]:
-        """The sums of gradients, of arrays ``like`` these, and the other results, stacked."""
+    def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, zeros: Any) -> tuple[Any, Any]:
+        """The sums of gradients, from ``zeros`` on, and the other results, stacked."""
         if self.number == 1:
             return one(each)
 
@@ -40,7 +42,7 @@ class Microbatches(NamedTuple):
             grads, out = one(x)
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), out
 
-        return lax.scan(step, jax.tree.map(self.zeros, like), each)
+        return lax.scan(step, zeros, each)
 
 
 class LayerScan(NamedTuple):
@@ -77,14 +79,16 @@ class LayerScan(NamedTuple):
         args = operands | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
-    def forward(self, read: Read, operands: dict[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+    def forward(
+        self, read: Read, operands: dict[int, Any], use: GlobalLoss
+    ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked."""
         carried = self.carried
         consts = {k: x for k, x in operands.items() if k < carried.start}
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self._layer(read(layer), consts | carry | slices)
+            out = self._layer(use.full(read(layer)), consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -106,6 +110,7 @@ class LayerScan(NamedTuple):
         cotangents: dict[int, Any],
         wanted: set[int],
         stacked: set[int],
+        use: GlobalLoss,
         microbatches: Microbatches,
     ) -> tuple[dict[int, Any], Any]:
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
@@ -118,6 +123,7 @@ class LayerScan(NamedTuple):
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
           stacked: the operands that micro-batches have one each of; so they have of all else.
+          use: how the loss gets parameters.
           microbatches: of the loss.
         """
         carried, dim = self.carried, int(microbatches.number > 1)
@@ -135,7 +141,7 @@ class LayerScan(NamedTuple):
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             layer, _ = x
             after, sums = carry
-            params = read(layer)
+            held = read(layer)
             args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
             same = {k: x for k, x in args.items() if k in shared}
             each = {k: x for k, x in args.items() if k in stacked}
@@ -146,19 +152,22 @@ class LayerScan(NamedTuple):
                 each, after, later = each
                 args = same | each
 
-                def run(params: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self._layer(params, args | given)
+                def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
+                    outs = self._layer(use.full(held, taps), args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
-                _, vjp = jax.vjp(run, params, given)
+                _, vjp = jax.vjp(run, use.taps(held), given)
                 grads, given = vjp([*after.values(), *later.values()])
                 return (grads, {k: g for k, g in given.items() if k in shared}), {
                     k: g for k, g in given.items() if k not in shared
                 }
 
-            like = params, {k: x for k, x in same.items() if k in wanted}
-            (grads, given), own = microbatches.run(one, (each, after, later), like)
+            zeros = (
+                use.taps(held, microbatches.sum_dtype),
+                {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
+            )
+            (grads, given), own = microbatches.run(one, (each, after, later), zeros)
             given |= own
             sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
             after = {k: given[k] for k in after}

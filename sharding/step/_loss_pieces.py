@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, evaluate
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take
 from sharding.step._microbatches import inverse_weight
 
@@ -26,6 +27,7 @@ class Piece(NamedTuple):
 
     equations: list[Equation]  # without the loop
     params: list[int]  # that are differentiated
+    frozen: list[int]  # other parameters
     given: list[int]  # values of earlier pieces, and arguments of the loss beside parameters
     values: list[int]  # that the equations compute: results, or operands of the loop
     loop: LayerScan | None
@@ -59,13 +61,14 @@ class LossPieces:
     def __init__(
         self,
         graph: Graph,
+        use: GlobalLoss,
         params: list[jax.Array],
-        trained: list[bool],
         loops: list[LayerScan],
         microbatches: Microbatches,
     ):
-        self.graph, self.params, self.microbatches = graph, params, microbatches
+        self.graph, self.use, self.params, self.microbatches = graph, use, params, microbatches
         own = {i for loop in loops for i in loop.params}
+        trained = [leaf.trained for leaf in use.leaves]
         self.outside = [i for i, t in enumerate(trained) if t and i not in own]
         self._trained = sum(1 << i for i, t in enumerate(trained) if t)
         self._of_batch = {i for i in range(len(params), len(graph.types)) if self._is_input(i)}
@@ -138,6 +141,7 @@ class LossPieces:
                 Piece(
                     [*equations, *printed],
                     [i for i in params if self._trained >> i & 1],
+                    [i for i in params if not self._trained >> i & 1],
                     sorted(read & before),
                     values,
                     loop,
@@ -174,7 +178,7 @@ class LossPieces:
                 sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
             return (model_state, sums), ((total, weight, more), kept._replace(grads={}))
 
-        zeros = {i: self.microbatches.zeros(self.params[i]) for i in self.pieces[-1].params}
+        zeros = self._taps(self.pieces[-1], self.microbatches.sum_dtype)
         (model_state, grads), (results, kept) = jax.lax.scan(step, (model_state, zeros), each)
         total, weight, more = results
         weights = to_sum_dtype(weight)
@@ -195,7 +199,7 @@ class LossPieces:
         for piece in earlier:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                outs, kept = piece.loop.forward(read[piece.loop.number], operands)
+                outs, kept = piece.loop.forward(read[piece.loop.number], operands, self.use)
             elif self.microbatches.number == 1:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
@@ -213,21 +217,24 @@ class LossPieces:
         values = {v: values[v] for piece in earlier for v in piece.given}
         return results, ForwardPass(values, pieces, cotangents, grads)
 
-    def _run(self, piece: Piece, params: dict[int, Any], values: dict[int, Any]) -> list[Any]:
-        values = self.graph.constants | dict(enumerate(self.params)) | values | params
+    def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
+        held = {i: self.params[i] for i in (*piece.params, *piece.frozen)}
+        values = self.graph.constants | values | self.use.full(held, taps)
         evaluate(piece.equations, values)
         return [values[v] for v in piece.values]
+
+    def _taps(self, piece: Piece, dtype: Any = None) -> dict[int, jax.Array]:
+        return self.use.taps({i: self.params[i] for i in piece.params}, dtype)
 
     def _derivative(self, piece: Piece, values: dict[int, Any], by: set[int]) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
 
-        def run(params: dict[int, Any], given: dict[int, Any]) -> tuple[Any, Any]:
-            outs = self._run(piece, params, values | given)
+        def run(taps: dict[int, Any], given: dict[int, Any]) -> tuple[Any, Any]:
+            outs = self._run(piece, taps, values | given)
             return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
 
-        params = {i: self.params[i] for i in piece.params}
         given = {v: values[v] for v in piece.given if self._is_active(v)}
-        _, derivative, outs = jax.vjp(run, params, given, has_aux=True)
+        _, derivative, outs = jax.vjp(run, self._taps(piece), given, has_aux=True)
         return outs, derivative
 
     # --- Backward ---------------------------------------------------------------------------------
@@ -275,7 +282,7 @@ class LossPieces:
             return self._derivative(piece, values, set(cotangents))[1](cotangents)
 
         each = {v: kept.values[v] for v in piece.given}, own
-        return self.microbatches.run(one, each, {i: self.params[i] for i in piece.params})
+        return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
     def _loop_backward(
         self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, read: Read, take: Take
@@ -293,6 +300,7 @@ class LossPieces:
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
             {k for k, v in others.items() if v in self._of_batch},
+            self.use,
             self.microbatches,
         )
         cotangents: dict[int, Any] = {}
@@ -306,11 +314,11 @@ class LossPieces:
                     x = jnp.sum(x.astype(self.microbatches.sum_dtype(x.dtype)), axis=0)
                 of_params[k] = x.astype(operands[k].dtype)
 
-        def run(params: dict[int, Any]) -> dict[int, Any]:
-            outs = zip(others, self._run(piece, params, kept.values), strict=True)
+        def run(taps: dict[int, Any]) -> dict[int, Any]:
+            outs = zip(others, self._run(piece, taps, kept.values), strict=True)
             return {k: x for k, x in outs if k in of_params}
 
-        (grads,) = jax.vjp(run, {i: self.params[i] for i in piece.params})[1](of_params)
+        (grads,) = jax.vjp(run, self._taps(piece))[1](of_params)
         if self.microbatches.number > 1:
             grads = {i: g.astype(self.microbatches.sum_dtype(g.dtype)) for i, g in grads.items()}
         return grads, cotangents, taken
