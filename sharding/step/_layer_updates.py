@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import REDUCTIONS, Graph, bind
@@ -61,8 +63,9 @@ class Update(NamedTuple):
 
     def read_shard(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
         """One layer, of shape (1, ...), as it is while it is updated."""
-        x = self.read(number, ref, layer)
-        return self.layout.constrain(x, _layer_spec(self.shards[number]))
+        spec = _layer_spec(self.shards[number])
+        x = self.layout.constrain(self.read(number, ref, layer), spec)
+        return _as_stored(self.layout, x, spec)
 
     def store(self, number: int, ref: Any, layer: jax.Array, x: jax.Array) -> None:
         """Replaces one layer, in the placement between steps."""
@@ -117,6 +120,24 @@ class Update(NamedTuple):
 def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
     """The spec of one layer of a stack, of shape (1, ...)."""
     return PartitionSpec(None, *spec[1:])
+
+
+def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """On GPUs, an array in the order of its dims.
+
+    Else XLA stores stacks of layers transposed, in a second buffer, as it gathers and reduces them
+    along other dims than the first.
+    """
+    if layout.platform != "gpu" or layout.mesh.size == 1:
+        return x
+    order = MemoryLayout(tuple(range(x.ndim)))
+    return jax.shard_map(
+        lambda x: with_layout_constraint(x, order),
+        mesh=None if layout.explicit_axes else layout.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(x)
 
 
 def _find_terms(graph: Graph) -> list[int]:
