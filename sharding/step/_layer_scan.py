@@ -27,9 +27,9 @@ class Microbatches(NamedTuple):
     number: int
     sum_dtype: Callable[[Any], Any]  # in which gradients of a dtype are accumulated
 
-    def zeros(self, x: jax.Array) -> jax.Array:
+    def zeros(self, x: jax.Array, zero: Any = 0) -> jax.Array:
         """The start of a sum of gradients of an array."""
-        return jnp.zeros_like(x, None if self.number == 1 else self.sum_dtype(x.dtype))
+        return jnp.full_like(x, zero, None if self.number == 1 else self.sum_dtype(x.dtype))
 
     def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, like: Any) -> tuple[Any, Any]:
         """The sums of gradients, of arrays ``like`` these, and the other results, stacked."""
@@ -40,7 +40,9 @@ class Microbatches(NamedTuple):
             grads, out = one(x)
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), out
 
-        return lax.scan(step, jax.tree.map(self.zeros, like), each)
+        # Without the barrier XLA makes all zeros of the same shape at once, before the first sum.
+        zero, each = lax.optimization_barrier((jnp.zeros((), jnp.int8), each))
+        return lax.scan(step, jax.tree.map(lambda x: self.zeros(x, zero), like), each)
 
 
 class LayerScan(NamedTuple):
