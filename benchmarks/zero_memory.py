@@ -204,7 +204,7 @@ def view_rows(smoke: bool) -> Iterator[str]:
 
 
 BY_LAYER = optax_ext.by_path(
-    {"^layers/": optax_ext.last_two_dims(batch=(0,))}, default=optax_ext.last_two_dims()
+    {"^layers/[^0-9]": optax_ext.last_two_dims(batch=(0,))}, default=optax_ext.last_two_dims()
 )
 OPTIMIZERS = {
     "Adafactor": optax_ext.adafactor(1e-3, factoring=BY_LAYER),
@@ -213,37 +213,54 @@ OPTIMIZERS = {
 }
 
 
+# Updated in the backward pass: model, optimizer, micro-batches, whether the global norm is clipped.
+IN_BACKWARD = [
+    ("llama2-7b", "Adafactor", 1, False),
+    ("llama2-7b", "CAME 8-bit", 1, False),
+    ("llama2-7b", "CAME 8-bit", 1, True),
+    ("llama2-7b", "CAME 8-bit", 4, False),
+    ("llama2-7b", "CAME 8-bit", 4, True),
+    ("llama2-7b", "AdamW 8-bit", 1, False),
+    ("llama2-13b", "CAME 8-bit", 1, False),
+    ("7B, 16 numbered layers", "Adafactor", 1, False),
+]
+
+
 def backward_rows(smoke: bool) -> Iterator[str]:
-    """7B on one device, updated after the backward pass and in it."""
-    model = Decoder(2, 64, 4, 4, 128, 96) if smoke else MODELS["llama2-7b"]
-    model = dataclasses.replace(model, length=32 if smoke else LENGTH)
-    dtype = jnp.float32 if smoke else jnp.bfloat16
-    for target, optimizer in itertools.product(("cpu:1",) if smoke else ("h100x1",), OPTIMIZERS):
+    """Models on one device, updated after the backward pass and in it."""
+    dtype, target = (jnp.float32, "cpu:1") if smoke else (jnp.bfloat16, "h100x1")
+    for name, optimizer, microbatches, clips in IN_BACKWARD:
+        numbered = dataclasses.replace(MODELS["llama2-7b"], layers=16, scan=False)
+        model = Decoder(2, 64, 4, 4, 128, 96) if smoke else MODELS.get(name, numbered)
+        model = dataclasses.replace(model, length=32 if smoke else LENGTH, scan=name in MODELS)
         zero, tx = shd.Zero(targets.mesh(target, (1,), ("data",))), OPTIMIZERS[optimizer]
-        make = lambda tx=tx: (lambda params: (params, tx.init(params)))(model.init(dtype))  # noqa: E731
-        cells = []
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clips else tx
+        make = lambda m=model, tx=tx: (lambda params: (params, tx.init(params)))(m.init(dtype))  # noqa: E731
+        found, cells = [], []
         for place in ("after", "backward"):
             loss = model.make_loss(jax.checkpoint(model.apply_layer))
-            step = zero.train_step(loss, tx=tx, update=place)
-            lowered, start = (
-                step.lower(zero.abstract_state(make, tx=tx), model.batch(1)),
-                time.time(),
-            )
-            found = shd.audit(lowered.compile(), mesh=zero.mesh)
-            cells += [f"{found.memory / GIB:.2f}", f"{time.time() - start:.0f}"]
-        yield f"| {' | '.join((target, optimizer, *cells))} |"
+            step = zero.train_step(loss, tx=tx, update=place, microbatches=microbatches)
+            state, start = zero.abstract_state(make, tx=tx), time.time()
+            program = step.lower(state, model.batch(microbatches)).compile()
+            found.append(shd.audit(program, mesh=zero.mesh))
+            cells += [f"{found[-1].memory / GIB:.2f}", f"{time.time() - start:.0f}"]
+        flops = [sum(x.flops.values()) for x in found]
+        case = target, name, optimizer, str(microbatches), "yes" if clips else ""
+        yield f"| {' | '.join((*case, *cells, f'{flops[1] / flops[0]:.3f}'))} |"
 
 
 def write_backward(smoke: bool) -> None:
     """Prints the table of the update's place; writes that of full size."""
     columns = [f"{what}: {place}" for place in ("after", "backward") for what in ("GiB", "s")]
-    found = _results.table(header("target", "optimizer", *columns), backward_rows(smoke))
+    case = "target", "model", "optimizer", "micro-batches", "clipped"
+    found = _results.table(header(*case, *columns, "FLOPs / after"), backward_rows(smoke))
     if not smoke:
         _results.write_section(
             "zero_memory",
             "The update inside the backward pass",
-            "Llama 2 7B in bfloat16 on one device, one sequence of 1,024 tokens, `jax.checkpoint` "
-            "around a layer: GiB, and seconds to compile.",
+            "bfloat16 on one device, micro-batches of one sequence of 1,024 tokens, "
+            "`jax.checkpoint` around a layer: GiB, and seconds to trace and compile. Clipped: by "
+            "the global norm, exactly, for a second backward pass.",
             found,
             script="zero_memory.py --only backward",
         )

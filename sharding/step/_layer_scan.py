@@ -42,7 +42,9 @@ class Microbatches(NamedTuple):
             grads, out = one(x)
             return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), out
 
-        return lax.scan(step, zeros, each)
+        # Without the barrier XLA makes all zeros of the same shape at once, before the first sum.
+        zero, each = lax.optimization_barrier((jnp.zeros((), jnp.int8), each))
+        return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
 
 
 class LayerScan(NamedTuple):

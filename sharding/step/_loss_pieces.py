@@ -97,11 +97,9 @@ class LossPieces:
             first.update({i: step for i in self.outside if reads_any >> i & 1 and i not in first})
 
         for eqn in graph.equations:
-            # Equations without results, such as prints, run too.
-            if (eqn.results in loops or of_batch.intersection(eqn.operands)) and (
-                eqn.results in needed or not eqn.results
-            ):
-                loop = loops.get(eqn.results)
+            loop = loops.get(eqn.results)
+            of_batch_or_loop = loop is not None or of_batch.intersection(eqn.operands)
+            if not eqn.results or (eqn.results in needed and of_batch_or_loop):  # prints run, too
                 use(loop.others.values() if loop else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)

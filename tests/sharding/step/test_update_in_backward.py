@@ -210,19 +210,25 @@ def test_other_options(kind, microbatches, compute, stage, mesh):
     np.testing.assert_allclose(*(float(state.scale) for state, _ in both), rtol=1e-12)
 
 
-def test_memory():
-    """The state is updated in place, and no gradient of a stack exists."""
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_memory(microbatches):
+    """The state is updated in place, no gradient of a stack exists, and no more is computed."""
 
     def loss_fn(p, x):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0].mean()
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+        return lax.scan(layer, x, p["w"])[0].mean()
 
-    make, temporaries = model.make_of(lambda: {"w": np.ones((64, 32, 32))}, ADAMW), []
+    make = model.make_of(lambda: {"w": np.ones((64, 32, 32))}, ADAMW)
+    temporaries, flops = [], []
     for update in ("after", "backward"):
-        given = runs.zero_of(2, "one"), make, ADAMW, loss_fn, np.ones((8, 32))
-        memory = model.lowered(*given, update=update).compile().memory_analysis()
+        given = runs.zero_of(2, "one"), make, ADAMW, loss_fn, np.ones((4, 32))
+        program = model.lowered(*given, update=update, microbatches=microbatches).compile()
+        memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= 3 * 64 * 32 * 32 * 8
         temporaries.append(memory.temp_size_in_bytes)
+        flops.append(sum(shd.audit(program).flops.values()))
     assert 3 * temporaries[1] < 64 * 32 * 32 * 8 <= temporaries[0]
+    assert flops[1] < 1.005 * flops[0]
 
 
 NO_LAYERS = [
