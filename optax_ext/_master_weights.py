@@ -8,7 +8,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._leaves import Leaves, check_dtype, check_shape
-from optax_ext._types import DType, Tree
+from optax_ext._types import Array, DType, Tree
 
 
 class MasterWeightsState(NamedTuple):
@@ -16,6 +16,18 @@ class MasterWeightsState(NamedTuple):
 
     master: optax.Params  # the parameter's shape, ``dtype``; None where a parameter has no master
     inner_state: optax.OptState
+
+    def rounded(self, params: Tree) -> Any:
+        """Returns parameters, of each that has a master its rounding, which it is after a step."""
+        masters = dict(jax.tree.leaves_with_path(self.master))
+
+        def of_master(path: Any, p: Array) -> Any:
+            master = masters.get(path)
+            if master is None or master.shape != p.shape:
+                return p
+            return _rounded(master, p.dtype).astype(p.dtype)
+
+        return jax.tree.map_with_path(of_master, params)
 
 
 def _rounded(x: jax.Array, dtype: DType) -> jax.Array:

@@ -73,6 +73,9 @@ class Zero(NnxMethods):
       precision: dtypes of computing, reducing, accumulating and gathering.
       offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
         (``pinned_host``), and streams it through the device in each step.
+      update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
+        ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
+        as of a clip, are computed on the devices. Not for GPUs.
       offload_min_size: with ``offload``, state arrays with fewer elements stay on the device.
       sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``, over the replicas
         if there are any; None sums gradients. It receives them in ``precision.reduce``; its state
@@ -121,6 +124,7 @@ class Zero(NnxMethods):
     reshard_after_forward: bool = True
     precision: Precision = Precision()
     offload: str | None = None
+    update_on: str = dataclasses.field(default="device", kw_only=True)
     offload_min_size: int = dataclasses.field(default=4096, kw_only=True)
     sync: GradientSync | None = None
     unsharded: str | tuple[str, ...] = ()

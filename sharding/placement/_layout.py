@@ -52,6 +52,7 @@ class Layout:
     unsharded: tuple[str, ...] = ()
     reshard_after_forward: bool = True
     view: str = "device"
+    update_on: str = "device"
     traced_axes: tuple[
         str, ...
     ] = ()  # in a trace on an Auto twin of the mesh: those not Auto there

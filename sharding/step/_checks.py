@@ -181,6 +181,13 @@ def check_options(zero: Any) -> None:
         )
     if zero.offload not in (None, "optimizer"):
         raise ValueError(f"offload must be 'optimizer' or None, got {zero.offload!r}.")
+    if zero.update_on not in ("device", "host"):
+        raise ValueError(f"update_on must be 'device' or 'host', got {zero.update_on!r}.")
+    if zero.update_on == "host" and zero.offload is None:
+        raise ValueError(
+            "update_on='host' updates state in host memory, and offload=None leaves it on the "
+            "devices: add offload='optimizer'."
+        )
     if zero.view not in ("device", "global"):
         raise ValueError(f"view must be 'device' or 'global', got {zero.view!r}.")
     if zero.view == "global" and (zero.sync is not None or zero.precision.gather is not None):

@@ -13,6 +13,7 @@ from optax_ext import kernels
 from sharding._jaxprs import all_equations, inputs_read
 from sharding._types import Array, OptState, Tree
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.offload._host_update import updated_on_host
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.step._gather_updated import gather_updated
@@ -78,9 +79,12 @@ def update(
             shards, opt_state = transform(grads, opt_state, shards)
             return shards, layout.constrain(opt_state, opt_specs)
 
-        # Offloaded state streams through the device.
-        specs = (placed.shards, opt_specs)
-        shards, opt_state = streamed(advance, shards, opt_state, grads, specs)
+        # Offloaded state streams through the device, or stays where it is.
+        if layout.update_on == "host":
+            shards, opt_state = updated_on_host(advance, shards, opt_state, layout)
+        else:
+            specs = (placed.shards, opt_specs)
+            shards, opt_state = streamed(advance, shards, opt_state, grads, specs)
     with jax.named_scope("gather_params"):
         new = layout.constrain(shards, placed.shards)
         if layout.stage in (1, 2):

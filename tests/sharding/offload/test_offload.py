@@ -139,6 +139,74 @@ def test_offload_min_size_alone_decides_what_is_offloaded():
         assert "host memory" not in str(plain)
 
 
+# --- The update on the CPU ------------------------------------------------------------------------
+
+SCHEDULE = optax.cosine_decay_schedule(1e-3, 30)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(SCHEDULE, weight_decay=0.1))
+ON_CPU = [
+    (0, LAYERWISE),
+    (1, CLIPPED),
+    (1, optax_ext.lamb(1e-3)),
+    (2, optax_ext.master_weights(CLIPPED)),
+    (2, optax_ext.low_precision_state(optax.adamw(1e-3), min_size=512)),
+    (2, optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1e-3))),
+    (3, optax_ext.adafactor(1e-3, momentum=0.9, factoring=BY_LAYER)),
+    (3, optax.apply_if_finite(optax.adamw(1e-3), 3)),
+]
+
+
+@pytest.mark.parametrize(("stage", "tx"), ON_CPU)
+@pytest.mark.filterwarnings("ignore:stage 3 with a loss", "ignore:offload", "ignore:update_on")
+def test_the_update_on_the_cpu(x64, stage, tx):
+    """It equals that of the devices; bfloat16 parameters have masters."""
+    dtype = jnp.bfloat16 if "master" in str(jax.eval_shape(tx.init, initial())) else np.float64
+
+    def make_params():
+        return {k: jnp.asarray(x, dtype) for k, x in initial().items()}
+
+    def trained(update_on):
+        zero, make = zero_of(8, stage=stage, update_on=update_on), model.make_of(make_params, tx)
+        return model.run(zero, make, tx, loss, batch_of, 20)
+
+    found, wanted = map(trained, ("host", "device"))
+    assert_same(found, wanted)
+    assert kinds_of(found[1], large=True) == {"pinned_host"}
+    assert kinds_of(found[0], large=True) == {"device"}
+
+
+@pytest.mark.parametrize(
+    ("num", "tx", "sent"),
+    [
+        (8, optax_ext.master_weights(CLIPPED), 4),  # gradients and parameters in bfloat16
+        (1, optax_ext.master_weights(LAYERWISE), 4),
+        (8, optax.adamw(SCHEDULE), 4),  # updates come back, and meet the parameters on the device
+    ],
+)
+def test_what_moves_to_the_cpu_and_back(num, tx, sent):
+    zero = zero_of(num, update_on="host")
+    make = model.make_of(lambda: {"w": jnp.ones((6, 2048, 2048), jnp.bfloat16)}, tx)
+    state = zero.abstract_state(make, tx=tx)
+    eqns = jax.make_jaxpr(functools.partial(zero.apply_gradients, tx=tx))(state, state[0]).eqns
+    (call,) = (eqn for eqn in eqns if eqn.primitive.name == "compute_on")
+    moved = [v.aval for eqn in eqns for v in crossing(eqn)]
+    moved += [v.aval for v in call.outvars if v.aval.memory_space != HOST]
+    nbytes = sum(x.size * x.dtype.itemsize for x in moved)
+    assert nbytes / state[0]["w"].size == pytest.approx(sent, rel=0.02)
+
+
+def crossing(eqn):
+    """The results of an equation that it moves to another memory."""
+    pairs = zip(eqn.invars, eqn.outvars, strict=True) if eqn.primitive.name == "device_put" else ()
+    return [b for a, b in pairs if a.aval.memory_space != b.aval.memory_space]
+
+
+def test_updates_on_the_cpu_that_are_refused():
+    with pytest.raises(ValueError, match="offload=None leaves it on the devices"):
+        zero_of(1, offload=None, update_on="host")
+    with pytest.raises(ValueError, match="'device' or 'host', got 'cpu'"):
+        zero_of(1, update_on="cpu")
+
+
 # --- The transformation ---------------------------------------------------------------------------
 
 
@@ -290,8 +358,8 @@ def test_memory_of_a_program_for_tpus(monkeypatch):
     tx = optax_ext.master_weights(optax.adamw(1e-3))
     make = model.make_of(lambda: {"w": jnp.ones((layers, *shape), jnp.bfloat16)}, tx)
 
-    def memory(offload):
-        zero = shd.Zero(mesh, 3, offload=offload)
+    def memory(offload, **options):
+        zero = shd.Zero(mesh, 3, offload=offload, **options)
         state = zero.abstract_state(make, tx=tx)
         placed = jax.tree.map(lambda x: x.sharding, state)
         update = functools.partial(zero.apply_gradients, tx=tx)
@@ -305,3 +373,7 @@ def test_memory_of_a_program_for_tpus(monkeypatch):
     assert found.host_argument_size_in_bytes == moved == found.host_alias_size_in_bytes
     assert found.host_temp_size_in_bytes == 0
     assert found.temp_size_in_bytes < 3.5 * each
+    on_cpu = memory("optimizer", update_on="host")
+    assert on_cpu.host_alias_size_in_bytes == moved
+    assert on_cpu.host_temp_size_in_bytes == 0
+    assert on_cpu.temp_size_in_bytes < 2.1 * moved / 6  # in bfloat16, of gradients and parameters
