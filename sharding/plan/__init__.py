@@ -56,6 +56,9 @@ from sharding.plan.partition._pipedream import pipedream_stages as pipedream_sta
 from sharding.plan.partition._pipedream import two_bw as two_bw
 from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
 from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
+from sharding.plan.search._fit import FittedPlan as FittedPlan
+from sharding.plan.search._fit import Proof as Proof
+from sharding.plan.search._fit import fit as fit
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import ChosenPlan as ChosenPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits

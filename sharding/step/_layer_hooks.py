@@ -19,7 +19,7 @@ from sharding.step._gather_params import CALL
 CALLS = ("jit", "pjit", "closed_call")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
-_MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
+MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
 
 class Hook(NamedTuple):
@@ -113,7 +113,7 @@ class HookedLoss:
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
-        if name in _MOVES and len(operands) == 1:
+        if name in MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
         if name in CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]

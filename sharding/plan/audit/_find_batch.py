@@ -116,13 +116,13 @@ def find_batch(
     low, high = 0, limit + unit  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + unit < high and (low or start not in tried):
-        audited, need = _audited(make_step, batch, kind, options)
-        fits = audited is not None and need <= usable
+        found, need = audited(make_step, batch, kind, options)
+        fits = found is not None and need <= usable
         tried[batch] = Tried(batch, need, fits)
         if report is not None:
             report(tried[batch])
         width, before = high - low, low
-        low, high, best = (batch, high, audited) if fits else (low, batch, best)
+        low, high, best = (batch, high, found) if fits else (low, batch, best)
         # After two lines that neither halved the interval nor doubled ``low``, try the middle.
         good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
         misses = 0 if misses == 2 or good else misses + 1
@@ -149,14 +149,14 @@ def _next(
     return (low + high) // (2 * unit) * unit
 
 
-def _audited(
+def audited(
     make_step: Callable[[int], Any], batch: int, kind: DeviceKind | None, options: dict[str, Any]
 ) -> tuple[Audit | None, float]:
     """The audit of a step and its bytes; only these where the compiler runs out of memory."""
     try:
         step = make_step(batch)
-        audited = step if isinstance(step, Audit) else audit(step, device=kind, **options)
-        return audited, audited.memory
+        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
+        return found, found.memory
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -37,7 +37,7 @@ from sharding.plan.model._layer_costs import (
     layer_costs,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import Traced, TracedModel, work_of
+from sharding.plan.model._traced_model import Traced, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +199,9 @@ class PlanCosts:
         self.model, self.tx, self.machine = model, tx, machine
         self.length, self.dtype = length or model.length, jnp.dtype(dtype)
         self.implementation = implementation
-        self._sizes = [float(x.size) for x in jax.tree.leaves(model.abstract(self.dtype))]
+        params = model.abstract(self.dtype)
+        self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
+        self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
         for name in self._CACHED:  # by this object alone
             setattr(self, name, functools.cache(getattr(self, name)))
         self._synced = functools.cache(lambda x: sync_of_plan(x, model.abstract(self.dtype)))
@@ -208,6 +210,11 @@ class PlanCosts:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
         stage = self._stage(ParallelPlan(state_format=state_format, weights=weights))
         return (stage.opt_state + stage.master) / sum(self._sizes)
+
+    def flops(self, sequences: int) -> float:
+        """Operations of a device in a step of so many sequences: nothing is computed twice."""
+        total = self.model.flops(float(sequences * self.length), self.length)
+        return total / self.machine.num_devices
 
     def products(self, plan: ParallelPlan) -> float:
         """Operations of matrix products of a device in the update, which share the state."""
@@ -418,31 +425,42 @@ def zero_of(plan: ParallelPlan) -> Zero:
     )
 
 
+# Of a product, with those of element-wise operations beside it: as in the layers of decoders.
+_KERNELS = 1.8
+
+
 class TracedCosts(PlanCosts):
-    """Those of a ``TracedModel``, by traces of one and of two examples: all is linear in them."""
+    """Those of a ``TracedModel``, by traces of one and of two examples a device.
 
-    model: TracedModel  # type: ignore[assignment]
+    All is linear in them: what does not grow, such as parameters that the loss casts, is on every
+    device, all else on one.
+    """
 
-    def __init__(
-        self, model: TracedModel, tx: optax.GradientTransformation, machine: Machine, **options: Any
-    ):
-        super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
-        self._traced = functools.cache(lambda size, form: model.traced(size, self.dtype, form))
+    model: Any  # a TracedModel
 
     def traced(self, size: int, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
-        one, two = (self._traced(number, recompute) for number in (1, 2))
-        return Traced(*(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+        devices = self.machine.num_devices
+        one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (1, 2))
+        each = zip(one, two, strict=True)
+        return Traced(*(max(2 * a - b, 0.0) + size * (b - a) / devices for a, b in each))
+
+    def flops(self, sequences: int) -> float:
+        return self.traced(sequences // self.machine.num_devices, "none").flops
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        kinds: dict[Traced, str] = {}  # a model may have none of the names
-        for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
-            kinds.setdefault(self._traced(1, form), form)
+        names = self.model.names
+        known = {"none": 0, "full": 1} | ({} if names else {"minimal": 2})
+        kinds: dict[Traced, str] = {}  # of the names, a model may have none
+        for form in sorted(recompute, key=lambda form: known.get(form, 3)):
+            if form in known or names:
+                one = self.model.traced(self.machine.num_devices, self.dtype, form)
+                kinds.setdefault(one, form)
         return tuple(form for form in recompute if form in kinds.values())
 
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced = self.traced(plan.microbatch, plan.recompute)
-        return Activations(traced.stored, traced.working)
+        traced, kept = (self.traced(n, plan.recompute) for n in (plan.microbatch, 0))
+        return Activations(traced.stored - kept.stored, traced.working, copied=kept.stored)
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
@@ -450,7 +468,11 @@ class TracedCosts(PlanCosts):
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         traced = self.traced(plan.microbatch, plan.recompute)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
-        flops = plan.microbatches * traced.flops
-        moved = 0.0 if ideal else plan.microbatches * traced.moved
-        work = KernelSeconds(flops / unit.flops, moved / unit.bandwidth)
-        return Passes(work, layers=len(self._sizes), params=sum(self._sizes))  # each is gathered
+        products = traced.flops / unit.flops + traced.touched / unit.bandwidth
+        kernels = round(_KERNELS * traced.products)
+        work = KernelSeconds(
+            products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel
+        )
+        work *= plan.microbatches
+        layers = max(self.model.num_layers, 1)  # as many gathers
+        return Passes(work, layers, params=sum(self._sizes))

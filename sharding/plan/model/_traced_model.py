@@ -1,8 +1,10 @@
-"""A model of one's own for a search: what its step computes and stores is traced."""
+"""A loss of one's own for a search: what its step computes and stores is traced."""
 
 import dataclasses
+import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,10 +13,11 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from optax_ext.traced_graph import Equation
-from sharding._jaxprs import inner_jaxprs
-from sharding._types import DType, Tree
+from sharding._jaxprs import all_equations, inner_jaxprs
+from sharding._types import Batch, DType, Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._loss_layers import Layer, LossTrace, Run
 from sharding.plan.model._models import PRESETS, Decoder
 
 # Where the device is not known: only relative times count then.
@@ -34,6 +37,8 @@ class Work(NamedTuple):
 
     flops: float  # of matrix products
     seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
+    products: float = 0.0  # how many matrix products
+    touched: float = 0.0  # bytes that these read and write
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(*map(operator.add, self, other))
@@ -68,12 +73,12 @@ def work_of_equation(
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
         flops *= math.prod(operands[0].shape[dim] for dim in summed)
-        return Work(flops, flops / kind.flops)
+        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
     if name == "conv_general_dilated":
         spec = params["dimension_numbers"].rhs_spec
         kernel = operands[1].shape
         flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
-        return Work(flops, flops / kind.flops)
+        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
@@ -89,9 +94,13 @@ def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
 
 def stored_by(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
     """The types of what the vector-Jacobian product of a function stores beside its matrices."""
-    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
     vjp = jax.eval_shape(lambda *args: jax.vjp(lambda *args: fn(*args), *args)[1], params, *args)
-    return [x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) not in matrices]
+    return _no_matrices(vjp, params)
+
+
+def _no_matrices(stored: Tree, params: Tree) -> list[Any]:
+    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
+    return [x for x in jax.tree.leaves(stored) if (x.shape, x.dtype) not in matrices]
 
 
 def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
@@ -109,57 +118,54 @@ def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
     return [var.aval for var in dict.fromkeys(touched(traced)) if var not in own]
 
 
-_Layer = Callable[..., Any]
 # On which the seconds of work are bytes.
 _UNIT = dataclasses.replace(KINDS["h100"], flops=math.inf, bandwidth=1.0)
 
 
 class Traced(NamedTuple):
-    """One micro-batch of one device."""
+    """Forward and backward passes of some examples, without parameters."""
 
-    flops: float  # of matrix products, forward and backward, with those that run again
-    moved: float  # bytes that all other operations read and write
-    stored: float  # bytes that the forward pass stores for the backward pass, without parameters
+    flops: float  # of matrix products, with those that run again
+    products: float  # how many
+    touched: float  # bytes that these read and write
+    moved: float  # bytes that all other operations do
+    stored: float  # bytes that the forward pass stores for the backward pass
     working: float  # bytes of temporaries of the backward pass beside these
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedModel:
-    """A model of one's own: parameters, a loss, and the layer that it calls again and again.
+    """A model of one's own: a loss as it is, its parameters and a batch.
 
-    ``search`` traces its step and compares plans without pipelines. What a plan computes again is
-    the layer, as a whole or but for values that ``jax.ad_checkpoint.checkpoint_name`` gives one of
-    MaxText's names.
+    ``search`` traces its step and compares plans without pipelines. What a plan computes again are
+    layers: the bodies of loops over stacked parameters, such as those of ``nn.scan``, or else what
+    uses the parameters of one number, such as ``block_3``. ``"minimal"`` stores the results of
+    products with matrices; if the loss gives values one of MaxText's names by
+    ``jax.ad_checkpoint.checkpoint_name``, all forms store what these say.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from sharding.plan import TracedModel, search
-      >>> def make_loss(layer):
-      ...     def loss(params, x):
-      ...         y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
-      ...         return jnp.mean(y**2)
-      ...     return loss
-      >>> model = TracedModel(
-      ...     init=lambda dtype: {"layers": jnp.zeros((16, 4096, 4096), dtype)},
-      ...     apply_layer=lambda w, x: x + jnp.tanh(x @ w),
-      ...     make_loss=make_loss,
-      ...     example=jax.ShapeDtypeStruct((4096,), jnp.bfloat16),
-      ... )
+      >>> def loss(params, x):
+      ...     y, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+      ...     return jnp.mean(y**2)
+      >>> init = lambda dtype: {"layers": jnp.zeros((16, 4096, 4096), dtype)}
+      >>> model = TracedModel(loss, init, jax.ShapeDtypeStruct((2**15, 4096), jnp.bfloat16))
       >>> search(model, optax.adamw(1e-3), "h100x8", sequences=2**15).best.plan.pipe
       1
     """
 
+    loss_fn: Callable[..., Any]  #: ``loss_fn(params, batch)``, a mean over dim 0 of all arrays
     init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
-    apply_layer: _Layer  #: the layer; its first argument is its parameters
-    #: ``make_loss(layer)`` makes ``loss(params, batch)``, a mean over dim 0 of all arrays of the
-    #: batch, with a layer that does what ``apply_layer`` does
-    make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
-    example: Any  #: the types of the arrays of one example, without that dim
+    example: Any  #: a batch, real or abstract: how many examples it has does not matter
     tokens: int = 1  #: of one example
-    gathered_once: str = r"^(?!layers(/|$))"  #: matches paths of parameters outside of layers
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers = heads = kv_heads = hidden = 1
+
+    def __post_init__(self) -> None:
+        for name in ("abstract", "traced", "calls", "_trace"):  # by this object alone
+            object.__setattr__(self, name, functools.cache(getattr(self, name)))
 
     def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
@@ -167,59 +173,139 @@ class TracedModel:
 
     def batch(self, size: int) -> Any:
         """The types of a batch of some examples."""
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), self.example)
+
+        def of_size(x: Any) -> Any:
+            shape = (size, *jnp.shape(x)[1:]) if jnp.ndim(x) else ()
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+        return jax.tree.map(of_size, self.example)
 
     @property
     def length(self) -> int:
         """Tokens of an example, as a model of sequences has it."""
         return self.tokens
 
-    def flops(self, num_tokens: float, length: int) -> float:
-        """Operations of a training step, ``length`` tokens an example: no layer runs twice."""
-        return num_tokens / length * self.traced(1, jnp.bfloat16, "none").flops
+    @property
+    def size(self) -> int:
+        """Examples of ``example``."""
+        return next(jnp.shape(x)[0] for x in jax.tree.leaves(self.example) if jnp.ndim(x))
+
+    def loss(self, recompute: str, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The loss, whose backward pass computes its layers again.
+
+        In its place ``fn(params, ...)`` may return more.
+        """
+        loss = fn or self.loss_fn
+        if recompute == "none":
+            return loss
+
+        @functools.wraps(loss)
+        def call(*args: Any) -> Any:
+            return LossTrace(loss, *args).run(self._recomputing(recompute), *args)
+
+        return call
 
     def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
-        """What a micro-batch of one device computes and stores; parameters are of a dtype."""
-        layer = self._layer(recompute)
-        loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
-        work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
-        stored = stored_by(loss, *args)
+        """What so many examples compute and store; parameters are of a dtype."""
+        wrap, args = self._recomputing(recompute), self._args(size, dtype)
+        run = functools.partial(self._trace(size, jnp.dtype(dtype)).run, wrap)
+
+        def passes(params: Tree, batch: Batch) -> Any:
+            loss, vjp = jax.vjp(lambda params: run(params, batch), params)
+            return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
+
+        closed, (_, kept) = jax.make_jaxpr(passes, return_shape=True)(*args)
+        work, stored = work_of_jaxpr(closed.jaxpr, _UNIT), _no_matrices(kept, args[0])
         # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
         # what layers store, of which scans have one layer at a time.
-        calls = self._calls(size, dtype)
-        stacked = {x.shape for call in calls for x in stored_by(self.apply_layer, *call)}
+        calls = self.calls(size, dtype)
+        stacked = {x.shape for call in calls for x in stored_by(call.layer.run, *call.args)}
         others = [x for x in stored if x.shape[1:] not in stacked]
-        of_layers = [self._temporaries(layer, call, recompute) for call in calls]
+        of_layers = [self._temporaries(call, recompute) for call in calls]
         working = max([*map(num_bytes, others), *of_layers], default=0)
-        return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
+        done = work.flops, work.products, work.touched, work.seconds
+        return Traced(*done, float(num_bytes(stored)), float(working))
 
-    def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
+    def calls(self, size: int, dtype: DType) -> list["Call"]:
+        """The layers of the loss of so many examples, one of those that are called alike."""
+        calls: dict[Any, Call] = {}
+
+        def wrap(layer: Layer) -> Run:
+            def run(params: list[Any], rest: Any) -> list[Any]:
+                args = jax.tree.map(lambda x: x.aval.update(sharding=None), (params, rest))
+                calls.setdefault(str((layer.times, args)), Call(layer, args))
+                return layer.run(params, rest)
+
+            return run
+
+        run = functools.partial(self._trace(size, jnp.dtype(dtype)).run, wrap)
+        jax.eval_shape(run, *self._args(size, dtype))
+        return [*calls.values()]
+
+    @property
+    def num_layers(self) -> int:
+        """How many the loss has; 0 where none is found."""
+        return self.trace.num_layers
+
+    @property
+    def gathered_once(self) -> str:
+        """Matches the paths of parameters outside of layers."""
+        return f"^({'|'.join(map(re.escape, self.trace.outside))})$"
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether stage 3 gathers layers again where a backward pass computes nothing again."""
+        return bool(self.trace.looped)
+
+    @functools.cached_property
+    def names(self) -> set[str]:
+        """The values that the loss gives a name of MaxText's."""
+        every = all_equations(self.trace.closed.jaxpr)
+        found = {eqn.params["name"] for eqn in every if eqn.primitive.name == "name"}
+        return found & {name for preset, _ in PRESETS.values() for name in preset}
+
+    @functools.cached_property
+    def trace(self) -> LossTrace:
+        """The loss of the example."""
+        return self._trace(self.size, jnp.dtype(jnp.bfloat16))
+
+    def _trace(self, size: int, dtype: DType) -> LossTrace:
+        return LossTrace(self.loss_fn, *self._args(size, dtype))
+
+    def _args(self, size: int, dtype: DType) -> tuple[Any, Any]:
+        return self.abstract(dtype), self.batch(size)
+
+    def _recomputing(self, recompute: str) -> Callable[[Layer], Run]:
+        if recompute == "none":
+            return lambda layer: layer.run
+        policy = self._policy(recompute)
+        return lambda layer: jax.checkpoint(layer.run, policy=policy)
+
+    def _policy(self, recompute: str) -> Any:
+        policies = jax.checkpoint_policies
+        if recompute == "minimal" and not self.names:
+            return policies.dots_with_no_batch_dims_saveable
+        return policies.save_only_these_names(*PRESETS[recompute][0])
+
+    def _temporaries(self, call: "Call", recompute: str) -> float:
         """Bytes of temporaries of the backward pass of a layer."""
         # The gradient of the largest array; where it is computed again, also what products read and
         # write, without what is saved.
+        run = call.layer.run
         if recompute == "none":
-            return max(map(num_bytes, stored_by(self.apply_layer, *call)), default=0)
-        products = products_of(self.apply_layer, *call)
-        inputs = stored_by(jax.checkpoint(self.apply_layer), *call)
-        kept = num_bytes(stored_by(layer, *call)) - num_bytes(inputs)
+            return max(map(num_bytes, stored_by(run, *call.args)), default=0)
+        products = products_of(run, *call.args)
+        inputs = stored_by(jax.checkpoint(run), *call.args)
+        saved = stored_by(jax.checkpoint(run, policy=self._policy(recompute)), *call.args)
+        kept = num_bytes(saved) - num_bytes(inputs)
         return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
 
-    def _layer(self, recompute: str) -> _Layer:
-        if recompute == "none":
-            return self.apply_layer
-        policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[recompute][0])
-        return jax.checkpoint(self.apply_layer, policy=policy)
 
-    def _calls(self, size: int, dtype: DType) -> list[tuple[Any, ...]]:
-        """The types of the arguments of each call of the layer in a loss; a scan calls it once."""
-        calls = []
+class Call(NamedTuple):
+    """A layer and the types of what it is called with."""
 
-        def layer(*args: Any) -> Any:
-            calls.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
-            return self.apply_layer(*args)
-
-        jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
-        return calls
+    layer: Layer
+    args: tuple[list[Any], Any]  # its parameters, and all else
 
 
 AnyModel = Decoder | TracedModel

@@ -42,7 +42,7 @@ class PlanFile:
     target: str  #: the name of the machine
     length: int  #: tokens of a sequence
     dtype: str  #: of the parameters
-    layers: tuple[int, ...]  #: of each chunk of a pipeline
+    layers: tuple[int, ...]  #: of each chunk of a pipeline; of a ``TracedModel`` none
     plan: ParallelPlan  #: how a step is shared
     promised: dict[str, float]  #: seconds, and bytes, the program's once it is compiled
 
@@ -128,7 +128,13 @@ class PlanFile:
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        return dataclasses.replace(zero_of(self.plan), mesh=mesh, axis=tuple(self.data_axes))
+        fields = {"mesh": mesh, "axis": tuple(self.data_axes), "view": self.view}
+        return dataclasses.replace(zero_of(self.plan), **fields)
+
+    @property
+    def view(self) -> str:
+        """Of the batch in a loss: any one runs in the global view, but without a sync."""
+        return "device" if self.layers or self.plan.sync else "global"
 
     def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
@@ -197,6 +203,7 @@ class PlanFile:
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
         fields += ["offload='optimizer'"] if plan.offload else []
         fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
+        fields += ["view='global'"] if self.view == "global" else []
         lines = [
             "import jax, optax, optax_ext, sharding as shd",
             *_model_lines(self.model),
@@ -218,7 +225,7 @@ class PlanFile:
         wrap = WRAPPERS.get(plan.weights)
         lines += [f"tx = optax_ext.{wrap}(tx)"] if wrap else []
         policy = ", policy=policy" if names else ""
-        if names:
+        if names and self.layers:
             lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         gathered = "" if plan.checkpoints_layers else policy
         layer = "model.block" if plan.pipe > 1 else f"zero.gathered(model.apply_layer{gathered})"
@@ -245,11 +252,9 @@ class PlanFile:
             else:
                 lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
         else:
-            lines += [
-                f"layer = {layer}",
-                "loss = model.make_loss(layer)",
-                f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
-            ]
+            of_layers = [f"layer = {layer}", "loss = model.make_loss(layer)"]
+            lines += of_layers if self.layers else [f"loss = model.loss({plan.recompute!r})"]
+            lines.append(f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})")
         return lines + self._running() * run
 
     def _running(self) -> list[str]:
@@ -327,11 +332,14 @@ def lowered_step(
         specs = pipeline.param_specs(jax.eval_shape(make_state)[0], specs)
         step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     else:
-        if plan.checkpoints_layers:
+        if not isinstance(model, Decoder):
+            loss = model.loss(plan.recompute)
+        elif plan.checkpoints_layers:
             layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=file.policy)
+            loss = model.make_loss(layer)
         else:
-            layer = zero.gathered(model.apply_layer, policy=file.policy)
-        step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
+            loss = model.make_loss(zero.gathered(model.apply_layer, policy=file.policy))
+        step = zero.train_step(loss, tx=tx, microbatches=plan.microbatches)
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
     return step.lower(state, model.batch(plan.sequences))
 

@@ -67,6 +67,7 @@ class PlanSpace:
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
+    gathers_again: bool = False  # whether layers gather again that do not compute again
     param_bytes: float = 2.0  # of a parameter
     # of the state for one parameter, by its format and by what updates parameters
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
@@ -86,8 +87,8 @@ class PlanSpace:
         for passes in self._passes():
             if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
-            # Layers that gather their parameters are computed again.
-            gathers = passes.pipe == 1 and passes.recompute == "none"
+            # Layers that gather their parameters are computed again, or gathered again at least.
+            gathers = passes.pipe == 1 and passes.recompute == "none" and not self.gathers_again
             alone = passes.pipe * passes.tensor == 1
             possible = tuple(
                 x
@@ -129,7 +130,8 @@ class PlanSpace:
             # A compressed sync is that of replicas, or of stages without gathered layers.
             if sync := variant["sync"]:
                 plan = ParallelPlan(data, stage=stage, replicas=replicas, sync=sync)
-                possible = data > 1 and not spread and (stage < 3 or replicas > 1)
+                gathers = replicas > 1 and isinstance(self.model, Decoder)
+                possible = data > 1 and not spread and (stage < 3 or gathers)
                 if not (possible and self.compresses(plan)):
                     continue
             form = variant["state_format"], variant["weights"]

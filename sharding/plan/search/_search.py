@@ -29,6 +29,7 @@ from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._layer_costs import COMPILED, Implementation
+from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
@@ -278,8 +279,9 @@ def search(
             "the first and the last stage would update independently."
         )
     machine = machine_of(target, device)
-    _check_dtype(target, jnp.dtype(dtype), weights)
-    if isinstance(model, TracedModel) and length not in (None, model.length):
+    if isinstance(model, Decoder):
+        _check_dtype(target, jnp.dtype(dtype), weights)
+    elif length not in (None, model.length):
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
     costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
@@ -298,7 +300,8 @@ def search(
         syncs=tuple(syncs),
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
-        param_bytes=float(jnp.dtype(dtype).itemsize),
+        gathers_again=isinstance(model, TracedModel) and model.gathers_again,
+        param_bytes=costs.param_bytes,
         state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
     groups = list(space.groups(keep))
@@ -308,7 +311,7 @@ def search(
     compared = sum(len(group.variants) for group in groups)
 
     tokens = float(sequences * length)
-    flops = model.flops(tokens, length) / machine.num_devices
+    flops = costs.flops(sequences)
 
     def chosen_plan(plan: ParallelPlan) -> ChosenPlan:
         step = costs.seconds(plan, costs.passes(plan))

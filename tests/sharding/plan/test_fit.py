@@ -1,0 +1,344 @@
+"""``fit``: losses of eight kinds as they are, under a limit of memory, beside one device."""
+
+import functools
+import inspect
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+from sharding.plan import NoPlanFits, fit
+from sharding.plan.model._loss_layers import LossTrace
+from sharding.plan.model._models import Decoder
+
+KEY, ROWS, WIDTH = jax.random.key(0), 16, 32
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 64, (ROWS, 17)).astype(np.int32)
+IMAGES = {
+    "x": RNG.normal(size=(ROWS, 8, 8, 3)).astype(np.float32),
+    "y": RNG.integers(0, 10, ROWS).astype(np.int32),
+}
+TX = optax.adam(1e-3)
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.normal(size=shape) / shape[-2] ** 0.5, jnp.float32)
+
+
+def state_of(params):
+    return lambda key: (params, TX.init(params))
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+# --- Losses ---------------------------------------------------------------------------------------
+
+
+def decoder(**fields):
+    model = Decoder(3, WIDTH, 4, 4, 64, 64, 16, **fields)
+    return model.make_loss(), state_of(model.init()), TOKENS, {}
+
+
+def encoder_decoder():
+    """Two loops, one of which reads what the other makes."""
+    matrices = lambda n: {"in": draw(n, WIDTH, 64), "out": draw(n, 64, WIDTH)}  # noqa: E731
+    params = {"embed": draw(64, WIDTH), "encoder": matrices(2), "decoder": matrices(3)}
+
+    def loss_fn(params, tokens):
+        mix = lambda x, y, w: x + jnp.tanh((x + y.mean(1, keepdims=True)) @ w["in"]) @ w["out"]  # noqa: E731
+        x, _ = jax.lax.scan(
+            lambda x, w: (mix(x, x, w), None), params["embed"][tokens[:, :8]], params["encoder"]
+        )
+        y, _ = jax.lax.scan(
+            lambda y, w: (mix(y, x, w), None), params["embed"][tokens[:, 8:-1]], params["decoder"]
+        )
+        return cross_entropy(y @ params["embed"].T, tokens[:, 9:])
+
+    return loss_fn, state_of(params), TOKENS, {}
+
+
+class ViT(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(WIDTH, (4, 4), (4, 4), name="patches")(x).reshape(x.shape[0], -1, WIDTH)
+        for _ in range(3):
+            y = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(4)(y, y)
+            x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+        return nn.Dense(10, name="head")(x.mean(1))
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (16, 32):
+            x = nn.Conv(width, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=False)(x))
+        return nn.Dense(10, name="head")(x.mean((1, 2)))
+
+
+def vit():
+    model = ViT()
+    params = model.init(KEY, IMAGES["x"])["params"]
+
+    def loss_fn(params, batch):
+        return cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"])
+
+    state = lambda: TrainState.create(apply_fn=None, params=params, tx=TX)  # noqa: E731
+    return loss_fn, state, IMAGES, {}
+
+
+class StatsState(TrainState):
+    batch_stats: dict
+
+
+def cnn():
+    model = CNN()
+    variables = model.init(KEY, IMAGES["x"])
+
+    def loss_fn(params, batch, stats):
+        variables = {"params": params, "batch_stats": stats}
+        logits, new = model.apply(variables, batch["x"], mutable="batch_stats")
+        return cross_entropy(logits, batch["y"]), new["batch_stats"]
+
+    def make_state():
+        stats, params = variables["batch_stats"], variables["params"]
+        return StatsState.create(apply_fn=None, params=params, tx=TX, batch_stats=stats)
+
+    return loss_fn, make_state, IMAGES, {"model_state": "batch_stats"}
+
+
+def mixer():
+    """An Equinox model: its blocks are a list in a module."""
+
+    class Mixer(eqx.Module):
+        blocks: list
+        head: eqx.nn.Linear
+
+        def __call__(self, x):
+            x = x.reshape(16, 12)
+            for across, within in self.blocks:
+                x = x + jax.vmap(across)(x.T).T
+                x = x + jax.vmap(within)(x)
+            return self.head(x.reshape(-1))
+
+    keys = iter(jax.random.split(KEY, 8))
+    mlp = lambda size: eqx.nn.MLP(size, size, 64, 1, key=next(keys))  # noqa: E731
+    model = Mixer([(mlp(16), mlp(12)) for _ in range(3)], eqx.nn.Linear(192, 10, key=next(keys)))
+    params, static = eqx.partition(model, eqx.is_array)
+
+    def loss_fn(params, batch):
+        logits = jax.vmap(eqx.combine(params, static))(batch["x"])
+        return cross_entropy(logits, batch["y"]), {"most": logits.max()}
+
+    return loss_fn, state_of(params), IMAGES, {"has_aux": True}
+
+
+def experts():
+    layers = {"gate": draw(3, WIDTH, 4), "in": draw(3, 4, WIDTH, 64), "out": draw(3, 4, 64, WIDTH)}
+    params = {"embed": draw(64, WIDTH), "layers": layers}
+
+    def layer(x, w):
+        gates = jax.nn.softmax(x @ w["gate"])
+        y = jnp.einsum(
+            "btef,efd->bted", jnp.tanh(jnp.einsum("btd,edf->btef", x, w["in"])), w["out"]
+        )
+        return x + jnp.einsum("bte,bted->btd", gates, y), None
+
+    def loss_fn(params, tokens):
+        x, _ = jax.lax.scan(layer, params["embed"][tokens[:, :-1]], params["layers"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            x @ params["embed"].T, tokens[:, 1:]
+        )
+        weight = (tokens[:, 1:] > 3).astype(jnp.float32)
+        return (losses * weight).sum(), weight.sum()
+
+    return loss_fn, state_of(params), TOKENS, {"weighted": True}
+
+
+class LSTM(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, WIDTH, name="embed")(tokens)
+        for _ in range(2):
+            x = nn.RNN(nn.OptimizedLSTMCell(WIDTH))(x)
+        return nn.Dense(64, name="head")(x)
+
+
+def lstm():
+    model = LSTM()
+    params = model.init(KEY, TOKENS)
+
+    def loss_fn(params, tokens):
+        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+
+    return loss_fn, state_of(params), TOKENS, {}
+
+
+# The loss, the number of its layers, and bytes of a device in which not every plan fits.
+LOSSES = {
+    "GPT": (functools.partial(decoder, gated=False, biased=True, tied=True, scan=False), 3, 660e3),
+    "Llama": (decoder, 3, 560e3),
+    "T5": (encoder_decoder, 5, 200e3),
+    "ViT": (vit, 15, 570e3),
+    "CNN": (cnn, 4, 150e3),
+    "Mixer": (mixer, 3, 300e3),
+    "experts": (experts, 3, 450e3),
+    "LSTM": (lstm, 2, 600e3),
+}
+
+
+def losses_on_one_device(loss_fn, state, batch, options):
+    params, opt_state, stats = state[0], state[1], state[2:]
+
+    def total(params, stats):
+        out = loss_fn(params, batch, *stats)
+        if options.get("weighted"):
+            return out[0] / out[1], ()
+        return (out[0], out[1:]) if isinstance(out, tuple) else (out, ())
+
+    @jax.jit
+    def step(params, opt_state, stats):
+        (loss, new), grads = jax.value_and_grad(total, has_aux=True)(params, stats)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, new if stats else (), loss
+
+    losses = []
+    for _ in range(3):
+        params, opt_state, stats, loss = step(params, opt_state, stats)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_runs_where_it_fits(name):
+    """As it is, sharded and computed again as its plan says, with the losses of one device."""
+    make, num_layers, memory = LOSSES[name]
+    loss_fn, make_state, batch, options = make()
+    state = make_state(*[KEY] * len(inspect.signature(make_state).parameters))
+    assert num_layers == layers_of(loss_fn, state, batch)
+    pair = isinstance(state, tuple)
+    options |= {"tx": TX} if pair else {}
+    plan = fit(loss_fn, make_state, batch, memory=memory, headroom=0.0, **options)
+    assert plan.memory <= memory
+    step, sharded = plan.train_step(), plan.init(*[KEY] * pair)
+    losses = []
+    for _ in range(3):
+        sharded, metrics = step(sharded, plan.put(batch))
+        losses.append(float(metrics["loss"]))
+    if not pair:
+        stats = (state.batch_stats,) if "model_state" in options else ()
+        state = state.params, state.opt_state, *stats
+    expected = losses_on_one_device(loss_fn, state, batch, options)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+def layers_of(loss_fn, state, batch):
+    if isinstance(state, tuple):
+        return LossTrace(loss_fn, state[0], batch).num_layers
+    stats = [state.batch_stats] if isinstance(state, StatsState) else []
+    return LossTrace(loss_fn, state.params, batch, *stats).num_layers
+
+
+# --- Choices --------------------------------------------------------------------------------------
+
+
+def small(rows=64):
+    """A loop of layers whose activations are most of what a device holds."""
+    params = {"layers": draw(4, 64, 64), "out": draw(64, 8)}
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    return loss_fn, state_of(params), jax.ShapeDtypeStruct((rows, 16, 64), jnp.float32)
+
+
+def test_a_plan_is_saved_once(tmp_path):
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path}
+    loss_fn, make_state, batch = small()
+    first, again = (fit(loss_fn, make_state, batch, **options) for _ in range(2))
+    assert again.proofs == first.proofs
+    assert "was read from" in str(again)
+    # Of another batch, or less memory, there is another plan.
+    less = fit(loss_fn, make_state, batch, **options | {"memory": 5e5})
+    assert less.plan != first.plan
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_the_fastest_of_those_that_ran_is_taken():
+    plan = fit(*small(), tx=TX, memory=2.0**30, measure=2)
+    ran = [proof.measured for proof in plan.proofs if proof.measured]
+    assert len(ran) == 2
+    assert plan.proofs[0].measured == min(ran)
+
+
+def test_the_largest_batch_that_fits():
+    plan = fit(*small(), tx=TX, memory=5e6, examples="largest")
+    assert (plan.plan.microbatches, plan.memory <= plan.usable) == (1, True)
+    assert plan.plan.sequences > 64
+    kept = fit(*small(), tx=TX, memory=5e6, examples=128, keep={"stage": 3, "microbatches": 2})
+    assert (kept.plan.stage, kept.plan.sequences, kept.plan.microbatches) == (3, 128, 2)
+
+
+def test_lossy_choices_are_allowed_by_name():
+    options = {"tx": TX, "memory": 280e3, "headroom": 0.0, "keep": {"stage": 0}}
+    with pytest.raises(NoPlanFits, match=r"With lossy='\w+' a step is predicted to fit"):
+        fit(*small(8), **options)
+    plan = fit(*small(8), **options, lossy="8bit")
+    assert plan.plan.state_format == "8bit"
+    batch = plan.put(np.ones((8, 16, 64), np.float32))
+    _, metrics = plan.train_step()(plan.init(KEY), batch)
+    assert np.isfinite(metrics["loss"])
+
+
+def collective(params, x):
+    return jax.lax.psum(small()[0](params, x), "data")
+
+
+def by_value(params, x):
+    return jnp.mean(x[x > 0]) * params["out"].sum()
+
+
+def talking(params, x):
+    jax.debug.print("{}", x.sum())
+    return small()[0](params, x)
+
+
+LOSS, STATE, BATCH = small()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_fn": lambda params: 0.0}, r"calls <lambda>\(params, batch\)"),
+        ({"loss_fn": collective}, "failed: NameError"),
+        ({"loss_fn": by_value}, "failed: NonConcreteBooleanIndexError"),
+        ({"loss_fn": talking}, "calls functions of the host"),
+        ({"loss_fn": lambda params, x: x}, "must be one floating scalar"),
+        ({"batch": jnp.ones((12, 16, 64))}, "12"),
+        ({"batch": {"x": BATCH, "y": jnp.ones(8)}}, "8"),
+        ({"make_state": state_of({})}, "there is nothing to plan"),
+        ({"make_state": lambda key, more: None}, "takes key, more"),
+        ({"memory": None}, "give memory= in bytes"),
+        ({"target": "l40x8"}, "needs the figures of l40x8"),
+        ({"target": "h100x8", "measure": True}, "leave target out"),
+        ({"examples": "most"}, "a number, or 'largest'"),
+        ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
+        ({"model_state": True}, "names its field"),
+        ({"keep": {"stag": 3}}, "nearest is 'stage'"),
+        ({"lossy": "9bit"}, "9bit"),
+        ({"memory": 1e4}, "KiB too much; planned are activations"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(change, message):
+    given = {"loss_fn": LOSS, "make_state": STATE, "batch": BATCH, "tx": TX, "memory": 2.0**30}
+    with pytest.raises(ValueError, match=message):
+        fit(**given | change)
