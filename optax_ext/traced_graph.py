@@ -48,6 +48,7 @@ class Graph:
     ):
         types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
         closed, results = jax.make_jaxpr(fn, return_shape=True)(types)
+        self.jaxpr = closed.jaxpr  # the trace
         self._portable, self._kept, self._exact, self._selects = portable, kept, exact, selects
         self.types = list(closed.in_avals)  # shape and dtype of every value
         # The deferred inputs that a value depends on, as the bits of an int.

@@ -72,7 +72,7 @@ class LayerScan(NamedTuple):
         num_consts, num_carry = scan_sizes(self.eqn.params)
         return range(num_consts, num_consts + num_carry)
 
-    def _layer(self, params: dict[int, jax.Array], operands: dict[int, Any]) -> list[Any]:
+    def layer(self, params: dict[int, jax.Array], operands: dict[int, Any]) -> list[Any]:
         own = {}
         for k, (i, casts) in self.own.items():
             own[k] = params[i]
@@ -90,7 +90,7 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self._layer(use.full(read(layer)), consts | carry | slices)
+            out = self.layer(use.full(read(layer)), consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -155,7 +155,7 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self._layer(use.full(held, taps), args | given)
+                    outs = self.layer(use.full(held, taps), args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}

@@ -5,7 +5,6 @@ none, a layer is what uses the parameters of one number, such as ``block_3``, fr
 which few bytes are live to the next one; layers that share parameters, or overlap, are one.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -14,14 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, Literal, jaxpr_as_fun
 
-from optax_ext.traced_graph import bind_equation
+from optax_ext.traced_graph import Equation, Graph, evaluate
 from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_hooks import CALLS, MOVES, HookedParam
-from sharding.step._looped_loss import LoopedLoss, find_loops, in_order, sliceable
+from sharding.step._layer_hooks import MOVES
+from sharding.step._layer_scan import LayerScan, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], Any], list[Any]]
@@ -39,147 +37,119 @@ class LossTrace:
     """A traced loss, to be run with other layers."""
 
     def __init__(self, fn: Callable[..., Any], params: Tree, *args: Any):
-        treedef: Any
-        named, treedef = jax.tree_util.tree_flatten_with_path(params)
-        leaves, names = [x for _, x in named], [path_str(path) for path, _ in named]
-        flat, structure = jax.tree.flatten(args)
+        given: Any
+        inputs, given = jax.tree.flatten((params, *args))
+        named = jax.tree_util.tree_leaves_with_path(params)
+        names = [path_str(path) for path, _ in named]
 
-        def on_leaves(leaves: list[Any], flat: list[Any]) -> Any:
-            return fn(treedef.unflatten(leaves), *jax.tree.unflatten(structure, flat))
+        def on_inputs(inputs: list[Any]) -> Any:
+            return fn(*given.unflatten(inputs))
 
-        self.closed, self.results = jax.make_jaxpr(on_leaves, return_shape=True)(leaves, flat)
-        trained = [jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves]
-        loops = find_loops(self.closed, leaves, trained, flat)
-        self.looped = {i for loop in loops for i in loop}
-        self.num_layers = sum(leaves[loop[0]].shape[0] for loop in loops)
-        own = self.looped
+        self.graph = Graph(on_inputs, inputs, [True] * len(inputs), exact=True)
+        self.equations = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
+        trained = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named]
+        loops = find_loops(self.graph, trained)
+        self.loops = {loop.eqn.results: loop for loop in loops}
+        self.num_layers = sum(loop.eqn.params["length"] for loop in loops)
+        own = {i for loop in loops for i in loop.params}
         if not own:
-            inline = functools.partial(_inlined, self.closed.jaxpr, self.closed.consts)
-            self.closed = jax.make_jaxpr(inline)([*leaves, *flat])
-            self.numbered = _Numbered(self.closed.jaxpr, names)
+            self.numbered = _Numbered(self.graph, self.equations, names)
             self.num_layers = len(self.numbered.layers)
             own = {i for each in self.numbered.layers for i in self.numbered.params_of(*each)}
         self.outside = [name for i, name in enumerate(names) if i not in own]  # of all layers
 
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
-        flat = jax.tree.leaves(args)
-        if self.looped:
-            given = [sliceable(i, x) if i in self.looped else x for i, x in enumerate(flat)]
-            run_loop = functools.partial(_run_loop, wrap)
-            outs = LoopedLoss(self.closed, run_loop, self.looped.discard).run(given)
+        values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
+        if self.loops:
+            for eqn in self.equations:
+                if eqn.results in self.loops:
+                    outs = _run_loop(wrap, self.loops[eqn.results], values)
+                    values |= zip(eqn.results, outs, strict=True)
+                else:
+                    evaluate([eqn], values)
         else:
-            outs = self.numbered.run(self.closed.consts, flat, wrap)
-        return jax.tree.unflatten(jax.tree.structure(self.results), outs)
+            self.numbered.run(values, wrap)
+        return jax.tree.unflatten(self.graph.out_treedef, [values[v] for v in self.graph.outputs])
 
 
-def _run_loop(
-    wrap: Callable[[Layer], Run],
-    eqn: Any,
-    consts: list[Any],
-    carry: list[Any],
-    own: dict[int, HookedParam],
-    others: dict[int, Any],
-) -> list[Any]:
-    """A loop over layers; see ``RunLoop``."""
-    if not own:
-        return list(bind_equation(eqn, [*consts, *carry, *in_order(others)]))
-    body = jaxpr_as_fun(eqn.params["jaxpr"])
+def _run_loop(wrap: Callable[[Layer], Run], loop: LayerScan, values: dict[int, Any]) -> list[Any]:
+    """The results of a loop over layers."""
+    carried, options = loop.carried, loop.eqn.params
+    operands = {k: values[v] for k, v in loop.others.items()}
+    consts = {k: x for k, x in operands.items() if k < carried.start}
+    slices = {k: x for k, x in operands.items() if k >= carried.stop}
 
     def run(params: list[Any], rest: Any) -> list[Any]:
-        consts, carry, more = rest
-        xs = dict(zip(own, params, strict=True)) | dict(zip(others, more, strict=True))
-        return list(body(*consts, *carry, *in_order(xs)))
+        return loop.layer(dict(zip(loop.params, params, strict=True)), rest)
 
-    layer = wrap(Layer(run, tuple(x.number for x in own.values()), eqn.params["length"]))
+    layer = wrap(Layer(run, tuple(loop.params), options["length"]))
 
-    def step(carry: list[Any], x: Any) -> tuple[list[Any], list[Any]]:
-        params, more = x
-        out = layer(params, (consts, carry, more))
-        return out[: len(carry)], out[len(carry) :]
+    def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], list[Any]]:
+        params, slices = x
+        out = list(layer(params, consts | carry | slices))
+        return dict(zip(carried, out, strict=False)), out[len(carried) :]
 
-    stacks = [x.moved(x.held) for x in own.values()]
-    options = {key: eqn.params[key] for key in ("reverse", "unroll")}
-    carry, outs = lax.scan(step, carry, (stacks, list(others.values())), **options)
-    return [*carry, *outs]
+    xs = [values[i] for i in loop.params], slices
+    order = {key: options[key] for key in ("reverse", "unroll")}
+    carry, outs = lax.scan(step, {k: operands[k] for k in carried}, xs, **order)
+    return [*carry.values(), *outs]
 
 
 # --- Layers with numbers --------------------------------------------------------------------------
 
 
-def _inlined(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
-    """The results of a jaxpr, without calls of inner ones."""
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= zip(jaxpr.invars, args, strict=True)
-    for eqn in jaxpr.eqns:
-        operands = _values_of(env, eqn.invars)
-        if eqn.primitive.name in CALLS:
-            inner: Any = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            env |= zip(eqn.outvars, _inlined(inner.jaxpr, inner.consts, operands), strict=True)
-        else:
-            env |= zip(eqn.outvars, bind_equation(eqn, operands), strict=True)
-    return _values_of(env, jaxpr.outvars)
-
-
-def _values_of(env: dict[Any, Any], atoms: Any) -> list[Any]:
-    return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
-
-
 class _Numbered:
     """The equations of a loss between those of one number and those of the next."""
 
-    def __init__(self, jaxpr: Jaxpr, names: list[str]):
-        self.jaxpr = jaxpr
+    def __init__(self, graph: Graph, equations: list[Equation], names: list[str]):
+        self.graph = graph
         # Parameters, also where they are cast or moved, which is done before everything else.
-        self.params = dict(zip(jaxpr.invars, range(len(names)), strict=False))
+        self.params = dict(enumerate(range(len(names))))
         self.moves, self.eqns = [], []
-        for eqn in jaxpr.eqns:
-            moved = [self.params.get(x) for x in eqn.invars if not isinstance(x, Literal)]
+        for eqn in equations:
+            moved = [self.params.get(v) for v in eqn.operands if v not in graph.constants]
             if eqn.primitive.name in MOVES and len(moved) == 1 and moved[0] is not None:
-                self.params[eqn.outvars[0]] = moved[0]
+                self.params[eqn.results[0]] = moved[0]
                 self.moves.append(eqn)
             else:
                 self.eqns.append(eqn)
         self.layers = self._layers(names)
 
-    def run(self, consts: Any, args: list[Any], wrap: Callable[[Layer], Run]) -> list[Any]:
-        """What the loss returns."""
-        env: dict[Any, Any] = dict(zip(self.jaxpr.constvars, consts, strict=True))
-        env |= zip(self.jaxpr.invars, args, strict=True)
-        for eqn in self.moves:
-            env |= zip(eqn.outvars, bind_equation(eqn, _values_of(env, eqn.invars)), strict=True)
+    def run(self, values: dict[int, Any], wrap: Callable[[Layer], Run]) -> None:
+        """Adds all values of the loss."""
+        evaluate(self.moves, values)
         done = 0
         for begin, end in [*self.layers, (len(self.eqns), len(self.eqns))]:
-            _evaluate(self.eqns[done:begin], env)
+            evaluate(self.eqns[done:begin], values)
             if begin < end:
-                self._run_layer(begin, end, env, wrap)
+                self._run_layer(begin, end, values, wrap)
             done = end
-        return _values_of(env, self.jaxpr.outvars)
 
     def params_of(self, begin: int, end: int) -> set[int]:
         """The parameters of a layer."""
-        reads = (x for eqn in self.eqns[begin:end] for x in _vars(eqn.invars))
-        return {self.params[x] for x in reads if x in self.params}
+        reads = (v for eqn in self.eqns[begin:end] for v in eqn.operands)
+        return {self.params[v] for v in reads if v in self.params}
 
     def _run_layer(
-        self, begin: int, end: int, env: dict[Any, Any], wrap: Callable[[Layer], Run]
+        self, begin: int, end: int, values: dict[int, Any], wrap: Callable[[Layer], Run]
     ) -> None:
-        eqns = self.eqns[begin:end]
-        made = {x for eqn in eqns for x in eqn.outvars}
-        reads = dict.fromkeys(x for eqn in eqns for x in _vars(eqn.invars) if x not in made)
-        own = [x for x in reads if x in self.params]
-        others = [x for x in reads if x not in self.params]
-        after = {x for eqn in self.eqns[end:] for x in _vars(eqn.invars)}
-        after |= set(_vars(self.jaxpr.outvars))
-        outs = [x for x in dict.fromkeys(x for eqn in eqns for x in eqn.outvars) if x in after]
+        eqns, constants = self.eqns[begin:end], self.graph.constants
+        made = {v for eqn in eqns for v in eqn.results}
+        reads = dict.fromkeys(v for eqn in eqns for v in eqn.operands if v not in made)
+        own = [v for v in reads if v in self.params]
+        others = [v for v in reads if v not in self.params and v not in constants]
+        after = {v for eqn in self.eqns[end:] for v in eqn.operands} | set(self.graph.outputs)
+        outs = [v for v in dict.fromkeys(v for eqn in eqns for v in eqn.results) if v in after]
 
         def run(params: list[Any], rest: list[Any]) -> list[Any]:
-            env = dict(zip([*own, *others], [*params, *rest], strict=True))
-            _evaluate(eqns, env)
-            return _values_of(env, outs)
+            values = constants | dict(zip([*own, *others], [*params, *rest], strict=True))
+            evaluate(eqns, values)
+            return [values[v] for v in outs]
 
-        layer = wrap(Layer(run, tuple(self.params[x] for x in own), 1))
-        env |= zip(outs, layer(_values_of(env, own), _values_of(env, others)), strict=True)
+        layer = wrap(Layer(run, tuple(self.params[v] for v in own), 1))
+        results = layer([values[v] for v in own], [values[v] for v in others])
+        values |= zip(outs, results, strict=True)
 
     def _layers(self, names: list[str]) -> list[tuple[int, int]]:
         """The first equation of each layer, and the one after its last."""
@@ -187,7 +157,7 @@ class _Numbered:
         last: dict[str, int] = {}
         others = [0]  # the equations that use other parameters
         for i, eqn in enumerate(self.eqns):
-            for x in _vars(eqn.invars):
+            for x in eqn.operands:
                 if x in self.params:
                     found = re.match(r".*?\d+(?=/|$)", names[self.params[x]])
                     if found:
@@ -217,18 +187,9 @@ class _Numbered:
     def _live_bytes(self) -> list[float]:
         """Bytes of values that are computed before each equation, and read from it on."""
         live = [0.0] * (len(self.eqns) + 1)
-        made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.outvars}
-        read = {x: i for i, eqn in enumerate(self.eqns) for x in _vars(eqn.invars)}  # the last one
+        made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.results}
+        read = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.operands}  # the last one
         for x in made.keys() & read.keys():
             for i in range(made[x] + 1, read[x] + 1):
-                live[i] += num_bytes(x.aval)
+                live[i] += num_bytes(self.graph.types[x])
         return live
-
-
-def _vars(atoms: Any) -> list[Any]:
-    return [x for x in atoms if not isinstance(x, Literal)]
-
-
-def _evaluate(eqns: list[Any], env: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        env |= zip(eqn.outvars, bind_equation(eqn, _values_of(env, eqn.invars)), strict=True)

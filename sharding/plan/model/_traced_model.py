@@ -255,12 +255,12 @@ class TracedModel:
     @property
     def gathers_again(self) -> bool:
         """Whether stage 3 gathers layers again where a backward pass computes nothing again."""
-        return bool(self.trace.looped)
+        return bool(self.trace.loops)
 
     @functools.cached_property
     def names(self) -> set[str]:
         """The values that the loss gives a name of MaxText's."""
-        every = all_equations(self.trace.closed.jaxpr)
+        every = all_equations(self.trace.graph.jaxpr)
         found = {eqn.params["name"] for eqn in every if eqn.primitive.name == "name"}
         return found & {name for preset, _ in PRESETS.values() for name in preset}
 

@@ -304,7 +304,7 @@ class _Request:
 
     def fingerprint(self, *more: Any) -> str:
         """Of all that a plan depends on."""
-        trace = re.sub(r"0x[0-9a-f]+", "", str(self.model.trace.closed.jaxpr))
+        trace = re.sub(r"0x[0-9a-f]+", "", str(self.model.trace.graph.jaxpr))
         state = jax.eval_shape(self.make_state, *self.keys)
         versions = jax.__version__, __version__
         known = trace, state, self.model.batch(self.model.size), self.target, self.kind, self.usable
@@ -488,7 +488,7 @@ def _check_trace(model: TracedModel) -> None:
             "any number of examples, whose shapes do not depend on their values, and which sums "
             "over no mesh axis itself."
         ) from error
-    names = {eqn.primitive.name for eqn in all_equations(trace.closed.jaxpr)}
+    names = {eqn.primitive.name for eqn in all_equations(trace.graph.jaxpr)}
     calls = [name for name in names if "callback" in name or name.startswith("debug")]
     if calls:
         raise ValueError(
