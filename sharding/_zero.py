@@ -360,12 +360,13 @@ class Zero(NnxMethods):
             so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
           update: ``"after"`` the backward pass, or in it, ``"backward"``: each parameter is updated
-            as soon as its gradient exists, so that the gradients of one layer are in memory. For
-            one device; layers are found where the loss scans over stacked parameters, or uses one
-            after the other. Scanned layers, and with micro-batches all, are computed again in the
-            backward pass; each accumulates the gradients of all micro-batches. State and results
-            are the same. The transformation must treat each layer by itself, but for sums of each
-            gradient, as in a clip by the global norm: these take a backward pass of their own.
+            as soon as its gradient exists, so that the gradients of one layer are in memory. Layers
+            are found where the loss scans over stacked parameters, or uses one after the other.
+            Scanned layers, and with micro-batches all, are computed again in the backward pass;
+            each accumulates the gradients of all micro-batches. State and results are the same. The
+            transformation must treat each layer by itself, but for sums of each gradient, as in a
+            clip by the global norm: these take a backward pass of their own. On several devices it
+            needs ``view="global"``, in which the loss has all rows of the batch.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
@@ -381,7 +382,8 @@ class Zero(NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        synced = sync_batch_norm and update == "after"
+        # The global view of one device, which update="backward" has there, takes either.
+        synced = sync_batch_norm and (update == "after" or self.view == "global")
         fn = self._in_step(loss_fn, synced, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)

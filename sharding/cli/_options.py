@@ -135,7 +135,7 @@ def audit_options(parser: ArgumentParser) -> None:
     }
     more = {
         "--no-remat": "at stages 0 to 2 keep all activations of a layer",
-        "--update-in-backward": "on one device update each layer as soon as its gradient exists",
+        "--update-in-backward": "update each layer once its gradient exists; in the global view",
         "--remat BYTES": f"layers store the fastest choice of activations within bytes {_REMAT}",
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
         "--batch on",

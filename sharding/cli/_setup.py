@@ -111,6 +111,7 @@ def setup_of(options: Namespace) -> Setup:
         offload="optimizer" if getattr(options, "offload", False) else None,
         axis=tuple(name for name in axis if name not in replica),
         replica_axis=replica or None,
+        view="global" if by_layer else "device",
         precision=Precision(
             compute=_floating_dtype("--compute-dtype", options.compute_dtype),
             reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),

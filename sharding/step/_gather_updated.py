@@ -1,5 +1,6 @@
 """Gathers the updated parameters of stages 1 and 2, group by group."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,14 +75,7 @@ def _gather_into_old(layout: Layout, leaf: _Updated) -> jax.Array:
     """
     old, x, shard_spec, spec, dim = leaf
     small = old.nbytes <= layout.gather_group_bytes // 8
-
-    def gather(x: jax.Array) -> jax.Array:
-        remaining = list(layout.axes)
-        for axes in gather_axis_groups(layout)[:-1]:
-            remaining = [axis for axis in remaining if axis not in axes]
-            x = layout.constrain(x, layout.keep_axes(shard_spec, remaining))
-        return layout.constrain(x, spec)
-
+    gather = functools.partial(gather_shard, layout, shard_spec=shard_spec, spec=spec)
     if small or x.ndim < 3 or dim == -x.ndim or shard_spec[0]:
         return gather(x)
 
@@ -99,3 +93,14 @@ def _gather_into_old(layout: Layout, leaf: _Updated) -> jax.Array:
         0, num // at_once, lambda i, full: gather_layers(i * at_once, at_once, full), old
     )
     return gather_layers(num - num % at_once, num % at_once, full)
+
+
+def gather_shard(
+    layout: Layout, x: jax.Array, shard_spec: PartitionSpec, spec: PartitionSpec
+) -> jax.Array:
+    """An array with a spec, from its shards."""
+    remaining = list(layout.axes)
+    for axes in gather_axis_groups(layout)[:-1]:
+        remaining = [axis for axis in remaining if axis not in axes]
+        x = layout.constrain(x, layout.keep_axes(shard_spec, remaining))
+    return layout.constrain(x, spec)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding._types import Tree
+from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, only_axes
@@ -72,6 +72,26 @@ class GlobalLoss:
     def trained(self) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
+    @property
+    def hook(self) -> Hook:
+        """Gathers parameters where layers use them, and reduces their gradients."""
+        return Hook(self._fetch, self._tap)
+
+    def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
+        """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
+        full = self._fetch(number, held)
+        return full if tap is None else self._tap(number, full, tap)
+
+    def cast(self, params: list[jax.Array]) -> list[jax.Array]:
+        """Parameters in the dtypes that the loss gets."""
+        return [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+
+    def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
+        leaf = self.leaves[number]
+        zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
+        return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
+
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
     ) -> Any:
@@ -83,7 +103,7 @@ class GlobalLoss:
           args: of the loss, after the parameters.
           specs: of ``args``.
         """
-        held = [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+        held = self.cast(params)
         if not self._typed:
             try:
                 return self._run(held, taps, *args)
@@ -100,24 +120,21 @@ class GlobalLoss:
         run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
         return run(held, taps, *args)
 
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
-        flat, structure = jax.tree.flatten(args)
-        result: Any = None
-
-        def call(leaves: list[Any], *flat: Any) -> list[Any]:
-            nonlocal result
-            args = jax.tree.unflatten(structure, flat)
-            outs, result = jax.tree.flatten(self.fn(self.treedef.unflatten(leaves), *args))
-            return outs
-
+    def trace(self, held: list[jax.Array], args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The trace of the loss for leaves of parameters and arguments, and what it returns."""
+        params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking("hooks"):
-            closed = jax.make_jaxpr(call)(list(map(self._type, self.leaves, held)), *flat)
-        run = HookedLoss(closed, Hook(self._fetch, self._tap), MARK, self.layout.recomputes)
+            return jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
+
+    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+        closed, results = self.trace(held, args)
+        run = HookedLoss(closed, self.hook, MARK, self.layout.recomputes)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
         ]
-        return jax.tree.unflatten(result, run(held, every, *flat))
+        outs = run(held, every, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(results), outs)
 
     def _type(self, leaf: _Leaf, held: jax.Array) -> Any:
         """What the loss is traced with."""
@@ -202,19 +219,15 @@ def global_gradients(
     Each device computes micro-batches of its own rows, as in the other view.
     """
     run = GlobalLoss(layout, spec, loss.fn, params)
+    each, arguments = split_rows(layout, loss, inputs)
     leaves, steps = jax.tree.leaves(params), loss.microbatches
-    trained = [(x, leaf) for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained]
-    divides_first = any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for _, leaf in trained)
-
-    def zeros(x: jax.Array, leaf: _Leaf, dtype: Any) -> jax.Array:
-        return layout.constrain(jnp.zeros(x.shape, dtype), leaf.shard)
+    trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
+    dtypes = [dtype for leaf in run.trained for dtype in (leaf.dtype, leaf.reduce_dtype)]
+    divides_first = jnp.float16 in dtypes
 
     def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
         """The model state after a micro-batch, its sums and its aux."""
-        index, batch, keys = numbered
-        if not by_example:
-            keys = microbatch_key(loss.rngs, inputs.key, index, batch)
-        args = loss_args(loss, batch, model_state, keys)
+        args = arguments(model_state, numbered)
         specs = [layout.batch_specs(x) for x in args]
         if loss.model_state:
             specs[1] = jax.tree.map(lambda _: P(), model_state)
@@ -226,7 +239,7 @@ def global_gradients(
             divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
             return total * inverse_weight(divisor), (weight, divisor, new, aux)
 
-        taps = [zeros(x, leaf, leaf.reduce_dtype) for x, leaf in trained]
+        taps = [run.tap(i, leaves[i].shape) for i in trained]
         with jax.named_scope("loss_and_grad"):
             (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
         weight, divisor, model_state, aux = more
@@ -235,15 +248,11 @@ def global_gradients(
         total = to_sum_dtype(total) * to_sum_dtype(divisor)
         return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
 
-    size = next((x.shape[0] for x in jax.tree.leaves(inputs.batch) if jnp.ndim(x)), 0)
-    keys, by_example = None, loss.rngs == "per_example"
-    if by_example:
-        keys = microbatch_key(loss.rngs, inputs.key, 0, inputs.batch)
-    given = inputs.batch, keys
     if steps == 1:
-        model_state, (sums, aux) = microbatch(inputs.model_state, (0, *given))
+        model_state, (sums, aux) = microbatch(inputs.model_state, each)
     else:
-        sums_of = [zeros(x, leaf, spec.precision.of_accumulator(x.dtype)) for x, leaf in trained]
+        of_sums = spec.precision.of_accumulator
+        sums_of = [run.tap(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
 
         def step(carry: Any, numbered: Any) -> Any:
             before, model_state = carry
@@ -252,15 +261,13 @@ def global_gradients(
             sums = lax.optimization_barrier(sums)
             added = [a + g.astype(a.dtype) for a, g in zip(before, sums.grads, strict=True)]
             added = [
-                layout.constrain(g, leaf.shard) for g, (_, leaf) in zip(added, trained, strict=True)
+                layout.constrain(g, leaf.shard) for g, leaf in zip(added, run.trained, strict=True)
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
 
-        split = functools.partial(_split_rows, layout, steps)
-        numbered = jnp.arange(steps), *jax.tree.map(split, given)
-        carry, (each, aux) = lax.scan(step, (sums_of, inputs.model_state), numbered)
-        sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=carry[0])
-        model_state, aux = carry[1], jax.tree.map(functools.partial(_join_rows, layout, size), aux)
+        carry, (found, aux) = lax.scan(step, (sums_of, inputs.model_state), each)
+        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=carry[0])
+        model_state, aux = carry[1], join_rows(layout, inputs.batch, aux)
 
     scale = inverse_weight(sums.weight) if loss.weighted else 1.0 / steps
     metrics: dict[str, Any] = {"loss": sums.loss * scale}
@@ -276,23 +283,46 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def _split_rows(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
-    """(examples, ...) to (micro-batch, examples, ...), each of rows of every device."""
-    if not jnp.ndim(x):
-        return jnp.full(steps, x)
-    rows, more = x.shape[0] // (layout.num_devices * steps), x.shape[1:]
-    x = x.reshape(layout.num_devices, steps, rows, *more).swapaxes(0, 1)
-    spec = P(None, entry_of(layout.data_axes))
-    return layout.constrain(x.reshape(steps, -1, *more), spec)
+def split_rows(layout: Layout, loss: Loss, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
+    """The micro-batches, each of rows of every device, stacked if there are several.
+
+    And the arguments of the loss, of a model state and a micro-batch.
+    """
+    steps, by_example = loss.microbatches, loss.rngs == "per_example"
+    all_keys = microbatch_key(loss.rngs, inputs.key, 0, inputs.batch) if by_example else None
+
+    def split(x: jax.Array) -> jax.Array:
+        """(examples, ...) to (micro-batch, examples, ...)."""
+        if not jnp.ndim(x):
+            return jnp.full(steps, x)
+        rows, more = x.shape[0] // (layout.num_devices * steps), x.shape[1:]
+        x = x.reshape(layout.num_devices, steps, rows, *more).swapaxes(0, 1)
+        spec = P(None, entry_of(layout.data_axes))
+        return layout.constrain(x.reshape(steps, -1, *more), spec)
+
+    def arguments(model_state: Tree, numbered: Any) -> tuple[Any, ...]:
+        index, batch, keys = numbered
+        if not by_example:
+            keys = microbatch_key(loss.rngs, inputs.key, index, batch)
+        return loss_args(loss, batch, model_state, keys)
+
+    if steps == 1:
+        return (jnp.zeros((), jnp.int32), inputs.batch, all_keys), arguments
+    return (jnp.arange(steps), *jax.tree.map(split, (inputs.batch, all_keys))), arguments
 
 
-def _join_rows(layout: Layout, size: int, x: jax.Array) -> jax.Array:
-    """Undoes ``_split_rows``; what is not one for each example is averaged."""
-    steps, more = x.shape[0], x.shape[2:]
-    if x.ndim == 1 or x.shape[1] * steps != size:
-        return jnp.mean(x, axis=0)
-    x = x.reshape(steps, layout.num_devices, -1, *more).swapaxes(0, 1)
-    return layout.constrain(x.reshape(size, *more), P(entry_of(layout.data_axes)))
+def join_rows(layout: Layout, batch: Batch, aux: Tree) -> Any:
+    """Undoes ``split_rows``; what is not one for each example is averaged."""
+    size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+
+    def join(x: jax.Array) -> jax.Array:
+        steps, more = x.shape[0], x.shape[2:]
+        if x.ndim == 1 or x.shape[1] * steps != size:
+            return jnp.mean(x, axis=0)
+        x = x.reshape(steps, layout.num_devices, -1, *more).swapaxes(0, 1)
+        return layout.constrain(x.reshape(size, *more), P(entry_of(layout.data_axes)))
+
+    return jax.tree.map(join, aux)
 
 
 # --- Shardings ------------------------------------------------------------------------------------

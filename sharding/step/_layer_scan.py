@@ -27,12 +27,12 @@ class Microbatches(NamedTuple):
     number: int
     sum_dtype: Callable[[Any], Any]  # in which gradients of a dtype are accumulated
 
-    def zeros(self, x: jax.Array, zero: Any = 0) -> jax.Array:
+    def zeros(self, x: jax.Array) -> jax.Array:
         """The start of a sum of gradients of an array."""
-        return jnp.full_like(x, zero, None if self.number == 1 else self.sum_dtype(x.dtype))
+        return jnp.zeros_like(x, None if self.number == 1 else self.sum_dtype(x.dtype))
 
-    def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, like: Any) -> tuple[Any, Any]:
-        """The sums of gradients, of arrays ``like`` these, and the other results, stacked."""
+    def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, zeros: Any) -> tuple[Any, Any]:
+        """The sums of gradients, which start as ``zeros``, and the other results, stacked."""
         if self.number == 1:
             return one(each)
 
@@ -42,7 +42,20 @@ class Microbatches(NamedTuple):
 
         # Without the barrier XLA makes all zeros of the same shape at once, before the first sum.
         zero, each = lax.optimization_barrier((jnp.zeros((), jnp.int8), each))
-        return lax.scan(step, jax.tree.map(lambda x: self.zeros(x, zero), like), each)
+        return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
+
+
+class Params(NamedTuple):
+    """How a loss gets parameters that devices hold as shards, and what takes their gradients.
+
+    Attributes:
+      use: ``use(number, held, tap)``, of a parameter or of a slice of it: what the loss computes
+        with; its gradient becomes that of ``tap``, if one is given.
+      tap: ``tap(number, shape, dtype=None)``, zeros.
+    """
+
+    use: Callable[..., jax.Array]
+    tap: Callable[..., jax.Array]
 
 
 class LayerScan(NamedTuple):
@@ -70,23 +83,30 @@ class LayerScan(NamedTuple):
         num_consts, num_carry = scan_sizes(self.eqn.params)
         return range(num_consts, num_consts + num_carry)
 
-    def _layer(self, params: dict[int, jax.Array], operands: dict[int, Any]) -> list[Any]:
-        own = {}
-        for k, (i, casts) in self.own.items():
-            own[k] = params[i]
-            for cast in casts:
-                (own[k],) = bind(cast, [own[k]])
+    def _layer(
+        self,
+        params: Params,
+        held: dict[int, jax.Array],
+        taps: dict[int, jax.Array],
+        operands: dict[int, Any],
+    ) -> list[Any]:
+        own = {
+            k: params.use(i, cast_by(casts, held[i]), taps.get(i))
+            for k, (i, casts) in self.own.items()
+        }
         args = operands | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
-    def forward(self, read: Read, operands: dict[int, Any]) -> tuple[list[Any], dict[int, Any]]:
+    def forward(
+        self, params: Params, read: Read, operands: dict[int, Any]
+    ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked."""
         carried = self.carried
         consts = {k: x for k, x in operands.items() if k < carried.start}
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self._layer(read(layer), consts | carry | slices)
+            out = self._layer(params, read(layer), {}, consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -95,12 +115,13 @@ class LayerScan(NamedTuple):
         return [*carry.values(), *outs], entered
 
     def _scan(self, step: Any, carry: Any, xs: Any, backward: bool) -> Any:
-        params = self.eqn.params
-        order = {"reverse": params["reverse"] != backward, "unroll": params["unroll"]}
-        return lax.scan(step, carry, (jnp.arange(params["length"]), xs), **order)
+        options = self.eqn.params
+        order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
+        return lax.scan(step, carry, (jnp.arange(options["length"]), xs), **order)
 
     def backward(
         self,
+        params: Params,
         read: Read,
         take: Take,
         operands: dict[int, Any],
@@ -113,7 +134,8 @@ class LayerScan(NamedTuple):
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
         Args:
-          read: the parameters of a layer.
+          params: how layers get parameters.
+          read: what devices hold of those of a layer.
           take: takes the gradients of a layer.
           operands: of the loop, those of ``carried`` perhaps absent.
           entered: what ``forward`` stacked.
@@ -137,7 +159,8 @@ class LayerScan(NamedTuple):
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             layer, _ = x
             after, sums = carry
-            params = read(layer)
+            held = read(layer)
+            taps = {i: params.tap(i, x.shape) for i, x in held.items()}
             args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
             same = {k: x for k, x in args.items() if k in shared}
             each = {k: x for k, x in args.items() if k in stacked}
@@ -148,19 +171,23 @@ class LayerScan(NamedTuple):
                 each, after, later = each
                 args = same | each
 
-                def run(params: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self._layer(params, args | given)
+                def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
+                    outs = self._layer(params, held, taps, args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
-                _, vjp = jax.vjp(run, params, given)
+                _, vjp = jax.vjp(run, taps, given)
                 grads, given = vjp([*after.values(), *later.values()])
                 return (grads, {k: g for k, g in given.items() if k in shared}), {
                     k: g for k, g in given.items() if k not in shared
                 }
 
-            like = params, {k: x for k, x in same.items() if k in wanted}
-            (grads, given), own = microbatches.run(one, (each, after, later), like)
+            dtype = microbatches.sum_dtype
+            zeros = (
+                {i: params.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+                {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
+            )
+            (grads, given), own = microbatches.run(one, (each, after, later), zeros)
             given |= own
             sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
             after = {k: given[k] for k in after}
@@ -191,34 +218,38 @@ def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     They slice trained parameters, cast or not, which nothing else uses.
     """
     equations = graph.needed(graph.outputs, graph.constants)[0]
+    views = cast_params(graph, len(trained))
     uses = Counter(
-        _param_of(graph, v, trained)[0]
+        views[v][0]
         for values in (graph.outputs, *(e.operands for e in equations if not _is_float_cast(e)))
         for v in values
+        if v in views
     )
     loops: list[LayerScan] = []
     for eqn in equations:
         if eqn.primitive.name == "scan" and eqn.params["length"]:
             first = sum(scan_sizes(eqn.params))
-            found = {
-                k: _param_of(graph, v, trained) for k, v in enumerate(eqn.operands) if k >= first
-            }
-            own = {k: (i, casts) for k, (i, casts) in found.items() if i >= 0 and uses[i] == 1}
+            found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
+            own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
             if own:
                 loops.append(LayerScan(len(loops), eqn, own))
     return loops
 
 
-def _param_of(graph: Graph, value: int, trained: list[bool]) -> tuple[int, list[Equation]]:
-    """The trained parameter that a value is, and the casts from it to the value; else -1."""
-    casts: list[Equation] = []
-    while value in graph.producer:
-        eqn = graph.equations[graph.producer[value]]
-        if not _is_float_cast(eqn):
-            return -1, []
-        casts.insert(0, eqn)
-        (value,) = eqn.operands
-    return (value, casts) if value < len(trained) and trained[value] else (-1, [])
+def cast_params(graph: Graph, num_params: int) -> dict[int, tuple[int, list[Equation]]]:
+    """Values of a graph that are parameters, its first inputs, cast or not; by which casts."""
+    views: dict[int, tuple[int, list[Equation]]] = {i: (i, []) for i in range(num_params)}
+    for eqn in graph.equations:
+        if _is_float_cast(eqn) and eqn.operands[0] in views:
+            number, casts = views[eqn.operands[0]]
+            views[eqn.results[0]] = number, [*casts, eqn]
+    return views
+
+
+def cast_by(casts: list[Equation], x: jax.Array) -> jax.Array:
+    for eqn in casts:
+        (x,) = bind(eqn, [x])
+    return x
 
 
 def _is_float_cast(eqn: Equation) -> bool:

@@ -9,11 +9,16 @@ from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import REDUCTIONS, Graph, bind
 from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
-from sharding.placement._specs import leaf_names
+from sharding.placement._layout import Layout
+from sharding.placement._specs import is_spec, leaf_names
+from sharding.step._gather_updated import gather_shard
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import NO_LOCAL_NORM, UNREAD, params_update
 
@@ -32,6 +37,9 @@ class Update(NamedTuple):
     # Reductions of one gradient each, through which alone outputs depend on others, and what they
     # read, as in ``Graph.reads``. They are known before gradients, for the rest of the graph.
     terms: dict[int, int]
+    layout: Layout
+    held: list[PartitionSpec]  # of the outputs, between steps
+    shards: list[PartitionSpec]  # while they are updated
 
     def grad(self, number: int) -> int:
         """The input that is the gradient of a parameter."""
@@ -45,8 +53,40 @@ class Update(NamedTuple):
         reads = dict(enumerate(self.graph.reads)) | self.terms
         return [v for v in values if v not in known and not reads[v] & ~bits]
 
+    def shard(self, number: int, x: jax.Array) -> jax.Array:
+        """An output, or the input that it replaces, as it is while it is updated."""
+        return self.layout.constrain(x, self.shards[number])
+
+    def read(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+        """One layer, of shape (1, ...), in the placement between steps."""
+        return self.layout.constrain(ref[layer][None], _layer_spec(self.held[number]))
+
+    def read_shard(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+        """One layer, of shape (1, ...), as it is while it is updated."""
+        spec = _layer_spec(self.shards[number])
+        x = self.layout.constrain(self.read(number, ref, layer), spec)
+        return _as_stored(self.layout, x, spec)
+
+    def store(self, number: int, ref: Any, layer: jax.Array, x: jax.Array) -> None:
+        """Replaces one layer, in the placement between steps."""
+        held, shard = _layer_spec(self.held[number]), _layer_spec(self.shards[number])
+        x = self.layout.constrain(x, shard)
+        if held != shard:
+            with jax.named_scope("gather_params"):
+                x = gather_shard(self.layout, x, shard, held)
+        ref[layer] = x[0]
+
     @classmethod
-    def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
+    def trace(
+        cls,
+        layout: Layout,
+        spec: StepSpec,
+        opt_specs: Tree,
+        tx: Any,
+        params: Tree,
+        opt_state: Tree,
+        loss: Any,
+    ) -> "Update":
         of_result = spec.precision.of_result
         grads = jax.tree.map(
             lambda x, t: jax.ShapeDtypeStruct(x.shape, of_result(x.dtype) if t else x.dtype),
@@ -70,7 +110,11 @@ class Update(NamedTuple):
             raise ValueError(NO_LOCAL_NORM)
         terms = {v: graph.reads[v] for v in _find_terms(graph)}
         graph.set_known(terms)
-        return cls(graph, names, terms)
+        places = [
+            jax.tree.leaves((of_params, opt_specs), is_leaf=is_spec)
+            for of_params in (spec.placed.params, spec.placed.shards)
+        ]
+        return cls(graph, names, terms, layout, *places)
 
 
 def _find_terms(graph: Graph) -> list[int]:
@@ -147,6 +191,7 @@ class LayerValues(NamedTuple):
 
     def of_layer(
         self,
+        update: Update,
         refs: dict[int, Any],
         known: dict[int, Any],
         layer: jax.Array,
@@ -154,7 +199,8 @@ class LayerValues(NamedTuple):
         store: Any = lambda value, x: x,
     ) -> list[jax.Array]:
         """The values of one layer; ``store(value, x)`` gets each, and what they are made of."""
-        values = {i: refs[i][layer][None] for i in self.sliced} | {self.grad: grad[None]}
+        values = {i: update.read_shard(i, refs[i], layer) for i in self.sliced}
+        values[self.grad] = grad[None]
         store(self.grad, grad[None])  # for a state that has the gradient itself
 
         def read(value: int, dim: int) -> jax.Array:
@@ -184,7 +230,7 @@ class LayerUpdate(NamedTuple):
 
     def write(
         self,
-        graph: Graph,
+        update: Update,
         refs: dict[int, Any],
         known: dict[int, Any],
         layer: jax.Array,
@@ -194,31 +240,54 @@ class LayerUpdate(NamedTuple):
 
         def store(value: int, x: jax.Array) -> jax.Array:
             for j in self.outputs:
-                if graph.outputs[j] == value:
-                    refs[j][layer] = x[0]
+                if update.graph.outputs[j] == value:
+                    update.store(j, refs[j], layer, x)
                     # Read again: XLA for CPUs would compute it again, from a copy of all layers.
-                    x = refs[j][layer][None]
+                    x = update.read_shard(j, refs[j], layer)
             return x
 
-        self.new.of_layer(refs, known, layer, grad, store)
+        self.new.of_layer(update, refs, known, layer, grad, store)
 
     def terms_of_layer(
         self,
-        graph: Graph,
+        update: Update,
         refs: dict[int, Any],
         known: dict[int, Any],
         layer: jax.Array,
         grad: jax.Array,
     ) -> dict[int, jax.Array]:
         """The terms, reduced over one layer."""
-        values = self.reduced.of_layer(refs, known, layer, grad)
-        return {t: reduce(graph, t, x) for t, x in zip(self.terms, values, strict=True)}
+        values = self.reduced.of_layer(update, refs, known, layer, grad)
+        return {t: reduce(update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
 
 
 def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:
     """A term, of what it is a reduction of, or of its values for all layers."""
     eqn = graph.equations[graph.producer[term]]
     return bind(eqn, [x], eqn.params | {"axes": tuple(range(x.ndim))})[0]
+
+
+def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of one layer of a stack, of shape (1, ...)."""
+    return PartitionSpec(None, *spec[1:])
+
+
+def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """On GPUs, an array in the order of its dims.
+
+    Else XLA stores stacks of layers transposed, in a second buffer, as it gathers and reduces them
+    along other dims than the first.
+    """
+    if layout.platform != "gpu" or layout.mesh.size == 1:
+        return x
+    order = MemoryLayout(tuple(range(x.ndim)))
+    return jax.shard_map(
+        lambda x: with_layout_constraint(x, order),
+        mesh=None if layout.explicit_axes else layout.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(x)
 
 
 def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:

@@ -122,7 +122,7 @@ class TrainStep(CompiledStep):
         state, sync_state = split_sync_state(state)
         if self.updates_in_backward:
             new, metrics, changed = update_in_backward(
-                layout, spec, self.loss, state, inputs, self.tx, self.grad_norm
+                layout, spec, opt_specs, self.loss, state, inputs, self.tx, self.grad_norm
             )
             return self._with_model_state(new, metrics, changed, layout)
         params, opt_state, tx = parts(state, self.tx)

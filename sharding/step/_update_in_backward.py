@@ -1,9 +1,10 @@
-"""The update inside the backward pass, on one device: gradients of one layer exist at a time.
+"""The update inside the backward pass: gradients of one layer exist at a time.
 
 The loss is traced and differentiated piece by piece, from its last to its first. A loop over
 stacked layers writes new parameters and new state into refs of the old ones, layer by layer; other
 parameters are updated after the piece that completes their gradients. If the update depends on sums
-of all gradients, as on their norm, a first backward pass computes these.
+of all gradients, as on their norm, a first backward pass computes these. All of it is in the global
+view: refs hold the arrays of all devices, and the update is of their shards.
 """
 
 import functools
@@ -21,33 +22,38 @@ from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
-from sharding.step._layer_scan import Microbatches, find_loops
+from sharding.step._gather_updated import gather_updated
+from sharding.step._global_gradients import GlobalLoss, join_rows, split_rows
+from sharding.step._layer_scan import Microbatches, Params, find_loops
 from sharding.step._layer_updates import OTHERWISE, Update, by_layer, reduce
-from sharding.step._loss import Inputs, Loss, loss_args
+from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces, Piece
-from sharding.step._microbatches import inverse_weight, join_microbatches, split_microbatches
-from sharding.step._rng import microbatch_key
+from sharding.step._microbatches import inverse_weight
 from sharding.step._step_plan import StepSpec
 
 
 def check_alone(zero: Any, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
+    if zero.mesh.size > 1 and zero.view == "device":
+        raise ValueError(
+            "update='backward' on several devices gives the loss all rows of the batch, as under "
+            f"jit, and the mesh has {zero.mesh.size} devices. Make Zero with view='global': losses "
+            "that are means over examples are the same there."
+        )
     asked = {
-        f"a mesh of {zero.mesh.size} devices": zero.mesh.size > 1,
         f"offload={zero.offload!r}": zero.offload is not None,
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
         "snapshot=": snapshot is not None,
     }
     for name in (name for name, given in asked.items() if given):
-        raise ValueError(
-            f"update='backward' is for one device, without {name}. Leave that out, {OTHERWISE}."
-        )
+        raise ValueError(f"update='backward' is without {name}. Leave that out, {OTHERWISE}.")
 
 
 def update_in_backward(
     layout: Layout,
     spec: StepSpec,
+    opt_specs: Tree,
     loss: Loss,
     state: Tree,
     inputs: Inputs,
@@ -59,20 +65,22 @@ def update_in_backward(
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
-    cast = [x.astype(spec.precision.of_loss(x.dtype)) for x in leaves]
 
     # What is to be computed: the loss in pieces, and the update as a graph.
-    each, arguments = _microbatch_arguments(loss, inputs)
+    run = GlobalLoss(layout, spec, loss.fn, params)
+    cast = run.cast(leaves)
+    each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
     traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
-    update = Update.trace(spec, tx, params, opt_state, value)
+    update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop.params) for loop in loops]
     loops = [loop.of(stack) for loop, stack in zip(loops, stacks, strict=True) if stack]
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
-    pieces = LossPieces(traced, cast, trained, loops, microbatches)
+    use = Params(run.use, run.tap)
+    pieces = LossPieces(traced, cast, use, trained, loops, microbatches)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
@@ -86,31 +94,35 @@ def update_in_backward(
     refs = {j: jax.new_ref(given[j]) for j in outputs}
 
     def gradient(i: int, x: jax.Array) -> jax.Array:
-        """In the dtype that the transformation gets, after that of a sum over devices."""
-        x = x.astype(spec.precision.of_sum(x.dtype))
+        """In the dtype that the transformation gets."""
         return x.astype(graph.types[update.grad(i)].dtype)
 
     def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
-        return {i: refs[i][layer].astype(cast[i].dtype) for i in stacks[index]}
+        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
+        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
 
     def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
         grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
             for i, one in stacks[index].items():
-                one.write(graph, refs, values, layer, grads[i])
+                one.write(update, refs, values, layer, grads[i])
         return _Taken({}, _squares(grads if grad_norm else {}))
 
     def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
         terms: dict[int, jax.Array] = {}
         for i, one in stacks[index].items():
-            terms |= one.terms_of_layer(graph, refs, values, layer, gradient(i, grads[i]))
+            terms |= one.terms_of_layer(update, refs, values, layer, gradient(i, grads[i]))
         return _Taken(terms, _squares({}))
 
     with jax.named_scope("loss_and_grad"):
         reads = [functools.partial(read, k) for k in range(len(stacks))]
         results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
     metrics, model_state = _metrics(loss, results)
+    if loss.has_aux:
+        many = loss.microbatches > 1
+        metrics["aux"] = join_rows(layout, inputs.batch, results[3]) if many else results[3]
     values = graph.constants | dict(enumerate(given))
+    values |= {i: update.shard(i, leaves[i]) for i in outside if trained[i]}
     values[update.grad(len(leaves) + 1)] = metrics["loss"]
     used = {i for piece in pieces.pieces for i in piece.complete}
     zeros = {i: jnp.zeros_like(leaves[i]) for i in outside - used}
@@ -162,8 +174,12 @@ def update_in_backward(
         metrics["grad_norm"] = jnp.sqrt(squares)
 
     new = {j: jax.freeze(ref) for j, ref in refs.items()}
-    new |= {j: found[v] for j, v in new_of.items()}
-    new |= {i: x for i, x in enumerate(leaves) if not trained[i]}
+    new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
+    with jax.named_scope("gather_params"):
+        shards = treedef.unflatten(new[i] for i in range(len(leaves)))
+        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
+        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+    new |= {i: gathered[i] if trained[i] else leaves[i] for i in outside}
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
@@ -179,24 +195,11 @@ class _Taken(NamedTuple):
     squares: jax.Array
 
 
-def _microbatch_arguments(loss: Loss, inputs: Inputs) -> tuple[Any, Any]:
-    """The micro-batches, numbered; the arguments of the loss, of a model state and one of them."""
-
-    def arguments(model_state: Tree, numbered: Any) -> Any:
-        number, batch = numbered
-        keys = microbatch_key(loss.rngs, inputs.key, number, batch)
-        return loss_args(loss, batch, model_state, keys)
-
-    if loss.microbatches == 1:
-        return (jnp.zeros((), jnp.int32), inputs.batch), arguments
-    split = split_microbatches(inputs.batch, loss.microbatches)
-    return (jnp.arange(loss.microbatches), split), arguments
-
-
 def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     given: Any
-    inputs, given = jax.tree.flatten((params, *args))
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    inputs, given = jax.tree.flatten((types, *args))
 
     def run(inputs: list[Any]) -> Any:
         params, *args = given.unflatten(inputs)
@@ -211,16 +214,13 @@ def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
 
 def _metrics(loss: Loss, results: Any) -> tuple[dict[str, Any], Any]:
     """The metrics of a step, and its new model state."""
-    total, weight, model_state, aux = results
+    total, weight, model_state, _ = results
     total = jnp.sum(to_sum_dtype(total))
     weight = to_sum_dtype(weight)
     weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
     scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
     metrics = {"loss": total * scale}
     metrics |= {"weight": weight} if loss.weighted else {}
-    if loss.has_aux:
-        many = loss.microbatches > 1
-        metrics["aux"] = jax.tree.map(join_microbatches, aux) if many else aux
     return metrics, model_state
 
 

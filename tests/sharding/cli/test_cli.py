@@ -237,7 +237,6 @@ WRONG = [
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
     ),
     (f"audit {CPU} --stage 0 --no-remat --remat 1GiB", "--remat plans what --no-remat forbids"),
-    (f"audit {CPU} --update-in-backward", "one device and one .* without a mesh of 8 devices"),
     (
         "audit --step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
         "--master, --compute-dtype, --stage would be ignored: --step math:sin",

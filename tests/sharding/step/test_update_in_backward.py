@@ -112,7 +112,10 @@ def make_params(loss_fn):
         shapes["b"] = (1, 2 * WIDTH)
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     types = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, np.float64), shapes, is_leaf=is_shape)
-    return runs.draw(types) | ({"int": np.ones(LAYERS, int)} if loss_fn is twice else {})
+    drawn = runs.draw(types)
+    if "w" in drawn:
+        drawn["w"] = drawn["w"] * np.logspace(-1, 0.3, WIDTH)  # shards of unlike scale
+    return drawn | ({"int": np.ones(LAYERS, int)} if loss_fn is twice else {})
 
 
 def data(step):
@@ -138,44 +141,58 @@ def clipped(*more):
     return optax.chain(optax.clip_by_global_norm(0.3), *more)
 
 
+# Transformation, loss, micro-batches, stage and mesh.
 CASES = [
-    (ADAMW, two_stacks, 1),
-    (ADAMW, two_stacks, 4),
-    (ADAMW, numbered, 1),
-    (clipped(ADAMW), numbered, 2),
-    (SGD, scanned, 1),
-    (SGD, twice, 2),
-    (optax.lion(1e-4), flax_model, 1),
-    (clipped(optax.lion(1e-4)), flax_model, 4),
-    (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks, 2),
-    (CAME, flax_model, 1),
-    (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model, 1),
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=512), flax_model, 1),
-    (clipped(optax_ext.low_precision_state(CAME, bits=8, min_size=512)), two_stacks, 1),
+    (ADAMW, two_stacks, 4, 2, "one"),
+    (ADAMW, two_stacks, 1, 3, "tensor"),
+    (ADAMW, numbered, 1, 3, "flat"),
+    (clipped(ADAMW), numbered, 2, 2, "four"),
+    (SGD, scanned, 1, 2, "four"),
+    (SGD, twice, 2, 1, "tensor"),
+    (clipped(optax.lion(1e-4)), flax_model, 1, 1, "torus"),
+    (clipped(optax.lion(1e-4)), flax_model, 4, 2, "one"),
+    (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks, 2, 2, "four"),
+    (CAME, flax_model, 1, 3, "flat"),
+    (CAME, two_stacks, 2, 1, "tensor"),
+    (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model, 1, 2, "one"),
+    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=512), flax_model, 1, 2, "one"),
+    (
+        optax_ext.low_precision_state(clipped(CAME), bits=8, min_size=512),
+        two_stacks,
+        1,
+        3,
+        "replicas",
+    ),
     # 8-bit blocks of b are over all layers: it is updated after the others.
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned, 1),
-    (optax_ext.master_weights(clipped(ADAMW)), scanned, 1),
-    (optax.inject_hyperparams(optax.adamw)(lambda count: 1e-3 / (1.0 + count)), two_stacks, 1),
-    (optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau(patience=1)), scanned, 1),
-    (optax.partition({1: ADAMW, 2: optax.sgd(0.01)}, {"embed": 2, "w": 1, "b": 1}), scanned, 1),
-    (optax.apply_if_finite(ADAMW, 3), scanned, 2),
-    (optax.chain(ADAMW, optax.normalize_by_update_norm(0.01)), scanned, 1),
+    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned, 1, 2, "flat"),
+    (optax_ext.master_weights(clipped(ADAMW)), scanned, 2, 2, "four"),
+    (optax.inject_hyperparams(optax.adamw)(lambda n: 1e-3 / (1.0 + n)), two_stacks, 1, 0, "flat"),
+    (optax.chain(ADAMW, optax.contrib.reduce_on_plateau(patience=1)), scanned, 1, 2, "one"),
+    (optax.partition({1: ADAMW, 2: SGD}, {"embed": 2, "w": 1, "b": 1}), scanned, 1, 2, "four"),
+    (optax.apply_if_finite(ADAMW, 3), scanned, 2, 3, "four"),
+    (optax.chain(ADAMW, optax.normalize_by_update_norm(0.01)), scanned, 1, 2, "one"),
 ]
 
 
-@pytest.mark.parametrize(("tx", "loss_fn", "microbatches"), CASES)
-def test_equals_the_plain_step(tx, loss_fn, microbatches):
-    options = OPTIONS[loss_fn] | {"microbatches": microbatches}
+@pytest.mark.parametrize(("tx", "loss_fn", "microbatches", "stage", "mesh"), CASES)
+def test_equals_the_plain_step(tx, loss_fn, microbatches, stage, mesh):
+    zero = runs.zero_of(stage, mesh, min_shard_size=0, view="global")
+    options = OPTIONS[loss_fn] | {"microbatches": microbatches, "zero": zero}
     both = [trained(update, tx, loss_fn, **options) for update in ("backward", "after")]
     runs.assert_same(*both)
     model.assert_close(both[0][1], both[1][1], runs.TOLERANCE)
+    places = [[x.sharding for x in jax.tree.leaves(state)] for state, _ in both]
+    assert places[0] == places[1]
 
 
-OTHERS = [(AxisType.Auto, 1, jnp.float32), (AxisType.Explicit, 2, jnp.float64)]
+OTHERS = [
+    (AxisType.Auto, 1, jnp.float32, 2, "one"),
+    (AxisType.Explicit, 2, jnp.float64, 3, "tensor"),
+]
 
 
-@pytest.mark.parametrize(("kind", "microbatches", "compute"), OTHERS)
-def test_other_options(kind, microbatches, compute):
+@pytest.mark.parametrize(("kind", "microbatches", "compute", "stage", "mesh"), OTHERS)
+def test_other_options(kind, microbatches, compute, stage, mesh):
     """Gathered layers, casts, a frozen parameter, one that two loops use, a model state."""
 
     class State(TrainState):
@@ -193,7 +210,8 @@ def test_other_options(kind, microbatches, compute):
         return State.create(apply_fn=None, params=params, tx=ADAMW, scale=jnp.ones(()))
 
     precision = shd.Precision(compute=compute, accumulate=jnp.float64)
-    zero = runs.zero_of(2, "one", kind, precision=precision)
+    options = {"precision": precision, "view": "global", "min_shard_size": 0}
+    zero = runs.zero_of(stage, mesh, kind, **options)
     options = {"microbatches": microbatches, "model_state": "scale"}
     options |= {"trainable": {"embed": False, "w": True, "b": True}}
     run = functools.partial(runs.train, zero, make, loss_fn, data=data, **options)
@@ -244,7 +262,7 @@ REFUSED = [
     {"tx": optax_ext.came(1e-3), "match": "4 layers of '0/w' .*several.*batch dims"},
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"tx": optax.chain(clipped(ADAMW), clipped()), "match": "'0/w' depends on the gradient of"},
-    {"zero": runs.zero_of(2, "three"), "match": "without a mesh of 3 devices"},
+    {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
     {"update": "forward", "match": "'after' or 'backward', got 'forward'"},
 ]
 
