@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding._types import Tree
+from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, only_axes
@@ -72,6 +72,16 @@ class GlobalLoss:
     def trained(self) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
+    @property
+    def hook(self) -> Hook:
+        """Gathers parameters where layers use them, and reduces their gradients."""
+        return Hook(self._fetch, self._tap)
+
+    def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
+        """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
+        full = self._fetch(number, held)
+        return full if tap is None else self._tap(number, full, tap)
+
     def cast(self, params: list[jax.Array]) -> list[jax.Array]:
         """Parameters in the dtypes that the loss gets."""
         return [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
@@ -81,17 +91,6 @@ class GlobalLoss:
         leaf = self.leaves[number]
         zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
         return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
-
-    def taps(self, held: dict[int, jax.Array], dtype: Any = None) -> dict[int, jax.Array]:
-        """Taps of parameters, or of slices of them; ``dtype`` is a function of theirs."""
-        return {i: self.tap(i, x.shape, dtype and dtype(x.dtype)) for i, x in held.items()}
-
-    def full(
-        self, held: dict[int, jax.Array], taps: dict[int, jax.Array] | None = None
-    ) -> dict[int, jax.Array]:
-        """Parameters as the loss uses them; their gradients, reduced, become those of taps."""
-        full = {i: self._fetch(i, x) for i, x in held.items()}
-        return full | {i: self._tap(i, full[i], tap) for i, tap in (taps or {}).items()}
 
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
@@ -129,8 +128,7 @@ class GlobalLoss:
 
     def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         closed, results = self.trace(held, args)
-        hook = Hook(self._fetch, self._tap)
-        run = HookedLoss(closed, hook, MARK, self.layout.recomputes)
+        run = HookedLoss(closed, self.hook, MARK, self.layout.recomputes)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
@@ -216,18 +214,20 @@ class _Sums(NamedTuple):
 def global_gradients(
     layout: Layout, spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs
 ) -> tuple[Any, dict[str, Any], Any]:
-    """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``."""
+    """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``.
+
+    Each device computes micro-batches of its own rows, as in the other view.
+    """
     run = GlobalLoss(layout, spec, loss.fn, params)
+    each, arguments = split_rows(layout, loss, inputs)
     leaves, steps = jax.tree.leaves(params), loss.microbatches
     trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
     dtypes = [dtype for leaf in run.trained for dtype in (leaf.dtype, leaf.reduce_dtype)]
     divides_first = jnp.float16 in dtypes
 
-    numbered, args_of = numbered_microbatches(layout, loss, inputs)
-
     def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
         """The model state after a micro-batch, its sums and its aux."""
-        args = args_of(model_state, numbered)
+        args = arguments(model_state, numbered)
         specs = [layout.batch_specs(x) for x in args]
         if loss.model_state:
             specs[1] = jax.tree.map(lambda _: P(), model_state)
@@ -249,7 +249,7 @@ def global_gradients(
         return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
 
     if steps == 1:
-        model_state, (sums, aux) = microbatch(inputs.model_state, numbered)
+        model_state, (sums, aux) = microbatch(inputs.model_state, each)
     else:
         of_sums = spec.precision.of_accumulator
         sums_of = [run.tap(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
@@ -265,8 +265,8 @@ def global_gradients(
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
 
-        carry, (each, aux) = lax.scan(step, (sums_of, inputs.model_state), numbered)
-        sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=carry[0])
+        carry, (found, aux) = lax.scan(step, (sums_of, inputs.model_state), each)
+        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=carry[0])
         model_state, aux = carry[1], join_rows(layout, inputs.batch, aux)
 
     scale = inverse_weight(sums.weight) if loss.weighted else 1.0 / steps
@@ -283,42 +283,36 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def numbered_microbatches(
-    layout: Layout, loss: Loss, inputs: Inputs
-) -> tuple[Any, Callable[[Tree, Any], tuple[Any, ...]]]:
-    """Micro-batches, stacked if there are several; of a model state and one: the loss's arguments.
+def split_rows(layout: Layout, loss: Loss, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
+    """The micro-batches, each of rows of every device, stacked if there are several.
 
-    Each has rows of every device, as in the other view.
+    And the arguments of the loss, of a model state and a micro-batch.
     """
-    keys, by_example = None, loss.rngs == "per_example"
-    if by_example:
-        keys = microbatch_key(loss.rngs, inputs.key, 0, inputs.batch)
-    numbered = jnp.zeros((), jnp.int32), inputs.batch, keys
-    if loss.microbatches > 1:
-        split = functools.partial(_split_rows, layout, loss.microbatches)
-        numbered = jnp.arange(loss.microbatches), *jax.tree.map(split, numbered[1:])
+    steps, by_example = loss.microbatches, loss.rngs == "per_example"
+    all_keys = microbatch_key(loss.rngs, inputs.key, 0, inputs.batch) if by_example else None
 
-    def args_of(model_state: Tree, numbered: Any) -> tuple[Any, ...]:
+    def split(x: jax.Array) -> jax.Array:
+        """(examples, ...) to (micro-batch, examples, ...)."""
+        if not jnp.ndim(x):
+            return jnp.full(steps, x)
+        rows, more = x.shape[0] // (layout.num_devices * steps), x.shape[1:]
+        x = x.reshape(layout.num_devices, steps, rows, *more).swapaxes(0, 1)
+        spec = P(None, entry_of(layout.data_axes))
+        return layout.constrain(x.reshape(steps, -1, *more), spec)
+
+    def arguments(model_state: Tree, numbered: Any) -> tuple[Any, ...]:
         index, batch, keys = numbered
         if not by_example:
             keys = microbatch_key(loss.rngs, inputs.key, index, batch)
         return loss_args(loss, batch, model_state, keys)
 
-    return numbered, args_of
+    if steps == 1:
+        return (jnp.zeros((), jnp.int32), inputs.batch, all_keys), arguments
+    return (jnp.arange(steps), *jax.tree.map(split, (inputs.batch, all_keys))), arguments
 
 
-def _split_rows(layout: Layout, steps: int, x: jax.Array) -> jax.Array:
-    """(examples, ...) to (micro-batch, examples, ...), each of rows of every device."""
-    if not jnp.ndim(x):
-        return jnp.full(steps, x)
-    rows, more = x.shape[0] // (layout.num_devices * steps), x.shape[1:]
-    x = x.reshape(layout.num_devices, steps, rows, *more).swapaxes(0, 1)
-    spec = P(None, entry_of(layout.data_axes))
-    return layout.constrain(x.reshape(steps, -1, *more), spec)
-
-
-def join_rows(layout: Layout, batch: Tree, aux: Tree) -> Any:
-    """What micro-batches of a batch return, stacked, by example; all else is averaged."""
+def join_rows(layout: Layout, batch: Batch, aux: Tree) -> Any:
+    """Undoes ``split_rows``; what is not one for each example is averaged."""
     size = next((x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
 
     def join(x: jax.Array) -> jax.Array:

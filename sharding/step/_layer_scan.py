@@ -14,11 +14,9 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
-from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_hooks import scan_sizes
 
-# Of the index of a layer: its parameters as they are held, by number. And of their gradients, too:
-# what to stack.
+# Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
 Read = Callable[[jax.Array], dict[int, jax.Array]]
 Take = Callable[[jax.Array, dict[int, jax.Array]], Any]
 
@@ -34,7 +32,7 @@ class Microbatches(NamedTuple):
         return jnp.zeros_like(x, None if self.number == 1 else self.sum_dtype(x.dtype))
 
     def run(self, one: Callable[[Any], tuple[Any, Any]], each: Any, zeros: Any) -> tuple[Any, Any]:
-        """The sums of gradients, from ``zeros`` on, and the other results, stacked."""
+        """The sums of gradients, which start as ``zeros``, and the other results, stacked."""
         if self.number == 1:
             return one(each)
 
@@ -45,6 +43,19 @@ class Microbatches(NamedTuple):
         # Without the barrier XLA makes all zeros of the same shape at once, before the first sum.
         zero, each = lax.optimization_barrier((jnp.zeros((), jnp.int8), each))
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
+
+
+class Params(NamedTuple):
+    """How a loss gets parameters that devices hold as shards, and what takes their gradients.
+
+    Attributes:
+      use: ``use(number, held, tap)``, of a parameter or of a slice of it: what the loss computes
+        with; its gradient becomes that of ``tap``, if one is given.
+      tap: ``tap(number, shape, dtype=None)``, zeros.
+    """
+
+    use: Callable[..., jax.Array]
+    tap: Callable[..., jax.Array]
 
 
 class LayerScan(NamedTuple):
@@ -72,17 +83,22 @@ class LayerScan(NamedTuple):
         num_consts, num_carry = scan_sizes(self.eqn.params)
         return range(num_consts, num_consts + num_carry)
 
-    def layer(self, params: dict[int, jax.Array], operands: dict[int, Any]) -> list[Any]:
-        own = {}
-        for k, (i, casts) in self.own.items():
-            own[k] = params[i]
-            for cast in casts:
-                (own[k],) = bind(cast, [own[k]])
+    def layer(
+        self,
+        params: Params,
+        held: dict[int, jax.Array],
+        taps: dict[int, jax.Array],
+        operands: dict[int, Any],
+    ) -> list[Any]:
+        own = {
+            k: params.use(i, cast_by(casts, held[i]), taps.get(i))
+            for k, (i, casts) in self.own.items()
+        }
         args = operands | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
-        self, read: Read, operands: dict[int, Any], use: GlobalLoss
+        self, params: Params, read: Read, operands: dict[int, Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked."""
         carried = self.carried
@@ -90,7 +106,7 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self.layer(use.full(read(layer)), consts | carry | slices)
+            out = self.layer(params, read(layer), {}, consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -99,12 +115,13 @@ class LayerScan(NamedTuple):
         return [*carry.values(), *outs], entered
 
     def _scan(self, step: Any, carry: Any, xs: Any, backward: bool) -> Any:
-        params = self.eqn.params
-        order = {"reverse": params["reverse"] != backward, "unroll": params["unroll"]}
-        return lax.scan(step, carry, (jnp.arange(params["length"]), xs), **order)
+        options = self.eqn.params
+        order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
+        return lax.scan(step, carry, (jnp.arange(options["length"]), xs), **order)
 
     def backward(
         self,
+        params: Params,
         read: Read,
         take: Take,
         operands: dict[int, Any],
@@ -112,20 +129,19 @@ class LayerScan(NamedTuple):
         cotangents: dict[int, Any],
         wanted: set[int],
         stacked: set[int],
-        use: GlobalLoss,
         microbatches: Microbatches,
     ) -> tuple[dict[int, Any], Any]:
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
         Args:
-          read: the parameters of a layer.
+          params: how layers get parameters.
+          read: what devices hold of those of a layer.
           take: takes the gradients of a layer.
           operands: of the loop, those of ``carried`` perhaps absent.
           entered: what ``forward`` stacked.
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
           stacked: the operands that micro-batches have one each of; so they have of all else.
-          use: how the loss gets parameters.
           microbatches: of the loss.
         """
         carried, dim = self.carried, int(microbatches.number > 1)
@@ -144,6 +160,7 @@ class LayerScan(NamedTuple):
             layer, _ = x
             after, sums = carry
             held = read(layer)
+            taps = {i: params.tap(i, x.shape) for i, x in held.items()}
             args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
             same = {k: x for k, x in args.items() if k in shared}
             each = {k: x for k, x in args.items() if k in stacked}
@@ -155,18 +172,19 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(use.full(held, taps), args | given)
+                    outs = self.layer(params, held, taps, args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
-                _, vjp = jax.vjp(run, use.taps(held), given)
+                _, vjp = jax.vjp(run, taps, given)
                 grads, given = vjp([*after.values(), *later.values()])
                 return (grads, {k: g for k, g in given.items() if k in shared}), {
                     k: g for k, g in given.items() if k not in shared
                 }
 
+            dtype = microbatches.sum_dtype
             zeros = (
-                use.taps(held, microbatches.sum_dtype),
+                {i: params.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
                 {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
             )
             (grads, given), own = microbatches.run(one, (each, after, later), zeros)
@@ -200,34 +218,38 @@ def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     They slice trained parameters, cast or not, which nothing else uses.
     """
     equations = graph.needed(graph.outputs, graph.constants)[0]
+    views = cast_params(graph, len(trained))
     uses = Counter(
-        _param_of(graph, v, trained)[0]
+        views[v][0]
         for values in (graph.outputs, *(e.operands for e in equations if not _is_float_cast(e)))
         for v in values
+        if v in views
     )
     loops: list[LayerScan] = []
     for eqn in equations:
         if eqn.primitive.name == "scan" and eqn.params["length"]:
             first = sum(scan_sizes(eqn.params))
-            found = {
-                k: _param_of(graph, v, trained) for k, v in enumerate(eqn.operands) if k >= first
-            }
-            own = {k: (i, casts) for k, (i, casts) in found.items() if i >= 0 and uses[i] == 1}
+            found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
+            own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
             if own:
                 loops.append(LayerScan(len(loops), eqn, own))
     return loops
 
 
-def _param_of(graph: Graph, value: int, trained: list[bool]) -> tuple[int, list[Equation]]:
-    """The trained parameter that a value is, and the casts from it to the value; else -1."""
-    casts: list[Equation] = []
-    while value in graph.producer:
-        eqn = graph.equations[graph.producer[value]]
-        if not _is_float_cast(eqn):
-            return -1, []
-        casts.insert(0, eqn)
-        (value,) = eqn.operands
-    return (value, casts) if value < len(trained) and trained[value] else (-1, [])
+def cast_params(graph: Graph, num_params: int) -> dict[int, tuple[int, list[Equation]]]:
+    """Values of a graph that are parameters, its first inputs, cast or not; by which casts."""
+    views: dict[int, tuple[int, list[Equation]]] = {i: (i, []) for i in range(num_params)}
+    for eqn in graph.equations:
+        if _is_float_cast(eqn) and eqn.operands[0] in views:
+            number, casts = views[eqn.operands[0]]
+            views[eqn.results[0]] = number, [*casts, eqn]
+    return views
+
+
+def cast_by(casts: list[Equation], x: jax.Array) -> jax.Array:
+    for eqn in casts:
+        (x,) = bind(eqn, [x])
+    return x
 
 
 def _is_float_cast(eqn: Equation) -> bool:

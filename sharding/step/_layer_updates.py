@@ -117,29 +117,6 @@ class Update(NamedTuple):
         return cls(graph, names, terms, layout, *places)
 
 
-def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
-    """The spec of one layer of a stack, of shape (1, ...)."""
-    return PartitionSpec(None, *spec[1:])
-
-
-def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """On GPUs, an array in the order of its dims.
-
-    Else XLA stores stacks of layers transposed, in a second buffer, as it gathers and reduces them
-    along other dims than the first.
-    """
-    if layout.platform != "gpu" or layout.mesh.size == 1:
-        return x
-    order = MemoryLayout(tuple(range(x.ndim)))
-    return jax.shard_map(
-        lambda x: with_layout_constraint(x, order),
-        mesh=None if layout.explicit_axes else layout.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )(x)
-
-
 def _find_terms(graph: Graph) -> list[int]:
     """Scalar reductions of one gradient each, of which others are made that read several."""
 
@@ -288,6 +265,29 @@ def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:
     """A term, of what it is a reduction of, or of its values for all layers."""
     eqn = graph.equations[graph.producer[term]]
     return bind(eqn, [x], eqn.params | {"axes": tuple(range(x.ndim))})[0]
+
+
+def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of one layer of a stack, of shape (1, ...)."""
+    return PartitionSpec(None, *spec[1:])
+
+
+def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """On GPUs, an array in the order of its dims.
+
+    Else XLA stores stacks of layers transposed, in a second buffer, as it gathers and reduces them
+    along other dims than the first.
+    """
+    if layout.platform != "gpu" or layout.mesh.size == 1:
+        return x
+    order = MemoryLayout(tuple(range(x.ndim)))
+    return jax.shard_map(
+        lambda x: with_layout_constraint(x, order),
+        mesh=None if layout.explicit_axes else layout.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )(x)
 
 
 def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:

@@ -15,8 +15,15 @@ import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, evaluate
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take
+from sharding.step._layer_scan import (
+    LayerScan,
+    Microbatches,
+    Params,
+    Read,
+    Take,
+    cast_by,
+    cast_params,
+)
 from sharding.step._microbatches import inverse_weight
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside loops
@@ -26,8 +33,7 @@ class Piece(NamedTuple):
     """A piece; parameters and values are numbered as in the graph."""
 
     equations: list[Equation]  # without the loop
-    params: list[int]  # that are differentiated
-    frozen: list[int]  # other parameters
+    params: list[int]  # parameters, cast or not
     given: list[int]  # values of earlier pieces, and arguments of the loss beside parameters
     values: list[int]  # that the equations compute: results, or operands of the loop
     loop: LayerScan | None
@@ -61,17 +67,18 @@ class LossPieces:
     def __init__(
         self,
         graph: Graph,
-        use: GlobalLoss,
-        params: list[jax.Array],
+        held: list[jax.Array],
+        params: Params,
+        trained: list[bool],
         loops: list[LayerScan],
         microbatches: Microbatches,
     ):
-        self.graph, self.use, self.params, self.microbatches = graph, use, params, microbatches
+        self.graph, self.held, self.params, self.microbatches = graph, held, params, microbatches
+        self._views = cast_params(graph, len(held))
         own = {i for loop in loops for i in loop.params}
-        trained = [leaf.trained for leaf in use.leaves]
         self.outside = [i for i, t in enumerate(trained) if t and i not in own]
         self._trained = sum(1 << i for i, t in enumerate(trained) if t)
-        self._of_batch = {i for i in range(len(params), len(graph.types)) if self._is_input(i)}
+        self._of_batch = {i for i in range(len(held), len(graph.types)) if self._is_input(i)}
         self.pieces = self._divide({loop.eqn.results: loop for loop in loops})
 
     def _is_input(self, value: int) -> bool:
@@ -106,7 +113,7 @@ class LossPieces:
         use(graph.outputs, max(len(steps) - 1, 0))
 
         # A piece starts where the backward pass has completed gradients of enough bytes.
-        sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(self.params)}
+        sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(self.held)}
         starts, pending = {0}, 0
         enough = sum(x for i, x in sizes.items() if self._trained >> i & 1) / _MOST
         for k in reversed(range(len(steps))):
@@ -132,14 +139,14 @@ class LossPieces:
             printed = [] if loop else [eqn for eqn in own if not eqn.results]
             roots = [*values, *(v for eqn in printed for v in eqn.operands)]
             before = inputs.union(v for eqn in steps[:start] for v in eqn.results)
-            equations, params = graph.needed(roots, before | graph.constants.keys())
+            known = before | graph.constants.keys() | self._views.keys()
+            equations, _ = graph.needed(roots, known)
             read = {v for eqn in equations for v in eqn.operands}.union(roots)
             complete = [i for i, step in first.items() if start <= step < max(end, 1)]
             pieces.append(
                 Piece(
                     [*equations, *printed],
-                    [i for i in params if self._trained >> i & 1],
-                    [i for i in params if not self._trained >> i & 1],
+                    sorted(read & self._views.keys()),
                     sorted(read & before),
                     values,
                     loop,
@@ -176,7 +183,7 @@ class LossPieces:
                 sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
             return (model_state, sums), ((total, weight, more), kept._replace(grads={}))
 
-        zeros = self._taps(self.pieces[-1], self.microbatches.sum_dtype)
+        zeros = self._by_param(self._taps(self.pieces[-1], self.microbatches.sum_dtype))
         (model_state, grads), (results, kept) = jax.lax.scan(step, (model_state, zeros), each)
         total, weight, more = results
         weights = to_sum_dtype(weight)
@@ -191,13 +198,13 @@ class LossPieces:
         return (total, weight, model_state, more), kept
 
     def _forward(self, read: Sequence[Read], args: Any) -> tuple[Any, ForwardPass]:
-        values = dict(zip(range(len(self.params), len(self.graph.types)), args, strict=False))
+        values = dict(zip(range(len(self.held), len(self.graph.types)), args, strict=False))
         *earlier, last = self.pieces
         pieces: list[Any] = []
         for piece in earlier:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                outs, kept = piece.loop.forward(read[piece.loop.number], operands, self.use)
+                outs, kept = piece.loop.forward(self.params, read[piece.loop.number], operands)
             elif self.microbatches.number == 1:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
@@ -213,16 +220,30 @@ class LossPieces:
         seed = inverse_weight(jnp.asarray(weight, total.dtype))
         grads, cotangents = derivative({last.values[0]: seed})
         values = {v: values[v] for piece in earlier for v in piece.given}
-        return results, ForwardPass(values, pieces, cotangents, grads)
+        return results, ForwardPass(values, pieces, cotangents, self._by_param(grads))
+
+    def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[int, jax.Array]:
+        """What is differentiated in the place of parameters: zeros."""
+        views = {v: self._views[v][0] for v in piece.params if self._is_active(v)}
+        return {
+            v: self.params.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
+            for v, i in views.items()
+        }
+
+    def _by_param(self, grads: dict[int, Any]) -> dict[int, Any]:
+        """From gradients of parameters as they are cast, those of the parameters."""
+        sums: dict[int, Any] = {}
+        for v, x in grads.items():
+            _add_to(sums, {self._views[v][0]: x})
+        return sums
 
     def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
-        held = {i: self.params[i] for i in (*piece.params, *piece.frozen)}
-        values = self.graph.constants | values | self.use.full(held, taps)
+        values = self.graph.constants | values
+        for v in piece.params:
+            i, casts = self._views[v]
+            values[v] = self.params.use(i, cast_by(casts, self.held[i]), taps.get(v))
         evaluate(piece.equations, values)
         return [values[v] for v in piece.values]
-
-    def _taps(self, piece: Piece, dtype: Any = None) -> dict[int, jax.Array]:
-        return self.use.taps({i: self.params[i] for i in piece.params}, dtype)
 
     def _derivative(self, piece: Piece, values: dict[int, Any], by: set[int]) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
@@ -264,7 +285,7 @@ class LossPieces:
                         read[piece.loop.number],
                         take[piece.loop.number],
                     )
-                _add_to(grads, more)
+                _add_to(grads, self._by_param(more))
                 _add_to(cotangents, given)
             complete = {i: grads.pop(i) for i in piece.complete}
             cotangents = visit(piece, complete, taken, cotangents)
@@ -291,6 +312,7 @@ class LossPieces:
         operands = dict(zip(others, self._run(piece, {}, kept.values), strict=True))
         active = {k for k, v in others.items() if self._is_active(v)}
         found, taken = loop.backward(
+            self.params,
             read,
             take,
             {k: x for k, x in operands.items() if k not in carried},
@@ -298,7 +320,6 @@ class LossPieces:
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
             {k for k, v in others.items() if v in self._of_batch},
-            self.use,
             self.microbatches,
         )
         cotangents: dict[int, Any] = {}

@@ -23,8 +23,8 @@ from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._gather_updated import gather_updated
-from sharding.step._global_gradients import GlobalLoss, join_rows, numbered_microbatches
-from sharding.step._layer_scan import Microbatches, find_loops
+from sharding.step._global_gradients import GlobalLoss, join_rows, split_rows
+from sharding.step._layer_scan import Microbatches, Params, find_loops
 from sharding.step._layer_updates import OTHERWISE, Update, by_layer, reduce
 from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces, Piece
@@ -65,11 +65,11 @@ def update_in_backward(
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
-    use = GlobalLoss(layout, spec, loss.fn, params)
-    cast = use.cast(leaves)
 
     # What is to be computed: the loss in pieces, and the update as a graph.
-    each, arguments = numbered_microbatches(layout, loss, inputs)
+    run = GlobalLoss(layout, spec, loss.fn, params)
+    cast = run.cast(leaves)
+    each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
     traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
     loops = find_loops(traced, trained)
@@ -79,7 +79,8 @@ def update_in_backward(
     stacks = [by_layer(update, loop.params) for loop in loops]
     loops = [loop.of(stack) for loop, stack in zip(loops, stacks, strict=True) if stack]
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
-    pieces = LossPieces(traced, use, cast, loops, microbatches)
+    use = Params(run.use, run.tap)
+    pieces = LossPieces(traced, cast, use, trained, loops, microbatches)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
@@ -97,8 +98,8 @@ def update_in_backward(
         return x.astype(graph.types[update.grad(i)].dtype)
 
     def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
-        held = {i: update.read(i, refs[i], layer)[0] for i in stacks[index]}
-        return {i: x.astype(cast[i].dtype) for i, x in held.items()}
+        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
+        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
 
     def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
         grads = {i: gradient(i, x) for i, x in grads.items()}
@@ -116,7 +117,10 @@ def update_in_backward(
     with jax.named_scope("loss_and_grad"):
         reads = [functools.partial(read, k) for k in range(len(stacks))]
         results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
-    metrics, model_state = _metrics(layout, loss, inputs, results)
+    metrics, model_state = _metrics(loss, results)
+    if loss.has_aux:
+        many = loss.microbatches > 1
+        metrics["aux"] = join_rows(layout, inputs.batch, results[3]) if many else results[3]
     values = graph.constants | dict(enumerate(given))
     values |= {i: update.shard(i, leaves[i]) for i in outside if trained[i]}
     values[update.grad(len(leaves) + 1)] = metrics["loss"]
@@ -173,9 +177,9 @@ def update_in_backward(
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     with jax.named_scope("gather_params"):
         shards = treedef.unflatten(new[i] for i in range(len(leaves)))
-        late = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
-        gathered = gather_updated(layout, shards, params, spec.placed, late)
-        new |= {i: x for i, x in enumerate(jax.tree.leaves(gathered)) if i in outside}
+        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
+        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+    new |= {i: gathered[i] if trained[i] else leaves[i] for i in outside}
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
@@ -194,7 +198,8 @@ class _Taken(NamedTuple):
 def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     given: Any
-    inputs, given = jax.tree.flatten((params, *args))
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    inputs, given = jax.tree.flatten((types, *args))
 
     def run(inputs: list[Any]) -> Any:
         params, *args = given.unflatten(inputs)
@@ -207,20 +212,15 @@ def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
         return Graph(run, inputs, [True] * len(inputs), exact=True)
 
 
-def _metrics(
-    layout: Layout, loss: Loss, inputs: Inputs, results: Any
-) -> tuple[dict[str, Any], Any]:
+def _metrics(loss: Loss, results: Any) -> tuple[dict[str, Any], Any]:
     """The metrics of a step, and its new model state."""
-    total, weight, model_state, aux = results
+    total, weight, model_state, _ = results
     total = jnp.sum(to_sum_dtype(total))
     weight = to_sum_dtype(weight)
     weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
     scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
     metrics = {"loss": total * scale}
     metrics |= {"weight": weight} if loss.weighted else {}
-    if loss.has_aux:
-        many = loss.microbatches > 1
-        metrics["aux"] = join_rows(layout, inputs.batch, aux) if many else aux
     return metrics, model_state
 
 
