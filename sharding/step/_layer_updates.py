@@ -157,9 +157,11 @@ def _mixed(name: str, length: int, found: str) -> _NeedsMoreError:
     )
 
 
-def make_refs(graph: Graph, updates: list[LayerUpdate], given: list[Any], squares: Any) -> Refs:
-    """Refs for these updates; those of early values are yet to be written."""
-    replaced = {j: jax.new_ref(given[j]) for one in updates for j in one.outputs}
+def make_refs(
+    graph: Graph, updates: list[LayerUpdate], given: list[Any], squares: Any, make: Any
+) -> Refs:
+    """Refs or cells for these updates; those of early values are yet to be written."""
+    replaced = {j: make(given[j]) for one in updates for j in one.outputs}
     types = {value: graph.types[value] for one in updates for value in one.early}
-    early = {value: jax.new_ref(jnp.zeros(t.shape, t.dtype)) for value, t in types.items()}
+    early = {value: make(jnp.zeros(t.shape, t.dtype)) for value, t in types.items()}
     return Refs(replaced, early, squares)

@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import bind_equation
 from sharding._types import Tree
+from sharding.offload._streamed_layers import run_streamed
 from sharding.step._layer_hooks import CALLS, Hook, HookedLoss, HookedParam, scan_sizes
 
 # From a scan's equation, constants, carry, stacked parameters and other xs (by position): results.
@@ -100,6 +101,7 @@ def run_loop(
     update: Callable[[Tree, jax.Array, list[jax.Array]], None],
     refs: Tree,
     token: jax.Array,
+    streamed: bool,
 ) -> list[Any]:
     """The results of a loop over stacked parameters, whose layers are updated as it runs backward.
 
@@ -110,14 +112,20 @@ def run_loop(
       update: what is done with the gradients of a layer.
       refs: the arguments of both.
       token: what is differentiated, so that layers run backward.
+      streamed: whether ``refs`` are cells, of stacks in host memory.
     """
     consts, carry, own, others = args
+    options = {key: eqn.params[key] for key in ("reverse", "unroll")}
     body = jaxpr_as_fun(eqn.params["jaxpr"])
 
     def layer(params: list[Any], consts: list[Any], carry: list[Any], rest: list[Any]) -> list[Any]:
         cast = [x.moved(w) for x, w in zip(own.values(), params, strict=True)]
         xs = dict(zip(own, cast, strict=True)) | dict(zip(others, rest, strict=True))
         return list(body(*consts, *carry, *in_order(xs)))
+
+    if streamed:
+        given, length = (consts, carry, list(others.values())), eqn.params["length"]
+        return run_streamed(layer, read, update, refs, token, given, length, **options)
 
     @jax.custom_vjp
     def call(refs: Tree, i: jax.Array, token: jax.Array, *args: list[Any]) -> list[Any]:
@@ -140,7 +148,6 @@ def run_loop(
         out = call(refs, i, token, consts, carry, rest)
         return out[: len(carry)], out[len(carry) :]
 
-    options = {key: eqn.params[key] for key in ("reverse", "unroll")}
     xs = jnp.arange(eqn.params["length"]), list(others.values())
     carry, outs = lax.scan(step, carry, xs, **options)
     return [*carry, *outs]

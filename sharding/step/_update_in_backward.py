@@ -6,6 +6,7 @@ into refs of the old ones. What is outside of the loops is differentiated and up
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from jax import lax
 from optax_ext.traced_graph import bind_equation, evaluate
 from sharding._types import Tree
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.offload._host_memory import DEVICE, HOST, on_host
+from sharding.offload._streamed_layers import Cell
 from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
@@ -30,7 +33,7 @@ def check_alone(zero: Any, loss: Loss, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
     asked = {
         f"a mesh of {zero.mesh.size} devices": zero.mesh.size > 1,
-        f"offload={zero.offload!r}": zero.offload is not None,
+        f"offload={zero.offload!r}": zero.offload == "optimizer",
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
         f"microbatches={loss.microbatches}": loss.microbatches > 1,
@@ -51,7 +54,8 @@ def update_in_backward(
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
-    cast = [x.astype(spec.precision.of_loss(x.dtype)) for x in leaves]
+    streamed = any(map(on_host, leaves))
+    cast = [_cast(x, spec.precision.of_loss(x.dtype)) for x in leaves]
     closed, results, flat = _trace_loss(loss, treedef.unflatten(cast), inputs)
     loops = find_loops(closed, cast, trained, flat)
     if not loops:
@@ -67,8 +71,16 @@ def update_in_backward(
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop) for loop in loops]
     looped = {i for stack in stacks for i in stack}
-    squares = jax.new_ref(to_sum_dtype(jnp.zeros(()))) if grad_norm else None
-    refs = [make_refs(graph, list(stack.values()), given, squares) for stack in stacks]
+    for i in (i for i, x in enumerate(leaves) if on_host(x) and i not in looped):
+        raise ValueError(
+            f"offload='all' leaves {update.names[i]!r} of shape {leaves[i].shape} in host memory, "
+            "and no loop over stacked layers streams and updates it. Stacks have three dims or "
+            "more, are trained, and are sliced by a lax.scan of the loss. Raise offload_min_size "
+            "above its size, or leave out offload."
+        )
+    make: Any = Cell if streamed else jax.new_ref
+    squares = make(to_sum_dtype(jnp.zeros(()))) if grad_norm else None
+    refs = [make_refs(graph, list(stack.values()), given, squares, make) for stack in stacks]
     ran: set[int] = set()  # the loops that run backward
 
     def gradient(i: int, x: jax.Array) -> jax.Array:
@@ -100,7 +112,7 @@ def update_in_backward(
                 return list(bind_equation(eqn, [*args[0], *args[1], *in_order(args[3])]))
             index = next(numbers)
             does = functools.partial(read, index), functools.partial(write, index)
-            return run_loop(eqn, args, *does, refs[index], token)
+            return run_loop(eqn, args, *does, refs[index], token, streamed)
 
         outs = LoopedLoss(closed, run, looped.discard).run([*in_order(every), *flat])
         return jax.tree.unflatten(jax.tree.structure(results), outs)
@@ -113,7 +125,10 @@ def update_in_backward(
     metrics |= {"aux": aux} if loss.has_aux else {}
 
     # What the update of a layer needs beside it, then the gradients.
+    replaced = {j for own in refs for j in own.replaced}
+    others = {j for j, x in enumerate(given) if on_host(x)} - replaced
     values = graph.constants | dict(enumerate(given))
+    values |= {j: jax.device_put(given[j], DEVICE) for j in others}
     values[update.grad(len(leaves))] = metrics["loss"]
     for own in refs:
         evaluate(graph.needed(own.early, values)[0], values)
@@ -132,18 +147,25 @@ def update_in_backward(
     if squares is not None:
         metrics["grad_norm"] = jnp.sqrt(squares[...] + _squares(list(grads.values())))
     with jax.named_scope("update"):
-        zeros = {i: jnp.zeros_like(x) for i, x in enumerate(leaves) if i not in grads}
+        zeros = {i: jnp.zeros_like(x) for i, x in enumerate(leaves) if not on_host(x)}
         values |= {update.grad(i): g for i, g in (zeros | grads).items() if i not in looped}
-        new = {j: jax.freeze(ref) for own in refs for j, ref in own.replaced.items()}
-        others = {j: v for j, v in enumerate(graph.outputs) if j not in new}
-        evaluate(graph.needed(others.values(), values)[0], values)
-        new |= {j: values[v] for j, v in others.items()}
+        freeze = operator.attrgetter("value") if streamed else jax.freeze
+        new = {j: freeze(ref) for own in refs for j, ref in own.replaced.items()}
+        outputs = {j: v for j, v in enumerate(graph.outputs) if j not in new}
+        evaluate(graph.needed(outputs.values(), values)[0], values)
+        new |= {j: values[v] for j, v in outputs.items()}
+        new |= {j: jax.device_put(new[j], HOST) for j in others}
         new |= {i: x for i, x in enumerate(leaves) if not trained[i]}
     params, opt_state = jax.tree.unflatten(jax.tree.structure((params, opt_state)), in_order(new))
     if isinstance(state, tuple):
         return (params, opt_state), metrics, model_state
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, metrics, model_state
+
+
+def _cast(x: jax.Array, dtype: Any) -> Any:
+    """A parameter as the loss gets it; of one in host memory the type of its layers' loop."""
+    return jax.ShapeDtypeStruct(x.shape, dtype) if on_host(x) else x.astype(dtype)
 
 
 def _trace_loss(loss: Loss, params: Tree, inputs: Inputs) -> tuple[Any, Any, list[Any]]:

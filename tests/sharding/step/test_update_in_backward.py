@@ -132,6 +132,22 @@ def test_equals_the_plain_step(tx, loss_fn):
     model.assert_close(both[0][1], both[1][1], runs.TOLERANCE)
 
 
+@pytest.mark.parametrize(("tx", "loss_fn"), [CASES[0], CASES[4], CASES[7]])
+def test_streamed_from_host_memory(tx, loss_fn):
+    """Stacks of matrices, with the norm of all gradients, keys, and stacked outputs of a loop."""
+    zero = runs.zero_of(2, "one", offload="all", offload_min_size=0)
+    options = OPTIONS[loss_fn] | {"grad_norm": True}
+    streamed = trained("backward", tx, loss_fn, zero, **options)
+    plain = trained("after", tx, loss_fn, **options)
+    runs.assert_same(streamed, plain)
+    model.assert_close(streamed[1], plain[1], runs.TOLERANCE)
+    state = streamed[0].params, streamed[0].opt_state
+    kinds = {(x.ndim > 2, x.sharding.memory_kind) for x in jax.tree.leaves(state)}
+    assert kinds == {(True, "pinned_host"), (False, "device")}
+    described = zero.describe(streamed[0]).host_bytes_per_device
+    assert described == sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim > 2)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_other_options(kind):
     """Gathered layers, casts, a frozen parameter, one that two loops use, a model state."""
@@ -180,6 +196,17 @@ NO_LAYERS = [
     lambda p, b: scanned(p, b) + scanned(p, b),
     lambda p, b: scanned(jax.tree.map(lax.stop_gradient, p), b),
 ]
+
+
+def unsliced(p, b):
+    """The loop has the biases alone."""
+    w = p["w"][0]
+    x, _ = lax.scan(
+        lambda x, b: (jnp.tanh(x @ w + b[None, None]), None), p["embed"][b["tokens"]], p["b"]
+    )
+    return cross_entropy(p, x, b["tokens"]).mean()
+
+
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 REFUSED = [
     *({"loss_fn": fn, "match": "found no layers in the loss: no lax.scan"} for fn in NO_LAYERS),
@@ -190,6 +217,9 @@ REFUSED = [
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"microbatches": 2, "match": "without microbatches=2"},
     {"zero": runs.zero_of(2, "three"), "match": "without a mesh of 3 devices"},
+    {"zero": runs.zero_of(2, "one", offload="all"), "update": "after", "match": "nothing else"},
+    {"zero": runs.zero_of(2, "one", offload="all", offload_min_size=0), "loss_fn": unsliced}
+    | {"match": "leaves '0/w' of shape .4, 16, 16. in host memory"},
     {"update": "forward", "match": "'after' or 'backward', got 'forward'"},
 ]
 
