@@ -72,7 +72,10 @@ class Zero(NnxMethods):
         False holds all gathered layers until then, and saves that gather.
       precision: dtypes of computing, reducing, accumulating and gathering.
       offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
-        (``pinned_host``), and streams it through the device in each step.
+        (``pinned_host``), and streams it through the device in each step. ``"all"`` stores stacked
+        parameters there, too, and streams both layer by layer, forward and backward: with
+        ``train_step(update="backward")``, on one device. Arrays of fewer than three dims stay on
+        the device.
       update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
         ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
         as of a clip, are computed on the devices. Not for GPUs.

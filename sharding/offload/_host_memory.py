@@ -16,14 +16,18 @@ def on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == HOST
 
 
-def is_large(x: Array, min_size: int) -> bool:
+def is_offloaded(x: Array, offload: str | None, min_size: int) -> bool:
+    """Whether an array of optimizer state, or with ``"all"`` of parameters, is in host memory."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    return not is_key and math.prod(x.shape) >= min_size
+    if offload is None or is_key or math.prod(x.shape) < min_size:
+        return False
+    # Of "all", stacks of matrices are streamed: XLA for TPUs slices none of vectors there.
+    return offload == "optimizer" or len(x.shape) > 2
 
 
-def host_shardings(shardings: Tree, tree: Tree, min_size: int) -> Tree:
+def host_shardings(shardings: Tree, tree: Tree, offload: str, min_size: int) -> Tree:
     def moved(sharding: Any, x: Array) -> Any:
-        return host_sharding(sharding) if is_large(x, min_size) else sharding
+        return host_sharding(sharding) if is_offloaded(x, offload, min_size) else sharding
 
     return jax.tree.map(moved, shardings, tree)
 

@@ -17,7 +17,7 @@ from optax_ext.leaf_by_leaf import ScheduledRun, run_by_leaf
 from optax_ext.traced_graph import Graph
 from sharding._types import Array, Tree
 from sharding._user_line import warn
-from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
+from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_offloaded, on_host
 from sharding.offload._layer_loop import LayerLoop
 from sharding.placement._specs import is_spec
 
@@ -67,7 +67,7 @@ def offload(
     inner = optax.with_extra_args_support(inner)
 
     def put(x: Array) -> Any:
-        if not is_large(x, min_size):
+        if not is_offloaded(x, "optimizer", min_size):
             return x
         if isinstance(x, jax.core.Tracer):
             return jax.device_put(x, HOST)

@@ -81,6 +81,10 @@ def with_opt_state(state: Tree, opt_state: OptState) -> Any:
     return (state[0], opt_state) if isinstance(state, tuple) else state.replace(opt_state=opt_state)
 
 
+def with_params(state: Tree, params: Tree) -> Any:
+    return (params, state[1]) if isinstance(state, tuple) else state.replace(params=params)
+
+
 def resolve_trainable(params: Tree, trainable: Tree) -> Any:
     """Whether each parameter is trained: as requested, and never if it is not floating."""
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.

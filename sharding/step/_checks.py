@@ -157,6 +157,15 @@ def _memory_of(x: jax.Array) -> int:
     return shard.data.unsafe_buffer_pointer() if shard.device.platform == "cpu" else id(x)
 
 
+def check_not_streamed(zero: Any) -> None:
+    if zero.offload == "all":
+        raise ValueError(
+            "offload='all' leaves stacked parameters in host memory, which nothing else takes than "
+            "train_step(update='backward'), which streams them. Use offload='optimizer'; for an "
+            "evaluation zero.full_params(state) and a Zero without offload."
+        )
+
+
 def check_options(zero: Any) -> None:
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
@@ -179,8 +188,13 @@ def check_options(zero: Any) -> None:
             "shard_state_over_replicas needs a replica_axis and stage 1, 2 or 3, got "
             f"replica_axis={zero.replica_axis!r} and stage {zero.stage}."
         )
-    if zero.offload not in (None, "optimizer"):
-        raise ValueError(f"offload must be 'optimizer' or None, got {zero.offload!r}.")
+    if zero.offload not in (None, "optimizer", "all"):
+        raise ValueError(f"offload must be 'optimizer', 'all' or None, got {zero.offload!r}.")
+    if zero.offload == "all" and (zero.mesh.size > 1 or zero.update_on == "host"):
+        raise ValueError(
+            "offload='all' streams layers through one device, which updates them, got a mesh of "
+            f"{zero.mesh.size} devices and update_on={zero.update_on!r}. Use offload='optimizer'."
+        )
     if zero.update_on not in ("device", "host"):
         raise ValueError(f"update_on must be 'device' or 'host', got {zero.update_on!r}.")
     if zero.update_on == "host" and zero.offload is None:

@@ -14,6 +14,7 @@ from sharding.step._checks import (
     check_apart,
     check_batch,
     check_compiled,
+    check_not_streamed,
     check_replicated,
 )
 
@@ -41,10 +42,12 @@ class CompiledStep:
       snapshot: the store whose snapshots of the state the function copies.
     """
 
-    donates = False
+    donates = updates_in_backward = False
     snapshot: PeerCheckpoints | None = None
 
     def __init__(self, zero: Any, microbatches: int = 1):
+        if not self.updates_in_backward:
+            check_not_streamed(zero)
         self.zero, self.microbatches = zero, microbatches
         self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
         self._known: KnownState | None = None

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.offload._host_memory import on_host
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, only_axes
 from sharding.step import _model_state
@@ -82,9 +83,12 @@ class GlobalLoss:
         full = self._fetch(number, held)
         return full if tap is None else self._tap(number, full, tap)
 
-    def cast(self, params: list[jax.Array]) -> list[jax.Array]:
-        """Parameters in the dtypes that the loss gets."""
-        return [x.astype(leaf.dtype) for x, leaf in zip(params, self.leaves, strict=True)]
+    def cast(self, params: list[jax.Array]) -> list[Any]:
+        """Parameters in the dtypes that the loss gets; types of those in host memory."""
+        return [
+            jax.ShapeDtypeStruct(x.shape, leaf.dtype) if on_host(x) else x.astype(leaf.dtype)
+            for x, leaf in zip(params, self.leaves, strict=True)
+        ]
 
     def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""

@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.offload._streamed_layers import HostStack, scan_streamed
 from sharding.step._layer_hooks import scan_sizes
 
 # Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
@@ -64,6 +65,7 @@ class LayerScan(NamedTuple):
     number: int
     eqn: Equation
     own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
+    streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
 
     @property
     def params(self) -> list[int]:
@@ -117,7 +119,8 @@ class LayerScan(NamedTuple):
     def _scan(self, step: Any, carry: Any, xs: Any, backward: bool) -> Any:
         options = self.eqn.params
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
-        return lax.scan(step, carry, (jnp.arange(options["length"]), xs), **order)
+        xs = jnp.arange(options["length"]), xs
+        return scan_streamed(self.streamed, step, carry, xs, writes=backward, **order)
 
     def backward(
         self,

@@ -10,13 +10,19 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
-from sharding.offload._host_memory import host_shardings, is_large
+from sharding.offload._host_memory import host_shardings, is_offloaded
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
 from sharding.placement._specs import sharding_on
 from sharding.placement._state_specs import state_specs
-from sharding.placement._train_state import opt_state_of, params_of, parts, with_opt_state
+from sharding.placement._train_state import (
+    opt_state_of,
+    params_of,
+    parts,
+    with_opt_state,
+    with_params,
+)
 from sharding.step._batch_rows import describe_rows
 from sharding.step._checks import check_compiled
 from sharding.step._sync_state import (
@@ -76,9 +82,12 @@ def shardings_of(zero: Any, state: Tree, specs: Tree) -> Any:
     if zero.offload is None:
         return shardings
     shardings, sync = split_sync_state(shardings)
-    opt_state = opt_state_of(split_sync_state(state)[0])
-    moved = host_shardings(opt_state_of(shardings), opt_state, zero.offload_min_size)
-    return join_sync_state(with_opt_state(shardings, moved), sync)
+    state, options = split_sync_state(state)[0], (zero.offload, zero.offload_min_size)
+    params, moved = params_of(shardings), opt_state_of(shardings)
+    moved = host_shardings(moved, opt_state_of(state), *options)
+    if zero.offload == "all":
+        params = host_shardings(params, params_of(state), *options)
+    return join_sync_state(with_params(with_opt_state(shardings, moved), params), sync)
 
 
 def places(
@@ -110,11 +119,10 @@ def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
     reasons = jax.tree.leaves(placed.reasons)
     own_reasons = reasons if zero.stage == 3 else None
     rows = describe_tree("params", params, param_specs, zero.mesh, own_reasons)
+    rows = _in_host_memory(zero, rows, params) if zero.offload == "all" else rows
     rows += describe_tree("grads", grads, grad_specs, zero.mesh, reasons)
     of_state = describe_tree("opt_state", opt_state, opt_specs, zero.mesh, params=params)
-    for row, x in zip(of_state, jax.tree.leaves(opt_state), strict=True):
-        moved = zero.offload and is_large(x, zero.offload_min_size)
-        rows.append(dataclasses.replace(row, memory="host") if moved else row)
+    rows += _in_host_memory(zero, of_state, opt_state)
     rows += describe_tree("sync", sync_state, sync_specs, zero.mesh)
     if not isinstance(state, tuple):
         others = state.replace(step=None, params=None, opt_state=None)
@@ -125,6 +133,15 @@ def describe(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Description:
     group = layout.gather_group_bytes
     described = Description(zero.mesh, zero.stage, *axes, tuple(rows), describe_rows(layout), group)
     return dataclasses.replace(described, view=zero.view)
+
+
+def _in_host_memory(zero: Any, rows: Any, tree: Tree) -> list[Any]:
+    """Rows of a description, those of offloaded arrays marked as such."""
+    options = zero.offload, zero.offload_min_size
+    return [
+        dataclasses.replace(row, memory="host") if is_offloaded(x, *options) else row
+        for row, x in zip(rows, jax.tree.leaves(tree), strict=True)
+    ]
 
 
 def init(

@@ -24,7 +24,7 @@ from sharding.placement._train_state import (
 )
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
-from sharding.step._checks import check_alive, check_placed
+from sharding.step._checks import check_alive, check_not_streamed, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, Loss
@@ -174,6 +174,7 @@ def apply_gradients(
     param_specs: Tree,
     extra_args: dict[str, Any] | None,
 ) -> Any:
+    check_not_streamed(zero)
     check_alive(state, grads=grads, extra_args=extra_args)
     state = zero._layout.place_scalars(state)
     shardings, placed, opt_specs = places(zero, state, tx, param_specs)

@@ -18,6 +18,8 @@ from jax import lax
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding.collectives._dtypes import to_sum_dtype
+from sharding.offload._host_memory import DEVICE, HOST, on_host
+from sharding.offload._streamed_layers import HostStack
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _model_state
@@ -25,7 +27,7 @@ from sharding.step._gather_params import marking
 from sharding.step._gather_updated import gather_updated
 from sharding.step._global_gradients import GlobalLoss, join_rows, split_rows
 from sharding.step._layer_scan import Microbatches, Params, find_loops
-from sharding.step._layer_updates import OTHERWISE, Update, by_layer, reduce
+from sharding.step._layer_updates import OTHERWISE, LayerUpdate, Update, by_layer, reduce
 from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces, Piece
 from sharding.step._microbatches import inverse_weight
@@ -41,7 +43,7 @@ def check_alone(zero: Any, snapshot: Any) -> None:
             "that are means over examples are the same there."
         )
     asked = {
-        f"offload={zero.offload!r}": zero.offload is not None,
+        f"offload={zero.offload!r}": zero.offload == "optimizer",
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
         "snapshot=": snapshot is not None,
@@ -77,7 +79,25 @@ def update_in_backward(
     update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop.params) for loop in loops]
-    loops = [loop.of(stack) for loop, stack in zip(loops, stacks, strict=True) if stack]
+    outside = set(range(len(leaves))).difference(*stacks)
+    for i in (i for i in outside if on_host(leaves[i])):
+        raise ValueError(
+            f"offload='all' leaves {update.names[i]!r} of shape {leaves[i].shape} in host memory, "
+            "and no loop over stacked layers streams and updates it. Stacks have three dims or "
+            "more, are trained, and are sliced by a lax.scan of the loss. Raise offload_min_size "
+            "above its size, or leave out offload."
+        )
+    refs: dict[int, Any] = {
+        j: HostStack(given[j]) if on_host(given[j]) else jax.new_ref(given[j])
+        for stack in stacks
+        for one in stack.values()
+        for j in one.outputs
+    }
+    loops = [
+        loop.of(stack)._replace(streamed=_host_stacks(stack, refs))
+        for loop, stack in zip(loops, stacks, strict=True)
+        if stack
+    ]
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
     use = Params(run.use, run.tap)
     pieces = LossPieces(traced, cast, use, trained, loops, microbatches)
@@ -89,9 +109,6 @@ def update_in_backward(
             "the other. What is inside of jax.checkpoint, lax.cond and other loops does not count: "
             f"put jax.checkpoint around each layer, {OTHERWISE}."
         )
-    outside = set(range(len(leaves))).difference(*stacks)
-    outputs = {j for stack in stacks for one in stack.values() for j in one.outputs}
-    refs = {j: jax.new_ref(given[j]) for j in outputs}
 
     def gradient(i: int, x: jax.Array) -> jax.Array:
         """In the dtype that the transformation gets."""
@@ -121,7 +138,10 @@ def update_in_backward(
     if loss.has_aux:
         many = loss.microbatches > 1
         metrics["aux"] = join_rows(layout, inputs.batch, results[3]) if many else results[3]
+    # State in host memory that no loop streams.
+    whole = [j for j, x in enumerate(given) if on_host(x) and j not in refs]
     values = graph.constants | dict(enumerate(given))
+    values |= {j: jax.device_put(given[j], DEVICE) for j in whole}
     values |= {i: update.shard(i, leaves[i]) for i in outside if trained[i]}
     values[update.grad(len(leaves) + 1)] = metrics["loss"]
     used = {i for piece in pieces.pieces for i in piece.complete}
@@ -173,8 +193,11 @@ def update_in_backward(
     if grad_norm:
         metrics["grad_norm"] = jnp.sqrt(squares)
 
-    new = {j: jax.freeze(ref) for j, ref in refs.items()}
+    new = {
+        j: ref.stack if isinstance(ref, HostStack) else jax.freeze(ref) for j, ref in refs.items()
+    }
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
+    new |= {j: jax.device_put(new[j], HOST) for j in whole}
     with jax.named_scope("gather_params"):
         shards = treedef.unflatten(new[i] for i in range(len(leaves)))
         own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
@@ -186,6 +209,11 @@ def update_in_backward(
         return (params, opt_state), metrics, model_state
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, metrics, model_state
+
+
+def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[HostStack, ...]:
+    of_loop = [refs[j] for one in stack.values() for j in one.outputs]
+    return tuple(ref for ref in of_loop if isinstance(ref, HostStack))
 
 
 class _Taken(NamedTuple):

@@ -204,11 +204,15 @@ def crossing(eqn):
     return [b for a, b in pairs if a.aval.memory_space != b.aval.memory_space]
 
 
-def test_updates_on_the_cpu_that_are_refused():
+def test_wrong_options():
     with pytest.raises(ValueError, match="offload=None leaves it on the devices"):
         zero_of(1, offload=None, update_on="host")
     with pytest.raises(ValueError, match="'device' or 'host', got 'cpu'"):
         zero_of(1, update_on="cpu")
+    with pytest.raises(ValueError, match=r"through one device.*got a mesh of 8 devices"):
+        zero_of(8, offload="all")
+    with pytest.raises(ValueError, match="'optimizer', 'all' or None, got 'params'"):
+        zero_of(1, offload="params")
 
 
 # --- The transformation ---------------------------------------------------------------------------
@@ -350,6 +354,25 @@ def test_each_load_waits_for_the_store_before_it():
     assert len(barriers[0].invars) == 1 + 3  # the first load waits for all gradients
     for barrier, before in zip(barriers[1:], stored[:-1], strict=True):
         assert before in barrier.invars
+
+
+def test_memory_of_a_stream_of_layers_for_tpus():
+    """A layer and its state at a time, both updated in place."""
+    need("v5e:1x1")
+    zero = shd.Zero(shd.targets.mesh("v5e:1x1", (1,), ("data",)), offload="all")
+    tx, shape = optax.adamw(1e-3), (16, 2048, 2048)
+    make = model.make_of(lambda: {"v": jnp.ones(shape), "w": jnp.ones(shape)}, tx)
+
+    def loss(params, x):
+        layer = lambda x, p: (x + jnp.tanh(x @ p["v"]) @ p["w"], None)  # noqa: E731
+        return jnp.mean(lax.scan(layer, x, params)[0])
+
+    state = zero.abstract_state(make, tx=tx)
+    step = zero.train_step(loss, tx=tx, update="backward")
+    memory = step.lower(state, np.ones((8, 2048), np.float32)).compile().memory_analysis()
+    matrix = 4 * 2048**2
+    assert memory.host_alias_size_in_bytes == memory.host_argument_size_in_bytes == 96 * matrix
+    assert memory.temp_size_in_bytes < 10 * matrix
 
 
 def test_memory_of_a_program_for_tpus(monkeypatch):

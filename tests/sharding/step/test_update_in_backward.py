@@ -185,6 +185,25 @@ def test_equals_the_plain_step(tx, loss_fn, microbatches, stage, mesh):
     assert places[0] == places[1]
 
 
+@pytest.mark.parametrize(
+    ("tx", "loss_fn", "microbatches"),
+    [(ADAMW, two_stacks, 2), (clipped(CAME), flax_model, 1), (CASES[12][0], flax_model, 1)],
+)
+def test_streamed_from_host_memory(tx, loss_fn, microbatches):
+    """Stacks of matrices, with the norm of all gradients, keys, and stacked outputs of a loop."""
+    zero = runs.zero_of(2, "one", offload="all", offload_min_size=0)
+    options = OPTIONS[loss_fn] | {"grad_norm": True, "microbatches": microbatches}
+    streamed = trained("backward", tx, loss_fn, zero, **options)
+    plain = trained("after", tx, loss_fn, **options)
+    runs.assert_same(streamed, plain)
+    model.assert_close(streamed[1], plain[1], runs.TOLERANCE)
+    state = streamed[0].params, streamed[0].opt_state
+    kinds = {(x.ndim > 2, x.sharding.memory_kind) for x in jax.tree.leaves(state)}
+    assert kinds == {(True, "pinned_host"), (False, "device")}
+    described = zero.describe(streamed[0]).host_bytes_per_device
+    assert described == sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim > 2)
+
+
 OTHERS = [
     (AxisType.Auto, 1, jnp.float32, 2, "one"),
     (AxisType.Explicit, 2, jnp.float64, 3, "tensor"),
@@ -253,6 +272,15 @@ def by_smallest(grads, params):
     return jax.tree.map(lambda g: g * jnp.sort(grads["embed"].ravel())[0], grads)
 
 
+def unsliced(p, b):
+    """The loop has the biases alone."""
+    w = p["w"][0]
+    x, _ = lax.scan(
+        lambda x, b: (jnp.tanh(x @ w + b[None, None]), None), p["embed"][b["tokens"]], p["b"]
+    )
+    return cross_entropy(p, x, b["tokens"]).mean()
+
+
 REFUSED = [
     *({"loss_fn": fn, "match": "found no layers in the loss: the back"} for fn in NO_LAYERS),
     {
@@ -263,6 +291,9 @@ REFUSED = [
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"tx": optax.chain(clipped(ADAMW), clipped()), "match": "'0/w' depends on the gradient of"},
     {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
+    {"zero": runs.zero_of(2, "one", offload="all"), "update": "after", "match": "nothing else"},
+    {"zero": runs.zero_of(2, "one", offload="all", offload_min_size=0), "loss_fn": unsliced}
+    | {"match": "leaves '0/w' of shape .4, 16, 16. in host memory"},
     {"update": "forward", "match": "'after' or 'backward', got 'forward'"},
 ]
 
