@@ -20,10 +20,11 @@ from . import flax_nnx
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+PARTS = ("start", "how_to", "understand", "reference")
 PAGES = [ROOT / "README.md", DOCS / "index.md"]
-PAGES += [*sorted(DOCS.glob("guides/*.md")), *sorted(DOCS.glob("recipes/*.md"))]
+PAGES += [page for part in PARTS for page in sorted(DOCS.glob(f"{part}/*.md"))]
 # A second or less each; the others are left to CI, and to `make check` when they change.
-QUICK = ("README", "index", "optimizers", "planning", "clusters", "random_keys", "evidence")
+QUICK = ("README", "index", "factored_moments", "plan", "clusters", "random_keys", "evidence")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -53,7 +54,7 @@ def shows_peer_checkpoints(text, printed):
 
 
 # Pages that show what their blocks print.
-SHOWN = {"pipelines": shows_pipelines, "peer_checkpoints": shows_peer_checkpoints}
+SHOWN = {"pipelines": shows_pipelines, "lost_machines": shows_peer_checkpoints}
 
 
 @pytest.mark.parametrize(
