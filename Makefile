@@ -4,7 +4,7 @@
 # make mutations plants known faults, one by one, and runs the tests that should see them
 # make programs compares compiled programs and training traces with those that are recorded
 # make check   checks style and types, and runs the tests of the files that differ from main
-# make lint    checks style and types
+# make lint    checks style, types, and the lengths of pages and sentences
 # make compare trains with CAME, Adafactor and AdamW, and draws their losses
 # make pictures draws those of README.md and docs/ from benchmarks/results/
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
@@ -76,6 +76,7 @@ lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 docs: .venv/docs
 	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html

@@ -3,9 +3,11 @@
 The blocks of a page run in order and share their names, as a reader would paste them.
 """
 
+import ast
 import pathlib
 import pydoc
 import re
+import runpy
 
 import jax
 import pytest
@@ -85,3 +87,23 @@ def test_the_api_pages_have_every_public_name():
         exec(f"from {module.__name__} import *", star)
         assert set(dir(module)) == set(star) - {"__builtins__"} == public, module
         assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module
+
+
+def test_the_messages_of_the_error_index_are_raised():
+    files = [path for name in ("optax_ext", "sharding") for path in (ROOT / name).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    texts = "\n".join(text for text in texts if isinstance(text, str))
+    page = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
+    shown = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?`) \| ", page, re.M)))
+    assert len(shown) > 20
+    assert not [message for message in shown if message not in texts]
+
+
+def test_readme_states_what_its_picture_shows():
+    shown = runpy.run_path(str(DOCS / "pictures.py"))["memory_7b"]()
+    for page in PAGES[:2]:
+        alt = re.search(r"!\[(.*?)\]\(\S*memory_7b.png\)", page.read_text())[1]
+        assert {f"{x + 1e-9:.3g}" for x in shown.values()} <= set(re.findall(r"[\d.]+\b", alt)), (
+            page
+        )
