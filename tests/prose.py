@@ -71,7 +71,7 @@ def main():
         failed += [f"{name}: {words} words, of at most {limit}"] * (words > limit)
         if "-v" in sys.argv:
             print(f"{words:6} words in {name}")
-    print(*failed, sep="\n")
+    print(*failed, sep="\n", end="\n" * bool(failed))
     return int(bool(failed))
 
 
