@@ -71,7 +71,11 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
 
 
 def test_the_api_pages_have_every_public_name():
-    inside = {sharding: ("plan", "pipeline", "recovery")}  # pages that have names of it, too
+    inside = {  # further pages that have names of a module
+        sharding: ("plan", "pipeline", "recovery"),
+        sharding.plan: ("search", "partition"),
+        optax_ext: ("low_precision",),
+    }
     modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)
     for module in (optax_ext, sharding, *modules):
         names = (module.__name__.split(".")[-1], *inside.get(module, ()))
