@@ -96,6 +96,25 @@ def schedule():
     figure.savefig(DOCS / "pictures" / "schedule.png", dpi=150)
 
 
+def predicted():
+    """Predicted beside published seconds of training steps that nothing was fitted to."""
+    figure, ax = plt.subplots(figsize=(5.2, 3.6), layout="constrained")
+    found = [row for row in rows("step_time_model", "held out") if len(row) == 10]
+    for kind, color in (("GPU", BLUE), ("TPU", RED)):
+        points = [
+            (float(row[4].replace(",", "")), float(row[5].replace(",", "")))
+            for row in found
+            if (kind == "TPU") == (" v" in row[2] or "tpu" in row[2])
+        ]
+        ax.scatter(*zip(*points, strict=True), s=9, color=color, alpha=0.6, label=f"{kind}s")
+    ends = (0.2, 200)
+    ax.plot(ends, ends, color=GREY, linewidth=1)
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    ax.set(xlabel="published seconds of a step", ylabel="predicted")
+    ax.legend(frameon=False)
+    save("predicted", figure, ax)
+
+
 def save(name, figure, ax):
     """Writes the picture, on white."""
     ax.spines[["top", "right"]].set_visible(False)
@@ -111,6 +130,7 @@ def main():
     state()
     wire()
     schedule()
+    predicted()
 
 
 if __name__ == "__main__":
