@@ -26,7 +26,7 @@ PARTS = ("start", "how_to", "understand", "reference")
 PAGES = [ROOT / "README.md", DOCS / "index.md"]
 PAGES += [page for part in PARTS for page in sorted(DOCS.glob(f"{part}/*.md"))]
 # A second or less each; the others are left to CI, and to `make check` when they change.
-QUICK = ("README", "index", "factored_moments", "plan", "clusters", "random_keys", "evidence")
+QUICK = ("README", "first_run", "factored_moments", "plan", "clusters", "random_keys")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -56,7 +56,11 @@ SHOWN = ("pipelines", "schedules", "lost_machines")
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.script) for p in PAGES],
+    [
+        pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.script)
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ],
     ids=lambda page: page.stem,
 )
 def test_blocks_run(page, monkeypatch, tmp_path, capsys):
