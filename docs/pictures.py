@@ -86,14 +86,16 @@ def wire():
     bars("wire", values, "MiB sent in a step (change of loss)", BLUE)
 
 
-def schedule():
-    """1F1B in four stages, as ``Schedule.draw`` has it."""
+def schedules():
+    """1F1B in four stages, and PipeDream-2BW, which does not flush, as ``draw`` has them."""
     from sharding import pipeline
 
-    figure, ax = plt.subplots(figsize=(5.2, 1.9), layout="constrained")
-    pipeline.one_f_one_b(stages=4, microbatches=6, aligned=False).draw(ax)
-    figure.patch.set_facecolor("white")
-    figure.savefig(DOCS / "pictures" / "schedule.png", dpi=150)
+    flushed = pipeline.one_f_one_b(stages=4, microbatches=6, aligned=False)
+    without = pipeline.pipedream_2bw(4, 4, minibatches=3, aligned=False)
+    for name, schedule in (("schedule", flushed), ("asynchronous", without)):
+        figure, ax = plt.subplots(figsize=(5.2, 1.9), layout="constrained")
+        schedule.draw(ax)
+        figure.savefig(DOCS / "pictures" / f"{name}.png", dpi=150, facecolor="white")
 
 
 def predicted():
@@ -129,7 +131,7 @@ def main():
     stages()
     state()
     wire()
-    schedule()
+    schedules()
     predicted()
 
 
