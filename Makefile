@@ -4,8 +4,9 @@
 # make mutations plants known faults, one by one, and runs the tests that should see them
 # make programs compares compiled programs and training traces with those that are recorded
 # make check   checks style and types, and runs the tests of the files that differ from main
-# make lint    checks style and types
-# make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
+# make lint    checks style, types, and the lengths of pages and sentences
+# make compare trains with CAME, Adafactor and AdamW, and draws their losses
+# make pictures draws those of README.md and docs/ from benchmarks/results/
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
 # make evidence runs the heart of the comparison of optimizers again, and draws its report
@@ -22,15 +23,17 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test test-all mutations programs check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
+.PHONY: train test test-all mutations programs check lint compare pictures bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
 
 compare: .venv/examples
 	$(BIN)/python examples/train_lm.py --compare came,adafactor,adamw --name compare
-	cp runs/compare/compare.png docs/compare.png
 	$(BIN)/python benchmarks/state_bytes.py
+
+pictures: .venv/examples
+	$(BIN)/python docs/pictures.py
 
 bench: .venv/examples
 	$(BIN)/python benchmarks/step_time.py
@@ -73,6 +76,7 @@ lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tests/prose.py
 
 docs: .venv/docs
 	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html

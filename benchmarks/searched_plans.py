@@ -45,7 +45,7 @@ CASES = {
     "175B on 64 A100": (GPT3, "a100-80x64", 64, 2048),
     "70B on 1,024 v5p": (MODELS["llama2-70b"], "v5p:8x8x16", 1024, 4096),
     "405B on 1,024 H100": (MODELS["llama3-405b"], "h100x1024", 2048, 8192),
-    # Of some kinds, beside those; docs/guides/search.md has their figures.
+    # Of some kinds, beside those; docs/how_to/let_it_choose.md has their figures.
     "7B on 8 H100, one replica": (
         *(MODELS["llama2-7b"], "h100x8", 32, 4096),
         {"data": 8, "replicas": 1},

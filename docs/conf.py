@@ -36,6 +36,7 @@ extensions = [
     "sphinx_design",
     "myst_nb",
     "command_help",
+    "devices",
     "mathml",
     "signatures",
 ]
@@ -61,9 +62,10 @@ nb_merge_streams = True
 
 # Appearance. Nothing is loaded from other hosts.
 html_theme = "sphinx_book_theme"
-html_title = "optax-ext"
+html_title = f"optax-ext {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "_ext" / "scorer.js")
 html_math_renderer = "mathml"
 html_theme_options = {
     "show_toc_level": 1,

@@ -1,6 +1,6 @@
 """Runs the Python examples of Markdown files: those of one file in order, in a fresh interpreter.
 
-python tests/readme.py README.md docs/recipes/linen.md
+python tests/readme.py README.md docs/how_to/linen.md
 """
 
 import pathlib

@@ -3,9 +3,11 @@
 The blocks of a page run in order and share their names, as a reader would paste them.
 """
 
+import ast
 import pathlib
 import pydoc
 import re
+import runpy
 
 import jax
 import pytest
@@ -20,10 +22,11 @@ from . import flax_nnx
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+PARTS = ("start", "how_to", "understand", "reference")
 PAGES = [ROOT / "README.md", DOCS / "index.md"]
-PAGES += [*sorted(DOCS.glob("guides/*.md")), *sorted(DOCS.glob("recipes/*.md"))]
+PAGES += [page for part in PARTS for page in sorted(DOCS.glob(f"{part}/*.md"))]
 # A second or less each; the others are left to CI, and to `make check` when they change.
-QUICK = ("README", "index", "optimizers", "planning", "clusters", "random_keys", "evidence")
+QUICK = ("README", "first_run", "factored_moments", "plan", "clusters", "random_keys")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -36,29 +39,28 @@ def run_blocks(page):
         exec(compile(before + block[1], page, "exec"), names)
 
 
-def shows_pipelines(text, printed):
+def shows(text, printed):
+    """What a page shows is what its blocks print; a table below "What they cost" too."""
     shown = re.findall(r"^```text\n(.*?)\n```$", text, re.M | re.S)
-    tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", text[text.index("## What they cost") :])
-    assert len(shown) >= 3
-    assert len(tables) >= 2
+    tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", text.partition("## What they cost")[2])
     lines = {line.rstrip() for line in printed.splitlines()}
+    assert shown
     for line in "\n".join([*shown, *tables[:2]]).splitlines():
         # Which results of branches are copied depends on the compiler.
-        assert line in lines or line.startswith("  copied in a tick"), line
-
-
-def shows_peer_checkpoints(text, printed):
-    (shown,) = re.findall(r"^```text\n(.*?)\n```$", text, re.M | re.S)
-    assert shown in printed
+        assert line.rstrip() in lines or line.startswith("  copied in a tick"), line
 
 
 # Pages that show what their blocks print.
-SHOWN = {"pipelines": shows_pipelines, "peer_checkpoints": shows_peer_checkpoints}
+SHOWN = ("pipelines", "schedules", "lost_machines")
 
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=[] if p.stem in QUICK else pytest.mark.script) for p in PAGES],
+    [
+        pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.script)
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ],
     ids=lambda page: page.stem,
 )
 def test_blocks_run(page, monkeypatch, tmp_path, capsys):
@@ -69,11 +71,15 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
     with jax.numpy_rank_promotion("allow"):  # biases broadcast, as readers write them
         run_blocks(page)
     if page.stem in SHOWN:
-        SHOWN[page.stem](text, capsys.readouterr().out)
+        shows(text, capsys.readouterr().out)
 
 
 def test_the_api_pages_have_every_public_name():
-    inside = {sharding: ("plan", "pipeline", "recovery")}  # pages that have names of it, too
+    inside = {  # further pages that have names of a module
+        sharding: ("plan", "pipeline", "recovery"),
+        sharding.plan: ("search", "partition"),
+        optax_ext: ("low_precision",),
+    }
     modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)
     for module in (optax_ext, sharding, *modules):
         names = (module.__name__.split(".")[-1], *inside.get(module, ()))
@@ -89,3 +95,23 @@ def test_the_api_pages_have_every_public_name():
         exec(f"from {module.__name__} import *", star)
         assert set(dir(module)) == set(star) - {"__builtins__"} == public, module
         assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module
+
+
+def test_the_messages_of_the_error_index_are_raised():
+    files = [path for name in ("optax_ext", "sharding") for path in (ROOT / name).rglob("*.py")]
+    nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    texts = "\n".join(text for text in texts if isinstance(text, str))
+    page = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
+    shown = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?`) \| ", page, re.M)))
+    assert len(shown) > 20
+    assert not [message for message in shown if message not in texts]
+
+
+def test_readme_states_what_its_picture_shows():
+    shown = runpy.run_path(str(DOCS / "pictures.py"))["memory_7b"]()
+    for page in PAGES[:2]:
+        alt = re.search(r"!\[(.*?)\]\(\S*memory_7b.png\)", page.read_text())[1]
+        assert {f"{x + 1e-9:.3g}" for x in shown.values()} <= set(re.findall(r"[\d.]+\b", alt)), (
+            page
+        )

@@ -26,10 +26,6 @@ PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *DOCS]
 PAGES += [page for folder in ("benchmarks", "launch") for page in pages(folder)]
 
 
-def test_readme_is_one_page():
-    assert len(README.read_text().split()) <= 1200
-
-
 def links(page):
     """The targets of a page's links and pictures that are files, without anchors."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
