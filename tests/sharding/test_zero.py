@@ -276,7 +276,7 @@ def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expec
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"axis": "dp"}, "axis 'dp' is not in the mesh .'data',.: name axes of the mesh in Zero"),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
-        ({"offload": "params"}, "offload must be 'optimizer' or None, got 'params'"),
+        ({"offload": "params"}, "offload must be 'optimizer', 'all' or None, got 'params'"),
         ({"offload_min_size": -1}, "offload_min_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
         ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
