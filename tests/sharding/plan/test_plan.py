@@ -17,7 +17,7 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import MODELS, activations_of, estimate, layer_costs, plot_plans, targets
-from sharding.plan.machine._devices import KINDS, kind_of
+from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._models import Decoder, count_to_params
 
 from ..model import make_of
@@ -414,16 +414,3 @@ def test_kinds_of_devices(kind):
     for name in KINDS_OF_NAMES[kind]:
         found = kind_of(name)
         assert (found and found.name) == kind
-
-
-def test_the_table_of_devices_in_the_documentation():
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "guides" / "planning.md").read_text()
-    lines = re.findall(r"^\| `([\w-]+?)(?::\.\.\.|xN)` \| (.*) \|$", page, re.MULTILINE)
-    assert [name for name, _ in lines] == list(KINDS)
-    rows = [row.split(" | ") for _, row in lines]
-    for row, kind in zip(rows, KINDS.values(), strict=True):
-        figures = (kind.memory / 1e9, kind.bandwidth / 1e9, kind.flops / 1e12, kind.link / 1e9)
-        assert [float(x) for x in row[:4]] == pytest.approx(figures, rel=5e-3)
-        planned = kind.name in targets._PLANNED
-        host = f"{kind.host_link / 1e9:g}" if kind.host_link else "?"
-        assert row[4:] == [host, "no" if planned else "yes", kind.source]
