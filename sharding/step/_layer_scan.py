@@ -52,10 +52,12 @@ class Params(NamedTuple):
       use: ``use(number, held, tap)``, of a parameter or of a slice of it: what the loss computes
         with; its gradient becomes that of ``tap``, if one is given.
       tap: ``tap(number, shape, dtype=None)``, zeros.
+      again: whether the backward pass uses what is held again, in place of storing what that gave.
     """
 
     use: Callable[..., jax.Array]
     tap: Callable[..., jax.Array]
+    again: bool
 
 
 class LayerScan(NamedTuple):

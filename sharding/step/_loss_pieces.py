@@ -89,6 +89,11 @@ class LossPieces:
         is_real = jnp.issubdtype(self.graph.types[value].dtype, jnp.inexact)
         return is_real and bool(self.graph.reads[value] & self._trained)
 
+    @property
+    def _stores_derivatives(self) -> bool:
+        """Whether pieces are not computed again: of one micro-batch, if devices hold parameters."""
+        return self.microbatches.number == 1 and not self.params.again
+
     # --- Division ---------------------------------------------------------------------------------
 
     def _divide(self, loops: dict[tuple[int, ...], LayerScan]) -> list[Piece]:
@@ -205,7 +210,7 @@ class LossPieces:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
                 outs, kept = piece.loop.forward(self.params, read[piece.loop.number], operands)
-            elif self.microbatches.number == 1:
+            elif self._stores_derivatives:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
                 )
@@ -238,10 +243,11 @@ class LossPieces:
         return sums
 
     def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
-        values = self.graph.constants | values
+        """What a piece computes; ``values`` may have parameters as they are held."""
+        held, values = dict(enumerate(self.held)) | values, self.graph.constants | values
         for v in piece.params:
             i, casts = self._views[v]
-            values[v] = self.params.use(i, cast_by(casts, self.held[i]), taps.get(v))
+            values[v] = self.params.use(i, cast_by(casts, held[i]), taps.get(v))
         evaluate(piece.equations, values)
         return [values[v] for v in piece.values]
 
@@ -293,14 +299,16 @@ class LossPieces:
     def _backward(
         self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any
     ) -> tuple[Any, Any]:
-        if self.microbatches.number == 1:
+        if derivative is not None:
             return derivative(own)
+        held = {i: self.held[i] for i in {self._views[v][0] for v in piece.params}}
+        each = {v: kept.values[v] for v in piece.given}, own
+        held, each = jax.lax.optimization_barrier((held, each))  # computed again
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
-            return self._derivative(piece, values, set(cotangents))[1](cotangents)
+            return self._derivative(piece, held | values, set(cotangents))[1](cotangents)
 
-        each = {v: kept.values[v] for v in piece.given}, own
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
     def _loop_backward(

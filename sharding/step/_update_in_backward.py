@@ -79,7 +79,7 @@ def update_in_backward(
     stacks = [by_layer(update, loop.params) for loop in loops]
     loops = [loop.of(stack) for loop, stack in zip(loops, stacks, strict=True) if stack]
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
-    use = Params(run.use, run.tap)
+    use = Params(run.use, run.tap, layout.recomputes)
     pieces = LossPieces(traced, cast, use, trained, loops, microbatches)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
