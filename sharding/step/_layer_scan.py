@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_hooks import scan_sizes
 
 # Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
@@ -45,21 +46,6 @@ class Microbatches(NamedTuple):
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
 
 
-class Params(NamedTuple):
-    """How a loss gets parameters that devices hold as shards, and what takes their gradients.
-
-    Attributes:
-      use: ``use(number, held, tap)``, of a parameter or of a slice of it: what the loss computes
-        with; its gradient becomes that of ``tap``, if one is given.
-      tap: ``tap(number, shape, dtype=None)``, zeros.
-      again: whether the backward pass uses what is held again, in place of storing what that gave.
-    """
-
-    use: Callable[..., jax.Array]
-    tap: Callable[..., jax.Array]
-    again: bool
-
-
 class LayerScan(NamedTuple):
     """A loop over stacked parameters. Operands and results are numbered by position."""
 
@@ -87,20 +73,20 @@ class LayerScan(NamedTuple):
 
     def _layer(
         self,
-        params: Params,
+        loss: GlobalLoss,
         held: dict[int, jax.Array],
         taps: dict[int, jax.Array],
         operands: dict[int, Any],
     ) -> list[Any]:
         own = {
-            k: params.use(i, cast_by(casts, held[i]), taps.get(i))
+            k: loss.use(i, cast_by(casts, held[i]), taps.get(i))
             for k, (i, casts) in self.own.items()
         }
         args = operands | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
-        self, params: Params, read: Read, operands: dict[int, Any]
+        self, loss: GlobalLoss, read: Read, operands: dict[int, Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked."""
         carried = self.carried
@@ -108,7 +94,7 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self._layer(params, read(layer), {}, consts | carry | slices)
+            out = self._layer(loss, read(layer), {}, consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -123,7 +109,7 @@ class LayerScan(NamedTuple):
 
     def backward(
         self,
-        params: Params,
+        loss: GlobalLoss,
         read: Read,
         take: Take,
         operands: dict[int, Any],
@@ -136,7 +122,7 @@ class LayerScan(NamedTuple):
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
         Args:
-          params: how layers get parameters.
+          loss: how layers get parameters.
           read: what devices hold of those of a layer.
           take: takes the gradients of a layer.
           operands: of the loop, those of ``carried`` perhaps absent.
@@ -144,11 +130,10 @@ class LayerScan(NamedTuple):
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
           stacked: the operands that micro-batches have one each of; so they have of all else.
-          microbatches: of the loss.
+          microbatches: how many.
         """
         carried, dim = self.carried, int(microbatches.number > 1)
-        floating = {k: jnp.issubdtype(x.dtype, jnp.inexact) for k, x in entered.items()}
-        inner = {k for k in carried if floating[k]}
+        inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         consts = {k: x for k, x in operands.items() if k < carried.start}
         sliced = {k: x for k, x in operands.items() if k >= carried.stop}
         shared = operands.keys() - stacked
@@ -159,10 +144,9 @@ class LayerScan(NamedTuple):
             return lax.dynamic_index_in_dim(x, layer, dim, keepdims=False)
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            layer, _ = x
-            after, sums = carry
+            (layer, _), (after, sums) = x, carry
             held = read(layer)
-            taps = {i: params.tap(i, x.shape) for i, x in held.items()}
+            taps = {i: loss.tap(i, x.shape) for i, x in held.items()}
             args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
             same = {k: x for k, x in args.items() if k in shared}
             each = {k: x for k, x in args.items() if k in stacked}
@@ -174,7 +158,7 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self._layer(params, held, taps, args | given)
+                    outs = self._layer(loss, held, taps, args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
@@ -186,7 +170,7 @@ class LayerScan(NamedTuple):
 
             dtype = microbatches.sum_dtype
             zeros = (
-                {i: params.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+                {i: loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
                 {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
             )
             (grads, given), own = microbatches.run(one, (each, after, later), zeros)
