@@ -15,6 +15,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
 from sharding.offload._streamed_layers import HostStack, scan_streamed
+from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_hooks import scan_sizes
 
 # Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
@@ -46,19 +47,6 @@ class Microbatches(NamedTuple):
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
 
 
-class Params(NamedTuple):
-    """How a loss gets parameters that devices hold as shards, and what takes their gradients.
-
-    Attributes:
-      use: ``use(number, held, tap)``, of a parameter or of a slice of it: what the loss computes
-        with; its gradient becomes that of ``tap``, if one is given.
-      tap: ``tap(number, shape, dtype=None)``, zeros.
-    """
-
-    use: Callable[..., jax.Array]
-    tap: Callable[..., jax.Array]
-
-
 class LayerScan(NamedTuple):
     """A loop over stacked parameters. Operands and results are numbered by position."""
 
@@ -87,20 +75,19 @@ class LayerScan(NamedTuple):
 
     def layer(
         self,
-        params: Params,
+        use: Callable[..., jax.Array],  # of GlobalLoss
         held: dict[int, jax.Array],
         taps: dict[int, jax.Array],
         operands: dict[int, Any],
     ) -> list[Any]:
         own = {
-            k: params.use(i, cast_by(casts, held[i]), taps.get(i))
-            for k, (i, casts) in self.own.items()
+            k: use(i, cast_by(casts, held[i]), taps.get(i)) for k, (i, casts) in self.own.items()
         }
         args = operands | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
-        self, params: Params, read: Read, operands: dict[int, Any]
+        self, loss: GlobalLoss, read: Read, operands: dict[int, Any]
     ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked."""
         carried = self.carried
@@ -108,7 +95,7 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
             layer, slices = x
-            out = self.layer(params, read(layer), {}, consts | carry | slices)
+            out = self.layer(loss.use, read(layer), {}, consts | carry | slices)
             return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
 
         xs = {k: x for k, x in operands.items() if k >= carried.stop}
@@ -124,7 +111,7 @@ class LayerScan(NamedTuple):
 
     def backward(
         self,
-        params: Params,
+        loss: GlobalLoss,
         read: Read,
         take: Take,
         operands: dict[int, Any],
@@ -137,7 +124,7 @@ class LayerScan(NamedTuple):
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
         Args:
-          params: how layers get parameters.
+          loss: how layers get parameters.
           read: what devices hold of those of a layer.
           take: takes the gradients of a layer.
           operands: of the loop, those of ``carried`` perhaps absent.
@@ -145,11 +132,10 @@ class LayerScan(NamedTuple):
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
           stacked: the operands that micro-batches have one each of; so they have of all else.
-          microbatches: of the loss.
+          microbatches: how many.
         """
         carried, dim = self.carried, int(microbatches.number > 1)
-        floating = {k: jnp.issubdtype(x.dtype, jnp.inexact) for k, x in entered.items()}
-        inner = {k for k in carried if floating[k]}
+        inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         consts = {k: x for k, x in operands.items() if k < carried.start}
         sliced = {k: x for k, x in operands.items() if k >= carried.stop}
         shared = operands.keys() - stacked
@@ -160,10 +146,9 @@ class LayerScan(NamedTuple):
             return lax.dynamic_index_in_dim(x, layer, dim, keepdims=False)
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            layer, _ = x
-            after, sums = carry
+            (layer, _), (after, sums) = x, carry
             held = read(layer)
-            taps = {i: params.tap(i, x.shape) for i, x in held.items()}
+            taps = {i: loss.tap(i, x.shape) for i, x in held.items()}
             args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
             same = {k: x for k, x in args.items() if k in shared}
             each = {k: x for k, x in args.items() if k in stacked}
@@ -175,7 +160,7 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(params, held, taps, args | given)
+                    outs = self.layer(loss.use, held, taps, args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
@@ -187,7 +172,7 @@ class LayerScan(NamedTuple):
 
             dtype = microbatches.sum_dtype
             zeros = (
-                {i: params.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+                {i: loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
                 {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
             )
             (grads, given), own = microbatches.run(one, (each, after, later), zeros)

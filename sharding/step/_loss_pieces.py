@@ -15,15 +15,8 @@ import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, evaluate
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.step._layer_scan import (
-    LayerScan,
-    Microbatches,
-    Params,
-    Read,
-    Take,
-    cast_by,
-    cast_params,
-)
+from sharding.step._global_gradients import GlobalLoss
+from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take, cast_by, cast_params
 from sharding.step._microbatches import inverse_weight
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside loops
@@ -53,9 +46,9 @@ class ForwardPass(NamedTuple):
     grads: dict[int, Any]  # by the last piece; the sums over micro-batches
 
 
-# From a piece, the gradients that it completes, what a loop's layers return, and the cotangents of
+# From the gradients that a piece completes, what the layers of a loop return, and the cotangents of
 # earlier pieces to the latter, perhaps behind a barrier.
-Visit = Callable[[Piece, dict[int, Any], Any, dict[int, Any]], dict[int, Any]]
+Visit = Callable[[dict[int, Any], Any, dict[int, Any]], dict[int, Any]]
 
 
 class LossPieces:
@@ -66,18 +59,17 @@ class LossPieces:
 
     def __init__(
         self,
-        graph: Graph,
+        loss: GlobalLoss,
         held: list[jax.Array],
-        params: Params,
-        trained: list[bool],
+        graph: Graph,
         loops: list[LayerScan],
         microbatches: Microbatches,
     ):
-        self.graph, self.held, self.params, self.microbatches = graph, held, params, microbatches
+        self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views = cast_params(graph, len(held))
-        own = {i for loop in loops for i in loop.params}
-        self.outside = [i for i, t in enumerate(trained) if t and i not in own]
-        self._trained = sum(1 << i for i, t in enumerate(trained) if t)
+        trained = {i for i, leaf in enumerate(loss.leaves) if leaf.trained}
+        self._trained = sum(1 << i for i in trained)
+        self._outside = trained.difference(*(loop.params for loop in loops))
         self._of_batch = {i for i in range(len(held), len(graph.types)) if self._is_input(i)}
         self.pieces = self._divide({loop.eqn.results: loop for loop in loops})
 
@@ -88,6 +80,11 @@ class LossPieces:
         """Whether the derivative passes through a value."""
         is_real = jnp.issubdtype(self.graph.types[value].dtype, jnp.inexact)
         return is_real and bool(self.graph.reads[value] & self._trained)
+
+    @property
+    def _stores_derivatives(self) -> bool:
+        """Whether pieces are not computed again: of one micro-batch, if devices hold parameters."""
+        return self.microbatches.number == 1 and not self.loss.layout.recomputes
 
     # --- Division ---------------------------------------------------------------------------------
 
@@ -101,7 +98,7 @@ class LossPieces:
         def use(values: Any, step: int) -> None:
             reads = [graph.reads[v] for v in values if v not in of_batch]
             reads_any = functools.reduce(operator.or_, reads, 0)
-            first.update({i: step for i in self.outside if reads_any >> i & 1 and i not in first})
+            first.update({i: step for i in self._outside if reads_any >> i & 1 and i not in first})
 
         for eqn in graph.equations:
             loop = loops.get(eqn.results)
@@ -204,8 +201,8 @@ class LossPieces:
         for piece in earlier:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                outs, kept = piece.loop.forward(self.params, read[piece.loop.number], operands)
-            elif self.microbatches.number == 1:
+                outs, kept = piece.loop.forward(self.loss, read[piece.loop.number], operands)
+            elif self._stores_derivatives:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
                 )
@@ -226,7 +223,7 @@ class LossPieces:
         """What is differentiated in the place of parameters: zeros."""
         views = {v: self._views[v][0] for v in piece.params if self._is_active(v)}
         return {
-            v: self.params.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
+            v: self.loss.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
             for v, i in views.items()
         }
 
@@ -238,10 +235,11 @@ class LossPieces:
         return sums
 
     def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
-        values = self.graph.constants | values
+        """What a piece computes; ``values`` may have parameters as they are held."""
+        held, values = dict(enumerate(self.held)) | values, self.graph.constants | values
         for v in piece.params:
             i, casts = self._views[v]
-            values[v] = self.params.use(i, cast_by(casts, self.held[i]), taps.get(v))
+            values[v] = self.loss.use(i, cast_by(casts, held[i]), taps.get(v))
         evaluate(piece.equations, values)
         return [values[v] for v in piece.values]
 
@@ -288,19 +286,21 @@ class LossPieces:
                 _add_to(grads, self._by_param(more))
                 _add_to(cotangents, given)
             complete = {i: grads.pop(i) for i in piece.complete}
-            cotangents = visit(piece, complete, taken, cotangents)
+            cotangents = visit(complete, taken, cotangents)
 
     def _backward(
         self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any
     ) -> tuple[Any, Any]:
-        if self.microbatches.number == 1:
+        if derivative is not None:
             return derivative(own)
+        held = {i: self.held[i] for i in {self._views[v][0] for v in piece.params}}
+        each = {v: kept.values[v] for v in piece.given}, own
+        held, each = jax.lax.optimization_barrier((held, each))  # computed again
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
-            return self._derivative(piece, values, set(cotangents))[1](cotangents)
+            return self._derivative(piece, held | values, set(cotangents))[1](cotangents)
 
-        each = {v: kept.values[v] for v in piece.given}, own
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
     def _loop_backward(
@@ -312,7 +312,7 @@ class LossPieces:
         operands = dict(zip(others, self._run(piece, {}, kept.values), strict=True))
         active = {k for k, v in others.items() if self._is_active(v)}
         found, taken = loop.backward(
-            self.params,
+            self.loss,
             read,
             take,
             {k: x for k, x in operands.items() if k not in carried},

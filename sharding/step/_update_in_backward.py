@@ -9,7 +9,7 @@ view: refs hold the arrays of all devices, and the update is of their shards.
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,10 @@ from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._gather_updated import gather_updated
 from sharding.step._global_gradients import GlobalLoss, join_rows, split_rows
-from sharding.step._layer_scan import Microbatches, Params, find_loops
+from sharding.step._layer_scan import Microbatches, find_loops
 from sharding.step._layer_updates import OTHERWISE, LayerUpdate, Update, by_layer, reduce
 from sharding.step._loss import Inputs, Loss
-from sharding.step._loss_pieces import ForwardPass, LossPieces, Piece
+from sharding.step._loss_pieces import ForwardPass, LossPieces
 from sharding.step._microbatches import inverse_weight
 from sharding.step._step_plan import StepSpec
 
@@ -99,8 +99,7 @@ def update_in_backward(
         if stack
     ]
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
-    use = Params(run.use, run.tap)
-    pieces = LossPieces(traced, cast, use, trained, loops, microbatches)
+    pieces = LossPieces(run, cast, traced, loops, microbatches)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
@@ -118,18 +117,20 @@ def update_in_backward(
         held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
         return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
 
-    def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
+    def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
+        """Updates a layer; returns its terms, none, and the sum of its squares."""
         grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
             for i, one in stacks[index].items():
                 one.write(update, refs, values, layer, grads[i])
-        return _Taken({}, _squares(grads if grad_norm else {}))
+        return {}, _squares(grads if grad_norm else {})
 
-    def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> _Taken:
+    def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
+        """Returns the terms of a layer."""
         terms: dict[int, jax.Array] = {}
         for i, one in stacks[index].items():
             terms |= one.terms_of_layer(update, refs, values, layer, gradient(i, grads[i]))
-        return _Taken(terms, _squares({}))
+        return terms, _squares({})
 
     with jax.named_scope("loss_and_grad"):
         reads = [functools.partial(read, k) for k in range(len(stacks))]
@@ -155,12 +156,11 @@ def update_in_backward(
         found: dict[int, Any] = {}
         known, complete, squares = dict(values), set(zeros), [jnp.zeros(())]
 
-        def visit(piece: Piece, grads: Any, taken: _Taken | None, cotangents: Any) -> Any:
+        def visit(grads: dict[int, Any], taken: Any, cotangents: Any) -> Any:
             grads = {i: gradient(i, x) for i, x in grads.items()}
-            squares.append(_squares(grads))
-            if taken is not None:
-                squares.append(jnp.sum(taken.squares))
-                found.update({t: reduce(graph, t, x) for t, x in taken.terms.items()})
+            terms, of_layers = taken if taken is not None else ({}, jnp.zeros(()))
+            found.update({t: reduce(graph, t, x) for t, x in terms.items()})
+            squares.extend([_squares(grads), jnp.sum(of_layers)])
             known.update({update.grad(i): x for i, x in grads.items()})
             complete.update(grads)
             ready = update.ready(targets, complete, found)
@@ -173,9 +173,8 @@ def update_in_backward(
             return cotangents
 
         with jax.named_scope("loss_and_grad"):
-            pieces.backward(
-                reads, [functools.partial(take, k) for k in range(len(stacks))], kept, visit
-            )
+            takes = [functools.partial(take, k) for k in range(len(stacks))]
+            pieces.backward(reads, takes, kept, visit)
         return found, sum(squares)
 
     if update.terms:
@@ -214,13 +213,6 @@ def update_in_backward(
 def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[HostStack, ...]:
     of_loop = [refs[j] for one in stack.values() for j in one.outputs]
     return tuple(ref for ref in of_loop if isinstance(ref, HostStack))
-
-
-class _Taken(NamedTuple):
-    """What a layer adds: to the sums that the update depends on, and its squared gradients."""
-
-    terms: dict[int, jax.Array]
-    squares: jax.Array
 
 
 def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:

@@ -19,10 +19,7 @@ from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
 from sharding.step._layer_hooks import MOVES
-from sharding.step._layer_scan import LayerScan, Params, find_loops
-
-# Layers compute with the parameters that they get.
-_AS_THEY_ARE = Params(lambda number, held, tap: held, lambda number, shape: jnp.zeros(shape))
+from sharding.step._layer_scan import LayerScan, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], Any], list[Any]]
@@ -84,7 +81,8 @@ def _run_loop(wrap: Callable[[Layer], Run], loop: LayerScan, values: dict[int, A
     slices = {k: x for k, x in operands.items() if k >= carried.stop}
 
     def run(params: list[Any], rest: Any) -> list[Any]:
-        return loop.layer(_AS_THEY_ARE, dict(zip(loop.params, params, strict=True)), {}, rest)
+        own = dict(zip(loop.params, params, strict=True))
+        return loop.layer(lambda number, held, tap: held, own, {}, rest)
 
     layer = wrap(Layer(run, tuple(loop.params), options["length"]))
 
