@@ -136,6 +136,8 @@ def audit_options(parser: ArgumentParser) -> None:
     more = {
         "--no-remat": "at stages 0 to 2 keep all activations of a layer",
         "--update-in-backward": "on one device update each layer as soon as its gradient exists",
+        "--offload": "keep the optimizer state in host memory; with --update-in-backward, layers",
+        "--update-on-host": "with --offload, update the state on the CPU",
         "--remat BYTES": f"layers store the fastest choice of activations within bytes {_REMAT}",
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
         "--batch on",

@@ -38,8 +38,8 @@ class _Slice(Cell):
 
     def __getitem__(self, index: Any) -> Any:
         if self.value is None:
-            held = lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
-            held, *_ = lax.optimization_barrier([held, *self.stored[-1:]])
+            layer, *_ = lax.optimization_barrier([self.layer, *self.stored[-1:]])
+            held = lax.dynamic_index_in_dim(self.stack, layer, keepdims=False)
             self.value = jax.device_put(held, DEVICE)
         return self.value
 
