@@ -107,7 +107,8 @@ def run_streamed(
             return (stacks, own.squares and own.squares.value, _real(before), sums), _real(of_rest)
 
         after, of_outs = _real(cotangents[:num_carry]), _real(cotangents[num_carry:])
-        start = stacks, refs.squares and refs.squares.value, after, _zero_sums(consts)
+        zeros = [x if x is None else jnp.zeros_like(x) for x in _real(consts)]
+        start = stacks, refs.squares and refs.squares.value, after, zeros
         each, back = (numbers, entered, xs, of_outs), {"reverse": not order["reverse"]}
         (new, squares, after, sums), of_xs = lax.scan(step, start, each, **order | back)
         for j, x in new.items():
@@ -121,17 +122,9 @@ def run_streamed(
     return call({j: x.value for j, x in refs.replaced.items()}, token, *args)
 
 
-def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _real(cotangents: list[Any]) -> list[Any]:
-    """Cotangents; None in place of those of integers and keys."""
-    return [g if g is not None and _is_real(g) else None for g in cotangents]
-
-
-def _zero_sums(xs: list[Any]) -> list[Any]:
-    return [jnp.zeros_like(x) if _is_real(x) else None for x in xs]
+def _real(xs: list[Any]) -> list[Any]:
+    """Arrays that have cotangents, or these; None in place of integers and keys."""
+    return [x if x is not None and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in xs]
 
 
 def _with_float0(cotangents: list[Any], outs: list[Any]) -> list[Any]:
