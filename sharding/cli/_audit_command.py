@@ -28,7 +28,7 @@ from sharding.plan.model._models import MODELS
 _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
-    "update_in_backward",
+    *("update_in_backward", "offload", "update_on_host"),
 )
 
 
@@ -236,16 +236,16 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
     update = "backward" if options.update_in_backward else "after"
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=update)
     expected = plan.stage(plan.requested)
+    is_planned = expected.activations is not None and not (
+        options.update_in_backward or options.update_on_host
+    )
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     return audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,
         device=setup.device,
         expected_wire=expected.wire,
-        # No plan has its memory.
-        expected_memory=(
-            None if expected.activations is None or options.update_in_backward else expected.peak
-        ),
+        expected_memory=expected.peak if is_planned else None,
         tokens=plan.tokens,
     )
 

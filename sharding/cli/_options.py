@@ -136,6 +136,8 @@ def audit_options(parser: ArgumentParser) -> None:
     more = {
         "--no-remat": "at stages 0 to 2 keep all activations of a layer",
         "--update-in-backward": "update each layer once its gradient exists; in the global view",
+        "--offload": "keep the optimizer state in host memory; with --update-in-backward, layers",
+        "--update-on-host": "with --offload, update the state on the CPU",
         "--remat BYTES": f"layers store the fastest choice of activations within bytes {_REMAT}",
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
         "--batch on",

@@ -106,9 +106,11 @@ def setup_of(options: Namespace) -> Setup:
     tx = optimizer_of(options.optimizer, by_layer)
     axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
     replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
+    offload = getattr(options, "offload", False)
     zero = Zero(
         *(mesh, 3),
-        offload="optimizer" if getattr(options, "offload", False) else None,
+        offload=("all" if by_layer else "optimizer") if offload else None,
+        update_on="host" if getattr(options, "update_on_host", False) else "device",
         axis=tuple(name for name in axis if name not in replica),
         replica_axis=replica or None,
         view="global" if by_layer else "device",

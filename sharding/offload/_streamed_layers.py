@@ -24,8 +24,8 @@ class HostStack:
 
     def __getitem__(self, layer: jax.Array) -> Any:
         if self.loaded is None:
+            layer, *_ = lax.optimization_barrier([layer, *self.stored[-1:]])
             held = lax.dynamic_index_in_dim(self.stack, layer, keepdims=False)
-            held, *_ = lax.optimization_barrier([held, *self.stored[-1:]])
             self.loaded = jax.device_put(held, DEVICE)
         return self.loaded
 

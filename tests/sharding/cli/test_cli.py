@@ -237,6 +237,7 @@ WRONG = [
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
     ),
     (f"audit {CPU} --stage 0 --no-remat --remat 1GiB", "--remat plans what --no-remat forbids"),
+    (f"audit {CPU} --update-on-host", "add offload='optimizer'"),
     (
         "audit --step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
         "--master, --compute-dtype, --stage would be ignored: --step math:sin",
@@ -365,6 +366,20 @@ def test_audit_of_the_update_in_backward(figures, monkeypatch):
     (after,), (within,) = (figures(given + x)["plans"] for x in ("", " --update-in-backward"))
     after, within = (row["memory"]["total"] - row["memory"]["params"] for row in (after, within))
     assert within < 0.6 * after
+
+
+def test_audit_of_offloaded_state(figures, monkeypatch):
+    """With the update inside the backward pass the layers are offloaded, too."""
+    need("v5e:1x1")
+    monkeypatch.setitem(MODELS, "gpt2-small", Decoder(8, 64, 4, 4, 256, 64, 32, scan=True))
+    given = f"audit {GPT2} --target v5e:1x1 --batch 1 --stage 0 --dtype bfloat16"
+    in_backward, on_cpu = " --update-in-backward", " --offload --update-on-host"
+    plain, streamed, updated = (
+        figures(given + options)["plans"][0]["memory"]
+        for options in (in_backward, f"{in_backward} --offload", on_cpu)
+    )
+    assert streamed["params"] < 0.2 * plain["params"] == 0.2 * updated["params"]
+    assert max(streamed["state"], updated["state"]) < 0.2 * plain["state"]
 
 
 def test_audit_of_a_model(figures, monkeypatch):
