@@ -11,6 +11,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -23,6 +24,7 @@ from sharding.plan import (
     Decoder,
     ParallelPlan,
     PlanFile,
+    fit,
     kind_of,
     search,
     targets,
@@ -119,6 +121,16 @@ TPU_PLANS = (
     ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), 12),
     ("gpt2-small", 1024, ZB_H1, 12),
 )
+# Losses that ``fit`` plans and compiles beside a search of the decoder that they are: 64 sequences.
+FITS = [(name, target) for name in ("llama2-7b", "llama2-13b") for target in ("h100x8", "v5e:4x4")]
+FIT_TEXT = """\
+## Any loss
+
+`fit` gets the loss of a decoder, 64 sequences of 2,048 tokens, and compiles what it chooses; beside
+it the time that `search` predicts for the decoder, without pipelines and shared layers."""
+FIT_HEADER = """\
+| loss | target | chosen | predicted, s | / search | planned, GiB | program, GiB | of GiB |
+|---|---|---|---|---|---|---|---|"""
 CASE_HEADER = """\
 | case | plans | best | predicted, s | all hidden | none hidden | bound | MFU | memory, GiB |\
  searched in, s |
@@ -148,6 +160,25 @@ def case_rows() -> Iterator[str]:
             f"| {' | '.join(f'{each:.4g}' for each in times)} | {100 * best.utilization:.0f} % "
             f"| {best.memory / GIB:.1f} | {seconds:.1f} |"
         )
+
+
+def fit_row(name: str, model: Decoder, target: str, dtype: str, **options: Any) -> str:
+    """A line of one loss, of which nothing but its trace is known."""
+
+    def make_state() -> Any:
+        params = model.init(dtype)
+        return params, TX.init(params)
+
+    loss, kept = model.make_loss(), {"pipe": 1, "tensor": 1}
+    found = fit(loss, make_state, model.batch(64), tx=TX, target=target, offload=False, **options)
+    options = {"device": found.machine.kind, "dtype": dtype, "keep": kept, "offload": False}
+    best = search(model, TX, target, sequences=64, **options).best
+    proof = found.proofs[0]
+    return (
+        f"| {name} | {target} | {short(found.plan)} | {proof.predicted:.3f} "
+        f"| {proof.predicted / best.seconds.seconds:.3f} | {proof.planned / GIB:.2f} "
+        f"| {proof.memory / GIB:.2f} | {found.machine.usable / GIB:.1f} |"
+    )
 
 
 def plan_row(name: str, model: Decoder, target: str, plan: ParallelPlan, dtype: str) -> str:
@@ -180,9 +211,18 @@ def main() -> None:
         model = Decoder(4, 64, 4, 4, 128, 96, 32)
         plan = ParallelPlan(data=8, stage=3, microbatches=2)
         _results.table(PLAN_HEADER, [plan_row("tiny", model, "cpu:8", plan, "float32")])
+        device = dataclasses.replace(kind_of("h100"), memory=2.0**30)
+        _results.table(FIT_HEADER, [fit_row("tiny", model, "cpu:8", "float32", device=device)])
         return
     targets.topology("h100x8")  # raises where its compiler is not installed
     cases = _results.table(CASE_HEADER, case_rows())
+    fits = _results.table(
+        FIT_HEADER,
+        (
+            fit_row(name, dataclasses.replace(MODELS[name], length=2048), target, "bfloat16")
+            for name, target in FITS
+        ),
+    )
     programs = _results.table(
         PLAN_HEADER,
         (
@@ -221,6 +261,8 @@ def main() -> None:
         programs,
         "The same for 8 TPUs v5e.",
         tpu_programs,
+        FIT_TEXT,
+        fits,
     )
 
 

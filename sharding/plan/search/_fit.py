@@ -1,5 +1,6 @@
 """From a loss, a state and a batch to the fastest step that fits, proven by compiling it."""
 
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -9,7 +10,7 @@ import pathlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from optax_ext import STATE_FORMATS, __version__
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._zero import Tx, Zero
-from sharding.placement._train_state import model_state_of, parts
+from sharding.placement._train_state import model_state_of, params_of, parts
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
@@ -53,6 +54,44 @@ class Proof:
     measured: float | None = None  #: seconds, where it ran
 
 
+class _FitMachine(NamedTuple):
+    target: str  # its name
+    devices: int
+    kind: DeviceKind  # its figures, with the memory that this process has
+    usable: float  # bytes of a device
+    runs: bool  # whether steps can run: it is this machine
+
+    @classmethod
+    def of(
+        cls, target: str | None, device: DeviceKind | None, memory: float | None, headroom: float
+    ) -> "_FitMachine":
+        name = target or _target_of(jax.devices())
+        parsed = targets.parse(name, other_gpus=True)
+        if target and parsed.compiles:
+            targets.topology(name)  # before jax is used
+        kind = device or kind_of(name)
+        if kind is None and parsed.kind == "cpu":
+            # Figures of a core: times are compared with each other only.
+            kind = DeviceKind("cpu", memory or 0.0, 2e10, 1e11, 1e10, None, "none: any CPU")
+        if kind is None:
+            raise ValueError(f"fit needs the figures of {name}: give device=, a DeviceKind.")
+        if target is None and memory is None:
+            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        kind = dataclasses.replace(kind, memory=memory or kind.memory)
+        if not kind.memory > 0:
+            raise ValueError(f"fit needs the memory of a device of {name}: give memory= in bytes.")
+        runs = target is None or parsed.kind == "cpu"
+        return cls(name, parsed.num_devices, kind, (1 - headroom) * kind.memory, runs)
+
+    def mesh(self, axes: Mapping[str, int]) -> Any:
+        sizes, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+        if self.runs:
+            return jax.make_mesh(sizes, tuple(axes), auto, devices=jax.devices()[: self.devices])
+        if targets.parse(self.target, other_gpus=True).compiles:
+            return targets.mesh(self.target, sizes, tuple(axes))
+        return jax.sharding.AbstractMesh(sizes, tuple(axes), auto)
+
+
 @dataclasses.dataclass(frozen=True)
 class FittedPlan(Printed):
     """What ``fit`` chose; ``str()`` says what else was compiled, and why it was not taken."""
@@ -61,9 +100,7 @@ class FittedPlan(Printed):
     tx: Tx  #: of a state that is a pair, in the plan's format
     make_state: Callable[..., Any]  #: makes the train state
     step: TrainStep  #: the step that was compiled
-    target: str  #: the machine
-    runs: bool  #: whether it is this one
-    usable: float  #: bytes of a device that a step may take
+    machine: _FitMachine  #: the machine
     proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
     notes: tuple[str, ...] = ()  #: what else is worth knowing
 
@@ -98,11 +135,14 @@ class FittedPlan(Printed):
         return self.step
 
     def _check_here(self) -> None:
-        if not self.runs:
+        if not self.machine.runs:
             raise ValueError(
-                f"the plan is for {self.target}, for which this machine can only compile. Call fit "
-                "without target= on the machine that trains."
+                f"the plan is for {self.machine.target}, for which this machine can only compile. "
+                "Call fit without target= on the machine that trains."
             )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"proofs": [*map(dataclasses.asdict, self.proofs)]}
 
     def tables(self) -> list[Table]:
         rows = [
@@ -111,14 +151,12 @@ class FittedPlan(Printed):
                 seconds(proof.predicted),
                 "-" if proof.measured is None else seconds(proof.measured),
                 *(size(proof.planned), needed(proof.memory)),
-                "no" if proof.memory > self.usable else "chosen" if not i else "yes",
+                "no" if proof.memory > self.machine.usable else "chosen" if not i else "yes",
             )
             for i, proof in enumerate(self.proofs)
         ]
-        title = (
-            f"{self.plan.sequences:,} examples a step on {self.target}, "
-            f"{size(self.usable)} of each device"
-        )
+        usable = f"{size(self.machine.usable)} of each device"
+        title = f"{self.plan.sequences:,} examples a step on {self.machine.target}, {usable}"
         columns = ("plan", "predicted", "measured", "memory planned", "compiled", "fits")
         return [Table(title, columns, rows)]
 
@@ -142,12 +180,11 @@ def fit(
     tries: int = 6,
     **options: Any,
 ) -> FittedPlan:
-    """The fastest step of a loss that fits its machine, whatever the loss is made of.
+    """The fastest step of any loss that fits its machine, proven by compiling it.
 
-    What the loss computes and stores is traced; ZeRO stages, replicas, micro-batches, what layers
-    compute again, and offload are compared as by ``search``. The step of the fastest plan is
-    compiled; if it needs more memory than a device has, the next one is, with figures corrected by
-    what was compiled. No example's loss changes: plans are exact unless ``lossy`` names something.
+    What the loss computes and stores is traced; plans are compared as by ``search``. The fastest is
+    compiled, then others, until none that may be faster is left or fits. All are exact, unless
+    ``lossy`` names something.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, the mean over a batch of any number of examples,
@@ -160,17 +197,17 @@ def fit(
       target: a machine by name, to plan and compile for; None: the devices of this process group.
       memory: bytes of a device, where they are not known or others share it.
       device: figures of a device that is not known.
-      keep: values that the plan must have, as for ``search``: ``{"stage": 3}``. Of a loss that
-        couples examples, such as a contrastive one, keep ``{"microbatches": 1}``, which is so with
-        a ``model_state``: else the loss of a micro-batch is not a part of that of the batch.
+      keep: values that plans must have, as for ``search``. A loss that couples examples needs
+        ``{"microbatches": 1}``, which is kept with a ``model_state``: else its micro-batches have
+        another loss.
       lossy: what may approximate the step: formats of ``optax_ext.STATE_FORMATS``, ``"stochastic"``
         rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``.
       offload: whether optimizer state may be in host memory.
       headroom: the share of a device's memory that stays free.
-      measure: how many of the fastest plans to run for some steps; True: 3. The one measured
-        fastest is taken. Each makes a state of its own, and frees it.
-      folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions: a
-        restart reads the plan and compiles nothing beside the step.
+      measure: how many of the fastest plans to run, each for some steps on a state of its own; True
+        for 3. The one measured fastest is taken.
+      folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
+        that are there are not searched and compiled again.
       tries: how many plans to compile at most.
       **options: of ``Zero.train_step``, such as ``has_aux``, ``rngs`` or ``model_state``.
 
@@ -195,92 +232,79 @@ def fit(
     if measure and target is not None:
         raise ValueError("measure runs steps on the devices of this process: leave target out.")
     asked = {"keep": dict(keep or {}), "offload": offload, **_lossy(lossy)}
-    request = _Request(
-        *(loss_fn, make_state, batch, tx, options),
-        *(target, device, memory, headroom, asked),
-    )
+    machine = _FitMachine.of(target, device, memory, headroom)
+    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked)
     largest = examples == "largest"
-    count = request.devices if largest else examples or request.model.size
+    count = machine.devices if largest else examples or request.model.size
     if not isinstance(count, int):
         raise ValueError(f"examples must be a number, or 'largest', got {examples!r}.")
     path = folder and pathlib.Path(folder) / f"{request.fingerprint(examples, measure)}.json"
-    if path and _everywhere(path.exists()):
+    if path and _of_all(path.exists()).all():
         proofs = [Proof(ParallelPlan(**x.pop("plan")), **x) for x in json.loads(path.read_text())]
-        return request.fitted(proofs, (f"The plan was read from {path}.",))
+        return request.fitted(proofs, f"The plan was read from {path}.")
 
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
     proofs, best = [], None
-    low, high, budget = 0.0, math.inf, request.usable
+    low, high, budget = 0.0, math.inf, machine.usable
     while len(proofs) < max(1, tries):
         try:
             chosen = request.search(count, budget, largest=largest).best
         except NoPlanFits as error:
             chosen = error.smallest
-        slower = best and chosen.seconds.seconds > (1 - _WORTH) * best.predicted
-        if slower or any(chosen.plan == proof.plan for proof in proofs):
+        if any(chosen.plan == proof.plan for proof in proofs):
+            break
+        least = best.predicted * (1 - _WORTH) if best and not largest else math.inf
+        if chosen.seconds.seconds > least:
             break
         proofs.append(proof := request.prove(chosen))
-        if proof.memory <= request.usable:
+        if proof.memory <= machine.usable:
             best, low = proof, max(low, proof.planned)
         else:
             high = min(high, proof.planned)
-        budget = request.usable * proof.planned / proof.memory
+        budget = machine.usable * proof.planned / proof.memory
         if not low < budget < high:
             budget = low + (high - low) / 2 if high < math.inf else 2 * low
     if best is None:
         raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
+    known = {proof.plan: proof for proof in proofs}
     if measure:
-        most = 3 if measure is True else measure
-        budget = request.usable * best.planned / best.memory
-        found = request.search(best.plan.sequences, budget, top=most)
-        known = {proof.plan: proof for proof in proofs}
-        several = [known.get(chosen.plan) or request.prove(chosen) for chosen in found.plans]
-        known |= {proof.plan: proof for proof in several}
-        known |= {
-            x.plan: request.measured(x) for x in [best, *several] if x.memory <= request.usable
-        }
-        proofs = [*known.values()]
-        best = min(proofs, key=lambda proof: proof.measured or math.inf)
-    proofs = [best, *(proof for proof in proofs if proof.plan != best.plan)]
+        budget, top = machine.usable * best.planned / best.memory, 3 if measure is True else measure
+        for chosen in request.search(best.plan.sequences, budget, top=top).plans:
+            proof = known.get(chosen.plan) or request.prove(chosen)
+            fits = proof.memory <= machine.usable
+            known[chosen.plan] = request.measured(proof) if fits else proof
+        best = min(known.values(), key=lambda proof: proof.measured or math.inf)
+    proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([dataclasses.asdict(proof) for proof in proofs], indent=2))
     return request.fitted(proofs)
 
 
-class _Request:
-    """What was asked of ``fit``: the model, the machine, and what plans may do."""
+class _FitRequest:
+    """What was asked of ``fit``: the machine, the model, and what plans may do."""
 
     def __init__(
         self,
+        machine: _FitMachine,
         loss_fn: Callable[..., Any],
         make_state: Callable[..., Any],
         batch: Batch,
         tx: Tx,
         options: dict[str, Any],
-        target: str | None,
-        device: DeviceKind | None,
-        memory: float | None,
-        headroom: float,
         asked: dict[str, Any],
     ):
-        self.make_state, self.batch, self.options, self.asked = make_state, batch, options, asked
-        self.loss_fn = loss_fn
+        self.machine, self.options, self.asked = machine, options, asked
+        self.loss_fn, self.make_state, self.batch = loss_fn, make_state, batch
         self._made: dict[ParallelPlan, FittedPlan] = {}
-        # The machine.
-        self.runs = target is None or target.startswith("cpu")
-        self.target = target or _target_of(jax.devices())
-        self.devices = targets.parse(self.target, other_gpus=True).num_devices
-        self.kind = _device_of(self.target, device, memory)
-        self.usable = (1 - headroom) * self.kind.memory
-        check_batch(batch, self.devices, 1)
-        # The state, and the loss of parameters and a batch alone.
-        self.keys = _keys(make_state)
-        state = jax.eval_shape(make_state, *self.keys)
-        params, _, self.tx = parts(state, tx)
+        check_batch(batch, machine.devices, 1)
+        self.args = _args_of(make_state)
+        self.state = jax.eval_shape(make_state, *self.args)
+        params, _, self.tx = parts(self.state, tx)
         self.pair = tx is not None
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
+        # The loss of parameters and a batch alone.
         model_state = options.get("model_state")
         if model_state:  # statistics of a batch are not those of its micro-batches
             asked["keep"].setdefault("microbatches", 1)
@@ -291,10 +315,11 @@ class _Request:
         named = {name: options.get(name, False) for name in ("has_aux", "weighted", "rngs")}
         loss = Loss(loss_fn, **named, model_state=bool(model_state)).check()
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=loss.rngs)
-        stateful = model_state_of(state, model_state or False)
+        self.key = jax.random.key(0) if loss.rngs else None
+        stateful = model_state_of(self.state, model_state or False)
 
         def mean_loss(params: Tree, batch: Batch) -> jax.Array:
-            keys = microbatch_key(loss.rngs, jax.random.key(0), 0, batch)
+            keys = microbatch_key(loss.rngs, self.key, 0, batch)
             args = loss_args(loss, batch, _as_zeros(stateful), keys)
             total, weight, _, _ = loss.split(loss_fn(params, *args))
             return total / weight
@@ -304,11 +329,9 @@ class _Request:
 
     def fingerprint(self, *more: Any) -> str:
         """Of all that a plan depends on."""
-        trace = re.sub(r"0x[0-9a-f]+", "", str(self.model.trace.graph.jaxpr))
-        state = jax.eval_shape(self.make_state, *self.keys)
-        versions = jax.__version__, __version__
-        known = trace, state, self.model.batch(self.model.size), self.target, self.kind, self.usable
-        text = repr((known, self.asked, sorted(self.options), more, versions))
+        trace = str(self.model.trace.graph.jaxpr)
+        known = trace, self.state, self.model.batch(self.model.size), self.machine, self.asked, more
+        text = repr((known, sorted(self.options), jax.__version__, __version__))
         return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
     def search(
@@ -318,97 +341,92 @@ class _Request:
         asked = self.asked | more
         if largest:
             asked["keep"] = asked["keep"] | {"microbatches": 1}
-        device = dataclasses.replace(self.kind, memory=budget)
+        device = dataclasses.replace(self.machine.kind, memory=budget)
         options = {"device": device, "headroom": 0.0, "top": top, **asked}
-        found = search(self.model, self.tx, self.target, sequences=count, **options)
-        while largest:
+        target, found = self.machine.target, None
+        while found is None or largest:
             try:
+                found = search(self.model, self.tx, target, sequences=count, **options)
                 count *= 2
-                found = search(self.model, self.tx, self.target, sequences=count, **options)
             except NoPlanFits:
+                if found is None:
+                    raise
                 break
         return found
 
     def prove(self, chosen: ChosenPlan) -> Proof:
-        """Compiles the step of a plan."""
-        proof = Proof(chosen.plan, chosen.memory, math.inf, chosen.seconds.seconds)
+        """Compiles the step of a plan, where this machine can."""
+        proof = Proof(chosen.plan, chosen.memory, chosen.memory, chosen.seconds.seconds)
         fitted = self.fitted([proof])
-        state = fitted.abstract_state(*self.keys)
+        if not isinstance(fitted.zero.mesh, jax.sharding.Mesh):
+            return proof
+        state = fitted.abstract_state(*self.args)
         batch = self.model.batch(chosen.plan.sequences)
-        key = jax.random.key(0) if self.options.get("rngs") else None
-        lower = lambda _: fitted.step.lower(state, batch, key)  # noqa: E731
-        _, memory = audited(lower, 0, self.kind, {})
+        lower = lambda _: fitted.step.lower(state, batch, self.key)  # noqa: E731
+        _, memory = audited(lower, 0, self.machine.kind, {})
         return dataclasses.replace(proof, memory=memory)
 
-    def fitted(self, proofs: Sequence[Proof], notes: tuple[str, ...] = ()) -> FittedPlan:
+    def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
         """The step of the first plan."""
         plan = proofs[0].plan
         if plan not in self._made:
             self._made[plan] = self._make(plan)
-        return dataclasses.replace(self._made[plan], proofs=tuple(proofs), notes=notes)
+        made = self._made[plan]
+        if not isinstance(made.zero.mesh, jax.sharding.Mesh):
+            none = f"warning: nothing can be compiled for {made.machine.target} here: its memory"
+            notes = (*notes, f"{none} is planned, not proven.")
+        return dataclasses.replace(made, proofs=tuple(proofs), notes=notes)
 
     def _make(self, plan: ParallelPlan) -> FittedPlan:
-        file = PlanFile("", "", self.target, 1, "", (), plan, {})
-        axes = file.mesh_axes
-        if self.runs:
-            auto = (AxisType.Auto,) * len(axes)
-            devices = jax.devices()[: self.devices]
-            mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), auto, devices=devices)
-        else:
-            mesh = targets.mesh(self.target, tuple(axes.values()), tuple(axes))
-        zero, tx = file.zero(mesh), transformation_of(plan, self.tx)
+        file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
+        zero = file.zero(self.machine.mesh(file.mesh_axes))
+        tx = transformation_of(plan, self.tx)
 
         def make_state(*args: Any) -> Any:
             state = self.make_state(*args)
             if tx is self.tx:
                 return state
-            params, _, _ = parts(state, self.tx if self.pair else None)
-            opt_state = tx.init(params)
-            return (params, opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
+            opt_state = tx.init(params_of(state))
+            return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
 
         loss, given = self.model.loss(plan.recompute, self.loss_fn), tx if self.pair else None
         step = zero.train_step(loss, tx=given, microbatches=plan.microbatches, **self.options)
-        return FittedPlan(zero, given, make_state, step, self.target, self.runs, self.usable, ())
+        return FittedPlan(zero, given, make_state, step, self.machine, ())
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted = self.fitted([proof])
-        state, batch = fitted.init(*self.keys), fitted.put(_as_zeros(self.batch, abstract=True))
-        key, start = jax.random.key(0) if self.options.get("rngs") else None, 0.0
+        fitted, start = self.fitted([proof]), 0.0
+        state, batch = fitted.init(*self.args), fitted.put(_as_zeros(self.batch, abstract=True))
         for i in range(_RUNS + 1):
             start = start if i > 1 else time.perf_counter()  # the first one compiles
-            state, _ = jax.block_until_ready(fitted.step(state, batch, key))
-        took = np.array((time.perf_counter() - start) / _RUNS)
-        if jax.process_count() > 1:  # all processes choose alike
-            took = np.max(multihost_utils.process_allgather(took))
+            state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
+        took = _of_all((time.perf_counter() - start) / _RUNS).max()  # all processes choose alike
         return dataclasses.replace(proof, measured=float(took))
 
     def nothing_fits(self, chosen: ChosenPlan, proof: Proof) -> NoPlanFits:
         """What is too much, by how much, and what would fit."""
-        count, ratio = proof.plan.sequences, min(proof.memory / proof.planned, 4.0)
-        parts = sorted((x for x in chosen.held if x != "total"), key=lambda x: -chosen.held[x])
+        usable, count = self.machine.usable, proof.plan.sequences
+        held = sorted((n, x) for x, n in chosen.held.items() if x != "total")[::-1]
         message = (
-            f"nothing fits {self.target}: a step may take {size(self.usable)} of a device, and "
-            f"{short(proof.plan)} needs {needed(proof.memory)}, "
-            f"{needed(proof.memory - self.usable)} too much; planned are "
-            f"{', '.join(f'{name} {size(chosen.held[name])}' for name in parts)}."
+            f"nothing fits {self.machine.target}: a step may take {size(usable)} of a device, and "
+            f"{short(proof.plan)} needs {needed(proof.memory)}, {needed(proof.memory - usable)} "
+            f"too much; planned are {', '.join(f'{name} {size(n)}' for n, name in held)}."
         )
         # Slower choices, then lossy ones; the first of each that fits.
         slower: list[Any] = [("keep={}", count, {"keep": {}})] * bool(self.asked["keep"])
         slower += [("offload=True", count, {"offload": True})] * (not self.asked["offload"])
-        fewer = [count // 2**i for i in range(1, 64) if count % 2**i == 0]
-        slower += [(f"examples={n}", n, {}) for n in fewer if n % self.devices == 0]
+        fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
+        slower += [(f"examples={n}", n, {}) for n in fewer]
         names = (name for name in STATE_FORMATS if name not in self.asked["state_formats"])
         rough = [(f"lossy={name!r}", count, {"state_formats": (None, name)}) for name in names]
+        budget = usable / min(proof.memory / proof.planned, 4.0)
         for choices in (slower, rough):
             for words, examples, change in choices:
-                try:
-                    best = self.search(examples, self.usable / ratio, **change).best
-                except ValueError:
-                    continue
-                taken = seconds(best.seconds.seconds)
-                message += f" With {words} a step is predicted to fit: {best.summary}, {taken}."
-                break
+                with contextlib.suppress(ValueError):
+                    best = self.search(examples, budget, **change).best
+                    takes = f"{best.summary}, {seconds(best.seconds.seconds)}"
+                    message += f" With {words} a step is predicted to fit: {takes}."
+                    break
         return NoPlanFits(message, chosen)
 
 
@@ -422,7 +440,7 @@ def _as_zeros(tree: Tree, *, abstract: bool = False) -> Any:
     return jax.tree.map(zeros, tree)
 
 
-def _keys(make_state: Callable[..., Any]) -> tuple[Any, ...]:
+def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
     """The arguments of a function that makes a state: none, or a random key."""
     every = inspect.signature(make_state).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -459,23 +477,6 @@ def _target_of(devices: Sequence[jax.Device]) -> str:
     return f"{name}:{'x'.join(map(str, sizes))}" + (f"*{slices}" if slices > 1 else "")
 
 
-def _device_of(target: str, device: DeviceKind | None, memory: float | None) -> DeviceKind:
-    """The figures of a device, with the memory that a process has of it."""
-    kind = device or kind_of(target)
-    if kind is None and targets.parse(target, other_gpus=True).kind == "cpu":
-        # Figures of a core: what is compared is relative.
-        kind = DeviceKind("cpu", memory or 0.0, 2e10, 1e11, 1e10, None, "none: any CPU")
-    if kind is None:
-        raise ValueError(f"fit needs the figures of {target}: give device=, a DeviceKind.")
-    if memory is None and device is None and target == _target_of(jax.devices()):
-        stats = jax.local_devices()[0].memory_stats() or {}
-        memory = stats.get("bytes_limit", kind.memory)
-    kind = dataclasses.replace(kind, memory=memory or kind.memory)
-    if not kind.memory > 0:
-        raise ValueError(f"fit needs the memory of a device of {target}: give memory= in bytes.")
-    return kind
-
-
 def _check_trace(model: TracedModel) -> None:
     """Raises unless a loss can be traced, and compiled for several devices."""
     try:
@@ -496,8 +497,6 @@ def _check_trace(model: TracedModel) -> None:
         )
 
 
-def _everywhere(flag: bool) -> bool:
-    """Whether all processes say so."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.all(multihost_utils.process_allgather(np.array(flag))))
+def _of_all(value: float) -> np.ndarray:
+    """A value of each process."""
+    return np.asarray(multihost_utils.process_allgather(np.array(value)))

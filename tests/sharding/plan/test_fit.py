@@ -282,7 +282,7 @@ def test_the_fastest_of_those_that_ran_is_taken():
 
 def test_the_largest_batch_that_fits():
     plan = fit(*small(), tx=TX, memory=5e6, examples="largest")
-    assert (plan.plan.microbatches, plan.memory <= plan.usable) == (1, True)
+    assert (plan.plan.microbatches, plan.memory <= plan.machine.usable) == (1, True)
     assert plan.plan.sequences > 64
     kept = fit(*small(), tx=TX, memory=5e6, examples=128, keep={"stage": 3, "microbatches": 2})
     assert (kept.plan.stage, kept.plan.sequences, kept.plan.microbatches) == (3, 128, 2)
