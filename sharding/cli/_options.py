@@ -169,6 +169,8 @@ def search_options(parser: ArgumentParser) -> None:
         "'powersgd(RANK)', 'qsgd(8)' or 'qsgd(4)'",
         "--asynchronous": "compare lossy pipelines without a flush, too, whose gradients are one "
         "update late",
+        "--update-in-backward": "compare plans of one device that update each layer as soon as its "
+        "gradient exists, too",
         "--headroom SHARE": f"of the memory that is left to the allocator (default: {HEADROOM})",
         "--top N": "plans to list (default: 5)",
         "--write FILE": "write the best plan as JSON, with the code that builds it",

@@ -27,7 +27,8 @@ def run_search(options: Namespace) -> int:
         raise ValueError(f"{options.write} cannot be written: there is no such folder.")
     if options.verify:
         opts.compile_on_cpu(target)
-    model, tx = _model_of(options), loading.optimizer_of(options.optimizer)
+    in_backward = options.update_in_backward
+    model, tx = _model_of(options), loading.optimizer_of(options.optimizer, in_backward)
     length, dtype = options.length or model.length, opts.dtype_of(options)
     lossless = "master" if options.master else "plain"
     result = search(
@@ -39,6 +40,7 @@ def run_search(options: Namespace) -> int:
         keep=_kept_values(options.keep),
         offload=not options.no_offload,
         asynchronous=options.asynchronous,
+        update_in_backward=in_backward,
         state_formats=(None, *options.state),
         weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),

@@ -9,7 +9,10 @@ from sharding.plan.model._models import PARTLY, Decoder, saved_parts
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
 # What forward and backward passes do not depend on.
-OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
+OF_STATE = (
+    *("stage", "replicas", "spread", "offload", "state_format", "weights", "sync"),
+    "update_in_backward",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,8 @@ class ParallelPlan:
     weights: str = "plain"
     #: a lossy sync such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over replicas if there are
     sync: str | None = None
+    #: whether each layer is updated in the backward pass; one device and one micro-batch alone
+    update_in_backward: bool = False
 
     @property
     def lossy(self) -> bool:
@@ -86,10 +91,17 @@ class ParallelPlan:
         return self.data * self.microbatch * self.microbatches
 
     @property
+    def can_update_in_backward(self) -> bool:
+        """Whether ``update_in_backward`` is possible: it computes each layer again."""
+        alone = self.num_devices * self.microbatches == 1 and not self.offload
+        return alone and self.recompute == "full"
+
+    @property
     def checkpoints_layers(self) -> bool:
         """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
         gathered = self.stage == 3 and self.pipe == 1 and self.shards > 1
-        return self.recompute not in ("none", "selective") and not gathered
+        itself = gathered or self.update_in_backward
+        return self.recompute not in ("none", "selective") and not itself
 
     def check(self, model: Decoder) -> None:
         """Raises a ``ValueError`` unless sizes and names are known and the model can be shared."""
@@ -104,6 +116,11 @@ class ParallelPlan:
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
         check_choice("weights", self.weights, WEIGHTS)
+        if self.update_in_backward and not self.can_update_in_backward:
+            raise ValueError(
+                "update_in_backward is for one device and one micro-batch, recompute='full', "
+                "without offload."
+            )
         if self.sync and (self.pipe * self.tensor > 1 or self.spread):
             raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")
         if self.sync and self.stage == 3 and self.replicas == 1:
@@ -146,7 +163,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
     zero += ", spread" if plan.spread else ""
-    zero += ", host" if plan.offload else ""
+    zero += ", host" if plan.offload else ", in backward" if plan.update_in_backward else ""
     zero += ", master" if plan.weights == "master" else ""
     lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
     zero += "".join(f", {word} (lossy)" for word in lossy if word)
@@ -179,6 +196,7 @@ def short(plan: ParallelPlan) -> str:
     weights = {"master": "master weights", "stochastic": "stochastic rounding"}
     words += [
         "offload" * plan.offload,
+        "update in the backward pass" * plan.update_in_backward,
         f"state in {plan.state_format}" if plan.state_format else "",
         weights.get(plan.weights, ""),
         f"gradients by {plan.sync}" if plan.sync else "",

@@ -251,6 +251,9 @@ class PlanCosts:
         if plan.pipe > 1:
             return self.stages(plan)[0].by_part(self.batch(plan))
         held = self._stage(_placed(plan)).with_activations(self.activations(plan))
+        if plan.update_in_backward:  # gradients of one layer at a time, and of what is outside
+            grads = held.layer + held.outside
+            held = dataclasses.replace(held, grads=grads, updated=held.outside)
         if plan.sync:
             held = dataclasses.replace(held, synced=held.synced + self.sync(plan).held)
         return held.by_part(self.batch(plan))

@@ -122,6 +122,11 @@ class PlanFile:
         return jax.sharding.Mesh(mesh.devices.transpose(order), self.axis_order, axis_types=types)
 
     @property
+    def recompute(self) -> str:
+        """What the loss computes again: an update in the backward pass computes its layers."""
+        return "none" if self.plan.update_in_backward else self.plan.recompute
+
+    @property
     def saved(self) -> tuple[str, ...]:
         """The names of what layers save beside their input; empty where no preset says it."""
         return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
@@ -207,7 +212,7 @@ class PlanFile:
         lines = [
             "import jax, optax, optax_ext, sharding as shd",
             *_model_lines(self.model),
-            *_optimizer_lines(self.optimizer),
+            *_optimizer_lines(self.optimizer, plan.update_in_backward),
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
         ]
@@ -230,6 +235,7 @@ class PlanFile:
         gathered = "" if plan.checkpoints_layers else policy
         layer = "model.block" if plan.pipe > 1 else f"zero.gathered(model.apply_layer{gathered})"
         layer = f"jax.checkpoint({layer}{policy})" if plan.checkpoints_layers else layer
+        layer = "model.apply_layer" if plan.update_in_backward else layer
         if plan.pipe > 1:
             sizes = [plan.pipe, plan.microbatches]
             sizes += [plan.chunks] if plan.schedule == "interleaved" else []
@@ -253,8 +259,10 @@ class PlanFile:
                 lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
         else:
             of_layers = [f"layer = {layer}", "loss = model.make_loss(layer)"]
-            lines += of_layers if self.layers else [f"loss = model.loss({plan.recompute!r})"]
-            lines.append(f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})")
+            lines += of_layers if self.layers else [f"loss = model.loss({self.recompute!r})"]
+            how = "update='backward'" * plan.update_in_backward
+            how = how or f"microbatches={plan.microbatches}"
+            lines.append(f"step = zero.train_step(loss, tx=tx, {how})")
         return lines + self._running() * run
 
     def _running(self) -> list[str]:
@@ -290,7 +298,7 @@ def _model_lines(name: str) -> list[str]:
     return [f"model = shd.plan.MODELS[{name!r}]"] if name in MODELS else []
 
 
-def _optimizer_lines(name: str) -> list[str]:
+def _optimizer_lines(name: str, by_layer: bool) -> list[str]:
     if ":" in name:
         return [_imported(name, "tx"), "tx = tx() if callable(tx) else tx"]
     if name == "muon":
@@ -303,8 +311,10 @@ def _optimizer_lines(name: str) -> list[str]:
     found = [text for text, module in modules.items() if name and hasattr(module, name)]
     if not found:
         return []
-    takes_rate = "learning_rate" in inspect.signature(getattr(modules[found[0]], name)).parameters
-    return [f"tx = {found[0]}.{name}({'1e-3' if takes_rate else ''})"]
+    takes = inspect.signature(getattr(modules[found[0]], name)).parameters
+    given = ["1e-3"] * ("learning_rate" in takes)
+    given += ["factoring=optax_ext.flax_transformer()"] * (by_layer and "factoring" in takes)
+    return [f"tx = {found[0]}.{name}({', '.join(given)})"]
 
 
 def _imported(path: str, name: str) -> str:
@@ -333,13 +343,16 @@ def lowered_step(
         step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     else:
         if not isinstance(model, Decoder):
-            loss = model.loss(plan.recompute)
+            loss = model.loss(file.recompute)
+        elif plan.update_in_backward:
+            loss = model.make_loss()
         elif plan.checkpoints_layers:
             layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=file.policy)
             loss = model.make_loss(layer)
         else:
             loss = model.make_loss(zero.gathered(model.apply_layer, policy=file.policy))
-        step = zero.train_step(loss, tx=tx, microbatches=plan.microbatches)
+        update = "backward" if plan.update_in_backward else "after"
+        step = zero.train_step(loss, tx=tx, microbatches=plan.microbatches, update=update)
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
     return step.lower(state, model.batch(plan.sequences))
 

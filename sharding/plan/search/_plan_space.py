@@ -63,6 +63,7 @@ class PlanSpace:
     state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
     syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
+    in_backward: tuple[bool, ...] = (False,)  # whether layers are updated in the backward pass
     # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left out
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out
@@ -90,12 +91,15 @@ class PlanSpace:
             # Layers that gather their parameters are computed again, or gathered again at least.
             gathers = passes.pipe == 1 and passes.recompute == "none" and not self.gathers_again
             alone = passes.pipe * passes.tensor == 1
+            can_update = passes.can_update_in_backward
             possible = tuple(
                 x
                 for x in variants(passes.data)
                 if not (gathers and x["stage"] == 3)
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
                 and (alone or not x["sync"])
+                and (can_update or not x["update_in_backward"])
+                and not (x["offload"] and x["update_in_backward"])
                 and all(x[name] in values for name, values in of_state.items())
             )
             if possible and (not passes.even or self.spares(passes)):
@@ -122,7 +126,7 @@ class PlanSpace:
         """ZeRO stages with their replicas, and where and in which format state is."""
         stages = [(stage, 1, False) for stage in (range(4) if data > 1 else [0])]
         stages += itertools.product((1, 2, 3), divisors(data)[1:-1], (False, True))
-        others = (self.offload, self.state_formats, self.weights, self.syncs)
+        others = (self.offload, self.state_formats, self.weights, self.syncs, self.in_backward)
         variants = []
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
             every = (stage, replicas, spread, *values)

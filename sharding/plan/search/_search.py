@@ -219,6 +219,7 @@ def search(
     recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
     asynchronous: bool = False,
+    update_in_backward: bool = False,
     state_formats: Sequence[str | None] = (None,),
     weights: Sequence[str] = ("plain",),
     syncs: Sequence[str | None] = (None,),
@@ -247,6 +248,8 @@ def search(
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
         are one update late (PipeDream-2BW), which is lossy.
+      update_in_backward: whether one device may update each layer in the backward pass, where its
+        gradient is made: ``train_step(update="backward")``, which not all transformations can.
       state_formats: of the optimizer state, of ``optax_ext.STATE_FORMATS``; lossy but for None.
       weights: what updates parameters of 16 bits; see ``ParallelPlan``.
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
@@ -298,6 +301,7 @@ def search(
         state_formats=tuple(state_formats),
         weights=tuple(weights),
         syncs=tuple(syncs),
+        in_backward=(False, True) if update_in_backward else (False,),
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
         gathers_again=isinstance(model, TracedModel) and model.gathers_again,
@@ -429,7 +433,7 @@ def _check_dtype(target: str, dtype: DType, weights: Sequence[str]) -> None:
 def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     """What orders plans of equal time: the exact, the simpler one first, the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
-    devices = (plan.pipe, plan.tensor, plan.replicas)
+    devices = (plan.update_in_backward, plan.pipe, plan.tensor, plan.replicas)
     return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 

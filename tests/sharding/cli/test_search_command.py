@@ -54,11 +54,18 @@ def test_options_reach_the_search(figures, text):
     assert "The update of the best plan computes products of" in muon
 
 
-@pytest.mark.parametrize("keep", ["stage=2 --keep pipe=1", "pipe=2 --keep tensor=2"])
-def test_the_printed_code_runs(keep, run, monkeypatch):
+@pytest.mark.parametrize(
+    ("target", "keep"),
+    [
+        ("cpu:8", "stage=2 --keep pipe=1"),
+        ("cpu:8", "pipe=2 --keep tensor=2"),
+        ("cpu:1", "update_in_backward=true --update-in-backward"),
+    ],
+)
+def test_the_printed_code_runs(target, keep, run, monkeypatch):
     tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
     monkeypatch.setitem(MODELS, "gpt2-small", tiny)
-    line = f"search --model gpt2-small --target cpu:8 --batch 16 {FIGURES} --optimizer came"
+    line = f"search --model gpt2-small --target {target} --batch 16 {FIGURES} --optimizer came"
     _, out, _ = run(f"{line} --keep {keep} --keep recompute=full --no-offload")
     names = {}
     exec(out[out.index("import jax") :], names)
