@@ -15,6 +15,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
   python examples/train_lm.py --view global                     # the loss sees the whole batch
+  python examples/train_lm.py --update-in-backward              # gradients of one layer at a time
   python examples/train_lm.py --memory 2GiB                     # plan what activations to store
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
@@ -234,7 +235,12 @@ def train(options, corpus, mesh, directory, stop):
         step = zero.train_step(pipeline.loss, weighted=True, snapshot=snapshots.store)
         evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
     else:
-        step = zero.train_step(loss_fn, microbatches=options.microbatches, snapshot=snapshots.store)
+        step = zero.train_step(
+            loss_fn,
+            microbatches=options.microbatches,
+            snapshot=snapshots.store,
+            update="backward" if options.update_in_backward else "after",
+        )
         evaluate = zero.eval_step(loss_fn)
 
     manager = ocp.CheckpointManager(
@@ -556,6 +562,8 @@ def parse_args():
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
     views = {"choices": ("device", "global"), "default": "device", "metavar": "VIEW"}
     add("--view", **views, help="of the batch in the loss: device, global [%(default)s]")
+    early = "update each layer once its gradient exists; --view global"
+    add("--update-in-backward", action="store_true", help=early)
     add("--offload", action="store_true", help="optimizer state in host memory")
     add("--memory", type=memory, metavar="BYTES", help="of a device, for state and activations")
     add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
@@ -588,6 +596,11 @@ def resolve(options):
         fail("--sync zen is for an n-gram table: give --config ngrams.")
     if options.stage == 3 and options.sync not in ("dense", "zen"):
         fail(f"--sync {options.sync} has a state, which stage 3 does not support: give --stage 2.")
+    if options.update_in_backward:
+        options.view = "global"
+        for name in ("pipeline", "offload", "peer_checkpoints"):
+            if getattr(options, name):
+                fail(f"--update-in-backward does not go with --{name.replace('_', '-')}.")
     if options.view == "global" and options.sync != "dense":
         fail(f"--sync {options.sync} needs gradients of single devices: give --view device.")
     if options.view == "global" and options.noise_scale:

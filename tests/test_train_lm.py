@@ -162,6 +162,7 @@ MISTAKES = {
     ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
     ("--view", "global", "--sync", "qsgd8"): "--sync qsgd8 needs gradients of single devices",
     ("--view", "global", "--noise-scale"): "--noise-scale needs gradients of single devices",
+    ("--update-in-backward", "--offload"): "does not go with --offload",
     ("--schedule", "gpipe"): "give --pipeline STAGES",
     ("--pipeline", "4"): "has 4 groups of layers, but --config smoke has 2 layers",
     ("--pipeline", "2", "--state", "8bit"): "give --state float32",
@@ -314,17 +315,19 @@ SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", rec
     ids=["replicas", "split backward pass"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
-    """The losses are those of the same choices as options, in both views of the batch."""
+    """Losses are those of the same choices as options, in both views, updated after or within."""
     promised = {"memory": 1.0, "seconds": 1.0}
     file = PlanFile("smoke", "came", "cpu:2", 32, "float32", layers, plan, promised)
     file.write(tmp_path / "plan.json")
     runs = {"plan": ("--plan", "plan.json"), "options": options}
-    for name, given in (runs | {"global": (*options, "--view", "global")}).items():
+    runs |= {"global": (*options, "--view", "global")}
+    runs |= {"backward": (*options, "--update-in-backward")}
+    for name, given in runs.items():
         succeed(tmp_path, text, "--steps", "6", "--name", name, "--batch-size", "8", *given)
-    losses = [column(tmp_path, "loss", name) for name in ("plan", "options", "global")]
-    assert len(losses[0]) == 6
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[2] == pytest.approx(losses[1], rel=1e-5)
+    plan, *others = (column(tmp_path, "loss", name) for name in runs)
+    assert len(plan) == 6
+    for losses in others:
+        assert losses == pytest.approx(plan, rel=1e-5)
 
 
 def options_of(tmp_path, plan, layers=(2,), **given):
