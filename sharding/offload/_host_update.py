@@ -142,9 +142,10 @@ class HostRun(ScheduledRun):
             known.update(eqn.results if ready else ())
         if any(self._on_cpu & set(eqn.results) for eqn in left):
             warn(
-                "update_on='host': the update needs sums, over all devices, of what the CPU "
-                "computes, as that of CAME does. They are computed on the devices, and arrays as "
-                "large as the state go there and back: without update_on less is moved."
+                "update_on='host': the update needs sums, over all devices, of what the CPU has, "
+                "as those of CAME and of Adafactor with masters do. They are computed on the "
+                "devices, and arrays as large as the state go there and back: without update_on "
+                "less is moved."
             )
         used = {v for eqn in left for v in eqn.operands} | set(values)
         results = [v for eqn in now for v in eqn.results if v in used]

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext.traced_graph import Graph
-from sharding.offload import _layer_rules
+from sharding.offload import _host_update, _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun
 
@@ -176,6 +176,13 @@ def test_the_update_on_the_cpu(x64, stage, tx):
         assert_same(found, wanted)
     assert kinds_of(found[1], large=True) == {"pinned_host"}
     assert kinds_of(found[0], large=True) == {"device"}
+
+
+def test_sums_of_what_the_cpu_computed(x64, monkeypatch):
+    monkeypatch.setattr(_host_update, "_MAX_BLOCK", 1)
+    with pytest.warns(UserWarning, match="needs sums, over all devices"):
+        state = run(zero_of(8, update_on="host"), LAYERWISE)
+    assert_same(state, run(zero_of(8), LAYERWISE))
 
 
 @pytest.mark.parametrize(
