@@ -206,62 +206,135 @@ def view_rows(smoke: bool) -> Iterator[str]:
 BY_LAYER = optax_ext.by_path(
     {"^layers/[^0-9]": optax_ext.last_two_dims(batch=(0,))}, default=optax_ext.last_two_dims()
 )
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """With moments in float32."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        return tx.update(wide(grads), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
+
+
 OPTIMIZERS = {
     "Adafactor": optax_ext.adafactor(1e-3, factoring=BY_LAYER),
+    "AdamW": optax.adamw(1e-3),
+    "AdamW, float32 moments": in_float32(optax.adamw(1e-3)),
+    "CAME": optax_ext.came(1e-3, factoring=BY_LAYER),
     "CAME 8-bit": optax_ext.came8bit(1e-3, factoring=BY_LAYER),
     "AdamW 8-bit": optax_ext.adamw8bit(1e-3),
 }
 
 
-# Updated in the backward pass: model, optimizer, micro-batches, whether the global norm is clipped.
+# Updated in the backward pass: target, ZeRO stage, model, optimizer, micro-batches of a device,
+# whether the global norm is clipped.
 IN_BACKWARD = [
-    ("llama2-7b", "Adafactor", 1, False),
-    ("llama2-7b", "CAME 8-bit", 1, False),
-    ("llama2-7b", "CAME 8-bit", 1, True),
-    ("llama2-7b", "CAME 8-bit", 4, False),
-    ("llama2-7b", "CAME 8-bit", 4, True),
-    ("llama2-7b", "AdamW 8-bit", 1, False),
-    ("llama2-13b", "CAME 8-bit", 1, False),
-    ("7B, 16 numbered layers", "Adafactor", 1, False),
+    ("h100x1", 0, "llama2-7b", "Adafactor", 1, False),
+    ("h100x1", 0, "llama2-7b", "CAME 8-bit", 1, False),
+    ("h100x1", 0, "llama2-7b", "CAME 8-bit", 1, True),
+    ("h100x1", 0, "llama2-7b", "CAME 8-bit", 4, False),
+    ("h100x1", 0, "llama2-7b", "CAME 8-bit", 4, True),
+    ("h100x1", 0, "llama2-7b", "AdamW 8-bit", 1, False),
+    ("h100x1", 0, "llama2-13b", "CAME 8-bit", 1, False),
+    ("h100x1", 0, "7B, 16 numbered layers", "Adafactor", 1, False),
+    ("v5e:1x1", 0, "llama2-7b", "Adafactor", 1, False),
+    *(("h100x8", stage, "llama2-7b", "AdamW", 1, False) for stage in (1, 2, 3)),
+    *(("v5e:2x4", 3, "llama2-7b", name, 1, False) for name in ("AdamW", "CAME")),
 ]
 
 
+def audited(zero: shd.Zero, model: Decoder, tx: Any, update: str, microbatches: int) -> Any:
+    """What a step in bfloat16 holds and sends; None if it does not fit."""
+    loss = model.make_loss(jax.checkpoint(model.apply_layer))
+    step = zero.train_step(loss, tx=tx, update=update, microbatches=microbatches)
+
+    def make() -> Any:
+        params = model.init(jnp.bfloat16)
+        return params, tx.init(params)
+
+    batch = model.batch(microbatches * zero.num_devices)
+    try:
+        program = step.lower(zero.abstract_state(make, tx=tx), batch).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    return shd.audit(program, mesh=zero.mesh)
+
+
+def zero_on(target: str, **options: Any) -> shd.Zero:
+    """On all devices of a target, along its links."""
+    axes = targets.parse(target).mesh_axes
+    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
+    return shd.Zero(mesh, axis=tuple(axes), view="global", **options)
+
+
 def backward_rows(smoke: bool) -> Iterator[str]:
-    """Models on one device, updated after the backward pass and in it."""
-    dtype, target = (jnp.float32, "cpu:1") if smoke else (jnp.bfloat16, "h100x1")
-    for name, optimizer, microbatches, clips in IN_BACKWARD:
-        numbered = dataclasses.replace(MODELS["llama2-7b"], layers=16, scan=False)
+    """Models that are updated after the backward pass and in it."""
+    numbered = dataclasses.replace(MODELS["llama2-7b"], layers=16, scan=False)
+    for target, stage, name, optimizer, microbatches, clips in IN_BACKWARD[: 9 if smoke else None]:
         model = Decoder(2, 64, 4, 4, 128, 96) if smoke else MODELS.get(name, numbered)
         model = dataclasses.replace(model, length=32 if smoke else LENGTH, scan=name in MODELS)
-        zero, tx = shd.Zero(targets.mesh(target, (1,), ("data",))), OPTIMIZERS[optimizer]
+        zero, tx = zero_on("cpu:1" if smoke else target, stage=stage), OPTIMIZERS[optimizer]
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clips else tx
-        make = lambda m=model, tx=tx: (lambda params: (params, tx.init(params)))(m.init(dtype))  # noqa: E731
         found, cells = [], []
         for place in ("after", "backward"):
-            loss = model.make_loss(jax.checkpoint(model.apply_layer))
-            step = zero.train_step(loss, tx=tx, update=place, microbatches=microbatches)
-            state, start = zero.abstract_state(make, tx=tx), time.time()
-            program = step.lower(state, model.batch(microbatches)).compile()
-            found.append(shd.audit(program, mesh=zero.mesh))
-            cells += [f"{found[-1].memory / GIB:.2f}", f"{time.time() - start:.0f}"]
-        flops = [sum(x.flops.values()) for x in found]
-        case = target, name, optimizer, str(microbatches), "yes" if clips else ""
-        yield f"| {' | '.join((*case, *cells, f'{flops[1] / flops[0]:.3f}'))} |"
+            start = time.time()
+            found.append(audited(zero, model, tx, place, microbatches))
+            memory = f"{found[-1].memory / GIB:.2f}" if found[-1] else "does not fit"
+            cells += [memory, f"{time.time() - start:.0f}" if found[-1] else ""]
+        case = target, str(stage), name, optimizer, str(microbatches), "yes" if clips else ""
+        ratios = ["", ""]
+        if all(found):
+            flops = [sum(x.flops.values()) for x in found]
+            ratios[0] = f"{flops[1] / flops[0]:.3f}"
+            ratios[1] = f"{found[1].wire / found[0].wire:.3f}" if found[0].wire else ""
+        yield f"| {' | '.join((*case, *cells, *ratios))} |"
+
+
+# Streamed from host memory, on one device.
+STREAMED = [
+    ("llama2-7b", "AdamW"),
+    ("llama2-7b", "AdamW, float32 moments"),
+    ("llama2-7b", "CAME"),
+    ("llama2-70b", "AdamW"),
+]
+
+
+def streamed_rows(smoke: bool) -> Iterator[str]:
+    """Layers in host memory, updated in the backward pass."""
+    for name, optimizer in STREAMED:
+        model = Decoder(2, 64, 4, 4, 128, 96) if smoke else MODELS[name]
+        model = dataclasses.replace(model, length=32 if smoke else LENGTH)
+        target = "cpu:1" if smoke else "v5e:1x1"
+        zero = zero_on(target, offload="all", **({"offload_min_size": 0} if smoke else {}))
+        found = audited(zero, model, OPTIMIZERS[optimizer], "backward", 1)
+        figures = f"{found.memory / GIB:.2f}", f"{found.host / GIB:.1f}"
+        yield f"| {' | '.join((target, name, optimizer, *figures))} |"
 
 
 def write_backward(smoke: bool) -> None:
-    """Prints the table of the update's place; writes that of full size."""
+    """Prints the tables of the update's place; writes those of full size."""
     columns = [f"{what}: {place}" for place in ("after", "backward") for what in ("GiB", "s")]
-    case = "target", "model", "optimizer", "micro-batches", "clipped"
-    found = _results.table(header(*case, *columns, "FLOPs / after"), backward_rows(smoke))
+    case = "target", "stage", "model", "optimizer", "micro-batches", "clipped"
+    columns += ["FLOPs / after", "sent / after"]
+    found = _results.table(header(*case, *columns), backward_rows(smoke))
+    streamed = _results.table(
+        header("target", "model", "optimizer", "GiB of the device", "of its host"),
+        streamed_rows(smoke),
+    )
     if not smoke:
         _results.write_section(
             "zero_memory",
             "The update inside the backward pass",
-            "bfloat16 on one device, micro-batches of one sequence of 1,024 tokens, "
-            "`jax.checkpoint` around a layer: GiB, and seconds to trace and compile. Clipped: by "
-            "the global norm, exactly, for a second backward pass.",
-            found,
+            "bfloat16, micro-batches of one sequence of 1,024 tokens a device, `jax.checkpoint` "
+            "around a layer: GiB of a device, and seconds to trace and compile. Clipped: by the "
+            'global norm, exactly, for a second backward pass. The second table: `offload="all"`.',
+            f"{found}\n\n{streamed}",
             script="zero_memory.py --only backward",
         )
 
