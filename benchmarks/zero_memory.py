@@ -292,7 +292,9 @@ def backward_rows(smoke: bool) -> Iterator[str]:
         if all(found):
             flops = [sum(x.flops.values()) for x in found]
             ratios[0] = f"{flops[1] / flops[0]:.3f}"
-            ratios[1] = f"{found[1].wire / found[0].wire:.3f}" if found[0].wire else ""
+            ratios[1] = (
+                f"{found[1].wire_bytes / found[0].wire_bytes:.3f}" if found[0].wire_bytes else ""
+            )
         yield f"| {' | '.join((*case, *cells, *ratios))} |"
 
 
