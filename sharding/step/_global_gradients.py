@@ -112,9 +112,7 @@ class GlobalLoss:
             try:
                 return self._run(held, taps, *args)
             except ValueError as error:
-                # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
-                rejects = "AxisType.Auto" in str(error) or "the aval mesh" in str(error)
-                self._typed = bool(self.layout.loss_axes) and rejects
+                self._typed = names_types(self.layout, error)
                 if not self._typed:
                     raise
         axes = self.layout.loss_axes
@@ -194,6 +192,13 @@ def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
 
 
 _tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
+
+
+def names_types(layout: Layout, error: ValueError) -> bool:
+    """Whether a loss needs Explicit axes, in whose types it names shardings."""
+    # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
+    rejects = "AxisType.Auto" in str(error) or "the aval mesh" in str(error)
+    return bool(layout.loss_axes) and rejects
 
 
 def eval_global(

@@ -53,6 +53,7 @@ class LayerScan(NamedTuple):
     number: int
     eqn: Equation
     own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
+    frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
 
     @property
@@ -83,7 +84,8 @@ class LayerScan(NamedTuple):
         own = {
             k: use(i, cast_by(casts, held[i]), taps.get(i)) for k, (i, casts) in self.own.items()
         }
-        args = operands | own
+        frozen = {k: use(i, operands[k]) for k, i in self.frozen.items()}
+        args = operands | frozen | own
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
@@ -220,7 +222,8 @@ def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
             found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
             own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
             if own:
-                loops.append(LayerScan(len(loops), eqn, own))
+                frozen = {k: i for k, (i, _) in found.items() if not trained[i]}
+                loops.append(LayerScan(len(loops), eqn, own, frozen))
     return loops
 
 

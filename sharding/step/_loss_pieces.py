@@ -237,9 +237,11 @@ class LossPieces:
     def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held, values = dict(enumerate(self.held)) | values, self.graph.constants | values
+        sliced = {piece.loop.eqn.operands[k] for k in piece.loop.frozen} if piece.loop else ()
         for v in piece.params:
             i, casts = self._views[v]
-            values[v] = self.loss.use(i, cast_by(casts, held[i]), taps.get(v))
+            cast = cast_by(casts, held[i])
+            values[v] = cast if v in sliced else self.loss.use(i, cast, taps.get(v))
         evaluate(piece.equations, values)
         return [values[v] for v in piece.values]
 

@@ -25,7 +25,7 @@ from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._gather_updated import gather_updated
-from sharding.step._global_gradients import GlobalLoss, join_rows, split_rows
+from sharding.step._global_gradients import GlobalLoss, join_rows, names_types, split_rows
 from sharding.step._layer_scan import Microbatches, find_loops
 from sharding.step._layer_updates import OTHERWISE, LayerUpdate, Update, by_layer, reduce
 from sharding.step._loss import Inputs, Loss
@@ -73,7 +73,16 @@ def update_in_backward(
     cast = run.cast(leaves)
     each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
-    traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
+    try:
+        traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
+    except ValueError as error:
+        if not names_types(layout, error):
+            raise
+        raise ValueError(
+            "the loss names Explicit axes in types, as by out_sharding or reshard, and "
+            "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
+            f"{OTHERWISE}. jax says: {error}"
+        ) from error
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
     update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)

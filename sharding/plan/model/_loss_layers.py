@@ -82,7 +82,7 @@ def _run_loop(wrap: Callable[[Layer], Run], loop: LayerScan, values: dict[int, A
 
     def run(params: list[Any], rest: Any) -> list[Any]:
         own = dict(zip(loop.params, params, strict=True))
-        return loop.layer(lambda number, held, tap: held, own, {}, rest)
+        return loop.layer(lambda number, held, tap=None: held, own, {}, rest)
 
     layer = wrap(Layer(run, tuple(loop.params), options["length"]))
 

@@ -10,7 +10,8 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, reshard
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
@@ -260,6 +261,21 @@ def test_memory(microbatches):
     assert flops[1] < 1.005 * flops[0]
 
 
+def test_frozen_layers_are_gathered_one_by_one():
+    """At stage 3, in the loop of their adapters."""
+
+    def loss_fn(p, x):
+        layer = lambda x, w: (jnp.tanh(x @ w[0] + (x @ w[1]) @ w[2]), None)  # noqa: E731
+        return lax.scan(jax.checkpoint(layer), x, (p["frozen"], p["a"], p["b"]))[0].mean()
+
+    shapes = {"frozen": (16, 64, 64), "a": (16, 64, 8), "b": (16, 8, 64)}
+    make = model.make_of(lambda: {k: np.ones(s) for k, s in shapes.items()}, ADAMW)
+    given = runs.zero_of(3, "four", min_shard_size=0, view="global"), make, ADAMW, loss_fn
+    options = {"trainable": {k: k != "frozen" for k in shapes}, "update": "backward"}
+    memory = model.lowered(*given, np.ones((4, 64)), **options).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 16 * 64 * 64 * 8
+
+
 NO_LAYERS = [
     lambda p, b: sum(jnp.mean(jnp.tanh(x)) for x in p["w"]),
     lambda p, b: jax.checkpoint(scanned)(p, b),
@@ -294,6 +310,11 @@ REFUSED = [
     {"zero": runs.zero_of(2, "one", offload="all"), "update": "after", "match": "nothing else"},
     {"zero": runs.zero_of(2, "one", offload="all", offload_min_size=0), "loss_fn": unsliced}
     | {"match": "leaves '0/w' of shape .4, 16, 16. in host memory"},
+    {
+        "zero": runs.zero_of(2, "four", AxisType.Explicit, view="global"),
+        "loss_fn": lambda p, b: scanned(p, {"tokens": reshard(b["tokens"], P("data"))}),
+        "match": "names Explicit axes in types, .*without update='backward'. jax says",
+    },
     {"update": "forward", "match": "'after' or 'backward', got 'forward'"},
 ]
 
