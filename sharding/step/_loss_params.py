@@ -12,7 +12,7 @@ from sharding.collectives._dtypes import sum_dtype
 from sharding.placement._on_mesh import over_other_axes
 from sharding.step._gather_params import GatherSpec, ParamHandle, gather
 from sharding.step._layer_hooks import HookedParam
-from sharding.step._step_plan import ParamPlan, StepPlan
+from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
 from sharding.step._traced_loss import DeviceHooks
 
 
@@ -73,7 +73,11 @@ def call_loss(
                 given.append(HookedParam(i, held, x, {}, **of))
             else:
                 given.append(x.astype(dtypes[i]))
-        return _WithParams(plan, syncs).run([*given, *flat])
+        hooked = _WithParams(plan, syncs)
+        outs = hooked.run([*given, *flat])
+        if plan.layout.stage == 3:
+            warn_of_unsharded(plan, hooked.fetches)
+        return outs
 
     return loss.result(loss.on_explicit_axes(run)(inputs, params, *jax.tree.leaves(args)))
 
@@ -85,7 +89,7 @@ class _WithParams(DeviceHooks):
         super().__init__(plan.loss, plan.layout.recomputes)
         self.plan, self.syncs = plan, syncs
 
-    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
+    def fetch(self, x: HookedParam) -> jax.Array:
         full: jax.Array = gather(self._handle(x))
         return full
 

@@ -14,7 +14,7 @@ from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
 from sharding.step._precision import Precision
-from sharding.step._traced_loss import TracedLoss, Uses
+from sharding.step._traced_loss import Fetch, TracedLoss, Uses
 from sharding.sync import GradientSync, RowMethod
 
 # Backward passes of jax 0.10 mix up the gradients of a loop if some are refs and others are not.
@@ -156,12 +156,11 @@ def plan_step(
     in_layers = plan.reduces_microbatches and not plan.syncs_shard_axes
     in_layers = (in_layers or any(map(plan.adds, plans))) and reduce_in_backward
     with_rows = {i for i, p in enumerate(plans) if p.rows and (p.trained or layout.stage == 3)}
-    if layout.stage < 3 and not (in_layers or with_rows):
+    if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
     uses = traced.uses([param.shard.dim for param in plans], types, args)
     by_rows = _tables(plan, with_rows, uses)
     if layout.stage == 3:
-        _warn_of_unsharded(plan, uses)
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
     else:
         layers = {i for i in range(len(plans)) if in_layers and _is_reduced_once(plan, i, uses)}
@@ -210,10 +209,9 @@ def _warn_full_sync(found: str) -> None:
     warn(f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.")
 
 
-def _warn_of_unsharded(plan: StepPlan, uses: Uses) -> None:
+def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
     """Warns of parameters that stage 3 gathers outside of layers: all, or some that a layer has."""
-    fetches = [x for x in uses.fetches if plan.params[x.number].shard.dim]
-    in_layers = any(x.in_layer for x in fetches) or uses.by_rows
+    in_layers = any(x.in_layer for x in fetches) or any(param.rows for param in plan.params)
     early = [x for x in fetches if x.early or not in_layers]
     if not early:
         return

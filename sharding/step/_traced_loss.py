@@ -141,11 +141,12 @@ class DeviceHooks(HookedLoss):
     def __init__(self, loss: TracedLoss, recompute: bool):
         super().__init__(loss.closed, None, MARK, recompute)
         self.loss = loss
+        self.fetches: list[Fetch] = []
 
     def run(self, args: list[Any]) -> list[Any]:
         return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
 
-    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
+    def fetch(self, x: HookedParam) -> jax.Array:
         """What is held unsharded, in ``x.dtype``."""
         raise NotImplementedError
 
@@ -155,7 +156,9 @@ class DeviceHooks(HookedLoss):
         if x.dtype not in x.fetched:
             by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _PARTS
             inside = self.eqn and self._has_mark(self.eqn) and not self._is_mark(self.eqn)
-            x.fetched[x.dtype] = self.fetch(x, by_device or bool(inside))
+            where = x.in_layer, x.repeats, x.is_part, by_device or bool(inside)
+            self.fetches.append(Fetch(x.number, *where, _place_of(self.eqn)))
+            x.fetched[x.dtype] = self.fetch(x)
         return x.moved(x.fetched[x.dtype])
 
     def _is_mark(self, eqn: Any) -> bool:
@@ -224,16 +227,13 @@ class Uses(DeviceHooks):
 
     def __init__(self, loss: TracedLoss):
         super().__init__(loss, recompute=False)
-        self.fetches: list[Fetch] = []
         self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
         self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
     def of(self, number: int) -> list[Fetch]:
         return [x for x in self.fetches if x.number == number]
 
-    def fetch(self, x: HookedParam, early: bool) -> jax.Array:
-        where = x.in_layer, x.repeats, x.is_part, early
-        self.fetches.append(Fetch(x.number, *where, _place_of(self.eqn)))
+    def fetch(self, x: HookedParam) -> jax.Array:
         return x.held.astype(x.dtype)
 
     def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
