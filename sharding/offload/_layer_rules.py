@@ -39,7 +39,7 @@ def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
     name, params = eqn.primitive.name, eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]
     out = graph.shape(eqn.results[0])
-    if dim == UNSLICED:
+    if dim == UNSLICED or dim >= len(out):
         return None
 
     # The operands have the dims of the result.

@@ -235,9 +235,9 @@ def fit(
     machine = _FitMachine.of(target, device, memory, headroom)
     request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked)
     largest = examples == "largest"
-    count = machine.devices if largest else examples or request.model.size
-    if not isinstance(count, int):
-        raise ValueError(f"examples must be a number, or 'largest', got {examples!r}.")
+    count = machine.devices if largest else request.model.size if examples is None else examples
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
     path = folder and pathlib.Path(folder) / f"{request.fingerprint(examples, measure)}.json"
     if path and _of_all(path.exists()).all():
         proofs = [Proof(ParallelPlan(**x.pop("plan")), **x) for x in json.loads(path.read_text())]
@@ -298,6 +298,13 @@ class _FitRequest:
         self.loss_fn, self.make_state, self.batch = loss_fn, make_state, batch
         self._made: dict[ParallelPlan, FittedPlan] = {}
         check_batch(batch, machine.devices, 1)
+        if not any(map(np.ndim, jax.tree.leaves(batch))):
+            raise ValueError("no array of the batch has rows, which devices would share.")
+        if "microbatches" in options:
+            raise ValueError(
+                "fit chooses the micro-batches. To fix their number, give "
+                f"keep={{'microbatches': {options['microbatches']}}}."
+            )
         self.args = _args_of(make_state)
         self.state = jax.eval_shape(make_state, *self.args)
         params, _, self.tx = parts(self.state, tx)
@@ -442,6 +449,11 @@ def _as_zeros(tree: Tree, *, abstract: bool = False) -> Any:
 
 def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
     """The arguments of a function that makes a state: none, or a random key."""
+    if not callable(make_state):
+        raise ValueError(
+            "make_state must be a function that makes the train state, "
+            f"got a {type(make_state).__name__}."
+        )
     every = inspect.signature(make_state).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [x.name for x in every if x.default is x.empty and x.kind in positional]

@@ -360,7 +360,7 @@ def search(
         compared=compared,
         sequences=sequences,
         length=length,
-        of_update=costs.products(chosen[0]) / flops,
+        of_update=costs.products(chosen[0]) / flops if flops else 0.0,
         frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
 

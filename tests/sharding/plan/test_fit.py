@@ -46,6 +46,15 @@ def decoder(**fields):
     return model.make_loss(), state_of(model.init()), TOKENS, {}
 
 
+def scale():
+    """No layers, and no products of matrices."""
+
+    def loss_fn(params, images):
+        return jnp.sum(jnp.tanh(images["x"] * params["scale"]), (1, 2, 3)).mean()
+
+    return loss_fn, state_of({"scale": draw(1, 8, 8, 3)}), IMAGES, {}
+
+
 def encoder_decoder():
     """Two loops, one of which reads what the other makes."""
     matrices = lambda n: {"in": draw(n, WIDTH, 64), "out": draw(n, 64, WIDTH)}  # noqa: E731
@@ -192,6 +201,7 @@ LOSSES = {
     "Mixer": (mixer, 3, 300e3),
     "experts": (experts, 3, 450e3),
     "LSTM": (lstm, 2, 600e3),
+    "scale": (scale, 0, 100e3),
 }
 
 
@@ -325,15 +335,18 @@ LOSS, STATE, BATCH = small()
         ({"loss_fn": lambda params, x: x}, "must be one floating scalar"),
         ({"batch": jnp.ones((12, 16, 64))}, "12"),
         ({"batch": {"x": BATCH, "y": jnp.ones(8)}}, "8"),
+        ({"batch": 2.0}, "no array of the batch has rows"),
         ({"make_state": state_of({})}, "there is nothing to plan"),
+        ({"make_state": STATE(KEY)}, "make_state must be a function .* got a tuple"),
         ({"make_state": lambda key, more: None}, "takes key, more"),
         ({"memory": None}, "give memory= in bytes"),
         ({"target": "l40x8"}, "needs the figures of l40x8"),
         ({"target": "h100x8", "measure": True}, "leave target out"),
-        ({"examples": "most"}, "a number, or 'largest'"),
+        *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
         ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
         ({"model_state": True}, "names its field"),
         ({"keep": {"stag": 3}}, "nearest is 'stage'"),
+        ({"microbatches": 2}, "keep={'microbatches': 2}"),
         ({"lossy": "9bit"}, "9bit"),
         ({"memory": 1e4}, "KiB too much; planned are activations"),
     ],

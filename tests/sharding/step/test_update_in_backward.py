@@ -304,6 +304,7 @@ REFUSED = [
         "match": "'0/w' depends on the gradient of '0/embed' too, in",
     },
     {"tx": optax_ext.came(1e-3), "match": "4 layers of '0/w' .*several.*batch dims"},
+    {"tx": optax.chain(optax.zero_nans(), ADAMW), "match": "4 layers of '0/w' .*: reduce_or of"},
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"tx": optax.chain(clipped(ADAMW), clipped()), "match": "'0/w' depends on the gradient of"},
     {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
