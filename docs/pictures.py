@@ -27,8 +27,8 @@ def rows(name, *starts):
 def memory_7b():
     """GiB of one device for 7B: labels and numbers, of ``zero_memory.md``."""
     totals = {row[2]: float(row[8]) for row in rows("zero_memory", "7B", "h100x8")}
-    came = rows("zero_memory", "h100x1", "llama2-7b", "CAME 8-bit", "1", "")
-    ((after, backward),) = [(row[5], row[7]) for row in came]
+    came = rows("zero_memory", "h100x1", "0", "llama2-7b", "CAME 8-bit", "1", "")
+    ((after, backward),) = [(row[6], row[8]) for row in came]
     return {
         "AdamW, plain step": totals["0"],
         "ZeRO 3 on 8 GPUs": totals["3"],
