@@ -50,9 +50,10 @@ def scale():
     """No layers, and no products of matrices."""
 
     def loss_fn(params, images):
-        return jnp.mean(jnp.square(images["x"] * (params["scale"] - 3)))  # Adam divides no noise
+        # Gradients far from 0, of which Adam takes the signs.
+        return jnp.mean(jnp.square(images["x"][:, 0, 0] * (params["scale"] - 3)))
 
-    return loss_fn, state_of({"scale": draw(1, 8, 8, 3)}), IMAGES, {}
+    return loss_fn, state_of({"scale": draw(1, 3)}), IMAGES, {}
 
 
 def encoder_decoder():
