@@ -221,5 +221,6 @@ _gather_array.defvjp(_gather_forward, _reduce_gradient)
 
 
 def _array_layout(spec: GatherSpec, x: jax.Array) -> ArrayLayout:
-    """Of an array that may lack leading dims, which loops over layers took off."""
-    return ArrayLayout(spec.dim, PartitionSpec(*spec.entries[len(spec.entries) - x.ndim :]))
+    """Of an array that may lack leading dims, which loops took off, or have the first one split."""
+    more = x.ndim - len(spec.entries)
+    return ArrayLayout(spec.dim, PartitionSpec(*[None] * more, *spec.entries[max(-more, 0) :]))

@@ -63,6 +63,7 @@ class TracedLoss:
         self.layout = layout
         treedef: Any
         types, treedef = jax.tree.flatten(params)
+        self.ndims = [x.ndim for x in types]
         self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
         structure: Any
         flat, structure = jax.tree.flatten(args)
@@ -206,6 +207,12 @@ class DeviceHooks(HookedLoss):
         dim = _sharded_dim(eqn, x.dim, bool(any(self.loss.specs[x.number])))
         if dim is None or id(eqn) in self.loss.apart:
             return None
+        if eqn.primitive.name in _PARTS:  # other axes shard what is left of a dim, or all of it
+            missing = self.loss.ndims[x.number] - x.held.ndim
+            shapes = zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
+            changed = {d + missing for d, (before, after) in enumerate(shapes) if before != after}
+            if any(entry and d in changed for d, entry in enumerate(self.loss.specs[x.number])):
+                return None
         options = dict(eqn.params)
         if x.dim and (key := _SIZES.get(eqn.primitive.name)):
             sizes = list(options[key])

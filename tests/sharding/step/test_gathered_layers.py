@@ -190,3 +190,27 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     with pytest.warns(UserWarning, match=used):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert runs.gathers_behind(program, "4x16xf64").count(False) == 2
+
+
+LOOP = lambda body, x, w: jax.lax.scan(lambda x, v: (body(x, v), None), x, w)[0]  # noqa: E731
+OF_SHARDED_DIMS = {
+    "a part of what another axis shards": lambda w, x: x[:, :3] + jnp.tanh(x @ w[0][:, :3]),
+    "loops in loops in a loop": lambda w, x: LOOP(
+        functools.partial(LOOP, functools.partial(LOOP, lambda x, v: x + jnp.tanh(x @ v))),
+        x,
+        w.reshape(3, 2, 2, WIDTH, WIDTH),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:stage 3 with a loss")
+@pytest.mark.parametrize("name", OF_SHARDED_DIMS)
+def test_views_beside_another_axis(name):
+    loss = lambda p, x: jnp.mean(OF_SHARDED_DIMS[name](p, x) ** 2)  # noqa: E731
+    p = np.random.default_rng(0).normal(size=(12, WIDTH, WIDTH)) / WIDTH
+    x, tx = np.random.default_rng(1).normal(size=(8, WIDTH)), optax.sgd(1.0)
+    zero = model.zero_on(4, 2, names=("data", "model"), stage=3, min_shard_size=0)
+    state = zero.init(lambda: (p, tx.init(p)), tx=tx, param_specs=P(None, None, "model"))
+    state, _ = zero.train_step(loss, tx=tx)(state, zero.put(x))
+    found = p - zero.full_params(state)
+    np.testing.assert_allclose(found, jax.grad(loss)(p, x), rtol=1e-9, atol=1e-13)
