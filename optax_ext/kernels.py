@@ -45,10 +45,45 @@ class Shards:
 
 # --- In programs for which platform ---------------------------------------------------------------
 
-# From operands to results, in two forms: ``default``, a jaxpr, and for TPUs ``kernel``, a function
-# that is traced where a program for them is lowered. Derivatives and maps are those of ``default``.
-FOR_TPUS = Primitive("for_tpus")
-FOR_TPUS.multiple_results = True
+
+def calling_default(name: str) -> Primitive:
+    """Returns a primitive that calls the jaxpr ``default``, one of its parameters.
+
+    So do its derivatives and maps. What evaluates a jaxpr itself may do other things by its others.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    ad.primitive_jvps[primitive] = _jvp
+    batching.primitive_batchers[primitive] = _map
+    primitive.def_impl(_default)
+    primitive.def_abstract_eval(lambda *_, default, **options: default.out_avals)
+    mlir.register_lowering(primitive, mlir.lower_fun(_default, multiple_results=True))
+    return primitive
+
+
+def _default(*operands: jax.Array, default: ClosedJaxpr, **_: Any) -> list[jax.Array]:
+    return jaxpr_as_fun(default)(*operands)
+
+
+def _jvp(primals: Any, tangents: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
+    # What is in the jaxpr may ask which of its inputs vary.
+    varying = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_varying(*values: Any) -> list[jax.Array]:
+        operands = dict(enumerate(primals)) | dict(zip(varying, values, strict=True))
+        return jaxpr_as_fun(default)(*operands.values())
+
+    return jax.jvp(of_varying, [primals[i] for i in varying], [tangents[i] for i in varying])
+
+
+def _map(operands: Any, dims: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
+    results = jax.vmap(jaxpr_as_fun(default), in_axes=tuple(dims))(*operands)
+    return results, [0] * len(results)
+
+
+# From operands to results, in two forms: ``default``, and for TPUs ``kernel``, a function that is
+# traced where a program for them is lowered.
+FOR_TPUS = calling_default("for_tpus")
 
 
 def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
@@ -79,20 +114,6 @@ def with_constants(fn: Callable[..., Any], *types: Any) -> tuple[ClosedJaxpr, li
     return ClosedJaxpr(jaxpr, []), list(closed.consts), jax.tree.structure(results)
 
 
-def _default(*operands: jax.Array, default: ClosedJaxpr, **_: Any) -> list[jax.Array]:
-    return jaxpr_as_fun(default)(*operands)
-
-
-def _jvp(primals: Any, tangents: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(jaxpr_as_fun(default), tuple(primals), tangents)
-
-
-def _map(operands: Any, dims: Any, *, default: ClosedJaxpr, **_: Any) -> Any:
-    results = jax.vmap(jaxpr_as_fun(default), in_axes=tuple(dims))(*operands)
-    return results, [0] * len(results)
-
-
 def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywhere: bool) -> Any:
     # A program for several devices whose arrays are sharded by jit alone would not take a kernel.
     is_single = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
@@ -100,11 +121,6 @@ def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywher
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-FOR_TPUS.def_impl(_default)
-FOR_TPUS.def_abstract_eval(lambda *_, default, **options: default.out_avals)
-ad.primitive_jvps[FOR_TPUS] = _jvp
-batching.primitive_batchers[FOR_TPUS] = _map
-mlir.register_lowering(FOR_TPUS, mlir.lower_fun(_default, multiple_results=True))
 mlir.register_lowering(FOR_TPUS, _lower_for_tpus, platform="tpu")
 
 # --- On which shards ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -190,6 +190,12 @@ def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """A spec without the axes that are not among ``axes``."""
     kept = (tuple(name for name in axes_of(entry) if name in axes) for entry in spec)
     return trim([entry_of(names) for names in kept])
+
+
+def of_last_dims(entries: Sequence[Any], ndim: int) -> PartitionSpec:
+    """The spec, from one entry a dim, of an array whose leading dims loops took off, or split."""
+    more = ndim - len(entries)
+    return PartitionSpec(*[None] * more, *entries[max(-more, 0) :])
 
 
 def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
 
+from optax_ext.kernels import calling_default
 from sharding._types import Tree
 from sharding.collectives._all_gather import all_gather_arrays
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._layout import Layout
+from sharding.placement._specs import of_last_dims
 from sharding.sync import RowMethod
 
 # --- What the loss is traced for ------------------------------------------------------------------
@@ -47,9 +46,8 @@ def is_marking() -> bool:
 
 
 # A function in a traced loss, ``fn``, that takes handles in place of parameters where what runs the
-# loss has them; ``default`` is its jaxpr, of arrays. Derivatives and maps are those of ``default``.
-CALL = Primitive("with_handles")
-CALL.multiple_results = True
+# loss has them.
+CALL = calling_default("with_handles")
 
 
 def with_handles(fn: Callable[..., Any], *args: Any, by_rows: bool = False) -> Any:
@@ -72,31 +70,6 @@ def with_handles(fn: Callable[..., Any], *args: Any, by_rows: bool = False) -> A
     out = CALL.bind(*flat, fn=call, default=closed, by_rows=by_rows)
     return jax.tree.unflatten(jax.tree.structure(results), out)
 
-
-def _default(*operands: Any, default: Any, **_: Any) -> list[jax.Array]:
-    return jaxpr_as_fun(default)(*operands)
-
-
-def _jvp(primals: Any, tangents: Any, *, default: Any, **_: Any) -> Any:
-    varying = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-    def of_varying(*values: Any) -> Any:
-        operands = dict(enumerate(primals)) | dict(zip(varying, values, strict=True))
-        return jaxpr_as_fun(default)(*operands.values())
-
-    return jax.jvp(of_varying, [primals[i] for i in varying], [tangents[i] for i in varying])
-
-
-def _map(operands: Any, dims: Any, *, default: Any, **_: Any) -> Any:
-    results = jax.vmap(jaxpr_as_fun(default), in_axes=tuple(dims))(*operands)
-    return results, [0] * len(results)
-
-
-CALL.def_impl(_default)
-CALL.def_abstract_eval(lambda *_, default, **options: default.out_avals)
-ad.primitive_jvps[CALL] = _jvp
-batching.primitive_batchers[CALL] = _map
-mlir.register_lowering(CALL, mlir.lower_fun(_default, multiple_results=True))
 
 # --- Handles of sharded parameters ----------------------------------------------------------------
 
@@ -221,6 +194,4 @@ _gather_array.defvjp(_gather_forward, _reduce_gradient)
 
 
 def _array_layout(spec: GatherSpec, x: jax.Array) -> ArrayLayout:
-    """Of an array that may lack leading dims, which loops took off, or have the first one split."""
-    more = x.ndim - len(spec.entries)
-    return ArrayLayout(spec.dim, PartitionSpec(*[None] * more, *spec.entries[max(-more, 0) :]))
+    return ArrayLayout(spec.dim, of_last_dims(spec.entries, x.ndim))

@@ -17,9 +17,9 @@ from sharding._types import Batch, Tree
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._host_memory import on_host
 from sharding.placement._layout import Layout
-from sharding.placement._specs import entry_of, explicit_axes, is_spec, only_axes
+from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
-from sharding.step._gather_params import MARK, marking
+from sharding.step._gather_params import marking
 from sharding.step._layer_hooks import Hook, HookedLoss
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
@@ -42,8 +42,7 @@ class _Leaf(NamedTuple):
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
-        entries = (*spec, *[None] * (self.ndim - len(spec)))
-        return P(*entries[self.ndim - ndim :])
+        return of_last_dims((*spec, *[None] * (self.ndim - len(spec))), ndim)
 
 
 class GlobalLoss:
@@ -72,11 +71,6 @@ class GlobalLoss:
     @property
     def trained(self) -> list[_Leaf]:
         return [leaf for leaf in self.leaves if leaf.trained]
-
-    @property
-    def hook(self) -> Hook:
-        """Gathers parameters where layers use them, and reduces their gradients."""
-        return Hook(self._fetch, self._tap)
 
     def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
         """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
@@ -122,15 +116,11 @@ class GlobalLoss:
         run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
         return run(held, taps, *args)
 
-    def trace(self, held: list[jax.Array], args: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The trace of the loss for leaves of parameters and arguments, and what it returns."""
+    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
-            return jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
-
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
-        closed, results = self.trace(held, args)
-        run = HookedLoss(closed, self.hook, MARK, self.layout.recomputes)
+            closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
+        run = HookedLoss(closed, Hook(self._fetch, self._tap), self.layout.recomputes)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
@@ -278,10 +268,7 @@ def global_gradients(
         sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=carry[0])
         model_state, aux = carry[1], join_rows(layout, inputs.batch, aux)
 
-    scale = inverse_weight(sums.weight) if loss.weighted else 1.0 / steps
-    metrics: dict[str, Any] = {"loss": sums.loss * scale}
-    metrics |= {"weight": sums.weight} if loss.weighted else {}
-    metrics |= {"aux": aux} if loss.has_aux else {}
+    scale, metrics = mean_metrics(loss, sums.loss, sums.weight, aux)
     in_order = iter(sums.grads)
     grads = [
         (next(in_order) * scale).astype(spec.precision.of_result(x.dtype))
@@ -290,6 +277,14 @@ def global_gradients(
         for x, leaf in zip(leaves, run.leaves, strict=True)
     ]
     return run.treedef.unflatten(grads), metrics, model_state
+
+
+def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any) -> tuple[Any, dict[str, Any]]:
+    """What sums over all micro-batches are multiplied by, and the metrics."""
+    scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
+    metrics = {"loss": total * scale}
+    metrics |= {"weight": weight} if loss.weighted else {}
+    return scale, metrics | ({"aux": aux} if loss.has_aux else {})
 
 
 def split_rows(layout: Layout, loss: Loss, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:

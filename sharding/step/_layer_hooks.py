@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 
 from optax_ext.traced_graph import bind_equation
 from sharding._jaxprs import inner_jaxprs
-from sharding.step._gather_params import CALL
+from sharding.step._gather_params import CALL, MARK
 
 CALLS = ("jit", "pjit", "closed_call")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
@@ -59,16 +59,15 @@ class HookedParam(NamedTuple):
 class HookedLoss:
     """A traced loss of parameters, which come first, and of other arguments."""
 
-    def __init__(self, closed: Any, hook: Hook | None, mark: str, recompute: bool):
+    def __init__(self, closed: Any, hook: Hook, recompute: bool):
         """Of a trace.
 
         Args:
-          closed: the trace.
-          hook: of the parameters; None for a subclass with a ``_full`` of its own.
-          mark: the name, by ``checkpoint_name``, of arrays that the loss passes to ``gather``.
+          closed: the trace, made while calls of ``gather`` mark arrays.
+          hook: of the parameters.
           recompute: whether loops fetch again in the backward pass, and store what is held.
         """
-        self.closed, self.hook, self.mark, self.recompute = closed, hook, mark, recompute
+        self.closed, self.hook, self.recompute = closed, hook, recompute
         self.eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
@@ -76,16 +75,21 @@ class HookedLoss:
         params = [
             HookedParam(i, x, tap, {}) for i, (x, tap) in enumerate(zip(held, taps, strict=True))
         ]
-        outs = self._run(self.closed.jaxpr, self.closed.consts, [*params, *args])
-        return list(map(self._full, outs))
+        return self.run([*params, *args])
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """What the loss returns; parameters are ``HookedParam``."""
+        return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
+
+    def _fetch(self, x: HookedParam) -> jax.Array:
+        return self.hook.fetch(x.number, x.held)
 
     def _full(self, x: Any) -> Any:
         """What the loss computes with."""
         if not isinstance(x, HookedParam):
             return x
-        assert self.hook is not None
         if x.dtype not in x.fetched:
-            x.fetched[x.dtype] = self.hook.fetch(x.number, x.held)
+            x.fetched[x.dtype] = self._fetch(x)
         return x.moved(self.hook.tap(x.number, x.fetched[x.dtype], x.tap))
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
@@ -184,7 +188,7 @@ class HookedLoss:
         return self._is_mark(eqn) or any(map(self._contains_mark, inner_jaxprs(eqn)))
 
     def _is_mark(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "name" and eqn.params["name"] == self.mark
+        return eqn.primitive.name == "name" and eqn.params["name"] == MARK
 
     def _contains_mark(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self._marks:

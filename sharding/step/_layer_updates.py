@@ -190,15 +190,10 @@ class LayerValues(NamedTuple):
         return cls(grad, layers, sliced, [*layers.prerequisites, *early])
 
     def of_layer(
-        self,
-        update: Update,
-        refs: dict[int, Any],
-        known: dict[int, Any],
-        layer: jax.Array,
-        grad: jax.Array,
-        store: Any = lambda value, x: x,
+        self, at: "LayerState", grad: jax.Array, store: Any = lambda value, x: x
     ) -> list[jax.Array]:
         """The values of one layer; ``store(value, x)`` gets each, and what they are made of."""
+        update, refs, known, layer = at
         values = {i: update.read_shard(i, refs[i], layer) for i in self.sliced}
         values[self.grad] = grad[None]
         store(self.grad, grad[None])  # for a state that has the gradient itself
@@ -207,6 +202,15 @@ class LayerValues(NamedTuple):
             return known[value] if dim == UNSLICED else slice_layer(known[value], layer, dim)
 
         return self.layers.evaluate(layer, values, read, store)
+
+
+class LayerState(NamedTuple):
+    """What the update of a layer reads and writes."""
+
+    update: Update
+    refs: dict[int, Any]  # to stacks of parameters and state, by their numbers
+    known: dict[int, Any]  # values that layers share
+    layer: jax.Array  # its number
 
 
 class LayerUpdate(NamedTuple):
@@ -228,15 +232,9 @@ class LayerUpdate(NamedTuple):
             outputs, new, terms, LayerValues.find(update, number, [operand[t] for t in terms])
         )
 
-    def write(
-        self,
-        update: Update,
-        refs: dict[int, Any],
-        known: dict[int, Any],
-        layer: jax.Array,
-        grad: jax.Array,
-    ) -> None:
+    def write(self, at: LayerState, grad: jax.Array) -> None:
         """Replaces a layer of the parameter and of its state."""
+        update, refs, _, layer = at
 
         def store(value: int, x: jax.Array) -> jax.Array:
             for j in self.outputs:
@@ -246,19 +244,12 @@ class LayerUpdate(NamedTuple):
                     x = update.read_shard(j, refs[j], layer)
             return x
 
-        self.new.of_layer(update, refs, known, layer, grad, store)
+        self.new.of_layer(at, grad, store)
 
-    def terms_of_layer(
-        self,
-        update: Update,
-        refs: dict[int, Any],
-        known: dict[int, Any],
-        layer: jax.Array,
-        grad: jax.Array,
-    ) -> dict[int, jax.Array]:
+    def terms_of_layer(self, at: LayerState, grad: jax.Array) -> dict[int, jax.Array]:
         """The terms, reduced over one layer."""
-        values = self.reduced.of_layer(update, refs, known, layer, grad)
-        return {t: reduce(update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
+        values = self.reduced.of_layer(at, grad)
+        return {t: reduce(at.update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
 
 
 def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from sharding.collectives._row_hash import RowHash
 from sharding.collectives._row_owners import RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds, unique_lookups
 from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import of_last_dims
 from sharding.step._gather_params import GatherSpec, ParamHandle, gather, with_handles
 
 
@@ -100,11 +101,10 @@ class _Lookup(NamedTuple):
     def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
         """``fn(call, x, ids)`` of each device's columns; not if other axes shard the rows."""
         spec = self.spec
-        entries = spec.entries[len(spec.entries) - x.ndim :]
-        if entries[0] is not None:
+        columns = of_last_dims(spec.entries, x.ndim)
+        if columns[0] is not None:
             return fn(self, x, ids)
         own = self._replace(spec=spec._replace(entries=(None,) * x.ndim))
-        columns = PartitionSpec(*entries)
         run = functools.partial(fn, own)
         return over_other_axes(spec.layout, run, (columns, PartitionSpec()), columns)(x, ids)
 

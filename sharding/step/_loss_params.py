@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from sharding.collectives._dtypes import sum_dtype
 from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import of_last_dims
 from sharding.step._gather_params import GatherSpec, ParamHandle, gather
 from sharding.step._layer_hooks import HookedParam
 from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
@@ -86,12 +86,8 @@ class _WithParams(DeviceHooks):
     """The loss, whose parameters are gathered where it uses them, and reduced after that."""
 
     def __init__(self, plan: StepPlan, syncs: list[Any]):
-        super().__init__(plan.loss, plan.layout.recomputes)
+        super().__init__(plan.loss, lambda x: gather(self._handle(x)), plan.layout.recomputes)
         self.plan, self.syncs = plan, syncs
-
-    def fetch(self, x: HookedParam) -> jax.Array:
-        full: jax.Array = gather(self._handle(x))
-        return full
 
     def _handle(self, x: HookedParam) -> ParamHandle:
         plan, param, reduce = self.plan, self.plan.params[x.number], self.syncs[x.number]
@@ -131,8 +127,7 @@ def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array
                 grads, at = nothing | {path: block}, dims | {path: dim}
                 return sync.reduce_scatter(grads, state, layout.axes, at)[0][path]
 
-            # Loops over layers take dims off the front.
-            spec = PartitionSpec(*entries[len(entries) - grad.ndim :])
+            spec = of_last_dims(entries, grad.ndim)
             mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
             return mean * lax.axis_size(layout.axes)
 

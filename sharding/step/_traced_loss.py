@@ -15,14 +15,13 @@ from sharding._user_line import is_users
 from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 from sharding.step._branches_by_device import collective_in, diverging
-from sharding.step._gather_params import CALL, MARK, marking
-from sharding.step._layer_hooks import HookedLoss, HookedParam
+from sharding.step._gather_params import CALL, marking
+from sharding.step._layer_hooks import MOVES, Hook, HookedLoss, HookedParam
 
 # Operations on one array, and perhaps indices, whose results are parts of it ...
 _PARTS = {"dynamic_slice", "slice", "split"}
 # ... or hold it in another order, shape or dtype.
-_MOVES = {"broadcast_in_dim", "convert_element_type", "mesh_cast", "reshape", "reshard", "rev"}
-_MOVES |= {"sharding_constraint", "squeeze", "stop_gradient", "transpose"}
+_MOVES = {*MOVES, "mesh_cast", "reshard", "rev", "sharding_constraint", "stop_gradient"}
 # Of both, the parameter that has the size of the dim that devices have shards of.
 _SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
 
@@ -35,7 +34,20 @@ class Fetch(NamedTuple):
     repeats: bool  # the same in each run of a loop
     is_part: bool
     early: bool  # gathered before a branch that gathers, or by an index of this device
-    place: str  # the operation, and the line of the user's code
+    eqn: Any  # that uses it
+
+    @property
+    def place(self) -> str:
+        """The operation, and the line of the user's code that it is from."""
+        eqn = self.eqn
+        if eqn is None:
+            return "as an output"
+        name = eqn.primitive.name
+        name = eqn.params["name"] if name in ("jit", "pjit") else name
+        trace = eqn.source_info.traceback
+        frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
+        own = [f for f in frames if is_users(f.filename)]
+        return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
 
 
 class TracedLoss:
@@ -63,8 +75,12 @@ class TracedLoss:
         self.layout = layout
         treedef: Any
         types, treedef = jax.tree.flatten(params)
-        self.ndims = [x.ndim for x in types]
         self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
+        # Of each parameter, the dims that other axes shard, counted from the end.
+        self.named_dims = [
+            [d - x.ndim for d, entry in enumerate(spec) if entry]
+            for x, spec in zip(types, self.specs, strict=True)
+        ]
         structure: Any
         flat, structure = jax.tree.flatten(args)
 
@@ -139,28 +155,21 @@ class TracedLoss:
 class DeviceHooks(HookedLoss):
     """A traced loss of one device: what is made of shards alone stays sharded."""
 
-    def __init__(self, loss: TracedLoss, recompute: bool):
-        super().__init__(loss.closed, None, MARK, recompute)
-        self.loss = loss
+    def __init__(
+        self, loss: TracedLoss, fetch: Callable[[HookedParam], jax.Array], recompute: bool
+    ):
+        """``fetch`` makes what is held unsharded, in its ``dtype``; gradients arrive at the tap."""
+        as_held = Hook(lambda _, held: held, lambda _, full, tap: full)
+        super().__init__(loss.closed, as_held, recompute)
+        self.loss, self.fetch = loss, fetch
         self.fetches: list[Fetch] = []
 
-    def run(self, args: list[Any]) -> list[Any]:
-        return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
-
-    def fetch(self, x: HookedParam) -> jax.Array:
-        """What is held unsharded, in ``x.dtype``."""
-        raise NotImplementedError
-
-    def _full(self, x: Any) -> Any:
-        if not isinstance(x, HookedParam):
-            return x
-        if x.dtype not in x.fetched:
-            by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _PARTS
-            inside = self.eqn and self._has_mark(self.eqn) and not self._is_mark(self.eqn)
-            where = x.in_layer, x.repeats, x.is_part, by_device or bool(inside)
-            self.fetches.append(Fetch(x.number, *where, _place_of(self.eqn)))
-            x.fetched[x.dtype] = self.fetch(x)
-        return x.moved(x.fetched[x.dtype])
+    def _fetch(self, x: HookedParam) -> jax.Array:
+        by_device = id(self.eqn) in self.loss.apart and self.eqn.primitive.name in _PARTS
+        inside = self.eqn and self._has_mark(self.eqn) and not self._is_mark(self.eqn)
+        where = x.in_layer, x.repeats, x.is_part, by_device or bool(inside)
+        self.fetches.append(Fetch(x.number, *where, self.eqn))
+        return self.fetch(x)
 
     def _is_mark(self, eqn: Any) -> bool:
         return eqn.primitive is CALL or super()._is_mark(eqn)
@@ -204,15 +213,9 @@ class DeviceHooks(HookedLoss):
 
     def _view(self, eqn: Any, x: HookedParam, rest: list[Any]) -> list[Any] | None:
         """The results of a view, made of what is held; None if shards of it are no views."""
-        dim = _sharded_dim(eqn, x.dim, bool(any(self.loss.specs[x.number])))
+        dim = _sharded_dim(eqn, x.dim, self.loss.named_dims[x.number])
         if dim is None or id(eqn) in self.loss.apart:
             return None
-        if eqn.primitive.name in _PARTS:  # other axes shard what is left of a dim, or all of it
-            missing = self.loss.ndims[x.number] - x.held.ndim
-            shapes = zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
-            changed = {d + missing for d, (before, after) in enumerate(shapes) if before != after}
-            if any(entry and d in changed for d, entry in enumerate(self.loss.specs[x.number])):
-                return None
         options = dict(eqn.params)
         if x.dim and (key := _SIZES.get(eqn.primitive.name)):
             sizes = list(options[key])
@@ -233,15 +236,12 @@ class Uses(DeviceHooks):
     """How a loss uses its parameters, found by running it without values."""
 
     def __init__(self, loss: TracedLoss):
-        super().__init__(loss, recompute=False)
+        super().__init__(loss, lambda x: x.held.astype(x.dtype), recompute=False)
         self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
         self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
     def of(self, number: int) -> list[Fetch]:
         return [x for x in self.fetches if x.number == number]
-
-    def fetch(self, x: HookedParam) -> jax.Array:
-        return x.held.astype(x.dtype)
 
     def _call(self, eqn: Any, operands: list[Any]) -> list[Any]:
         self.eqn, held = eqn, []
@@ -261,25 +261,28 @@ class Uses(DeviceHooks):
         return jaxpr_as_fun(eqn.params["default"])(*held)
 
 
-def _sharded_dim(eqn: Any, dim: int, has_spec: bool) -> int | None:
-    """The sharded dim of a view, counted from the end; None for what is no view of shards."""
-    # Shards of a view are the views of shards: the sharded dim stays as it is.
+def _sharded_dim(eqn: Any, dim: int, named_dims: list[int]) -> int | None:
+    """The sharded dim of a view, counted from the end; None for what is no view of shards.
+
+    ``named_dims``, which other axes shard, have to stay what and where they are.
+    """
     name, options = eqn.primitive.name, eqn.params
     if name in ("broadcast_in_dim", "convert_element_type", "mesh_cast", "reshard"):
         return None
-    if name == "sharding_constraint":
-        return dim
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    dims = range(len(before))
-    if name == "reshape":  # several dims of the first one, for loops within loops
+    dims = list(range(len(before)))
+    # For each dim of the result the unchanged dim that it is: shards of a view are views of shards.
+    same: list[int | None]
+    if name in ("sharding_constraint", "stop_gradient"):
+        same = [*dims]
+    elif name == "reshape":  # several dims of the first one, for loops within loops
         others = len(before) - 1
         splits = 0 < others < len(after) and after[len(after) - others :] == before[1:]
-        return dim if splits and dim != -len(before) and not options["sharding"] else None
-    # For each dim of the result the unchanged dim that it is.
-    if name == "stop_gradient":
-        same: list[int | None] = list(dims)
+        if not splits or options["sharding"]:
+            return None
+        same = [*[None] * (len(after) - others), *dims[1:]]
     elif name == "transpose":
-        same = list(options["permutation"])
+        same = [*options["permutation"]]
     elif name == "squeeze":
         same = [d for d in dims if d not in options["dimensions"]]
     elif name in ("slice", "dynamic_slice"):
@@ -288,25 +291,11 @@ def _sharded_dim(eqn: Any, dim: int, has_spec: bool) -> int | None:
         same = [None if d in options["dimensions"] else d for d in dims]
     else:
         same = [None if d == options["axis"] else d for d in dims]
-    kept = [d for d in same if d is not None]
-    if (
-        has_spec
-        and kept != list(dims)[len(dims) - len(kept) :]
-        and name in ("squeeze", "transpose")
-    ):
-        return None  # specs on other axes go by the dims of the parameter
-    if not dim:
-        return 0
-    place = len(before) + dim
-    return same.index(place) - len(same) if place in same else None
 
+    def place(dim: int) -> int | None:
+        found = len(before) + dim
+        return same.index(found) - len(same) if found in same else None
 
-def _place_of(eqn: Any) -> str:
-    """The operation of an equation, and the line of the user's code that it is from."""
-    if eqn is None:
-        return "as an output"
-    name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else eqn.primitive.name
-    trace = eqn.source_info.traceback
-    frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
-    own = [f for f in frames if is_users(f.filename)]
-    return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
+    if any(place(d) != d for d in named_dims if -d <= len(before)):
+        return None
+    return place(dim) if dim else 0

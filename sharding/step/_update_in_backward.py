@@ -25,12 +25,24 @@ from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._gather_updated import gather_updated
-from sharding.step._global_gradients import GlobalLoss, join_rows, names_types, split_rows
+from sharding.step._global_gradients import (
+    GlobalLoss,
+    join_rows,
+    mean_metrics,
+    names_types,
+    split_rows,
+)
 from sharding.step._layer_scan import Microbatches, find_loops
-from sharding.step._layer_updates import OTHERWISE, LayerUpdate, Update, by_layer, reduce
+from sharding.step._layer_updates import (
+    OTHERWISE,
+    LayerState,
+    LayerUpdate,
+    Update,
+    by_layer,
+    reduce,
+)
 from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces
-from sharding.step._microbatches import inverse_weight
 from sharding.step._step_plan import StepSpec
 
 
@@ -131,23 +143,25 @@ def update_in_backward(
         grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
             for i, one in stacks[index].items():
-                one.write(update, refs, values, layer, grads[i])
+                one.write(LayerState(update, refs, values, layer), grads[i])
         return {}, _squares(grads if grad_norm else {})
 
     def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
         """Returns the terms of a layer."""
         terms: dict[int, jax.Array] = {}
         for i, one in stacks[index].items():
-            terms |= one.terms_of_layer(update, refs, values, layer, gradient(i, grads[i]))
+            at = LayerState(update, refs, values, layer)
+            terms |= one.terms_of_layer(at, gradient(i, grads[i]))
         return terms, _squares({})
 
     with jax.named_scope("loss_and_grad"):
         reads = [functools.partial(read, k) for k in range(len(stacks))]
         results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
-    metrics, model_state = _metrics(loss, results)
-    if loss.has_aux:
-        many = loss.microbatches > 1
-        metrics["aux"] = join_rows(layout, inputs.batch, results[3]) if many else results[3]
+    total, weight, model_state, aux = results
+    total, weight = jnp.sum(to_sum_dtype(total)), to_sum_dtype(weight)
+    weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
+    aux = join_rows(layout, inputs.batch, aux) if loss.microbatches > 1 else aux
+    _, metrics = mean_metrics(loss, total, weight, aux)
     # State in host memory that no loop streams.
     whole = [j for j, x in enumerate(given) if on_host(x) and j not in refs]
     values = graph.constants | dict(enumerate(given))
@@ -239,18 +253,6 @@ def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
 
     with marking():
         return Graph(run, inputs, [True] * len(inputs), exact=True)
-
-
-def _metrics(loss: Loss, results: Any) -> tuple[dict[str, Any], Any]:
-    """The metrics of a step, and its new model state."""
-    total, weight, model_state, _ = results
-    total = jnp.sum(to_sum_dtype(total))
-    weight = to_sum_dtype(weight)
-    weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
-    scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
-    metrics = {"loss": total * scale}
-    metrics |= {"weight": weight} if loss.weighted else {}
-    return metrics, model_state
 
 
 def _squares(grads: dict[int, jax.Array]) -> Any:
