@@ -9,6 +9,7 @@
 # make pictures draws those of README.md and docs/ from benchmarks/results/
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
+# make test-gpu runs the tests of what only a GPU can show, and those of optimizers, with that jax
 # make evidence runs the heart of the comparison of optimizers again, and draws its report
 # make evidence-long runs what is missing of the studies of long runs: one core, for days
 # make evidence-gpu trains GPT-2 small on a GPU for 8 minutes; again until all runs are there
@@ -23,7 +24,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test test-all mutations programs check lint compare pictures bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
+.PHONY: train test test-all mutations programs check lint compare pictures bench bench-gpu test-gpu evidence evidence-long evidence-gpu docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -46,6 +47,12 @@ bench: .venv/examples
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/step_time.py --platform gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/training_step.py --platform gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/one_gpu.py
+	PYTHONPATH=. $(PYTHON) benchmarks/one_gpu.py --report
+
+test-gpu:
+	TEST_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
+		$(PYTHON) -m pytest -n 12 tests/test_on_gpu.py tests/optax_ext
 
 evidence: .venv/examples
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/evidence.py

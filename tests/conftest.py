@@ -11,8 +11,8 @@ import pathlib
 import re
 from importlib import metadata
 
-# Before jax starts a backend; a machine's accelerators have tests of their own.
-os.environ["JAX_PLATFORMS"] = "cpu"
+# Before jax starts a backend. With TEST_PLATFORMS=cuda,cpu they run on a GPU: `make test-gpu`.
+os.environ["JAX_PLATFORMS"] = os.environ.get("TEST_PLATFORMS", "cpu")
 # Tests compile much and compute little: XLA's own passes run, LLVM's costly ones do not. Its older
 # emitters compile the same programs in a third of the time; jaxlib 0.10 is the last that has them.
 # The compiler for TPUs ends the process over flags that it does not know.
@@ -21,9 +21,11 @@ os.environ["XLA_FLAGS"] = " ".join(
     dict.fromkeys(
         os.environ.get("XLA_FLAGS", "").split()
         + ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+        * (os.environ["JAX_PLATFORMS"] == "cpu")
         + ["--xla_cpu_use_fusion_emitters=false"]
         * (
-            metadata.version("jaxlib").startswith("0.10.")
+            os.environ["JAX_PLATFORMS"] == "cpu"
+            and metadata.version("jaxlib").startswith("0.10.")
             and not os.environ.get("SHARDING_COMPILERS")
             and not importlib.util.find_spec("libtpu")
         )
@@ -46,6 +48,8 @@ from .multiprocess.processes import Processes
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if os.environ["JAX_PLATFORMS"] != "cpu":  # whose products of float32 have fewer bits by default
+    jax.config.update("jax_default_matmul_precision", "highest")
 # One program after the other: on few cores, devices of a second one take the threads that a
 # collective of the first one waits for.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
