@@ -22,6 +22,7 @@ from sharding.plan.cost._estimate import with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
+from sharding.plan.cost._update_traffic import update_bytes
 from sharding.plan.cost._wire_and_flops import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind
@@ -182,7 +183,7 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved"),
         *("fullest", "least"),
     )
 
@@ -295,9 +296,9 @@ class PlanCosts:
 
     def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
         sync = self.sync(plan) if plan.sync else None
-        return with_state(
-            *(plan, self.machine, work), sync=sync, products=self.products(plan), ideal=ideal
-        )
+        options: Any = {"products": self.products(plan), "ideal": ideal, "sync": sync}
+        moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
+        return with_state(plan, self.machine, work, moved=moved, **options)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         return self._synced(_placed(plan))
@@ -319,6 +320,12 @@ class PlanCosts:
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
         return tx._replace(init=jax.jit(tx.init))  # traced once for equal parameters
+
+    def _moved(self, state_format: str | None, weights: str) -> float:
+        """Bytes that the update reads and writes for one parameter."""
+        gpu = self.machine.device.tile is None
+        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
+        return update_bytes(tx, self.model.abstract(self.dtype), gpu=gpu)
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
         return stage_plan(

@@ -286,9 +286,14 @@ def with_state(
     *,
     sync: SyncWork | None = None,
     products: float = 0.0,
+    moved: float = 0.0,
     ideal: bool = False,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
+    """A step of these passes, with the collectives of ZeRO, the update and the host link.
+
+    The update reads and writes parameters, gradients and state once, or ``moved`` bytes for each
+    parameter if these are more, and has ``products``.
+    """
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
     data, hideable, exposed = _data_seconds(plan, step_passes.layers, params, wire)
@@ -296,6 +301,7 @@ def with_state(
     exposed += sum(wire(*each, over) for each in sync.sums) if sync else 0.0
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    touched = touched if ideal else max(touched, moved)
     update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
     update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
     update += products / Roofline(device, COMPILED, ideal=ideal).flops

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import pathlib
 import re
 
 import _published_steps as published
@@ -12,11 +13,13 @@ import optax
 import pytest
 from step_time_model import errors, place_of_best, rank_correlation, sweeps
 
+import optax_ext
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import passes, step_seconds
+from sharding.plan.cost._update_traffic import update_bytes
 from sharding.plan.cost._wire_and_flops import tensor_wire
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
@@ -25,6 +28,7 @@ from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
 
+RESULTS = pathlib.Path(published.__file__).parent / "results"
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
 TORUS = Machine(V5E, 256, (16, 16))
@@ -48,6 +52,23 @@ def test_published_models_have_their_parameters():
 
 def num_params(model):
     return sum(math.prod(x.shape) for x in jax.tree.leaves(model.abstract()))
+
+
+@pytest.mark.parametrize(("target", "gpu"), [("h200x1", True), ("v5e:1x1", False)])
+def test_updates_move_what_their_programs_do(target, gpu):
+    """Bytes a parameter of a large matrix, of which compilers keep nothing on the chip."""
+    text = (RESULTS / "step_bytes.md").read_text().split(f"parameter on {target} ")[1]
+    line = next(line for line in text.splitlines() if "4096 x 11008" in line)
+    compiled = [float(cell.split()[0]) for cell in line.split("|")[2:7]]
+    optimizers = [
+        optax.adamw(1e-3),
+        optax_ext.came(1e-3),
+        optax_ext.adafactor(1e-3, multiply_by_parameter_scale=False),
+        optax_ext.adafactor(1e-3),
+    ]
+    params = {"w": jax.ShapeDtypeStruct((4096, 11008), jnp.float32)}
+    found = [update_bytes(tx, params, gpu=gpu) for tx in optimizers]
+    np.testing.assert_allclose(found, compiled[:4], rtol=0.01)
 
 
 def test_the_eight_steps_of_korthikanti_et_al():
