@@ -52,7 +52,7 @@ bench-gpu:
 
 test-gpu:
 	TEST_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONPATH=. \
-		$(PYTHON) -m pytest -n 12 tests/test_on_gpu.py tests/optax_ext
+		$(PYTHON) -m pytest -p no:benchmark -n 12 tests/test_on_gpu.py tests/optax_ext
 
 evidence: .venv/examples
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/evidence.py

@@ -22,6 +22,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+os.environ.setdefault("JAX_PLATFORMS", "")  # zero_memory.py would choose the CPU
+
 import _results
 import jax
 import jax.numpy as jnp
@@ -156,14 +158,14 @@ def run_one(case: Case, smoke: bool, rounds: int) -> dict[str, Any]:
     }
 
 
-def waves(cases: Sequence[Case], smoke: bool, minutes: float, rounds: int) -> Iterator[dict]:
+def waves(cases: Sequence[int], smoke: bool, minutes: float, rounds: int) -> Iterator[dict]:
     """Results, of some processes at a time; none is started after the time is over."""
     end = time.monotonic() + 60 * minutes
     for first in range(0, len(cases), AT_ONCE):
         if time.monotonic() > end:
             return
-        started = []
-        for number in range(first, min(first + AT_ONCE, len(cases))):
+        started, numbers = [], cases[first : first + AT_ONCE]
+        for number in numbers:
             command = [sys.executable, __file__, "--one", str(number), "--rounds", str(rounds)]
             started.append(
                 subprocess.Popen(
@@ -175,10 +177,10 @@ def waves(cases: Sequence[Case], smoke: bool, minutes: float, rounds: int) -> It
                 )
             )
         compiled = [process.stdout.readline() for process in started]  # all wait, or have failed
-        for number, process, line in zip(range(first, len(cases)), started, compiled, strict=False):
+        for number, process, line in zip(numbers, started, compiled, strict=True):
             out, _ = process.communicate("go\n")
             if process.returncode or not out:
-                print(f"{cases[number]} failed: {line}", flush=True)
+                print(f"{CASES[number]} failed: {line}", flush=True)
             else:
                 yield json.loads(out.splitlines()[-1])
 
@@ -256,7 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0, help="start nothing after these")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--cases", help="their numbers, as 0,3")
+    numbers = range(len(CASES))
+    parser.add_argument("--cases", type=int, nargs="+", choices=numbers, default=numbers)
     parser.add_argument("--report", action="store_true", help="write the table, and end")
     parser.add_argument("--smoke", action="store_true", help="tiny; prints only")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # a case's process
@@ -268,7 +271,7 @@ def main() -> None:
             jax.config.update("jax_compilation_cache_dir", folder)
             print(json.dumps(run_one(CASES[options.one], options.smoke, options.rounds)))
         return None
-    for row in waves(CASES, options.smoke, options.minutes, options.rounds):
+    for row in waves(options.cases, options.smoke, options.minutes, options.rounds):
         print({k: row[k] for k in ("model", "optimizer", "update", "host", "peak", "seconds")})
         if not options.smoke:
             with pathlib.Path(ROWS).open("a") as file:

@@ -229,6 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, without PyTorch; no file")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--arrays", type=int, default=500, help="of the model whose start is timed")
     parser.add_argument("--platform", default="cpu", help="cpu or gpu")
     options = parser.parse_args()
     jax.config.update("jax_platforms", {"gpu": "cuda"}.get(options.platform, options.platform))
@@ -244,7 +245,7 @@ def main() -> None:
         {name: one.step for name, one in contenders.items()}, 2 if options.smoke else options.rounds
     )
     step_table = time_table(contenders, times, num_params)
-    startup = startup_table(12 if options.smoke else 500)
+    startup = startup_table(12 if options.smoke else options.arrays)
     if options.smoke:
         return
     platform = jax.default_backend()
@@ -264,7 +265,7 @@ def main() -> None:
         f"{bandwidth:.0f} GB/s.",
         step_table,
         f"![Bytes and time]({name}.png)",
-        "Start-up of a step for 500 arrays, half of them matrices",
+        f"Start-up of a step for {options.arrays} arrays, half of them matrices",
         startup,
         script="step_time",
     )
