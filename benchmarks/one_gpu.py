@@ -245,11 +245,10 @@ def report() -> None:
     _results.write(
         "one_gpu",
         "Steps of large models on one GPU",
-        f"Measured on one {last['device']} at commit {last['commit']}, {last['date']}, jax "
-        f"{last['jax']}. bfloat16, every layer computed again, medians of "
+        f"Planned so; measured on one {last['device']} at commit {last['commit']}, {last['date']}, "
+        f"jax {last['jax']}. bfloat16, every layer computed again, medians of "
         f"{len(last['seconds'])} steps; a batch is micro-batches x sequences x tokens.",
         _results.table(header, lines(rows)),
-        script="one_gpu.py --report",
     )
 
 

@@ -78,7 +78,7 @@ class Zero(NnxMethods):
         the device.
       update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
         ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
-        as of a clip, are computed on the devices. Not tried on GPUs; TPUs refuse 8-bit state.
+        as of a clip, are computed on the devices. TPUs refuse 8-bit state.
       offload_min_size: with ``offload``, state arrays with fewer elements stay on the device.
       sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``, over the replicas
         if there are any; None sums gradients. It receives them in ``precision.reduce``; its state
