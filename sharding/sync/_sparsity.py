@@ -17,31 +17,16 @@ _TIE = 1.1  # methods that send less than so many times the least are reported a
 
 
 class Choice(NamedTuple):
-    """The gradient sync of this package that sends least.
+    """The gradient sync of this package that sends least."""
 
-    Attributes:
-      name: ``"dense"``, ``"agsparse"`` or ``"zen"``.
-      sync: the gradient sync, with the measured densities.
-      note: what each method sends, and which ones send nearly as little.
-    """
-
-    name: str
-    sync: GradientSync
-    note: str
+    name: str  # ``"dense"``, ``"agsparse"`` or ``"zen"``
+    sync: GradientSync  # with the measured densities
+    note: str  # what each method sends, and which ones send nearly as little
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparsity:
     """How sparse the gradients of one array are on all devices.
-
-    Attributes:
-      rows: of the array.
-      width: elements of a row.
-      densities: number of devices -> the fraction of rows that are nonzero in the sum over so many,
-        for 1, 2, 4, ... and all devices, averaged over groups.
-      skewness: of the rows in as many contiguous ranges as there are devices, the fullest range
-        over the mean: for one device, and for the sum.
-      block_densities: as ``densities``, for one device and for the sum, of blocks of 256 elements.
 
     Example:
       >>> import numpy as np
@@ -52,10 +37,15 @@ class Sparsity:
       'zen'
     """
 
-    rows: int
-    width: int
+    rows: int  #: of the array
+    width: int  #: elements of a row
+    #: number of devices -> the fraction of rows that are nonzero in the sum over so many, for 1, 2,
+    #: 4, ... and all devices, averaged over groups
     densities: dict[int, float]
+    #: of the rows in as many contiguous ranges as there are devices, the fullest range over the
+    #: mean: for one device, and for the sum
     skewness: tuple[float, float]
+    #: as ``densities``, for one device and for the sum, of blocks of 256 elements
     block_densities: tuple[float, float]
 
     @property
