@@ -332,17 +332,7 @@ def memory_aware_stages(
     """The partition with the least period of 1F1B* under a limit of memory, exactly.
 
     The search is that of MadPipe (Beaumont et al., IPDPS Workshops 2022), without rounded loads.
-
-    Args:
-      layers: their costs.
-      num_stages: devices, in the order of the pipeline.
-      memory: bytes of each device.
-      speeds: of the devices, relative to that of the costs; None: all 1.
-      links: bytes per second from each stage to the next; None: transfers take no time.
-      param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
-
-    Raises:
-      ValueError: there are fewer layers than stages, a number is out of range, or nothing fits.
+    Arguments and errors are those of ``balanced_stages``; ``param_factor`` counts versions, too.
 
     >>> layers = [LayerCost(1.0, 2.0, activation_bytes=1.0)] * 8
     >>> [memory_aware_stages(layers, 4, memory=m).period for m in (8, 6, 2)]
