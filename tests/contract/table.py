@@ -129,7 +129,6 @@ TRANSFORMATIONS = {
             "momentum": 0.8,
             "weight_decay": lambda count: 0.1 / (1 + count),
             "trust_coefficient": 0.5,
-            "denominator": "optax",
             "nesterov": True,
             "weight_decay_mask": {"w": True, "b": False},
             "trust_ratio_mask": None,
