@@ -80,11 +80,11 @@ def gradients(
     yield f"{matrix[0]} x {matrix[1]}", rng.standard_normal(matrix, np.float32), lossy
     for rows in tables:
         ids = words(NUM, rows)
-        density = sync.Sparsity.measure(ids, rows, WIDTH).densities
+        found = sync.Sparsity.measure(ids, rows, WIDTH)
         sparse = {
             "dense": sync.dense(),
-            "zen": sync.zen(density[1], union_density=density[NUM]),
-            "agsparse": sync.agsparse(density[1]),
+            "zen": sync.zen(found.density, union_density=found.union_density),
+            "agsparse": sync.agsparse(found.density),
         }
         table = np.zeros((rows, WIDTH), np.float32)
         table[ids[rank]] = rng.standard_normal((ids[rank].size, WIDTH), np.float32)

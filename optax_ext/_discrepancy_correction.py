@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_ext import _validate
@@ -20,49 +19,47 @@ _DECAY = math.exp(-2)  # D of the paper
 class DiscrepancyCorrectionState(NamedTuple):
     """State of ``discrepancy_correction``; float32, or wider if the parameter is."""
 
-    correction: optax.Updates  # (tau_fwd - tau_bkwd) * delta: the parameter's shape
+    correction: optax.Updates  # tau * delta: the parameter's shape
 
 
-def _averaged(correction: jax.Array, u: jax.Array, horizon: Any, decay: Any) -> jax.Array:
-    """Returns the correction after a step of ``u``; ``horizon`` is the difference of delays."""
+def _averaged(correction: jax.Array, u: jax.Array, delay: Any, decay: Any) -> jax.Array:
+    """Returns the correction after a step of ``u``."""
     dtype = correction.dtype
-    horizon = jnp.asarray(horizon, dtype)
-    positive = horizon > 0
-    # 1 - decay ** (1 / horizon), without the cancellation that float32 has for long delays.
+    delay = jnp.asarray(delay, dtype)
+    positive = delay > 0
+    # 1 - decay ** (1 / delay), without the cancellation that float32 has for long delays.
     log_decay = jnp.log(jnp.asarray(decay, dtype))
-    weight = -jnp.expm1(log_decay / jnp.where(positive, horizon, 1))
+    weight = -jnp.expm1(log_decay / jnp.where(positive, delay, 1))
     weight = jnp.where(positive, weight, 1)
-    return correction + weight * (horizon * u.astype(dtype) - correction)
+    return correction + weight * (delay * u.astype(dtype) - correction)
 
 
 def discrepancy_correction(
-    delays: Any, decay: jax.typing.ArrayLike = _DECAY, *, backward_delays: Any = 0.0
+    delays: Any, decay: jax.typing.ArrayLike = _DECAY
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages updates, from which ``backward_params`` estimates the parameters of the past.
 
-    In an asynchronous pipeline the parameters of a forward pass are :math:`\tau_\text{fwd}` updates
-    old, those of its backward pass :math:`\tau_\text{bkwd}`. PipeMare's technique T2 takes the
-    backward pass at an estimate of the former:
+    In an asynchronous pipeline the parameters of a forward pass are :math:`\tau` updates older than
+    those of its backward pass. PipeMare's technique T2 takes the backward pass at an estimate of
+    the former:
 
     .. math::
 
-      \gamma &= D^{1 / (\tau_\text{fwd} - \tau_\text{bkwd})}, \quad
-      \delta \leftarrow \gamma \delta + (1 - \gamma) (w_{t+1} - w_t) \\
-      u_\text{bkwd} &= w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
+      \gamma = D^{1 / \tau}, \quad
+      \delta \leftarrow \gamma \delta + (1 - \gamma) (w_{t+1} - w_t), \quad
+      u_\text{bkwd} = w - \tau \, \delta
 
     Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: it goes last in a chain.
 
     Args:
-      delays: :math:`\tau_\text{fwd}`, in updates: a number; a tree of numbers like the parameters,
-        or a prefix of one; or ``delays_by_path``. An array broadcasts against the leading dims of
-        its parameter: (1, S) for parameters [V, S, ...] whose stages are dim 1.
+      delays: :math:`\tau`, in updates: a number; a tree of numbers like the parameters, or a prefix
+        of one; or ``delays_by_path``. An array broadcasts against the leading dims of its
+        parameter: (1, S) for parameters [V, S, ...] whose stages are dim 1.
       decay: D, the decay over the full delay, in [0, 1); exp(-2) in the paper.
-      backward_delays: :math:`\tau_\text{bkwd}`, in the same forms; at most ``delays``.
 
     Raises:
-      ValueError: if ``decay`` or a delay is out of range, a backward delay exceeds its forward
-        delay, the delays do not fit the parameters, a parameter is not real and floating, or
-        gradients do not match the state.
+      ValueError: if ``decay`` or a delay is out of range, the delays do not fit the parameters, a
+        parameter is not real and floating, or gradients do not match the state.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -79,24 +76,10 @@ def discrepancy_correction(
       Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124.
     """
     check_delays("delays", delays)
-    check_delays("backward_delays", backward_delays)
     _validate.unit_interval(decay=decay)
 
-    def horizons(leaves: Leaves) -> list[Any]:
-        forward = delays_of("delays", delays, leaves)
-        backward = delays_of("backward_delays", backward_delays, leaves)
-        out = [ahead - back for ahead, back in zip(forward, backward, strict=True)]
-        for i, horizon in enumerate(out):
-            if not isinstance(horizon, jax.core.Tracer) and (np.asarray(horizon) < 0).any():
-                raise ValueError(
-                    f"backward_delays exceeds delays for parameter {leaves.paths[i]!r}: got "
-                    f"{backward[i]} above {forward[i]}; the backward pass follows the forward pass."
-                )
-        return out
-
     def init(params: optax.Params) -> DiscrepancyCorrectionState:
-        leaves = Leaves.of(params)
-        horizons(leaves)  # raises unless they fit
+        delays_of("delays", delays, Leaves.of(params))  # raises unless they fit
         return DiscrepancyCorrectionState(wide_zeros(params))
 
     def update(
@@ -106,7 +89,7 @@ def discrepancy_correction(
         old = leaves.averages_in("correction", state.correction)
         with jax.named_scope("discrepancy_correction"):
             average = functools.partial(_averaged, decay=decay)
-            new = list(map(average, old, leaves.arrays, horizons(leaves)))
+            new = list(map(average, old, leaves.arrays, delays_of("delays", delays, leaves)))
         return updates, DiscrepancyCorrectionState(leaves.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -110,9 +110,7 @@ class last_two_dims:
 class two_largest_dims(last_two_dims):
     """Columns are the largest dim, rows the second largest; the rule of ``optax.adafactor``.
 
-    Attributes:
-      min_dim_size: both dims must be at least this long, else the parameter is not factored.
-      batch: dims of independent slices, not counted among the largest.
+    Attributes are those of ``last_two_dims``; dims of ``batch`` are not counted among the largest.
 
     Example:
       >>> from optax_ext import two_largest_dims

@@ -27,20 +27,16 @@ class LarsMomentumState(NamedTuple):
     trace: optax.Updates  # the parameter's shape
 
 
-_Hyper = collections.namedtuple("_Hyper", "trust_coefficient weight_decay denominator")
+_Hyper = collections.namedtuple("_Hyper", "trust_coefficient weight_decay")
 
 
 def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds weight decay and the local learning rate."""
-    decay, u = hyper.weight_decay, decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
+    u = decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
         return leaf._replace(u=u)
-    w_norm = norm(leaf.w, layer.batch)
-    if hyper.denominator == "optax":
-        denominator = g_norm = norm(u, layer.batch)
-    else:
-        g_norm = norm(leaf.u, layer.batch)
-        denominator = decayed(g_norm, w_norm, layer, decay)
+    w_norm, g_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
+    denominator = decayed(g_norm, w_norm, layer, hyper.weight_decay)
     numerator = hyper.trust_coefficient * w_norm
     return leaf._replace(u=u, ratio=ratio(w_norm, g_norm, numerator, denominator))
 
@@ -49,13 +45,11 @@ PHASES = ((trust_ratio, "ratio"), (scale, None))
 
 
 def _scale_by_local_rate(
-    trust_coefficient: Any, weight_decay: Any, denominator: str, stacked: Any, **masks: Any
+    trust_coefficient: Any, weight_decay: Any, stacked: Any, **masks: Any
 ) -> optax.GradientTransformation:
     """``scale_by_lars`` whose updates stay float32."""
     _validate.positive(trust_coefficient=trust_coefficient)
     check_options(weight_decay, stacked, **masks)
-    if denominator not in ("paper", "optax"):
-        raise ValueError(f"denominator must be 'paper' or 'optax', got {denominator!r}.")
 
     def init(params: optax.Params) -> ScaleByLarsState:
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
@@ -65,7 +59,7 @@ def _scale_by_local_rate(
         leaves = Leaves.of(updates)
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
         decay = _validate.value_at(weight_decay, state.count)
-        hyper = _Hyper(trust_coefficient, decay, denominator)
+        hyper = _Hyper(trust_coefficient, decay)
         step = _phases.run(PHASES, hyper, kinds, list(map(Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
         return leaves.unflatten([leaf.u for leaf in step]), ScaleByLarsState(count)
@@ -79,7 +73,6 @@ def scale_by_lars(
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = "matrices",
     trust_ratio_mask: Any | None = "matrices",
-    denominator: str = "paper",
     stacked: FactoringRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Decays weights and scales each layer's gradient by its local learning rate.
@@ -98,13 +91,11 @@ def scale_by_lars(
       weight_decay: :math:`\beta`, a number or a schedule of the step count.
       weight_decay_mask: which weights decay, in the forms of ``scale_by_lamb``.
       trust_ratio_mask: which arrays have a local learning rate, likewise.
-      denominator: ``"paper"`` as above; ``"optax"``: :math:`\|g + \beta w\|`, which is smaller
-        where gradient and weights point in opposite directions.
       stacked: a rule whose ``batch`` dims are stacks of layers, as in ``scale_by_lamb``.
 
     Raises:
-      ValueError: if a hyperparameter is out of range, the denominator is unknown, a mask does not
-        fit, a parameter is not real and floating, or gradients do not match the parameters.
+      ValueError: if a hyperparameter is out of range, a mask does not fit, a parameter is not real
+        and floating, or gradients do not match the parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -118,7 +109,7 @@ def scale_by_lars(
       You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
     """
     masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
-    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, stacked, **masks)
     return _validate.keep_dtype(scaled)
 
 
@@ -128,7 +119,6 @@ def lars(
     *,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     trust_coefficient: jax.typing.ArrayLike = 0.001,
-    denominator: str = "paper",
     nesterov: bool = False,
     weight_decay_mask: Any | None = "matrices",
     trust_ratio_mask: Any | None = "matrices",
@@ -143,8 +133,8 @@ def lars(
       v \leftarrow m v + \gamma \, \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w), \quad
       w \leftarrow w - v
 
-    With ``denominator="optax"`` and both masks None it equals ``optax.lars`` to rounding, but for
-    its state in float32.
+    ``optax.lars`` divides by :math:`\|g + \beta w\|`, which is smaller where gradient and weights
+    point in opposite directions.
 
     Other Parameters:
       learning_rate: a number or a schedule of the step count.
@@ -164,7 +154,7 @@ def lars(
     """
     _validate.unit_interval(momentum=momentum)
     masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
-    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, stacked, **masks)
     rate = optax.scale_by_learning_rate(learning_rate)
     options: Any = {"dampened": False, "nesterov": nesterov}
     velocity = _bias_correction.momentum(LarsMomentumState, momentum, **options)

@@ -52,13 +52,9 @@ def hidden_matrices(
     """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
 
     These are the parameters that the rule factors, without embeddings, positions and output heads,
-    in a tree of bools: labels for ``optax.partition``.
-
-    Args:
-      params: the parameters, or abstract arrays in their place.
-      rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected: by default components
-        such as ``embed``, ``wte``, ``positions``, ``lm_head``, ``logits``; not ``heads``, ``out``.
+    in a tree of bools: labels for ``optax.partition``. ``not_hidden`` is a pattern of the paths of
+    matrices that are not selected: by default components such as ``embed``, ``wte``, ``positions``,
+    ``lm_head``, ``logits``; not ``heads``, ``out``. Other arguments are those of ``decay_mask``.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or ``not_hidden`` is not a regular expression.

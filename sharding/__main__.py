@@ -1,8 +1,4 @@
-"""``python -m sharding plan`` and ``python -m sharding audit``: the command ``optax-ext``.
-
-A file ``sharding.py`` in the working folder hides this package from ``python -m sharding``, not
-from ``optax-ext``.
-"""
+"""``python -m sharding``: the command ``optax-ext``, whose ``--help`` says what may hide it."""
 
 import sys
 

@@ -214,14 +214,9 @@ class Zero(NnxMethods):
     ) -> Any:
         """The train state that ``init`` would make of these arguments, as types, to restore into.
 
-        Args:
-          make_state: see ``init``, as for arguments not listed.
-          *args: of ``make_state``.
-          tx: the transformation, for a pair.
-          param_specs: specs of the parameters on the other mesh axes.
-          sync_devices: how many devices synchronized gradients when the checkpoint was written, if
-            that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
-            sizes.
+        ``sync_devices`` is how many devices synchronized gradients when the checkpoint was written,
+        if that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
+        sizes.
         """
         return _placed_state.abstract(self, make_state, args, tx, param_specs, sync_devices)
 

@@ -92,25 +92,18 @@ Format = Dynamic | Linear | Float8 | BFloat16
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """An array in a low-precision format; a node of the state's tree.
+    """An array in a low-precision format; a node of the state's tree."""
 
-    Attributes:
-      codes: uint8 (bfloat16 for that format) of the array's shape; 4-bit codes, two to a byte, have
-        half as many rows.
-      scale: the scale of each block, or of rows and columns; negative for a negated block.
-      rest: 8 more bits per element, uint8 of the array's shape, if rounding errors are stored.
-      shape: the array's shape.
-      dtype: the dtype of the dequantized array: float32, or float64 if the array had it.
-      format: the format.
-      signed: whether half of the codes are negative.
-    """
-
+    #: uint8 (bfloat16 for that format) of the array's shape; 4-bit codes, two to a byte, have half
+    #: as many rows
     codes: jax.Array
-    scale: tuple[jax.Array, ...]
-    rest: jax.Array | None
-    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    scale: tuple[jax.Array, ...]  #: of each block, or of rows and columns; negative: block negated
+    rest: jax.Array | None  #: 8 more bits of each element, uint8, if rounding errors are stored
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  #: the array's shape
+    #: of the dequantized array: float32, or float64 if the array had it
     dtype: Any = dataclasses.field(metadata={"static": True})
-    format: Format = dataclasses.field(metadata={"static": True})
+    format: Format = dataclasses.field(metadata={"static": True})  #: the format
+    #: whether half of the codes are negative
     signed: bool = dataclasses.field(metadata={"static": True})
 
     @property

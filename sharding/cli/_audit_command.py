@@ -19,7 +19,7 @@ from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
 from sharding.plan._plot import plot_audits
 from sharding.plan.audit._audit import Audit, audit
-from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
+from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_batch, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS
@@ -62,7 +62,7 @@ def run_audit(options: Namespace) -> int:
         rows = [_row(options, name, step, batch, audits, searches) for name, step in steps.items()]
         machine: dict[str, Any] = {"device": device, "num_devices": target.num_devices}
         machine["headroom"] = headroom if options.find_batch else 0.0
-        notes = [text for audited in audits.values() for text in audited.sentences]
+        notes = [text for found in audits.values() for text in found.sentences]
         asked: dict[str, Any] = {}
         if setup:
             asked = {"params": setup.params, "sequences": batch, "length": setup.length}
@@ -71,7 +71,7 @@ def run_audit(options: Namespace) -> int:
         _show_audits(options, audits, searches)
     if options.plot and audits:
         save(plot_audits, audits, options.plot)
-    fits = [audited.fits for audited in audits.values()]
+    fits = [found.fits for found in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
 
@@ -117,15 +117,15 @@ def _show_audits(
     def named(name: str, tables: list[Table]) -> list[Table]:
         return [table._replace(title=f"{name}: {table.title}") for table in tables]
 
-    for name, audited in audits.items():
+    for name, found in audits.items():
         batch = f", batch {searches[name].batch}" if name in searches else ""
-        notes = audited.sentences
-        if audited.kind is None:
+        notes = found.sentences
+        if found.kind is None:
             notes.append(
                 f"Whether it fits, and how long it takes at least, is not known: no figures of "
                 f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link."
             )
-        show(named(f"{name}{batch}", audited.tables()), notes)
+        show(named(f"{name}{batch}", found.tables()), notes)
     for name, search in searches.items():
         show(named(name, search.tables()), [f"{name}: {text}" for text in search.sentences])
 
@@ -144,12 +144,12 @@ def _row(
         batch, figures["find_batch"] = search.batch, search.to_dict()
     if name not in audits:
         return entry(name, {}, fits=False, **figures)
-    audited, plan = audits[name], step.plan
+    found, plan = audits[name], step.plan
     if plan:
         plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))
-    figures |= {"at_least": audited.seconds, "wire": audited.wire_bytes}
-    figures |= {"tokens": audited.tokens or None, "program": audited.to_dict()}
-    row = entry(name, audited.by_part, plan, **figures)
+    figures |= {"at_least": found.seconds, "wire": found.wire_bytes}
+    figures |= {"tokens": found.tokens or None, "program": found.to_dict()}
+    row = entry(name, found.by_part, plan, **figures)
     if options.remat is not None:
         row["plan"]["recompute"] = None  # what the plan of activations says
     return row
@@ -252,13 +252,9 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
 
 def _compiled(make: Callable[[int], Audit], batch: int) -> Audit:
     """The audit of a step; an error of its own where the compiler runs out of memory."""
-    try:
-        return make(batch)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        lines = str(error).splitlines()
-        told = [line.strip() for line in lines if "xceed" in line or "Used" in line]
+    found, memory = audited(make, batch, None, {})
+    if found is None:
         raise ValueError(
-            f"the step does not fit, so that its compiler gave up: {' '.join(told[:2])}"
-        ) from error
+            f"the step does not fit, so that its compiler gave up: it needs {needed(memory)}."
+        )
+    return found

@@ -16,28 +16,18 @@ from sharding.placement._specs import AnyMesh, first_names, is_spec, leaf_names,
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One array of a train state, or one gradient.
+    """One array of a train state, or one gradient."""
 
-    Attributes:
-      part: ``"params"``, ``"grads"``, ``"opt_state"``, ``"sync"`` or ``"model_state"``.
-      path: where it is in its part, such as ``dense/kernel``.
-      shape: its global shape.
-      dtype: its dtype.
-      spec: its placement on the mesh.
-      bytes_per_device: what one device holds of it, in the memory that ``memory`` names.
-      note: why a gradient, and at stage 3 a parameter, is not sharded over the data axis; empty
-        where it is, or the stage does not shard it.
-      memory: ``"device"`` or ``"host"``.
-    """
-
-    part: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec
-    bytes_per_device: int
+    part: str  #: ``"params"``, ``"grads"``, ``"opt_state"``, ``"sync"`` or ``"model_state"``
+    path: str  #: where it is in its part, such as ``dense/kernel``
+    shape: tuple[int, ...]  #: its global shape
+    dtype: str  #: its dtype
+    spec: PartitionSpec  #: its placement on the mesh
+    bytes_per_device: int  #: what one device holds of it, in the memory that ``memory`` names
+    #: why a gradient, and at stage 3 a parameter, is not sharded over the data axis; empty where it
+    #: is, or the stage does not shard it
     note: str
-    memory: str = "device"
+    memory: str = "device"  #: or ``"host"``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +37,6 @@ class Description:
     ``str()`` is the short form: totals, the reasons why arrays are unsharded, and a line for each
     group of like parameters (the same path but for the numbers in it, the same shape, placement and
     reason). ``table()`` is the long form, a line for each array.
-
-    Attributes:
-      mesh: the mesh.
-      stage: the ZeRO stage.
-      axes: the axes that are sharded over.
-      replica_axes: the axes of replicas.
-      rows: the arrays.
-      batch_rows: which rows of a batch this process gives; empty where one process gives all.
-      gather_group: bytes of the parameters that are gathered at once after an update.
-      view: of the batch in a loss, see ``Zero``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -80,14 +60,14 @@ class Description:
       opt_state/0/count   1  ()         int32    ()                                   4
     """
 
-    mesh: AnyMesh
-    stage: int
-    axes: tuple[str, ...]
-    replica_axes: tuple[str, ...]
-    rows: tuple[Row, ...]
-    batch_rows: str = ""
-    gather_group: int = 0
-    view: str = "device"
+    mesh: AnyMesh  #: the mesh
+    stage: int  #: the ZeRO stage
+    axes: tuple[str, ...]  #: those that are sharded over
+    replica_axes: tuple[str, ...]  #: those of replicas
+    rows: tuple[Row, ...]  #: the arrays
+    batch_rows: str = ""  #: the rows of a batch that this process gives; empty where it gives all
+    gather_group: int = 0  #: bytes of the parameters that are gathered at once after an update
+    view: str = "device"  #: of the batch in a loss, see ``Zero``
 
     @property
     def bytes_per_device(self) -> dict[str, int]:

@@ -21,14 +21,9 @@ def state_shardings(
     """The shardings of any train state, for a ``jit`` of your own.
 
     Compiled without ``out_shardings``, a state is replicated on an Auto mesh whatever the
-    parameters are. These follow from the parameters, as ``state_specs``.
-
-    Args:
-      init: a function of the parameters that returns the state, in any form; or a transformation.
-      params: the parameters, or their types, with shardings or without.
-      param_specs: a tree of specs, or a prefix of one; None for those of ``params``, else Flax
-        metadata, else replicated.
-      mesh: None for that of ``params``.
+    parameters are. These follow from the parameters, as ``state_specs``, whose arguments it takes:
+    ``init`` may return a state of any form, and None in place of ``param_specs`` or ``mesh`` stands
+    for those of ``params``, if they are on a mesh.
 
     Returns:
       The state with a ``NamedSharding`` for every array.

@@ -39,9 +39,7 @@ from sharding.plan.model._models import Decoder as Decoder
 from sharding.plan.model._traced_model import TracedModel as TracedModel
 from sharding.plan.partition._balanced_stages import GroupedStages as GroupedStages
 from sharding.plan.partition._balanced_stages import StagePartition as StagePartition
-from sharding.plan.partition._balanced_stages import activation_groups as activation_groups
 from sharding.plan.partition._balanced_stages import balanced_stages as balanced_stages
-from sharding.plan.partition._balanced_stages import least_period as least_period
 from sharding.plan.partition._balanced_stages import memory_aware_stages as memory_aware_stages
 from sharding.plan.partition._hetpipe import HetPipePlan as HetPipePlan
 from sharding.plan.partition._hetpipe import Node as Node

@@ -18,14 +18,8 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
 
     Wire bytes per device: (n - 1) d V (4 D + 4) for V rows of D float32 numbers of which a fraction
     d is nonzero. That is less than ``zen`` sends if there are few devices, and grows with their
-    number. Losslessness, rounds and the fallback to full gradients are those of ``zen``.
-
-    Args:
-      density: the fraction of rows that are nonzero on one device.
-      min_size: smaller arrays, and arrays of one dim, are sent in full.
-
-    Raises:
-      ValueError: if the density is not above 0 and at most 1; in ``init``, if all arrays are small.
+    number. Losslessness, rounds, the fallback to full gradients, arguments and errors are those of
+    ``zen``.
 
     Example:
       >>> from sharding import sync

@@ -9,8 +9,7 @@ from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
-from sharding.collectives._row_hash import RowHash
-from sharding.collectives._row_owners import RowOwners
+from sharding.collectives._row_owners import RowHash, RowOwners
 from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds, list_capacity
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method

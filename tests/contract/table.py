@@ -68,9 +68,9 @@ def scale_by_delay(learning_rate, delays, anneal_steps):
     return optax.chain(unfactored(learning_rate), optax_ext.scale_by_delay(delays, anneal_steps))
 
 
-def discrepancy_correction(learning_rate, delays, decay, backward_delays):
+def discrepancy_correction(learning_rate, delays, decay):
     """After Adafactor: its updates, and their average."""
-    last = optax_ext.discrepancy_correction(delays, decay, backward_delays=backward_delays)
+    last = optax_ext.discrepancy_correction(delays, decay)
     return optax.chain(unfactored(learning_rate), last)
 
 
@@ -129,7 +129,6 @@ TRANSFORMATIONS = {
             "momentum": 0.8,
             "weight_decay": lambda count: 0.1 / (1 + count),
             "trust_coefficient": 0.5,
-            "denominator": "optax",
             "nesterov": True,
             "weight_decay_mask": {"w": True, "b": False},
             "trust_ratio_mask": None,
@@ -161,7 +160,7 @@ TRANSFORMATIONS = {
     ),
     "discrepancy_correction": Row(
         discrepancy_correction,
-        {"learning_rate": 0.1, "delays": 3.5, "decay": 0.2, "backward_delays": 0.5},
+        {"learning_rate": 0.1, "delays": 3.0, "decay": 0.2},
     ),
     "params_history": Row(
         params_history,

@@ -41,7 +41,7 @@ HYPERPARAMETERS = [
     ("lamb", NOT_NEGATIVE, "weight_decay"),
     ("lamb", POSITIVE, "eps"),
     ("discrepancy_correction", BETA, "decay"),
-    ("discrepancy_correction", NOT_NEGATIVE, "delays backward_delays"),
+    ("discrepancy_correction", NOT_NEGATIVE, "delays"),
     ("scale_by_delay", POSITIVE, "anneal_steps"),
 ]
 OUTSIDE = {

@@ -240,41 +240,22 @@ class GroupedStages:
     period: float  #: seconds between micro-batches
 
 
-def activation_groups(
-    loads: Sequence[float], period: float, *, transfers: Sequence[float] = ()
-) -> tuple[int, ...]:
+def _activation_groups(loads: Sequence[float], period: float) -> tuple[int, ...]:
     """How many micro-batches have activations on each stage, if one begins every ``period``.
 
-    Groups of consecutive stages and links are filled from the last stage, each as long as its loads
-    sum to at most the period; a stage of group g stores the activations of g micro-batches, the
-    fewest of all periodic schedules (Beaumont, Eyraud-Dubois, Shilova, Euro-Par 2021).
+    ``loads`` are seconds of stages and, between them, of links. Groups of consecutive ones are
+    filled from the last, each as long as its loads sum to at most the period; a stage of group g
+    stores the activations of g micro-batches, the fewest of all periodic schedules (Beaumont,
+    Eyraud-Dubois, Shilova, Euro-Par 2021).
 
-    Args:
-      loads: seconds of a forward and a backward pass, by stage.
-      period: at least the largest load.
-      transfers: seconds of both directions on the link after each stage; empty: none take time.
-
-    >>> activation_groups([3, 3, 3, 3], 6), activation_groups([3, 3, 3, 3], 9)
+    >>> _activation_groups([3, 0, 3, 0, 3, 0, 3], 6), _activation_groups([3, 0, 3, 0, 3, 0, 3], 9)
     ((2, 2, 1, 1), (2, 1, 1, 1))
     """
-    chain = _chain(loads, transfers)
-    if max(chain) > period:
-        raise ValueError(f"the period {period} is shorter than the largest load, {max(chain)}.")
     group, filled, groups = 1, 0.0, []
-    for load in chain:
+    for load in reversed(loads):
         group, filled = _fill(group, filled, load, period)
         groups.append(int(group))
-    return tuple(groups[:0:-2])
-
-
-def _chain(loads: Sequence[float], transfers: Sequence[float]) -> list[float]:
-    """Transfers and loads in turn, from the last stage to the first: as groups are filled."""
-    if not loads:
-        raise ValueError("loads are empty; a pipeline needs at least one stage.")
-    if transfers and len(transfers) != len(loads) - 1:
-        raise ValueError(f"transfers must have {len(loads) - 1} values, got {len(transfers)}.")
-    after = [*transfers, 0.0] if transfers else [0.0] * len(loads)
-    return [float(x) for pair in zip(loads, after, strict=True) for x in pair][::-1]
+    return tuple(groups[::-2])
 
 
 def _fill(group: Any, filled: Any, load: Any, period: float) -> tuple[Any, Any]:
@@ -283,41 +264,24 @@ def _fill(group: Any, filled: Any, load: Any, period: float) -> tuple[Any, Any]:
     return np.where(fits, group, group + 1), np.where(fits, filled + load, load)
 
 
-def least_period(
+def _least_period(
     loads: Sequence[float],
-    static: Sequence[float],
-    stored: Sequence[float],
-    memory: Sequence[float],
-    *,
-    transfers: Sequence[float] = (),
+    static: Sequence[float],  # bytes of each stage that do not depend on the period
+    stored: Sequence[float],  # bytes of activations of one micro-batch, by stage
+    limits: Sequence[float],
 ) -> float:
-    """The least period of a partition whose stages fit their memory; inf where none does.
-
-    A stage of group g holds static + g x stored bytes.
-
-    Args:
-      loads: as for ``activation_groups``.
-      static: bytes that do not depend on the period, by stage.
-      stored: bytes of activations of one micro-batch, by stage.
-      memory: bytes of each device.
-      transfers: as for ``activation_groups``.
-
-    >>> least_period([3, 3, 3, 3], [0] * 4, [1] * 4, [2] * 4)
-    6.0
-    """
+    """The least period of a partition whose stages fit their memory, which the largest does."""
 
     def fits(period: float) -> bool:
-        groups = activation_groups(loads, period, transfers=transfers)
-        needs = zip(static, groups, stored, memory, strict=True)
+        needs = zip(static, _activation_groups(loads, period), stored, limits, strict=True)
         return all(fixed + group * each <= limit for fixed, group, each, limit in needs)
 
-    # Groups change only at periods that are sums of consecutive loads.
-    chain = _chain(loads, transfers)
+    # Groups change only at periods that are sums of consecutive loads, added as groups are filled.
+    chain = loads[::-1]
     sums = {x for i in range(len(chain)) for x in itertools.accumulate(chain[i:])}
     candidates = sorted(x for x in sums if x >= max(chain))
     # Longer periods have no larger groups.
-    first = bisect.bisect_left(candidates, True, key=fits)
-    return candidates[first] if first < len(candidates) else math.inf
+    return candidates[bisect.bisect_left(candidates, True, key=fits)]
 
 
 def memory_aware_stages(
@@ -332,17 +296,7 @@ def memory_aware_stages(
     """The partition with the least period of 1F1B* under a limit of memory, exactly.
 
     The search is that of MadPipe (Beaumont et al., IPDPS Workshops 2022), without rounded loads.
-
-    Args:
-      layers: their costs.
-      num_stages: devices, in the order of the pipeline.
-      memory: bytes of each device.
-      speeds: of the devices, relative to that of the costs; None: all 1.
-      links: bytes per second from each stage to the next; None: transfers take no time.
-      param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
-
-    Raises:
-      ValueError: there are fewer layers than stages, a number is out of range, or nothing fits.
+    Arguments and errors are those of ``balanced_stages``; ``param_factor`` counts versions, too.
 
     >>> layers = [LayerCost(1.0, 2.0, activation_bytes=1.0)] * 8
     >>> [memory_aware_stages(layers, 4, memory=m).period for m in (8, 6, 2)]
@@ -377,12 +331,11 @@ def memory_aware_stages(
             return None
         boundaries = path(choices[::-1], 0)
         ranges = stages_of(boundaries)
-        loads = [float(compute[index]) for index in ranges]
-        between = [float(transfer[s, j]) for s, _, j in ranges[:-1]]
+        loads = [float(x) for s, i, j in ranges for x in (compute[s, i, j], transfer[s, j])][:-1]
         fixed = [float(static[index]) for index in ranges]
         each = [float(stored[i, j]) for _, i, j in ranges]
-        least = least_period(loads, fixed, each, limits, transfers=between)
-        numbers = activation_groups(loads, least, transfers=between)
+        least = _least_period(loads, fixed, each, limits)
+        numbers = _activation_groups(loads, least)
         held = zip(fixed, numbers, each, strict=True)
         return GroupedStages(boundaries, numbers, tuple(x + g * a for x, g, a in held), least)
 

@@ -244,7 +244,7 @@ WRONG = [
     ),
     (
         "audit --step mine:without_memory --target cpu:8",
-        "error: the step does not fit, so that its compiler gave up: RES",
+        "error: the step does not fit, so that its compiler gave up: it needs 17.0 GiB.",
     ),
     (
         "audit --step mine:uncompiled --target cpu:8",

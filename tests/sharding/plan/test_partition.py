@@ -209,43 +209,37 @@ def period_of(stages, layers, levels, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("levels", [[(4, 1.0)], [(5, 4.0)], [(2, 4.0), (3, 1.0)]])
-def test_pipedream_equals_brute_force(levels, overlap):
+@pytest.mark.parametrize(
+    ("levels", "limited"),
+    [([(4, 2.0)], True), ([(5, 4.0)], False), ([(2, 4.0), (3, 1.0)], False)],
+)
+def test_pipedream_equals_brute_force(levels, limited, overlap):
     rng = np.random.default_rng(5)
-    several = 0
-    for _ in range(30):
-        layers = random_layers(rng, int(rng.integers(1, 6)), heavier=16)
-        found = pipedream_stages(layers, levels, overlap=overlap)
-        expected = brute_pipedream(layers, levels, None, 4.0, overlap)
+    num, several, fitted = 80 if limited else 30, 0, 0
+    for _ in range(num):
+        layers = random_layers(rng, int(rng.integers(1, 6)), heavier=1 if limited else 16)
+        memory = float(rng.integers(20, 100)) if limited else None
+        kwargs = {"memory": memory, "param_factor": 2.0, "overlap": overlap}
+        expected = brute_pipedream(layers, levels, memory, 2.0, overlap)
+        if math.isinf(expected):
+            with pytest.raises(ValueError, match="no plan fits 4 workers"):
+                pipedream_stages(layers, levels, **kwargs)
+            continue
+        fitted += 1
+        found = pipedream_stages(layers, levels, **kwargs)
         assert found.period == pytest.approx(expected, rel=1e-12)
         assert period_of(found.stages, layers, levels, overlap) == pytest.approx(expected)
-        assert sum(stage.replicas for stage in found.stages) == levels[-1][0]
+        left = levels[-1][0]
+        assert sum(stage.replicas for stage in found.stages) == left
         held = [i for stage in found.stages for i in range(stage.first, stage.last + 1)]
         assert held == list(range(len(layers)))
         several += len(found.stages) > 1
-    assert several > 5
-
-
-def test_pipedream_under_memory_equals_brute_force():
-    rng = np.random.default_rng(6)
-    fitted = 0
-    for _ in range(80):
-        layers = random_layers(rng, int(rng.integers(1, 6)))
-        memory = float(rng.integers(20, 100))
-        expected = brute_pipedream(layers, [(4, 2.0)], memory, 2.0, True)
-        if math.isinf(expected):
-            with pytest.raises(ValueError, match="no plan fits 4 workers"):
-                pipedream_stages(layers, [(4, 2.0)], memory=memory, param_factor=2.0)
-            continue
-        fitted += 1
-        found = pipedream_stages(layers, [(4, 2.0)], memory=memory, param_factor=2.0)
-        assert found.period == pytest.approx(expected, rel=1e-12)
-        left = 4
-        for stage in found.stages:
+        for stage in found.stages if limited else ():
             in_flight = math.ceil(left / stage.replicas)
             assert memory_of(layers[stage.first : stage.last + 1], in_flight, 2.0) <= memory
             left -= stage.replicas
-    assert 20 < fitted < 80
+    assert several > 5
+    assert (20 < fitted < num) if limited else fitted == num
 
 
 def brute_two_bw(layers, n, batch, microbatches, memory, link, network, host, factor, efficiency):
