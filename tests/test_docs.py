@@ -97,15 +97,39 @@ def test_the_api_pages_have_every_public_name():
         assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module
 
 
-def test_the_messages_of_the_error_index_are_raised():
+def messages():
+    """The strings of the packages, f-strings with the strings that they name."""
     files = [path for name in ("optax_ext", "sharding") for path in (ROOT / name).rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    texts = "\n".join(text for text in texts if isinstance(text, str))
-    page = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
-    shown = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?`) \| ", page, re.M)))
-    assert len(shown) > 20
-    assert not [message for message in shown if message not in texts]
+    named = {ast.unparse(node.targets[0]): node.value for node in nodes if type(node) is ast.Assign}
+
+    def text(node):
+        if isinstance(node, ast.FormattedValue):
+            node = named.get(ast.unparse(node.value))
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        return node.value if isinstance(getattr(node, "value", None), str) else "{}"
+
+    return [text(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
+
+
+def test_the_messages_of_the_error_index_are_raised():
+    """With the pages that the index links; a page has one form in all messages."""
+    raised = messages()
+    for named in re.findall(r"\S*docs:\s*\S+", "\n".join(raised)):
+        page = re.fullmatch(r"\(docs: (\w+/\w+)\)\.?", named)
+        assert page is not None, named
+        assert (DOCS / f"{page[1]}.md").exists(), named
+    index = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
+    rows = re.findall(r"^\| (`.*?`) \| (.*)$", index, re.M)
+    assert len(rows) > 20
+    for shown, advice in rows:
+        texts = re.findall(r"`([^`]+)`", shown)
+        found = [message for message in raised if all(text in message for text in texts)]
+        links = re.findall(r"\]\((?:\.\./)?([^)#]+)\.md", advice)
+        links = {link if "/" in link else f"reference/{link}" for link in links}
+        assert found, shown
+        assert set(re.findall(r"\(docs: (.*?)\)", "".join(found))) == links, shown
 
 
 def test_readme_states_what_its_picture_shows():
