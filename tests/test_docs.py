@@ -44,7 +44,7 @@ def shows(text, printed):
     shown = re.findall(r"^```text\n(.*?)\n```$", text, re.M | re.S)
     tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", text.partition("## What they cost")[2])
     lines = {line.rstrip() for line in printed.splitlines()}
-    assert shown
+    assert shown or tables
     for line in "\n".join([*shown, *tables[:2]]).splitlines():
         # Which results of branches are copied depends on the compiler.
         assert line.rstrip() in lines or line.startswith("  copied in a tick"), line
@@ -130,6 +130,15 @@ def test_the_messages_of_the_error_index_are_raised():
         links = {link if "/" in link else f"reference/{link}" for link in links}
         assert found, shown
         assert set(re.findall(r"\(docs: (.*?)\)", "".join(found))) == links, shown
+
+
+def test_the_page_of_versions_has_those_that_are_asked_for_and_tested():
+    page = (DOCS / "reference/versions.md").read_text()
+    for file, name in (("pyproject.toml", r'"{}>=([\d.]+)'), ("constraints.txt", "^{}==([\\d.]+)")):
+        for package in ("jax", "optax", "flax", "orbax-checkpoint"):
+            found = re.findall(name.format(package), (ROOT / file).read_text(), re.M)
+            assert found
+            assert all(f" {version} |" in page or f" {version}," in page for version in found)
 
 
 def test_readme_states_what_its_picture_shows():
