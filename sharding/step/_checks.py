@@ -37,10 +37,9 @@ def check_replicated(model_state: Tree) -> None:
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
             raise ValueError(
                 f"model state {path_str(path)!r} has the placement {x.sharding}; the step requires "
-                "it replicated, as by zero.replicate. A second model stays sharded as one of two "
-                "trees of parameters: zero.value_and_grad(loss_fn, trainable=(True, False))((params"
-                ", other), batch), or eval_step(fn)(((params, other), None), batch) (docs: "
-                "how_to/two_models)."
+                "it replicated, as by zero.replicate. A second model stays sharded, as one of "
+                "two: zero.value_and_grad(loss_fn, trainable=(True, False))((params, other), "
+                "batch); eval_step(fn)(((params, other), None), batch) (docs: how_to/two_models)."
             )
 
 
