@@ -87,6 +87,7 @@ lint: .venv/lint
 
 docs: .venv/docs
 	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html
+	! find docs/_build/html -name '*.html' -size +300k | grep .
 	@echo "The site is docs/_build/html/index.html"
 
 wheel: .venv/wheel

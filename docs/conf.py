@@ -75,8 +75,27 @@ html_theme_options = {
     "use_fullscreen_button": False,
     "home_page_in_toc": False,
 }
+# The "edit" button of each page, where the environment names the repository.
+if REPOSITORY := os.environ.get("DOCS_REPOSITORY"):
+    html_theme_options |= {
+        "repository_url": REPOSITORY,
+        "repository_branch": "main",
+        "path_to_docs": "docs",
+        "use_edit_page_button": True,
+    }
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = ">>> "
+
+
+def edit_the_original(app, page, template, context, doctree):
+    """Copied pages are edited where they were copied from."""
+    if any(page.split("/")[0] == pattern.split("/")[0].split(".")[0] for pattern in PAGES):
+        context["doc_path"] = ""
+
+
+def setup(app):
+    """Connects it."""
+    app.connect("html-page-context", edit_the_original)

@@ -530,7 +530,7 @@ class Zero(NnxMethods):
                 "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
                 f"called outside, on {named}. For unsharded parameters use "
                 "zero.full_params(state); for a function that is also called outside, "
-                "zero.gathered(fn)."
+                "zero.gathered(fn) (docs: how_to/stage_3)."
             )
         return gather(tree)
 

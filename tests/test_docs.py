@@ -44,7 +44,7 @@ def shows(text, printed):
     shown = re.findall(r"^```text\n(.*?)\n```$", text, re.M | re.S)
     tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", text.partition("## What they cost")[2])
     lines = {line.rstrip() for line in printed.splitlines()}
-    assert shown
+    assert shown or tables
     for line in "\n".join([*shown, *tables[:2]]).splitlines():
         # Which results of branches are copied depends on the compiler.
         assert line.rstrip() in lines or line.startswith("  copied in a tick"), line
@@ -77,7 +77,7 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
 def test_the_api_pages_have_every_public_name():
     inside = {  # further pages that have names of a module
         sharding: ("plan", "pipeline", "recovery"),
-        sharding.plan: ("search", "partition"),
+        sharding.plan: ("search", "time", "partition"),
         optax_ext: ("low_precision",),
     }
     modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)
@@ -97,15 +97,48 @@ def test_the_api_pages_have_every_public_name():
         assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module
 
 
-def test_the_messages_of_the_error_index_are_raised():
+def messages():
+    """The strings of the packages, f-strings with the strings that they name."""
     files = [path for name in ("optax_ext", "sharding") for path in (ROOT / name).rglob("*.py")]
     nodes = [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
-    texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    texts = "\n".join(text for text in texts if isinstance(text, str))
-    page = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
-    shown = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| (`.*?`) \| ", page, re.M)))
-    assert len(shown) > 20
-    assert not [message for message in shown if message not in texts]
+    named = {ast.unparse(node.targets[0]): node.value for node in nodes if type(node) is ast.Assign}
+
+    def text(node):
+        if isinstance(node, ast.FormattedValue):
+            node = named.get(ast.unparse(node.value))
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        return node.value if isinstance(getattr(node, "value", None), str) else "{}"
+
+    return [text(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr)]
+
+
+def test_the_messages_of_the_error_index_are_raised():
+    """With the pages that the index links; pages are named in one form, in the changelog too."""
+    raised, changelog = messages(), (ROOT / "CHANGELOG.md").read_text()
+    for named in re.findall(r"\S*docs:\s*\S+", "\n".join([*raised, changelog])):
+        page = re.fullmatch(r"`?\(docs: (\w+/\w+)\)[`.,;]?", named)
+        assert page is not None, named
+        assert list(DOCS.glob(f"{page[1]}.*")), named
+    index = (DOCS / "reference/errors.md").read_text().partition("## Error messages")[2]
+    rows = re.findall(r"^\| (`.*?`) \| (.*)$", index, re.M)
+    assert len(rows) > 20
+    for shown, advice in rows:
+        texts = re.findall(r"`([^`]+)`", shown)
+        found = [message for message in raised if all(text in message for text in texts)]
+        links = re.findall(r"\]\((?:\.\./)?([^)#]+)\.md", advice)
+        links = {link if "/" in link else f"reference/{link}" for link in links}
+        assert found, shown
+        assert set(re.findall(r"\(docs: (.*?)\)", "".join(found))) == links, shown
+
+
+def test_the_page_of_versions_has_those_that_are_asked_for_and_tested():
+    page = (DOCS / "reference/versions.md").read_text()
+    for file, name in (("pyproject.toml", r'"{}>=([\d.]+)'), ("constraints.txt", "^{}==([\\d.]+)")):
+        for package in ("jax", "optax", "flax", "orbax-checkpoint"):
+            found = re.findall(name.format(package), (ROOT / file).read_text(), re.M)
+            assert found
+            assert all(f" {version} |" in page or f" {version}," in page for version in found)
 
 
 def test_readme_states_what_its_picture_shows():

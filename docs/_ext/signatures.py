@@ -1,7 +1,7 @@
 """Signatures as the source writes them: default values and short types, not their reprs.
 
 States, which are named tuples, get a list of their fields with the comments beside them: shape,
-dtype and which dims of the parameter they have.
+dtype and which dims of the parameter they have. Public names in docstrings are links.
 """
 
 import ast
@@ -11,6 +11,14 @@ import textwrap
 
 from sphinx.domains.python import PythonDomain
 
+import optax_ext
+import sharding
+import sharding.pipeline
+import sharding.plan
+import sharding.remat
+import sharding.sync
+
+_MODULES = (sharding.pipeline, sharding.plan, sharding.remat, sharding.sync, sharding, optax_ext)
 # Private modules mean nothing to a reader: `_validate.Hyper` is shown as `Hyper`.
 _PRIVATE = re.compile(r"\b(?:_\w+\.)+(?=\w)")
 
@@ -72,8 +80,22 @@ def process_signature(app, what, name, obj, options, signature, returns):
     return None
 
 
+def _link(text, name):
+    """A public name in the docstring of ``name``, as a link; of its own module first."""
+    if method := re.fullmatch(r"``([Zz]ero\.(\w+))``", text):
+        known = hasattr(sharding.Zero, method[2])
+        return f":py:obj:`{method[1]} <sharding.Zero.{method[2]}>`" if known else text
+    for module in _MODULES:
+        full = f"{module.__name__}.{text.strip('`')}"
+        seen = name.startswith(f"{module.__name__}.") or module in _MODULES[-2:]
+        if seen and callable(getattr(module, text.strip("`"), None)):
+            return text if f"{name}.".startswith(f"{full}.") else f":py:obj:`~{full}`"
+    return text
+
+
 def process_docstring(app, what, name, obj, options, lines):
-    """Adds the commented fields of a named tuple."""
+    """Links names; adds the commented fields of a named tuple."""
+    lines[:] = [re.sub(r"``[\w.]+``", lambda found: _link(found[0], name), x) for x in lines]
     if what != "class" or not _is_named_tuple(obj):
         return
     found = re.findall(r"^    (\w+): ([^#\n]+?)(?:  #(?! type)(.*?))?$", _uncommented(obj), re.M)

@@ -40,6 +40,6 @@ def host_sharding(sharding: Any) -> Any:
         raise ValueError(
             f"offload needs devices with {MEMORY_KIND} memory, got {kinds} without it. "
             "Compile-only GPU targets do not report memory kinds and are rejected: use real GPUs, "
-            "a compile-only TPU target, or no offload."
+            "a compile-only TPU target, or no offload (docs: how_to/offload)."
         )
     return moved

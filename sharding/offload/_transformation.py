@@ -175,5 +175,5 @@ def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
         warn(
             "offload: the update of each parameter needs the state of most others, so all state is "
             "on the device at once. A clip by global norm after the moments has this effect, one "
-            "before them does not."
+            "before them does not (docs: how_to/offload)."
         )

@@ -158,7 +158,8 @@ class Layout:
                 f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
                 "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
                 "the names of Flax metadata): ZeRO then shards the optimizer state by itself. "
-                "zero.place(params) places arrays, zero.apply_gradients leaves them placed."
+                "zero.place(params) places arrays, zero.apply_gradients leaves them placed "
+                "(docs: how_to/stage_3)."
             )
         if len(on_data) > 1 or (on_data and entries[on_data[0]] != self._sharding_axes(self.axes)):
             raise ValueError(
@@ -256,7 +257,8 @@ class Layout:
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
                 raise ValueError(
                     f"a step over several processes got a batch array of this process, of shape "
-                    f"{x.shape}: place the rows of each process with zero.put(batch)."
+                    f"{x.shape}: place the rows of each process with zero.put(batch) "
+                    "(docs: how_to/clusters)."
                 )
             if not _is_committed(x) or x.sharding.is_equivalent_to(want, x.ndim):
                 return x

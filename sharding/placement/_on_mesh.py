@@ -105,7 +105,8 @@ def with_remedies(layout: Layout) -> Iterator[None]:
             remedy = (
                 "the loss has a collective over an axis of the mesh. With view='global' it gets "
                 "the whole batch, as under jit: leave the collective out (jnp.mean(x) for "
-                "pmean(x.mean()), x for all_gather(x)), or write a jax.shard_map around it."
+                "pmean(x.mean()), x for all_gather(x)), or write a jax.shard_map around it "
+                "(docs: understand/views)."
             )
         elif re.search(_OUTSIDE, str(error)):
             remedy = (
@@ -121,7 +122,7 @@ def with_remedies(layout: Layout) -> Iterator[None]:
                 "out_sharding, reshard or with_sharding_constraint, or by a NamedSharding on the "
                 "full mesh, which needs view='global' of Zero. Else each device has its shard of "
                 "the batch: write a PartitionSpec of the other axes, such as P(None, 'model') for "
-                "P('data', 'model'), and omit the call where there are none."
+                "P('data', 'model'), or omit the call if there are none (docs: understand/views)."
             )
         else:
             raise

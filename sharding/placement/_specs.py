@@ -50,8 +50,8 @@ def _spec_in(mesh: AnyMesh, key_path: KeyPath, box: Any) -> PartitionSpec:
         if missing:
             raise ValueError(
                 f"parameter {path!r} has the logical axes {tuple(names)}, of which {missing[0]!r} "
-                f"is not in the mesh {mesh.axis_names}, and no rules are in the context. Call this "
-                "within flax.linen.logical_axis_rules(rules), or pass param_specs."
+                f"is not in the mesh {mesh.axis_names}, and no rules are in the context: call this "
+                "in flax.linen.logical_axis_rules(rules), or pass param_specs (docs: how_to/linen)."
             )
         return names
     for name, axes in rules:

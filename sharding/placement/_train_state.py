@@ -42,7 +42,7 @@ def _not_a_train_state(state: Tree) -> ValueError:
         "a train state must be a Flax TrainState or a pair (params, opt_state), a plain tuple, got "
         f"{type(state).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
         "params=..., tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods "
-        "of Zero."
+        "of Zero (docs: start/your_script)."
     )
 
 

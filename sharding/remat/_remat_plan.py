@@ -86,10 +86,12 @@ class RematPlan:
 def no_plan_fits(budget: float, who_needs: str, least: float) -> ValueError:
     """An error with the least bytes that fit, all digits of them: a budget that does."""
     if least == math.inf:
-        return ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
+        return ValueError(
+            f"no plan fits {size(budget)}, nor the memory of the device (docs: how_to/recompute)."
+        )
     return ValueError(
         f"no plan fits {size(budget)}: {who_needs} {size(least)} at least, "
-        f"{math.ceil(least):,} bytes."
+        f"{math.ceil(least):,} bytes (docs: how_to/recompute)."
     )
 
 

@@ -22,12 +22,12 @@ Facts = tuple[int, ...]  # what processes compare of their rows, see ``_facts``
 _FAILED = (1, 0, 0, 0, 0)  # of a process that could not use its rows
 _DIFFERENCES = (  # by the place of a fact, after the first
     "all processes must give equally many rows; process {a} gives {x}, process {b} {y}. Fill up "
-    "the last batch, with weighted=True by rows of weight 0, or leave it out in all processes.",
+    "the last batch (if weighted, by rows of weight 0), or leave it out (docs: how_to/clusters).",
     "the batches of processes {a} and {b} differ in names, dtypes or dims of their arrays.",
     "scalars of a batch are replicated; those of processes {a} and {b} differ. Give the same in "
     "all processes, or one for each row.",
     "processes {a} and {b} have the same rows of a batch, since other axes of the mesh span them, "
-    "and gave different ones. Each must give the shard of the batch that zero.data_shard() names.",
+    "and gave others. Each must give the shard of zero.data_shard() (docs: how_to/clusters).",
 )
 
 

@@ -77,7 +77,8 @@ def check_loss(
         "a masked mean, a contrastive loss, statistics of the batch. Return (sum, weight) with "
         "weighted=True, or make Zero with view='global' and omit microbatches, or in the device "
         f"view use jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, jax.lax."
-        f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm."
+        f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm "
+        "(docs: how_to/coupled_losses)."
     )
 
 

@@ -37,9 +37,9 @@ def check_replicated(model_state: Tree) -> None:
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
             raise ValueError(
                 f"model state {path_str(path)!r} has the placement {x.sharding}; the step requires "
-                "it replicated, as by zero.replicate. A second model stays sharded as one of two "
-                "trees of parameters: zero.value_and_grad(loss_fn, trainable=(True, False))((params"
-                ", other), batch), or eval_step(fn)(((params, other), None), batch)."
+                "it replicated, as by zero.replicate. A second model stays sharded, as one of "
+                "two: zero.value_and_grad(loss_fn, trainable=(True, False))((params, other), "
+                "batch); eval_step(fn)(((params, other), None), batch) (docs: how_to/two_models)."
             )
 
 
@@ -66,13 +66,13 @@ def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
                 f"batch arrays {arrays[0][0]!r} of shape {arrays[0][1]} and {path!r} of shape "
                 f"{shape} differ in their first dim, which is sharded: it has to be the batch in "
                 "each array. Pass arrays that every device needs in full as model_state, or close "
-                "over them."
+                "over them (docs: how_to/batch_norm)."
             )
     if arrays and arrays[0][1][0] % (devices * microbatches):
         path, shape = arrays[0]
         raise ValueError(
             f"batch array {path!r} of shape {shape}: its first dim does not divide by "
-            f"{devices} devices times {microbatches} micro-batches."
+            f"{devices} devices times {microbatches} micro-batches (docs: how_to/accumulate)."
         )
 
 
@@ -162,7 +162,7 @@ def check_not_streamed(zero: Any) -> None:
         raise ValueError(
             "offload='all' leaves stacked parameters in host memory, which nothing else takes than "
             "train_step(update='backward'), which streams them. Use offload='optimizer'; for an "
-            "evaluation zero.full_params(state) and a Zero without offload."
+            "evaluation zero.full_params(state) and a Zero without offload (docs: how_to/offload)."
         )
 
 
@@ -208,7 +208,7 @@ def check_options(zero: Any) -> None:
         raise ValueError(
             "view='global' leaves the reduction of gradients and the gathers to the compiler: "
             "sync= and Precision(gather=...) need view='device', where each device has gradients "
-            "of its own."
+            "of its own (docs: understand/views)."
         )
     if zero.sync is not None and not isinstance(zero.sync, GradientSync):
         raise ValueError(f"sync must be a GradientSync or None, got {zero.sync!r}.")

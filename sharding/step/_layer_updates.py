@@ -22,7 +22,7 @@ from sharding.step._gather_updated import gather_shard
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import NO_LOCAL_NORM, UNREAD, params_update
 
-OTHERWISE = "or make the step without update='backward'"
+OTHERWISE = "or make the step without update='backward' (docs: how_to/fit_7b)"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
 
 

@@ -27,7 +27,7 @@ def num_local_gradients(layout: Layout, microbatches: int) -> int:
         raise ValueError(
             "the transformation compares the mean gradient with the gradients of devices and "
             "micro-batches (local_squared_norm, as gradient_noise_scale does), and there is only "
-            f"one: {why}."
+            f"one: {why} (docs: how_to/large_batches)."
         )
     return at_once * microbatches
 

@@ -66,7 +66,7 @@ def specs(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Any:
     if expected != structure:
         raise ValueError(
             f"the optimizer state is not that of tx.init(params): expected {expected}, "
-            f"found {structure}."
+            f"found {structure} (docs: how_to/eight_bits)."
         )
     if isinstance(state, tuple):
         new: Any = (placed.params, opt_specs)

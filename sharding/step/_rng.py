@@ -19,7 +19,7 @@ def step_key(state: Tree, key: Any) -> Any:
         if key is None:
             raise ValueError(
                 "rngs=True with a state that is a pair needs a new key in each call: "
-                "step(state, batch, key)."
+                "step(state, batch, key) (docs: how_to/random_keys)."
             )
         return key
     return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)

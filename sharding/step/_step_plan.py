@@ -236,7 +236,8 @@ def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
         f"{found} are gathered before, and each device holds them unsharded until the backward "
         f"pass has used them. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
         "call zero.gather in each layer, and before a branch; of a stack, pass single layers, and "
-        "shard another dim than the one that a loop slices off (param_specs)."
+        "shard another dim than the one that a loop slices off, by param_specs (docs: "
+        "how_to/stage_3)."
     )
 
 

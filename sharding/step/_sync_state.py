@@ -70,7 +70,7 @@ def sync_state_types(layout: Layout, sync: GradientSync, params: Tree, placed: P
             "sync: at stage 3 without replicas the backward pass synchronizes gradients layer by "
             "layer, and no device holds the full gradients whose residuals this stateful sync "
             "stores. Use a stateless sync (dense, qsgd with rounding='nearest'), a stage below 3, "
-            "or a replica_axis, over which shards are synchronized."
+            "or a replica_axis, over which shards are synchronized (docs: how_to/compress)."
         )
     return state
 
@@ -137,7 +137,8 @@ def check_sync_state(state: Tree, expected: Tree) -> None:
     raise ValueError(
         f"the train state holds the state of another gradient sync, {_described(state)}; this one "
         f"has {_described(expected)}. zero.change_sync(state) applies the residuals and makes it a "
-        "state of this sync; for another number of devices there is zero.resize_sync(state)."
+        "state of this sync; for another number of devices there is zero.resize_sync(state) "
+        "(docs: how_to/compress)."
     )
 
 
@@ -163,7 +164,7 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
         raise ValueError(
             "the residuals are those of blocks of parameters, which the mesh axes "
             f"{sorted(layout.other_axes)} shard, and cannot be applied at once. Train with the "
-            "sync that they belong to, or drop its state."
+            "sync that they belong to, or drop its state (docs: how_to/compress)."
         )
 
     def owed(error: Any, x: Array, dim: int) -> jax.Array:

@@ -108,7 +108,7 @@ class TracedLoss:
                 f"the loss has a collective ({found}, such as that of a BatchNorm with the "
                 "statistics of all devices) in a branch or a loop that devices take by their own "
                 "data: devices would exchange what does not belong together. Move it out of the "
-                "branch, or pass sync_batch_norm=False."
+                "branch, or pass sync_batch_norm=False (docs: how_to/batch_norm)."
             )
 
     def _trace_typed(self, call: Callable[..., Any], types: list[Any], flat: list[Any]) -> Any:

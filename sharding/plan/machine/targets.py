@@ -92,7 +92,9 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     if any(len(number) > 7 for number in re.findall(r"\d+", name)):
         raise ValueError(f"{name!r} has more than 10 million devices.")
     if re.search(r"[:*x]0+(?!\d)", name):
-        raise ValueError(f"{name!r} has no devices: give each number as 1 or more.")
+        raise ValueError(
+            f"{name!r} has no devices: give each number as 1 or more (docs: reference/devices)."
+        )
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
     if match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name):

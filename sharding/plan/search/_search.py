@@ -347,7 +347,7 @@ def search(
             f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their "
             f"memory left free, and the smallest of {compared:,} plans needs "
             f"{size(costs.fullest(plan))}, {size(costs.fullest(plan) - budget)} too much: "
-            f"{short(plan)}.",
+            f"{short(plan)} (docs: how_to/let_it_choose).",
             chosen_plan(plan),
         )
     bounds = _in_order(costs, groups, too_large, ideal=True)

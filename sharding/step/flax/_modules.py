@@ -99,7 +99,8 @@ def check_found(
         others = others or "none, or is jitted and was traced before: then leave out that jit"
         raise ValueError(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of {where} "
-            f"{others}. Name some of these; wrap layers that are functions in zero.gathered."
+            f"{others}. Name some of these; wrap layers that are functions in zero.gathered "
+            "(docs: how_to/stage_3)."
         )
 
 

@@ -89,7 +89,8 @@ def by_owner(
             raise ValueError(
                 f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
                 f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
-                "such as those of optax_ext.hidden_matrices, to give it another transformation."
+                "such as those of optax_ext.hidden_matrices, to give it another transformation "
+                "(docs: how_to/muon)."
             )
         return form
 
