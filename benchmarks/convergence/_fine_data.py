@@ -8,16 +8,15 @@ import re
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import _tasks  # finds examples/
+import _tasks  # noqa: F401, finds examples/
 import numpy as np
 from _corpus import _text_files
 
-del _tasks
 WINDOW = 256
 TASKS = {"package": 20, "line": 3, "raises": 2}  # classes of each
+STARTS = ("adamw", "came_debiased")  # what trained the models that are fine-tuned
 SPLITS = {"train": 3072, "validation": 440, "held_out": 880}  # windows
 LEAST = 2000  # bytes of a package in each split
 SHORTEST = 8  # bytes of a line
@@ -47,38 +46,33 @@ def texts(folders: Sequence[str] = ()) -> Texts:
     return out
 
 
-def build(found: Texts, sizes: Mapping[str, int] = SPLITS) -> dict[str, np.ndarray]:
+def build(found: Texts, part: int = 1) -> dict[str, np.ndarray]:
     """Tokens (tasks, windows, 256), spans (tasks, windows, 2) and labels of each split."""
     size = {
-        folder: min(sum(map(len, found[split][folder])) for split in SPLITS)
+        folder: [sum(map(len, found[split][folder])) for split in SPLITS]
         for folder in found["train"]
     }
-    large = [folder for folder in found["train"] if folder and size[folder] >= LEAST]
-    large.sort(key=lambda folder: -sum(map(len, found["train"][folder])))
-    packages = sorted(large[: TASKS["package"]])
-    out: dict[str, list[Any]] = collections.defaultdict(list)
-    for number, (split, windows) in enumerate(sizes.items()):
-        rng = np.random.default_rng(number)
+    large = [folder for folder in size if folder and min(size[folder]) >= LEAST]
+    packages = sorted(sorted(large, key=lambda folder: -size[folder][0])[: TASKS["package"]])
+    out: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    for number, (split, windows) in enumerate(SPLITS.items()):
+        rng, labels = np.random.default_rng(number), np.arange(windows // part)
         files = [file for of in found[split].values() for file in of]
-        tasks = [
-            [_anywhere(b"".join(found[split][name]), rng, windows) for name in packages],
+        for classes in (
+            [_anywhere(b"".join(found[split][name]), rng, len(labels)) for name in packages],
             _by_class(TASKS["line"], (each for file in files for each in _lines(file))),
             _by_class(TASKS["raises"], (each for file in files for each in _functions(file))),
-        ]
-        for classes in tasks:
+        ):
+            # Classes in turn; each example of a class once before any twice.
             orders = [rng.permutation(len(of)) for of in classes]
-            labels = np.arange(windows) % len(classes)
-            # Each example of a class once before any twice.
-            asked = [
-                classes[c][orders[c][i // len(classes) % len(orders[c])]]
-                for i, c in enumerate(labels)
-            ]
-            out[f"{split}_tokens"].append([_bytes(text, start) for text, start, *_ in asked])
-            out[f"{split}_spans"].append([(a - start, b - start) for _, start, a, b in asked])
-            out[f"{split}_labels"].append(labels)
-    dtypes = {"tokens": np.uint8, "spans": np.int32, "labels": np.int32}
-    arrays = {name: np.array(of, dtypes[name.split("_")[-1]]) for name, of in out.items()}
-    return {n: x.clip(0, WINDOW) if n.endswith("spans") else x for n, x in arrays.items()}
+            turns = [(i % len(classes), i // len(classes)) for i in labels]
+            asked = [classes[c][orders[c][turn % len(orders[c])]] for c, turn in turns]
+            cut = [text[start : start + WINDOW].ljust(WINDOW, b"\0") for text, start, *_ in asked]
+            spans = np.array([(first - start, last - start) for _, start, first, last in asked])
+            out[f"{split}_tokens"].append(np.array([np.frombuffer(of, np.uint8) for of in cut]))
+            out[f"{split}_spans"].append(spans.clip(0, WINDOW).astype(np.int32))
+            out[f"{split}_labels"].append((labels % len(classes)).astype(np.int32))
+    return {name: np.array(of) for name, of in out.items()}
 
 
 def _by_class(classes: int, found: Iterator[tuple[int, Asked]]) -> list[list[Asked]]:
@@ -97,10 +91,9 @@ def _lines(text: bytes) -> Iterator[tuple[int, Asked]]:
     """Code, comments and lines of docstrings; the window has what is around, the mean the line."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
+        match getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant()) as first, *_]:
+                documented |= set(range(first.lineno, (first.end_lineno or 0) + 1))
     tokens = tokenize.tokenize(io.BytesIO(text).readline)
     comments = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
     at = 0
@@ -122,7 +115,3 @@ def _functions(text: bytes) -> Iterator[tuple[int, Asked]]:
             first, last = starts[node.lineno - 1], starts[node.end_lineno or 0]
             label = any(isinstance(each, ast.Raise) for each in ast.walk(node))
             yield int(label), (blank[:last], first, first, last)
-
-
-def _bytes(text: bytes, start: int) -> np.ndarray:
-    return np.frombuffer(text[start : start + WINDOW].ljust(WINDOW, b"\0"), np.uint8)

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import _contenders
-import _fine_data
 import _models
 import _rows
 import _sizes
@@ -14,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _every import EVERY
-from _fine_starts import STARTS
+from _fine_data import SPLITS, STARTS, TASKS
 
 EARLY = 50  # steps whose loss is kept one by one
 RANK, LORA_SCALE = 8, 2.0
-SLICE = 88  # windows that are evaluated at once
-CLASSES = max(_fine_data.TASKS.values())  # of the head, of which a task uses the first
-TASKS = list(_fine_data.TASKS)
+SLICE = 22  # windows that are evaluated at once
+CLASSES = np.array(list(TASKS.values()))
 
 
 class Lanes:
@@ -29,9 +27,9 @@ class Lanes:
     Args:
       config: of one of the runs.
       windows: of all splits.
-      starts: parameters, (starts, ...).
+      starts: leaves of their parameters, (starts, ...) each.
       lanes: how many runs.
-      chunk: steps of a call; runs have a multiple of them.
+      chunk: steps of a call.
     """
 
     def __init__(self, config: Any, windows: Any, starts: Any, lanes: int, chunk: int):
@@ -40,19 +38,58 @@ class Lanes:
         self.model = _models.Config(*layers, dtype, one_hot=True)
         self.piece, self.mode, self.lanes, self.chunk = size.context, config["mode"], lanes, chunk
         self.contender, self.betas = EVERY[config["contender"]], config["hyper"]
-        self.starts = jax.device_put(starts)
-        self.splits = {
-            split: jax.device_put(
-                [windows[f"{split}_{name}"] for name in ("tokens", "spans", "labels")]
-            )
-            for split in _fine_data.SPLITS
-        }
-        each = (0, 0, 0)
+        like = jax.tree.structure(_models.init(self.model, 0))
+        parts = ("tokens", "spans", "labels")
+        of_splits = {split: [windows[f"{split}_{part}"] for part in parts] for split in SPLITS}
+        self.starts, self.splits = jax.device_put((jax.tree.unflatten(like, starts), of_splits))
         self.init = jax.jit(jax.vmap(lambda params, rate: self._tx(rate, 0, 1).init(params)))
-        self.train = jax.jit(
-            jax.vmap(self._train, (*each, 0, 0, 0, *[None] * 4)), donate_argnums=(0, 1)
+        train = jax.vmap(self._train, (0, 0, 0, 0, 0, 0, None, None, None, None))
+        self.train = jax.jit(train, donate_argnums=(0, 1))
+        self.evaluate = jax.jit(jax.vmap(self._evaluate, (0, 0, 0, None, None)))
+
+    def run(self, configs: list[Any]) -> list[_rows.Row]:
+        """What at most ``lanes`` runs of equal steps reached, and the seconds of each.
+
+        Those of seed 0 are judged by the windows that validate, the others by held-out ones.
+        """
+        began, worked = time.perf_counter(), time.process_time()
+        every = [configs[i % len(configs)] for i in range(self.lanes)]
+        params = jax.tree.map(lambda *x: np.stack(x), *[self._start(c) for c in every])
+        start, task = (
+            np.array([list(names).index(c[which]) for c in every])
+            for which, names in (("start", STARTS), ("task", TASKS))
         )
-        self.evaluate = jax.jit(jax.vmap(self._evaluate, (*each, None, None)))
+        rate = np.array([c["hyper"]["learning_rate"] for c in every], np.float32)
+        steps, warmup = configs[0]["steps"], configs[0]["warmup"]
+        state, losses = self.init(params, rate), []
+        for first in range(0, steps, self.chunk):
+            order = np.stack([self._order(c, first) for c in every])
+            shared = warmup, steps, self.splits["train"], self.starts
+            (params, state), loss = self.train(params, state, start, task, rate, order, *shared)
+            losses.append(loss)
+        early = np.concatenate(jax.device_get(losses[:EARLY]), axis=1)[:, :EARLY]
+        splits = ["held_out" if config["seed"] else "validation" for config in configs]
+        judged = {
+            split: jax.device_get(
+                self.evaluate(params, start, task, self.splits[split], self.starts)
+            )
+            for split in set(splits)
+        }
+        seconds = (time.perf_counter() - began) / len(configs)
+        cpu_seconds = (time.process_time() - worked) / len(configs)
+        return [
+            {
+                "key": _rows.key_of(config),
+                "config": config,
+                "loss": _number(judged[split][0][lane]),
+                "accuracy": _number(judged[split][1][lane]),
+                "diverged": not math.isfinite(judged[split][0][lane]),
+                "early_loss": [_number(x) for x in early[lane]],
+                "seconds": _number(seconds),
+                "cpu_seconds": _number(cpu_seconds),
+            }
+            for lane, (config, split) in enumerate(zip(configs, splits, strict=True))
+        ]
 
     def _tx(self, rate: Any, warmup: Any, steps: Any) -> optax.GradientTransformation:
         hyper = {**self.betas, "learning_rate": rate}
@@ -68,7 +105,7 @@ class Lanes:
         at = jnp.arange(tokens.shape[1])[None]
         asked = ((at >= spans[:, :1]) & (at < spans[:, 1:])).astype(jnp.float32)[..., None]
         logits = (x * asked).sum(1) / asked.sum(1) @ params["head"]
-        used = jnp.arange(CLASSES) < jnp.array(list(_fine_data.TASKS.values()))[task]
+        used = jnp.arange(CLASSES.max()) < jnp.asarray(CLASSES)[task]
         logits = jnp.where(used[None], logits, -1e9)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses, logits.argmax(1) == labels
@@ -92,7 +129,7 @@ class Lanes:
 
     def _evaluate(self, params: Any, start: Any, task: Any, windows: Any, starts: Any) -> Any:
         base = jax.tree.map(lambda x: x[start], starts)
-        sliced = [x[task].reshape(-1, min(SLICE, x.shape[1]), *x.shape[2:]) for x in windows]
+        sliced = [x[task].reshape(-1, SLICE, *x.shape[2:]) for x in windows]
         losses, hits = jax.lax.map(lambda b: self._losses(params, base, task, b), sliced)
         return losses.mean(), hits.mean()
 
@@ -100,74 +137,22 @@ class Lanes:
         """What is trained, drawn by NumPy: the head, and adapters or all that the start has."""
         rng = np.random.default_rng((config["seed"], 7))
         params = jax.tree.map(lambda x: np.asarray(x[STARTS.index(config["start"])]), self.starts)
-        head = np.float32(0.02) * rng.standard_normal((self.model.width, CLASSES), np.float32)
+        head = 0.02 * rng.standard_normal((self.model.width, CLASSES.max()), np.float32)
         if self.mode == "full":
             return {**params, "head": head}
 
         def adapter(x: np.ndarray) -> Any:
-            down = rng.standard_normal((x.shape[0], RANK), np.float32) * np.float32(len(x) ** -0.5)
+            down = rng.standard_normal((len(x), RANK), np.float32) * np.float32(len(x) ** -0.5)
             return {"down": down, "up": np.zeros((RANK, x.shape[1]), np.float32)}
 
         blocks = [{k: adapter(x) for k, x in b.items() if x.ndim > 1} for b in params["blocks"]]
         return {"head": head, "blocks": blocks}
 
-    def run(self, configs: list[Any], about: dict[str, Any]) -> list[_rows.Row]:
-        """The rows of at most ``lanes`` configurations of equal steps, on one split.
-
-        Seed 0 is judged by the windows that validate, the others by held-out ones.
-        """
-        began, worked = time.perf_counter(), time.process_time()
-        every = [configs[i % len(configs)] for i in range(self.lanes)]
-        params = jax.tree.map(lambda *x: np.stack(x), *[self._start(c) for c in every])
-        start = np.array([STARTS.index(c["start"]) for c in every])
-        task = np.array([TASKS.index(c["task"]) for c in every])
-        rate = np.array([c["hyper"]["learning_rate"] for c in every], np.float32)
-        steps, warmup = (np.int32(configs[0][name]) for name in ("steps", "warmup"))
-        state, early = self.init(params, rate), []
-        for first in range(0, int(steps), self.chunk):
-            order = np.stack([self._order(c, first) for c in every])
-            (params, state), loss = self.train(
-                *(params, state, start, task, rate, order, warmup, steps),
-                self.splits["train"],
-                self.starts,
-            )
-            early.append(np.asarray(loss[:, : EARLY - first]) if first < EARLY else loss[:, :0])
-        judged = {
-            split: jax.device_get(
-                self.evaluate(params, start, task, self.splits[split], self.starts)
-            )
-            for split in dict.fromkeys(map(split_of, configs))
-        }
-        spent = time.perf_counter() - began, time.process_time() - worked
-        rows = []
-        for lane, config in enumerate(configs):
-            loss, hits = (float(x[lane]) for x in judged[split_of(config)])
-            first = np.concatenate([np.asarray(x[lane]) for x in early]).tolist()
-            rows.append(
-                {
-                    "key": _rows.key_of(config),
-                    "config": config,
-                    "loss": _number(loss),
-                    "accuracy": _number(hits),
-                    "diverged": not math.isfinite(loss),
-                    "early_loss": [_number(x) for x in first],
-                    "seconds": _number(spent[0] / len(configs)),
-                    "cpu_seconds": _number(spent[1] / len(configs)),
-                    **about,
-                }
-            )
-        return rows
-
     def _order(self, config: Any, first: int) -> np.ndarray:
         """Windows of each step, (chunk, batch): the same for all optimizers."""
-        number, batch = len(self.splits["train"][2][0]), config["batch"]
+        number, batch = self.splits["train"][2].shape[1], config["batch"]
         seeds = ((config["seed"], step, 3) for step in range(first, first + self.chunk))
         return np.stack([np.random.default_rng(s).integers(number, size=batch) for s in seeds])
-
-
-def split_of(config: Any) -> str:
-    """What a run is judged by."""
-    return "held_out" if config["seed"] else "validation"
 
 
 def _merged(base: Any, params: Any) -> Any:

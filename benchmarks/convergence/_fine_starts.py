@@ -1,4 +1,4 @@
-"""The models that are fine-tuned, and the files in which they and the windows travel."""
+"""What runs start from: the windows, and two models that the recorded recipe trains."""
 
 import pathlib
 import zlib
@@ -14,60 +14,57 @@ import _sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _fine_data import STARTS
 from _tasks import TASKS, Corpus
 
-STARTS = ("adamw", "came_debiased")  # what trained them
-SEED = 1  # of the recorded runs the first that chose nothing
-AT_ONCE = 500  # steps
+AT_ONCE = 40  # steps
 
 
-def start(rows: _rows.Row, size: str, name: str, found: _fine_data.Texts, to: pathlib.Path) -> None:
-    """Trains a start as the longest of the long runs was, on the texts to train on alone."""
-    config = {"seed": SEED, **recipe(rows, size, name)}
-    program, task = _runs.Program(config), TASKS["masked"]
-    corpus = Corpus(None, config["context"])
-    for split in ("train", "held_out"):
-        text = b"".join(file for files in found[split].values() for file in files)
-        setattr(corpus, split, np.frombuffer(text, np.uint8))
-    traced = {name: jnp.float32(config["hyper"][name]) for name in _runs.TRACED}
-    state = program.init(_models.init(_sizes.model(config), SEED), traced)
-    for first in range(0, config["steps"], AT_ONCE):
-        numbers = range(first, min(first + AT_ONCE, config["steps"]))
-        batches = [task.batch(corpus, SEED, i, config["batch"]) for i in numbers]
-        stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
-        state, _ = program.train(state, traced, stacked)
-    validation = jax.tree.map(lambda x: x[None], task.validation(corpus, 1024))
-    print(f"{name}: held-out loss {float(program.evaluate(state[0], validation)):.4f}", flush=True)
-    np.savez_compressed(to, *jax.tree.leaves(jax.device_get(state[0])))
-
-
-def recipe(rows: _rows.Row, size: str, name: str) -> dict[str, Any]:
-    """The configuration of the final runs; of made-up sizes that from which a search starts."""
-    steps = _lengths.LENGTHS[size][-1]
-    if rows:
-        return _lengths.cell(rows, size, "masked", name, steps).finals[0]
-    trial = _lengths.cell({}, size, "masked", name, _lengths.LENGTHS[size][0]).searching[0]
-    return {**trial, "steps": steps, "warmup": steps // 10}
-
-
-def prepare(folder: pathlib.Path, size: str, texts: _fine_data.Texts, **sizes: Any) -> None:
-    """Writes what is not there: the windows, and the models to start from."""
+def prepare(folder: pathlib.Path, size: str, texts: _fine_data.Texts, part: int) -> None:
+    """Writes windows and models where they are not there; of windows one in ``part``."""
     folder.mkdir(parents=True, exist_ok=True)
-    rows = _rows.finished(_results.RESULTS / "convergence" / f"runs_{size}.jsonl")
     if not (path := folder / "windows.npz").exists():
-        np.savez_compressed(path, **_fine_data.build(texts, **sizes))
+        np.savez_compressed(path, **_fine_data.build(texts, part))
     for name in STARTS:
         if not (path := folder / f"start_{name}.npz").exists():
-            start(rows, size, name, texts, path)
+            np.savez_compressed(path, *jax.tree.leaves(jax.device_get(_start(size, name, texts))))
 
 
-def load(folder: pathlib.Path, size: str) -> tuple[dict[str, np.ndarray], Any, int]:
-    """The windows, the starts stacked, (starts, ...) each, and a checksum of all."""
+def _start(size: str, name: str, texts: _fine_data.Texts) -> Any:
+    """Trained as the longest of the long runs, on its first final seed, on texts to train on."""
+    config = _recipe(size, name)
+    program, task, seed = _runs.Program(config), TASKS["masked"], config["seed"]
+    corpus = Corpus(None, config["context"])
+    for split in ("train", "held_out"):
+        text = b"".join(file for files in texts[split].values() for file in files)
+        setattr(corpus, split, np.frombuffer(text, np.uint8))
+    traced = {name: jnp.float32(config["hyper"][name]) for name in _runs.TRACED}
+    state = program.init(_models.init(_sizes.model(config), seed), traced)
+    for first in range(0, config["steps"], AT_ONCE):
+        batches = [task.batch(corpus, seed, first + i, config["batch"]) for i in range(AT_ONCE)]
+        state, _ = program.train(state, traced, jax.tree.map(lambda *x: np.stack(x), *batches))
+    validation = jax.tree.map(lambda x: x[None], task.validation(corpus, 1024))
+    print(f"{name}: held-out loss {float(program.evaluate(state[0], validation)):.4f}", flush=True)
+    return state[0]
+
+
+def _recipe(size: str, name: str) -> dict[str, Any]:
+    """The configuration of the first final run; without rows that from which a search starts."""
+    rows, lengths = (
+        _rows.finished(_results.RESULTS / "convergence" / f"runs_{size}.jsonl"),
+        _lengths.LENGTHS[size],
+    )
+    if rows:
+        return _lengths.cell(rows, size, "masked", name, lengths[-1]).finals[0]
+    return _lengths.cell(rows, size, "masked", name, lengths[0]).searching[0]
+
+
+def load(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], list[np.ndarray], int]:
+    """The windows, the leaves of the models stacked, (starts, ...) each, and a checksum of all."""
     windows = dict(np.load(folder / "windows.npz"))
     files = [np.load(folder / f"start_{name}.npz") for name in STARTS]
     leaves = [np.stack([file[key] for file in files]) for key in files[0].files]
-    like = _models.init(_sizes.model(recipe({}, size, STARTS[0])), 0)
     checksum = 0
     for array in [*windows.values(), *leaves]:
         checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
-    return windows, jax.tree.unflatten(jax.tree.structure(like), leaves), checksum
+    return windows, leaves, checksum

@@ -1,15 +1,15 @@
 """What is fine-tuned, and what must be run next, from the rows that are there."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import _fine_data
 import _search
 import _studies
 from _every import EVERY
-from _fine_starts import STARTS
-from _rows import Row, key_of
+from _rows import key_of
+from _studies import Config, Rows
 
 CONTENDERS = (
     "adamw",
@@ -23,45 +23,27 @@ CONTENDERS = (
 )
 # State of matrices of rank 8 is too small to be stored in 8 bits.
 LORA = tuple(name for name in CONTENDERS if not name.endswith("8bit"))
+CELLS = [(task, start) for task in _fine_data.TASKS for start in _fine_data.STARTS]
 DTYPES = {"gpu": "bfloat16", "cpu": "float32"}  # of activations; parameters are float32
 CENTRES = {"full": -0.5, "lora": 0.0}  # decades from where runs from scratch start to search
+BATCH = 8
 
-Config = dict[str, Any]
 
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-    """How much is run.
-
-    Attributes:
-      size: of the model; the starts are of the longest of its long runs.
-      steps: lengths of runs, by mode.
-      budgets: runs of a search, by mode.
-      seeds: of the final runs.
-      lanes: runs at once.
-      chunk: steps of a call.
-    """
+class Scale(NamedTuple):
+    """How much is run of a size of models: lengths and runs of a search by mode, final seeds."""
 
     size: str
-    steps: Mapping[str, tuple[int, ...]]
-    budgets: Mapping[str, int]
+    steps: dict[str, tuple[int, ...]]
+    budgets: dict[str, int]
     seeds: tuple[int, ...]
-    lanes: int
-    chunk: int
+    lanes: int  # runs at once
+    chunk: int  # steps of a call, of which all lengths are multiples
 
 
+_LENGTHS = {"full": (200, 1000), "lora": (1000,)}
 SCALES = {
-    "cpu": Scale(
-        "cpu",
-        {"full": (200, 1000), "lora": (1000,)},
-        {"full": 10, "lora": 6},
-        seeds=(1, 2, 3, 4, 5),
-        lanes=15,
-        chunk=200,
-    ),
-    "smoke": Scale(
-        "smoke", {"full": (4, 8), "lora": (8,)}, {"full": 3, "lora": 3}, (1, 2), lanes=18, chunk=4
-    ),
+    "cpu": Scale("cpu", _LENGTHS, {"full": 10, "lora": 6}, (1, 2, 3, 4, 5), 15, 200),
+    "smoke": Scale("smoke", {"full": (4,), "lora": (4,)}, {"full": 3, "lora": 3}, (1, 2), 18, 2),
 }
 
 
@@ -72,44 +54,35 @@ class Cell:
     found: dict[_search.Trial, float]
     wanted: list[Config]
     finals: list[Config]
-
-
-def cell(rows: Mapping[str, Row], scale: Scale, dtype: str, **of: Any) -> Cell:
-    """As far as the rows go; ``of`` has mode, steps, contender, task and start."""
-    one, mode, steps = EVERY[of["contender"]], of["mode"], of["steps"]
-    centre = one.learning_rate + CENTRES[mode]
-    space = _search.Space(scale.budgets[mode], centre, one.weight_decays[:1], one.betas[:1])
-
-    def config(trial: _search.Trial, seed: int = _studies.TUNING_SEED) -> Config:
-        fixed = {"study": "fine_tuning", "size": f"{scale.size}_long", "dtype": dtype}
-        run = {"warmup": steps // 10, "batch": 8, "window": _fine_data.WINDOW}
-        return {**fixed, **of, **run, "seed": seed, "hyper": trial.hyper}
-
-    found, wanted = _studies.searched(rows, space, config)
-    best = [] if wanted else [config(_search.best(found), seed) for seed in scale.seeds]
-    return Cell(found, wanted, best)
+    config: Callable[[_search.Trial], Config]
 
 
 def cells(
-    rows: Mapping[str, Row], scale: Scale, dtype: str, contender: str, mode: str, steps: int
-) -> dict[tuple[str, str], Cell]:
-    """By task and start."""
-    of = {"mode": mode, "steps": steps, "contender": contender}
-    return {
-        (task, start): cell(rows, scale, dtype, **of, task=task, start=start)
-        for task in _fine_data.TASKS
-        for start in STARTS
-    }
+    rows: Rows, scale: Scale, dtype: str, contender: str, mode: str, steps: int
+) -> list[Cell]:
+    """In the order of CELLS, as far as the rows go."""
+    one, out = EVERY[contender], []
+    centre = one.learning_rate + CENTRES[mode]
+    space = _search.Space(scale.budgets[mode], centre, one.weight_decays[:1], one.betas[:1])
+    run = {"study": "fine_tuning", "size": f"{scale.size}_long", "dtype": dtype, "mode": mode}
+    run |= {"steps": steps, "warmup": steps // 10, "batch": BATCH, "window": _fine_data.WINDOW}
+    for task, start in CELLS:
+        of = {**run, "contender": contender, "task": task, "start": start}
+
+        def config(trial: _search.Trial, seed: int = 0, of: Config = of) -> Config:
+            return {**of, "seed": seed, "hyper": trial.hyper}
+
+        found, wanted = _studies.searched(rows, space, config)
+        best = [] if wanted else [config(_search.best(found), seed) for seed in scale.seeds]
+        out.append(Cell(found, wanted, best, config))
+    return out
 
 
-def ready(
-    rows: Mapping[str, Row], scale: Scale, dtype: str, contender: str, mode: str
-) -> list[Config]:
+def ready(rows: Rows, scale: Scale, dtype: str, contender: str, mode: str) -> list[Config]:
     """What can be run now, all of one length: searches first, then final runs."""
     for steps in scale.steps[mode]:
-        every = cells(rows, scale, dtype, contender, mode, steps).values()
-        wanted = [config for one in every for config in one.wanted]
+        every = cells(rows, scale, dtype, contender, mode, steps)
         finals = [c for one in every for c in one.finals if key_of(c) not in rows]
-        if wanted or finals:
-            return wanted + finals
+        if found := [config for one in every for config in one.wanted] + finals:
+            return found
     return []
