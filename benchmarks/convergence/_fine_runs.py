@@ -7,6 +7,7 @@ from typing import Any
 import _contenders
 import _models
 import _rows
+import _runs
 import _sizes
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 from _every import EVERY
 from _fine_data import SPLITS, STARTS, TASKS
+from _fine_study import Scale
 
 EARLY = 50  # steps whose loss is kept one by one
 RANK, LORA_SCALE = 8, 2.0
@@ -22,21 +24,20 @@ CLASSES = np.array(list(TASKS.values()))
 
 
 class Lanes:
-    """A compiled program that trains ``lanes`` runs at once; they differ in all but the optimizer.
+    """A compiled program of runs that differ in all but the optimizer and the mode.
 
     Args:
       config: of one of the runs.
       windows: of all splits.
       starts: leaves of their parameters, (starts, ...) each.
-      lanes: how many runs.
-      chunk: steps of a call.
+      scale: which has the number of runs, and the steps of a call.
     """
 
-    def __init__(self, config: Any, windows: Any, starts: Any, lanes: int, chunk: int):
+    def __init__(self, config: Any, windows: Any, starts: Any, scale: Scale):
         size = _sizes.SIZES[config["size"]]
         layers, dtype = (size.layers, size.width, size.heads, size.vocabulary), config["dtype"]
         self.model = _models.Config(*layers, dtype, one_hot=True)
-        self.piece, self.mode, self.lanes, self.chunk = size.context, config["mode"], lanes, chunk
+        self.piece, self.mode, self.scale = size.context, config["mode"], scale
         self.contender, self.betas = EVERY[config["contender"]], config["hyper"]
         like = jax.tree.structure(_models.init(self.model, 0))
         parts = ("tokens", "spans", "labels")
@@ -48,12 +49,12 @@ class Lanes:
         self.evaluate = jax.jit(jax.vmap(self._evaluate, (0, 0, 0, None, None)))
 
     def run(self, configs: list[Any]) -> list[_rows.Row]:
-        """What at most ``lanes`` runs of equal steps reached, and the seconds of each.
+        """What at most ``scale.lanes`` runs of equal steps reached, and the seconds of each.
 
         Those of seed 0 are judged by the windows that validate, the others by held-out ones.
         """
         began, worked = time.perf_counter(), time.process_time()
-        every = [configs[i % len(configs)] for i in range(self.lanes)]
+        every = [configs[i % len(configs)] for i in range(self.scale.lanes)]
         params = jax.tree.map(lambda *x: np.stack(x), *[self._start(c) for c in every])
         start, task = (
             np.array([list(names).index(c[which]) for c in every])
@@ -62,31 +63,30 @@ class Lanes:
         rate = np.array([c["hyper"]["learning_rate"] for c in every], np.float32)
         steps, warmup = configs[0]["steps"], configs[0]["warmup"]
         state, losses = self.init(params, rate), []
-        for first in range(0, steps, self.chunk):
+        for first in range(0, steps, self.scale.chunk):
             order = np.stack([self._order(c, first) for c in every])
             shared = warmup, steps, self.splits["train"], self.starts
             (params, state), loss = self.train(params, state, start, task, rate, order, *shared)
             losses.append(loss)
         early = np.concatenate(jax.device_get(losses[:EARLY]), axis=1)[:, :EARLY]
         splits = ["held_out" if config["seed"] else "validation" for config in configs]
+        lanes = params, start, task
         judged = {
-            split: jax.device_get(
-                self.evaluate(params, start, task, self.splits[split], self.starts)
-            )
+            split: jax.device_get(self.evaluate(*lanes, self.splits[split], self.starts))
             for split in set(splits)
         }
-        seconds = (time.perf_counter() - began) / len(configs)
-        cpu_seconds = (time.process_time() - worked) / len(configs)
+        spent = time.perf_counter() - began, time.process_time() - worked
+        seconds, cpu_seconds = (_runs.number(x / len(configs)) for x in spent)
         return [
             {
                 "key": _rows.key_of(config),
                 "config": config,
-                "loss": _number(judged[split][0][lane]),
-                "accuracy": _number(judged[split][1][lane]),
+                "loss": _runs.number(judged[split][0][lane]),
+                "accuracy": _runs.number(judged[split][1][lane]),
                 "diverged": not math.isfinite(judged[split][0][lane]),
-                "early_loss": [_number(x) for x in early[lane]],
-                "seconds": _number(seconds),
-                "cpu_seconds": _number(cpu_seconds),
+                "early_loss": [_runs.number(x) for x in early[lane]],
+                "seconds": seconds,
+                "cpu_seconds": cpu_seconds,
             }
             for lane, (config, split) in enumerate(zip(configs, splits, strict=True))
         ]
@@ -110,6 +110,9 @@ class Lanes:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses, logits.argmax(1) == labels
 
+    def _loss(self, *arguments: Any) -> jax.Array:
+        return self._losses(*arguments)[0].mean()
+
     def _train(
         self, params: Any, state: Any, start: Any, task: Any, rate: Any, order: Any, *shared: Any
     ) -> Any:
@@ -119,9 +122,7 @@ class Lanes:
         def step(carry: Any, chosen: jax.Array) -> Any:
             params, state = carry
             batch = [x[task, chosen] for x in windows]
-            loss, grads = jax.value_and_grad(
-                lambda p: self._losses(p, base, task, batch)[0].mean()
-            )(params)
+            loss, grads = jax.value_and_grad(self._loss)(params, base, task, batch)
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), loss
 
@@ -151,7 +152,7 @@ class Lanes:
     def _order(self, config: Any, first: int) -> np.ndarray:
         """Windows of each step, (chunk, batch): the same for all optimizers."""
         number, batch = self.splits["train"][2].shape[1], config["batch"]
-        seeds = ((config["seed"], step, 3) for step in range(first, first + self.chunk))
+        seeds = ((config["seed"], step, 3) for step in range(first, first + self.scale.chunk))
         return np.stack([np.random.default_rng(s).integers(number, size=batch) for s in seeds])
 
 
@@ -164,8 +165,3 @@ def _merged(base: Any, params: Any) -> Any:
         for of, to in zip(base["blocks"], params["blocks"], strict=True)
     ]
     return {**base, "blocks": blocks}
-
-
-def _number(x: float) -> float | None:
-    """Four digits; None for what JSON cannot say."""
-    return float(f"{x:.4g}") if math.isfinite(x) else None

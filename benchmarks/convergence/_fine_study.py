@@ -1,7 +1,7 @@
 """What is fine-tuned, and what must be run next, from the rows that are there."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import _fine_data
@@ -21,8 +21,6 @@ CONTENDERS = (
     "adamw_8bit",
     "came_8bit",
 )
-# State of matrices of rank 8 is too small to be stored in 8 bits.
-LORA = tuple(name for name in CONTENDERS if not name.endswith("8bit"))
 CELLS = [(task, start) for task in _fine_data.TASKS for start in _fine_data.STARTS]
 DTYPES = {"gpu": "bfloat16", "cpu": "float32"}  # of activations; parameters are float32
 CENTRES = {"full": -0.5, "lora": 0.0}  # decades from where runs from scratch start to search
@@ -40,10 +38,16 @@ class Scale(NamedTuple):
     chunk: int  # steps of a call, of which all lengths are multiples
 
 
-_LENGTHS = {"full": (200, 1000), "lora": (1000,)}
 SCALES = {
-    "cpu": Scale("cpu", _LENGTHS, {"full": 10, "lora": 6}, (1, 2, 3, 4, 5), 15, 200),
-    "smoke": Scale("smoke", {"full": (4,), "lora": (4,)}, {"full": 3, "lora": 3}, (1, 2), 18, 2),
+    "cpu": Scale(
+        "cpu",
+        {"full": (200, 1000), "lora": (1000,)},
+        {"full": 10, "lora": 6},
+        seeds=(1, 2, 3, 4, 5),
+        lanes=15,
+        chunk=200,
+    ),
+    "smoke": Scale("smoke", {"full": (4,)}, {"full": 3}, seeds=(1, 2), lanes=18, chunk=2),
 }
 
 
@@ -86,3 +90,9 @@ def ready(rows: Rows, scale: Scale, dtype: str, contender: str, mode: str) -> li
         if found := [config for one in every for config in one.wanted] + finals:
             return found
     return []
+
+
+def programs(scale: Scale, contenders: Sequence[str]) -> list[tuple[str, str]]:
+    """Optimizers and modes; state of matrices of rank 8 is too small to be stored in 8 bits."""
+    pairs = [(name, mode) for mode in scale.steps for name in contenders]
+    return [(name, mode) for name, mode in pairs if (mode, name[-4:]) != ("lora", "8bit")]
