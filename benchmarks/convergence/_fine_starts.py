@@ -50,13 +50,10 @@ def _start(size: str, name: str, texts: _fine_data.Texts) -> Any:
 
 def _recipe(size: str, name: str) -> dict[str, Any]:
     """The configuration of the first final run; without rows that from which a search starts."""
-    rows, lengths = (
-        _rows.finished(_results.RESULTS / "convergence" / f"runs_{size}.jsonl"),
-        _lengths.LENGTHS[size],
-    )
-    if rows:
-        return _lengths.cell(rows, size, "masked", name, lengths[-1]).finals[0]
-    return _lengths.cell(rows, size, "masked", name, lengths[0]).searching[0]
+    rows = _rows.finished(_results.RESULTS / "convergence" / f"runs_{size}.jsonl")
+    steps = _lengths.LENGTHS[size][-1 if rows else 0]
+    cell = _lengths.cell(rows, size, "masked", name, steps)
+    return cell.finals[0] if rows else cell.searching[0]
 
 
 def load(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], list[np.ndarray], int]:
