@@ -8,6 +8,7 @@ import _fine_study
 import _length_plots
 import _plots
 import _results
+import _rows
 import _search
 import _summary
 import numpy as np
@@ -82,11 +83,12 @@ def parts(rows: Rows, scale: Scale, dtype: str, picture: pathlib.Path) -> list[s
     return out
 
 
-def write(rows: Rows, platform: str) -> None:
-    """Writes the report of a platform and its picture."""
-    name, dtype = f"fine_tuning_{platform}", _fine_study.DTYPES[platform]
+def write(path: pathlib.Path, platform: str) -> None:
+    """Writes the report of a platform's record and its picture."""
+    rows, void = _rows.finished(path), {row.get("void", "") for row in _rows.read(path)}
+    name, dtype = path.stem, _fine_study.DTYPES[platform]
     text = parts(rows, _fine_study.SCALES["cpu"], dtype, report.FOLDER / f"{name}.png")
-    about = f"{report.where(rows)} Method: {report.METHOD}."
+    about = " ".join([report.where(rows), *sorted(void - {""}), f"Method: {report.METHOD}."])
     title = "Fine-tuning: which optimizer ends best?"
     _results.write(f"convergence/{name}", title, about, *text, script="convergence/fine_tuning")
 

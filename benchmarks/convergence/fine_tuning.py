@@ -100,7 +100,7 @@ def main() -> int:
     elif chosen.report:
         import _fine_report  # draws, which workers need not
 
-        _fine_report.write(_rows.finished(rows_of(chosen.report)), chosen.report)
+        _fine_report.write(rows_of(chosen.report), chosen.report)
     elif chosen.core is not None:
         work(chosen, FOLDER, _fine_study.SCALES["cpu"])
     else:
