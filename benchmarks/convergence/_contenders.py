@@ -5,6 +5,7 @@ matrices, multiplied by the learning rate: behind the optimizer, but in LAMB bef
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,12 +39,14 @@ def adafactor(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransform
     )
 
 
-def adafactor_momentum(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+def adafactor_momentum(
+    schedule: optax.Schedule, hyper: Hyper, momentum: float | None = 0.9
+) -> optax.GradientTransformation:
     """Adafactor with its own decay, 1 - t**-0.8, and momentum; no scale of parameters."""
     return optax_ext.adafactor(
         schedule,
         multiply_by_parameter_scale=False,
-        momentum=0.9,
+        momentum=momentum,
         weight_decay_rate=hyper["weight_decay"],
         weight_decay_times_lr=True,
         weight_decay_mask=is_matrix,
@@ -76,7 +79,7 @@ def lamb(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation
 
 
 def muon(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
-    """Muon for the matrices of blocks, AdamW for the embedding and the norms.
+    """Muon for the matrices of blocks, AdamW for embedding, head and norms.
 
     Updates are scaled to the RMS of AdamW's, so that one learning rate suits both.
     """
@@ -84,7 +87,7 @@ def muon(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation
     def dimension_numbers(params: Any) -> Any:
         orthogonal = optax.contrib.MuonDimensionNumbers()
         return jax.tree.map_with_path(
-            lambda path, x: None if "embed" in str(path[0]) or x.ndim < 2 else orthogonal, params
+            lambda path, x: orthogonal if "blocks" in str(path[0]) and x.ndim > 1 else None, params
         )
 
     return optax.contrib.muon(
@@ -165,20 +168,23 @@ CONTENDERS = {
     "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2, parent="adamw"),
     "came_8bit": Contender(came_8bit, 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
 }
-# Of the studies of long runs and of GPT-2 alone, which search on their own: no budget.
+# Of the studies of long runs, of GPT-2 and of fine-tuning alone, which search on their own.
 LONG_ONLY = {
     "adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},)),
+    "adafactor_plain": Contender(
+        functools.partial(adafactor_momentum, momentum=None), 0, -2.5, ({},)
+    ),
     "came_debiased_8bit": Contender(came_debiased_8bit, 0, -2.5, _CAME),
 }
 
 
 def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
-    """Linear over ``warmup`` steps, then a cosine to a tenth of the peak, which may be traced."""
+    """Linear over ``warmup`` steps, then a cosine to a tenth of the peak; all may be traced."""
 
     def at(count: jax.Array) -> jax.Array:
         done = jnp.clip((count - warmup) / (steps - warmup), 0, 1)
         cosine = 0.1 + 0.45 * (1 + jnp.cos(jnp.pi * done))
-        return learning_rate * jnp.minimum((count + 1) / max(warmup, 1), cosine)
+        return learning_rate * jnp.minimum((count + 1) / jnp.maximum(warmup, 1), cosine)
 
     return at
 

@@ -26,6 +26,7 @@ class Config:
       vocabulary: tokens.
       dtype: of activations; parameters are float32.
       remat: whether blocks are run again in the backward pass.
+      one_hot: whether the embedding is read by a product, whose gradient is the same in every run.
     """
 
     layers: int
@@ -34,6 +35,7 @@ class Config:
     vocabulary: int
     dtype: str = "float32"
     remat: bool = False
+    one_hot: bool = False
 
 
 def init(config: Config, seed: int, encoder_decoder: bool = False) -> Params:
@@ -82,25 +84,38 @@ def loss_fn(config: Config, params: Params, batch: dict[str, jax.Array], causal:
     ``source``, (batch, other length), what its encoder reads.
     """
     params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-    run = jax.checkpoint(_block, static_argnums=(0, 3)) if config.remat else _block
-    source = None
-    if "source" in batch:
-        source = _embed(params, batch["source"])
-        for block in params["source_blocks"]:
-            source = run(config, block, source, False)
-        source = _norm(source, params["source_norm"])
-    x = _embed(params, batch["inputs"])
-    for block in params["blocks"]:
-        x = run(config, block, x, causal, source)
-    logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
+    x = last_layer(config, params, batch, causal)
+    logits = (x @ params["embed"].T).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     if "weights" not in batch:
         return losses.mean()
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
 
-def _embed(params: Params, tokens: jax.Array) -> jax.Array:
-    return _norm(params["embed"][tokens], params["embed_norm"])
+def last_layer(
+    config: Config, params: Params, batch: dict[str, jax.Array], causal: bool
+) -> jax.Array:
+    """What the stack that reads ``inputs`` ends with, normalized, (batch, length, width)."""
+    run = jax.checkpoint(_block, static_argnums=(0, 3)) if config.remat else _block
+    source = None
+    if "source" in batch:
+        source = _embed(config, params, batch["source"])
+        for block in params["source_blocks"]:
+            source = run(config, block, source, False)
+        source = _norm(source, params["source_norm"])
+    x = _embed(config, params, batch["inputs"])
+    for block in params["blocks"]:
+        x = run(config, block, x, causal, source)
+    return _norm(x, params["norm"])
+
+
+def _embed(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
+    table = params["embed"]
+    if config.one_hot:
+        return _norm(
+            jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table, params["embed_norm"]
+        )
+    return _norm(table[tokens], params["embed_norm"])
 
 
 def _block(

@@ -189,27 +189,34 @@ class Trainer:
             {
                 "key": _rows.key_of(config),
                 "config": config,
-                "loss": _number(final),
+                "loss": number(final),
                 "diverged": not final < math.log(VOCABULARY),  # no better than chance
-                "curve": [(step, _number(loss)) for step, loss in log["curve"]],
+                "curve": [(step, number(loss)) for step, loss in log["curve"]],
                 "train": _thinned(losses, each),
-                "early_loss": [_number(x) for x in losses[:EARLY]],
-                "early_update_rms": [_number(x) for x in rms[:EARLY]],
+                "early_loss": [number(x) for x in losses[:EARLY]],
+                "early_update_rms": [number(x) for x in rms[:EARLY]],
                 "num_params": num_params,
                 "state_bytes": sizes[1],
                 "tokens": steps * config["batch"] * config["context"],
                 "seconds": round(log["seconds"], 2),
                 "cpu_seconds": round(log["cpu_seconds"], 2),
                 "commit": ", ".join(log["commits"]),
-                "jax": importlib.metadata.version("jax"),
-                "optax": importlib.metadata.version("optax"),
-                "python": platform.python_version(),
-                "corpus": corpus.checksum,
-                "machine": _results.machine(jax.devices()[0].device_kind),
-                "date": datetime.datetime.now().isoformat(timespec="seconds"),
             }
+            | about(corpus.checksum)
             | (_speed(log, each * config["batch"] * config["context"]) if self._speed else {})
         )
+
+
+def about(corpus: int) -> _rows.Row:
+    """By what, of which text, where and when a row was made."""
+    return {
+        "jax": importlib.metadata.version("jax"),
+        "optax": importlib.metadata.version("optax"),
+        "python": platform.python_version(),
+        "corpus": corpus,
+        "machine": _results.machine(jax.devices()[0].device_kind),
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+    }
 
 
 def _peak_bytes() -> int:
@@ -220,12 +227,12 @@ def _peak_bytes() -> int:
 def _speed(log: dict[str, Any], tokens: int) -> dict[str, float | None]:
     """Of training alone: the median twentieth of the run, which leaves out those that compiled."""
     return {
-        "tokens_per_second": _number(tokens / float(np.median(log["train_seconds"]))),
+        "tokens_per_second": number(tokens / float(np.median(log["train_seconds"]))),
         "peak_bytes": log["peak_bytes"] or None,
     }
 
 
-def _number(x: float) -> float | None:
+def number(x: float) -> float | None:
     """Five digits; None for what JSON cannot say."""
     return float(f"{x:.6g}") if math.isfinite(x) else None
 
@@ -233,7 +240,7 @@ def _number(x: float) -> float | None:
 def _thinned(losses: list[float], every: int) -> list[tuple[int, float | None]]:
     """Means of ``every`` steps, at their last step."""
     return [
-        (i + every, _number(float(np.mean(losses[i : i + every]))))
+        (i + every, number(float(np.mean(losses[i : i + every]))))
         for i in range(0, len(losses), every)
     ]
 

@@ -56,11 +56,6 @@ SIZES = {
     "gpu_batch": Size(
         6, 256, 4, 256, 8, 12800, 128, 1024, slice=128, dtype="bfloat16", resumes=True
     ),
-    # As many parameters as GPT-2 small, which has a third of them in its embedding: 124.9M.
-    "smoke_large": Size(4, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
-    "gpu_large": Size(
-        15, 832, 13, 512, 64, 2000, 64, 512, slice=32, dtype="bfloat16", resumes=True
-    ),
     # GPT-2 small: its vocabulary padded to a multiple of 64, 123.6M parameters; 16M bytes.
     "smoke_gpt2": Size(
         2, 32, 2, 32, 4, 40, 8, 16, dtype="bfloat16", resumes=True, vocabulary=512, remat=True

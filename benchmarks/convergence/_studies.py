@@ -19,7 +19,6 @@ BATCH_BUDGETS = {1: 7, 4: 7, 16: 7, 64: 7}  # times the base's batch: runs of th
 BATCH_ENDS = (1, 64)  # of these the best is run on other seeds
 BATCH_SEEDS = (1, 2)
 SPIKE = ("came", "came_debiased", "adafactor", "adamw")
-LARGE = (1.0, 0.562, 0.316)  # times the learning rate that is best in the small model
 
 Config = dict[str, Any]
 Rows = Mapping[str, Row]
@@ -243,29 +242,6 @@ def batch_config(
     return _sizes.config(f"{size}_batch", "next_token", contender, seed, trial.hyper, times)
 
 
-def large(rows: Rows, size: str, task: str, contender: str) -> Plan:
-    """What the search chose in a larger model, at its learning rate and two lower ones."""
-    name = f"large {task} {contender}"
-    if contender not in MAIN or task != "next_token" or f"{size}_large" not in _sizes.SIZES:
-        return Plan(name, 0, 0, [])
-    configs = large_configs(rows, size, contender)
-    return _plan(name, rows, configs, len(LARGE), not configs)
-
-
-def large_configs(rows: Rows, size: str, contender: str) -> list[Config]:
-    """Its runs, which are known once the search is finished."""
-    hyper = best(rows, size, "next_token", contender)
-    if hyper is None:
-        return []
-    rates = [float(f"{times * hyper['learning_rate']:.3g}") for times in LARGE]
-    return [
-        _sizes.config(
-            f"{size}_large", "next_token", contender, TUNING_SEED, {**hyper, "learning_rate": rate}
-        )
-        for rate in rates
-    ]
-
-
 def best_known(rows: Rows, size: str, task: str, contender: str) -> tuple[dict[str, float], int]:
     """The best hyperparameters of a search as far as it went, and after how many runs.
 
@@ -303,7 +279,6 @@ STUDIES: dict[str, Callable[[Rows, str, str, str], Plan]] = {
     "parent": parent,
     "spike": spike,
     "batch": batch,
-    "large": large,
 }
 
 

@@ -202,24 +202,6 @@ def spike(rows: Rows, size: str, task: str) -> str:
     return table(header, lines) if lines else ""
 
 
-def large(rows: Rows, size: str) -> str:
-    """Losses of the large model by learning rate; empty without runs."""
-    lines = []
-    for name in _studies.MAIN:
-        configs = _studies.large_configs(rows, size, name) if _has_large(size) else []
-        values = [_studies.loss_of(rows, config) for config in configs]
-        known = [x for x in values if x is not None]
-        if known:
-            edge = "learning rate" if min(known) in (values[0], values[-1]) else "-"
-            lines.append([f"`{name}`", *(_cell(x) for x in values), _cell(min(known)), edge])
-    rates = [f"{times:g} x" for times in _studies.LARGE]
-    return table(["contender", *rates, "best", "on an edge"], lines) if lines else ""
-
-
-def _has_large(size: str) -> bool:
-    return _studies.large({}, size, "next_token", BASELINE).total > 0
-
-
 def rerun(known: Rows, fresh: Rows, size: str) -> str:
     """The reruns beside the committed rows, and whether they agree."""
     lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)

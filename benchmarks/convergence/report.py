@@ -128,14 +128,6 @@ def parts(
                 "the highest of the seeds."
             )
             out += [f"## First steps, {task}", table, text, f"![Spike](spike_{task}_{size}.png)"]
-    table = _tables.large(rows, size)
-    if table:
-        of = _sizes.SIZES[f"{size}_large"]
-        text = (
-            f"{of.layers} layers of width {of.width}, next token, one seed, at the best of the "
-            "search times a factor."
-        )
-        out += ["## Large model", text, table]
     return out + (["## Not there yet", todo] if todo else [])
 
 
