@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import json
 import math
+import numbers
 import pathlib
 import re
 import time
@@ -23,12 +24,12 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._zero import Tx, Zero
 from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, nearest, read_size, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of
 from sharding.plan.machine import targets
-from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._plan_file import PlanFile
@@ -63,8 +64,13 @@ class _FitMachine(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: str | None, device: DeviceKind | None, memory: float | None, headroom: float
+        cls,
+        target: str | None,
+        device: DeviceKind | None,
+        memory: float | str | None,
+        headroom: float,
     ) -> "_FitMachine":
+        memory = None if memory is None else read_size(memory, "memory: ")
         name = target or _target_of(jax.devices())
         parsed = targets.parse(name, other_gpus=True)
         if target and parsed.compiles:
@@ -74,7 +80,8 @@ class _FitMachine(NamedTuple):
             # Figures of a core: times are compared with each other only.
             kind = DeviceKind("cpu", memory or 0.0, 2e10, 1e11, 1e10, None, "none: any CPU")
         if kind is None:
-            raise ValueError(f"fit needs the figures of {name}: give device=, a DeviceKind.")
+            known = nearest(parsed.kind, list(KINDS))
+            raise ValueError(f"fit needs the figures of {name}: give device=, a DeviceKind{known}.")
         if target is None and memory is None:
             memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
         kind = dataclasses.replace(kind, memory=memory or kind.memory)
@@ -169,7 +176,7 @@ def fit(
     tx: Tx = None,
     examples: int | str | None = None,
     target: str | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
     lossy: Sequence[str] = (),
@@ -195,7 +202,8 @@ def fit(
       examples: of all devices in a step; None: those of ``batch``. ``"largest"``: the most, in
         powers of two times the devices, that fit without micro-batches.
       target: a machine by name, to plan and compile for; None: the devices of this process group.
-      memory: bytes of a device, where they are not known or others share it.
+      memory: bytes of a device, or a text such as ``"8GiB"``, where they are not known or others
+        share it.
       device: figures of a device that is not known.
       keep: values that plans must have, as for ``search``. A loss that couples examples needs
         ``{"microbatches": 1}``, which is kept with a ``model_state``: else its micro-batches have
@@ -229,14 +237,31 @@ def fit(
       >>> metrics["loss"].shape
       ()
     """
+    share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
+    some = isinstance(measure, bool) or _is_count(measure, 0)
+    for value, valid, words in (
+        (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
+        (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
+        (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
+        (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
+        (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
+        (offload, isinstance(offload, bool), "offload must be True or False"),
+        (headroom, share, "headroom must be from 0 to below 1"),
+        (measure, some, "measure must be True, or how many plans to run"),
+        (tries, _is_count(tries, 1), "tries must be at least 1"),
+        (folder, not (folder and pathlib.Path(folder).is_file()), "folder must be no file"),
+    ):
+        if not valid:
+            raise ValueError(f"{words}, got {value!r}.")
     if measure and target is not None:
         raise ValueError("measure runs steps on the devices of this process: leave target out.")
+    _check_step_options(options)
     asked = {"keep": dict(keep or {}), "offload": offload, **_lossy(lossy)}
     machine = _FitMachine.of(target, device, memory, headroom)
     request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked)
     largest = examples == "largest"
     count = machine.devices if largest else request.model.size if examples is None else examples
-    if not isinstance(count, int) or count < 1:
+    if not _is_count(count, 1):
         raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
     path = folder and pathlib.Path(folder) / f"{request.fingerprint(examples, measure)}.json"
     if path and _of_all(path.exists()).all():
@@ -246,9 +271,9 @@ def fit(
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
     proofs, best = [], None
     low, high, budget = 0.0, math.inf, machine.usable
-    while len(proofs) < max(1, tries):
+    while len(proofs) < tries:
         try:
-            chosen = request.search(count, budget, largest=largest).best
+            chosen = request.search(int(count), budget, largest=largest).best
         except NoPlanFits as error:
             chosen = error.smallest
         if any(chosen.plan == proof.plan for proof in proofs):
@@ -300,11 +325,6 @@ class _FitRequest:
         check_batch(batch, machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError("no array of the batch has rows, which devices would share.")
-        if "microbatches" in options:
-            raise ValueError(
-                "fit chooses the micro-batches. To fix their number, give "
-                f"keep={{'microbatches': {options['microbatches']}}}."
-            )
         self.args = _args_of(make_state)
         self.state = jax.eval_shape(make_state, *self.args)
         params, _, self.tx = parts(self.state, tx)
@@ -464,9 +484,29 @@ def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
     return (jax.random.key(0),) * len(needed)
 
 
+def _is_count(value: Any, least: int) -> bool:
+    """Whether a value is a number of things, at least so many."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and value >= least
+
+
+def _check_step_options(options: Mapping[str, Any]) -> None:
+    """Raises unless ``Zero.train_step`` takes these, and ``fit`` does not choose them."""
+    known = [*inspect.signature(Zero.train_step).parameters][3:]
+    for name, value in options.items():
+        check_choice("an option", name, known)
+        if name in ("microbatches", "update"):
+            fixed = {name: value} if name != "update" else {"update_in_backward": True}
+            raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
+
+
 def _lossy(names: Sequence[str]) -> dict[str, Any]:
     """The arguments of ``search`` that allow these."""
     names = (names,) if isinstance(names, str) else names
+    for name in names:
+        if "(" not in str(name):  # a sync, which search checks
+            known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
+            check_choice("lossy", name, known)
     formats = [name for name in names if name in STATE_FORMATS]
     syncs = [name for name in names if name not in (*STATE_FORMATS, "stochastic")]
     weights = ("plain", "stochastic") if "stochastic" in names else ("plain",)

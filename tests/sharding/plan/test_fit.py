@@ -323,6 +323,10 @@ def talking(params, x):
     return small()[0](params, x)
 
 
+def calling(params, x):
+    return small()[0](params, jax.pure_callback(lambda x: x, x, x))
+
+
 LOSS, STATE, BATCH = small()
 
 
@@ -333,22 +337,42 @@ LOSS, STATE, BATCH = small()
         ({"loss_fn": collective}, "failed: NameError"),
         ({"loss_fn": by_value}, "failed: NonConcreteBooleanIndexError"),
         ({"loss_fn": talking}, "calls functions of the host"),
+        ({"loss_fn": calling}, "calls functions of the host"),
         ({"loss_fn": lambda params, x: x}, "must be one floating scalar"),
         ({"batch": jnp.ones((12, 16, 64))}, "12"),
         ({"batch": {"x": BATCH, "y": jnp.ones(8)}}, "8"),
         ({"batch": 2.0}, "no array of the batch has rows"),
         ({"make_state": state_of({})}, "there is nothing to plan"),
+        ({"make_state": state_of({"none": jnp.zeros((0, 3))})}, "there is nothing to plan"),
         ({"make_state": STATE(KEY)}, "make_state must be a function .* got a tuple"),
         ({"make_state": lambda key, more: None}, "takes key, more"),
         ({"memory": None}, "give memory= in bytes"),
-        ({"target": "l40x8"}, "needs the figures of l40x8"),
+        *(({"memory": x}, "memory: expected bytes, or a text") for x in ("1Q", True, [1])),
+        *(({"memory": x}, "memory: bytes must be above 0") for x in ("0K", -5, np.nan)),
+        *(({"headroom": x}, "from 0 to below 1, got") for x in (-1, 1.0, "8%", np.nan)),
+        *(({"tries": x}, "at least 1, got") for x in (0, -1, 2.0, "a", True)),
+        *(({"measure": x}, "or how many plans to run, got") for x in (-1, "yes", 1.5)),
+        *(({"examples": x}, "or .largest., got") for x in (True, 64.0)),
+        ({"tx": 3}, "tx must be a transformation, got 3"),
+        ({"device": "h100"}, "device must be a DeviceKind, got 'h100'"),
+        ({"keep": ["stage"]}, r"keep must be a dict such as .* got \['stage'\]"),
+        ({"keep": {"stage": 7}}, "stage=7 is none of 0, 1, 2, 3"),
+        ({"offload": "no"}, "offload must be True or False, got 'no'"),
+        ({"folder": __file__}, "folder must be no file"),
+        ({"has_au": True}, "got 'has_au'; nearest is 'has_aux'"),
+        ({"update": "backward"}, "keep={'update_in_backward': True}"),
+        ({"target": 8}, "target must be a name such as 'h100x8', got 8"),
+        ({"target": "cpu:16"}, "'cpu:16' was requested, 8 CPU devices were found"),
+        ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
         ({"target": "h100x8", "measure": True}, "leave target out"),
         *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
         ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
         ({"model_state": True}, "names its field"),
         ({"keep": {"stag": 3}}, "nearest is 'stage'"),
         ({"microbatches": 2}, "keep={'microbatches': 2}"),
-        ({"lossy": "9bit"}, "9bit"),
+        *(({"lossy": x}, "got '9bit'; nearest is '8bit'") for x in ("9bit", ["fp8", "9bit"])),
+        ({"lossy": "powersgd(-1)"}, "by 'powersgd.RANK.', .* got 'powersgd.-1.'"),
+        ({"lossy": 3}, "lossy must be names such as '8bit', got 3"),
         ({"memory": 1e4}, "KiB too much; planned are activations"),
     ],
 )
