@@ -9,6 +9,7 @@ import math
 import numbers
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from sharding.placement._train_state import model_state_of, params_of, parts
 from sharding.plan._format import Printed, Table, check_choice, nearest, read_size, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
-from sharding.plan.cost._plan_costs import transformation_of
+from sharding.plan.cost._plan_costs import transformation_of, zero_of
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
@@ -52,6 +53,7 @@ class Proof:
     planned: float  #: bytes of a device
     memory: float  #: bytes of a device in its program; infinite where the compiler had too few
     predicted: float  #: seconds
+    operations: float  #: of these, what computing takes
     measured: float | None = None  #: seconds, where it ran
 
 
@@ -69,9 +71,11 @@ class _FitMachine(NamedTuple):
         device: DeviceKind | None,
         memory: float | str | None,
         headroom: float,
+        zero: Zero | None,
     ) -> "_FitMachine":
+        devices = [*zero.mesh.devices.flat] if zero else jax.devices()
         memory = None if memory is None else read_size(memory, "memory: ")
-        name = target or _target_of(jax.devices())
+        name = target or _target_of(devices)
         parsed = targets.parse(name, other_gpus=True)
         if target and parsed.compiles:
             targets.topology(name)  # before jax is used
@@ -87,7 +91,7 @@ class _FitMachine(NamedTuple):
         kind = dataclasses.replace(kind, memory=memory or kind.memory)
         if not kind.memory > 0:
             raise ValueError(f"fit needs the memory of a device of {name}: give memory= in bytes.")
-        runs = target is None or parsed.kind == "cpu"
+        runs = {*devices} <= {*jax.devices()} if target is None else parsed.kind == "cpu"
         return cls(name, parsed.num_devices, kind, (1 - headroom) * kind.memory, runs)
 
     def mesh(self, axes: Mapping[str, int]) -> Any:
@@ -108,6 +112,7 @@ class FittedPlan(Printed):
     make_state: Callable[..., Any]  #: makes the train state
     step: TrainStep  #: the step that was compiled
     machine: _FitMachine  #: the machine
+    param_specs: Tree  #: of the parameters on other axes of a mesh of one's own
     proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
     notes: tuple[str, ...] = ()  #: what else is worth knowing
 
@@ -124,11 +129,12 @@ class FittedPlan(Printed):
     def init(self, *args: Any) -> Any:
         """The train state of the arguments of ``make_state``, such as a key; see ``Zero.init``."""
         self._check_here()
-        return self.zero.init(self.make_state, *args, tx=self.tx)
+        return self.zero.init(self.make_state, *args, tx=self.tx, param_specs=self.param_specs)
 
     def abstract_state(self, *args: Any) -> Any:
         """Its types and shardings, into which a checkpoint of any plan is restored."""
-        return self.zero.abstract_state(self.make_state, *args, tx=self.tx)
+        options = {"tx": self.tx, "param_specs": self.param_specs}
+        return self.zero.abstract_state(self.make_state, *args, **options)
 
     def put(self, batch: Batch) -> Any:
         """Places a batch of all devices, as each process has it; see ``Zero.put``."""
@@ -179,6 +185,8 @@ def fit(
     memory: float | str | None = None,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
+    zero: Zero | None = None,
+    param_specs: Tree = None,
     lossy: Sequence[str] = (),
     offload: bool = True,
     headroom: float = HEADROOM,
@@ -208,6 +216,9 @@ def fit(
       keep: values that plans must have, as for ``search``. A loss that couples examples needs
         ``{"microbatches": 1}``, which is kept with a ``model_state``: else its micro-batches have
         another loss.
+      zero: a ``Zero`` on a mesh of one's own, which plans keep with its axes, dtypes and whatever
+        else they do not choose: they do stage, offload, sync and whether replicas share state.
+      param_specs: of the parameters on other axes of that mesh; None takes their metadata.
       lossy: what may approximate the step: formats of ``optax_ext.STATE_FORMATS``, ``"stochastic"``
         rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``.
       offload: whether optimizer state may be in host memory.
@@ -243,6 +254,7 @@ def fit(
         (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
         (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
         (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
+        (zero, isinstance(zero, Zero | None), "zero must be a Zero"),
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
         (offload, isinstance(offload, bool), "offload must be True or False"),
@@ -255,18 +267,28 @@ def fit(
             raise ValueError(f"{words}, got {value!r}.")
     if measure and target is not None:
         raise ValueError("measure runs steps on the devices of this process: leave target out.")
+    if zero and target is not None:
+        raise ValueError("zero has the devices, in its mesh: leave target out.")
     _check_step_options(options)
-    asked = {"keep": dict(keep or {}), "offload": offload, **_lossy(lossy)}
-    machine = _FitMachine.of(target, device, memory, headroom)
-    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked)
+    asked = {"keep": dict(keep or {}), "offload": offload, "update_in_backward": True}
+    asked |= _lossy(lossy)
+    machine = _FitMachine.of(target, device, memory, headroom, zero)
+    if measure and not machine.runs:
+        raise ValueError(f"measure runs steps, which {machine.target} does not: it only compiles.")
+    own = zero, param_specs
+    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
     largest = examples == "largest"
     count = machine.devices if largest else request.model.size if examples is None else examples
     if not _is_count(count, 1):
         raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
-    path = folder and pathlib.Path(folder) / f"{request.fingerprint(examples, measure)}.json"
+    home = pathlib.Path(folder) if folder else None
+    path = home and home / f"{request.fingerprint(examples, measure)}.json"
     if path and _of_all(path.exists()).all():
         proofs = [Proof(ParallelPlan(**x.pop("plan")), **x) for x in json.loads(path.read_text())]
         return request.fitted(proofs, f"The plan was read from {path}.")
+    speeds = home and home / f"speeds-{re.sub('[^a-z0-9]+', '-', machine.target)}.json"
+    if speeds and _of_all(speeds.exists()).all():
+        request.slower = tuple(_of_all(json.loads(speeds.read_text())).max(0))
 
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
     proofs, best = [], None
@@ -281,7 +303,10 @@ def fit(
         least = best.predicted * (1 - _WORTH) if best and not largest else math.inf
         if chosen.seconds.seconds > least:
             break
-        proofs.append(proof := request.prove(chosen))
+        proof = request.prove(chosen)
+        if proof is None:  # nor is it searched again
+            continue
+        proofs.append(proof)
         if proof.memory <= machine.usable:
             best, low = proof, max(low, proof.planned)
         else:
@@ -296,13 +321,17 @@ def fit(
         budget, top = machine.usable * best.planned / best.memory, 3 if measure is True else measure
         for chosen in request.search(best.plan.sequences, budget, top=top).plans:
             proof = known.get(chosen.plan) or request.prove(chosen)
-            fits = proof.memory <= machine.usable
-            known[chosen.plan] = request.measured(proof) if fits else proof
+            if proof is not None:
+                fits = proof.memory <= machine.usable
+                known[chosen.plan] = request.measured(proof) if fits else proof
         best = min(known.values(), key=lambda proof: proof.measured or math.inf)
+        request.compare([*known.values()])
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([dataclasses.asdict(proof) for proof in proofs], indent=2))
+        if measure and speeds:
+            speeds.write_text(json.dumps(request.slower))
     return request.fitted(proofs)
 
 
@@ -318,23 +347,28 @@ class _FitRequest:
         tx: Tx,
         options: dict[str, Any],
         asked: dict[str, Any],
+        zero: Zero | None = None,
+        param_specs: Tree = None,
     ):
         self.machine, self.options, self.asked = machine, options, asked
-        self.loss_fn, self.make_state, self.batch = loss_fn, make_state, batch
+        self.loss_fn, self.batch = loss_fn, batch
         self._made: dict[ParallelPlan, FittedPlan] = {}
-        check_batch(batch, machine.devices, 1)
+        self.slower = 1.0, 1.0  # than by the figures: operations, and all else
+        check_batch(batch, zero.num_devices if zero else machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError("no array of the batch has rows, which devices would share.")
         self.args = _args_of(make_state)
-        self.state = jax.eval_shape(make_state, *self.args)
+        # Metadata of parameters is of a mesh of one's own.
+        self.make_state = make_state if zero else lambda *args: _unboxed(make_state(*args))
+        self.state = jax.eval_shape(self.make_state, *self.args)
         params, _, self.tx = parts(self.state, tx)
         self.pair = tx is not None
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
         # The loss of parameters and a batch alone.
         model_state = options.get("model_state")
-        if model_state:  # statistics of a batch are not those of its micro-batches
-            asked["keep"].setdefault("microbatches", 1)
+        # Statistics of a batch are not those of its micro-batches.
+        self.fixed: dict[str, Any] = {"microbatches": 1} if model_state else {}
         if model_state is True:
             raise ValueError(
                 "fit needs the model state in the train state: model_state names its field."
@@ -351,14 +385,21 @@ class _FitRequest:
             total, weight, _, _ = loss.split(loss_fn(params, *args))
             return total / weight
 
-        self.model = TracedModel(mean_loss, lambda dtype: _as_zeros(params), batch)
+        init, own = lambda dtype: _as_zeros(params), {"zero": zero, "param_specs": param_specs}
+        self.model = TracedModel(mean_loss, init, batch, **own)
+        if zero:
+            replicas = zero.num_devices // zero.num_shards
+            self.fixed |= {"tensor": self.model.tensor, "replicas": replicas}
+        self.asked["keep"] = self.fixed | asked["keep"]
         _check_trace(self.model)
 
     def fingerprint(self, *more: Any) -> str:
         """Of all that a plan depends on."""
         trace = str(self.model.trace.graph.jaxpr)
-        known = trace, self.state, self.model.batch(self.model.size), self.machine, self.asked, more
-        text = repr((known, sorted(self.options), jax.__version__, __version__))
+        model = self.model
+        plain = trace, self.state, model.batch(model.size), model.zero, model.param_specs
+        versions = sorted(self.options), jax.__version__, __version__
+        text = repr((plain, self.machine, self.asked, more, versions))
         return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
     def search(
@@ -368,7 +409,10 @@ class _FitRequest:
         asked = self.asked | more
         if largest:
             asked["keep"] = asked["keep"] | {"microbatches": 1}
-        device = dataclasses.replace(self.machine.kind, memory=budget)
+        device, (computing, others) = self.machine.kind, self.slower
+        slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
+        speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
+        device = dataclasses.replace(device, memory=budget, **speeds)
         options = {"device": device, "headroom": 0.0, "top": top, **asked}
         target, found = self.machine.target, None
         while found is None or largest:
@@ -381,16 +425,27 @@ class _FitRequest:
                 break
         return found
 
-    def prove(self, chosen: ChosenPlan) -> Proof:
-        """Compiles the step of a plan, where this machine can."""
-        proof = Proof(chosen.plan, chosen.memory, chosen.memory, chosen.seconds.seconds)
+    def prove(self, chosen: ChosenPlan) -> Proof | None:
+        """Compiles the step of a plan, where this machine can.
+
+        None if its loss or its transformation cannot be updated in the backward pass.
+        """
+        took = chosen.seconds
+        operations = took.matmul + took.elementwise + took.overhead
+        proof = Proof(chosen.plan, chosen.memory, chosen.memory, took.seconds, operations)
         fitted = self.fitted([proof])
         if not isinstance(fitted.zero.mesh, jax.sharding.Mesh):
             return proof
         state = fitted.abstract_state(*self.args)
         batch = self.model.batch(chosen.plan.sequences)
         lower = lambda _: fitted.step.lower(state, batch, self.key)  # noqa: E731
-        _, memory = audited(lower, 0, self.machine.kind, {})
+        try:
+            _, memory = audited(lower, 0, self.machine.kind, {})
+        except ValueError:
+            if not chosen.plan.update_in_backward or "update_in_backward" in self.asked["keep"]:
+                raise
+            self.asked["update_in_backward"] = False
+            return None
         return dataclasses.replace(proof, memory=memory)
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
@@ -406,7 +461,10 @@ class _FitRequest:
 
     def _make(self, plan: ParallelPlan) -> FittedPlan:
         file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
-        zero = file.zero(self.machine.mesh(file.mesh_axes))
+        if self.model.zero:
+            zero = self.model.placed(dataclasses.replace(zero_of(plan), view=file.view))
+        else:
+            zero = file.zero(self.machine.mesh(file.mesh_axes))
         tx = transformation_of(plan, self.tx)
 
         def make_state(*args: Any) -> Any:
@@ -416,9 +474,11 @@ class _FitRequest:
             opt_state = tx.init(params_of(state))
             return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
 
-        loss, given = self.model.loss(plan.recompute, self.loss_fn), tx if self.pair else None
-        step = zero.train_step(loss, tx=given, microbatches=plan.microbatches, **self.options)
-        return FittedPlan(zero, given, make_state, step, self.machine, ())
+        loss, given = self.model.loss(file.recompute, self.loss_fn), tx if self.pair else None
+        fixed: Any = {"tx": given, "microbatches": plan.microbatches}
+        fixed |= {"update": "backward" if plan.update_in_backward else "after"}
+        step = zero.train_step(loss, **fixed, **self.options)
+        return FittedPlan(zero, given, make_state, step, self.machine, self.model.param_specs, ())
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
@@ -430,6 +490,19 @@ class _FitRequest:
         took = _of_all((time.perf_counter() - start) / _RUNS).max()  # all processes choose alike
         return dataclasses.replace(proof, measured=float(took))
 
+    def compare(self, proofs: Sequence[Proof]) -> None:
+        """Takes from steps that ran how much slower the machine is than by its figures."""
+        rows = [
+            (x.operations / x.measured, (x.predicted - x.operations) / x.measured)
+            for x in proofs
+            if x.measured
+        ]
+        # Relative errors; where plans do not tell them apart, both are as much slower.
+        matrix = np.array([*rows, (0.1, -0.1)])
+        both = np.linalg.lstsq(matrix, np.array([1.0] * len(rows) + [0.0]))[0]
+        both = np.maximum(both, both.max() / 10)
+        self.slower = self.slower[0] * float(both[0]), self.slower[1] * float(both[1])
+
     def nothing_fits(self, chosen: ChosenPlan, proof: Proof) -> NoPlanFits:
         """What is too much, by how much, and what would fit."""
         usable, count = self.machine.usable, proof.plan.sequences
@@ -440,7 +513,8 @@ class _FitRequest:
             f"too much; planned are {', '.join(f'{name} {size(n)}' for n, name in held)}."
         )
         # Slower choices, then lossy ones; the first of each that fits.
-        slower: list[Any] = [("keep={}", count, {"keep": {}})] * bool(self.asked["keep"])
+        slower: list[Any] = [("keep={}", count, {"keep": self.fixed})]
+        slower *= self.asked["keep"] != self.fixed
         slower += [("offload=True", count, {"offload": True})] * (not self.asked["offload"])
         fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
         slower += [(f"examples={n}", n, {}) for n in fewer]
@@ -465,6 +539,12 @@ def _as_zeros(tree: Tree, *, abstract: bool = False) -> Any:
         return x if real else jnp.zeros(x.shape, x.dtype)
 
     return jax.tree.map(zeros, tree)
+
+
+def _unboxed(state: Tree) -> Any:
+    """A state without the metadata of Flax linen, which names axes of another mesh."""
+    linen = sys.modules.get("flax.linen")
+    return linen.unbox(state) if linen else state
 
 
 def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
