@@ -12,27 +12,26 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType
 
 from optax_ext import STATE_FORMATS, __version__
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._zero import Tx, Zero
 from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import Printed, Table, check_choice, nearest, read_size, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of, zero_of
-from sharding.plan.machine import targets
-from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
+from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._fit_machine import FitMachine
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import HEADROOM, ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.step._checks import check_batch
@@ -57,52 +56,6 @@ class Proof:
     measured: float | None = None  #: seconds, where it ran
 
 
-class _FitMachine(NamedTuple):
-    target: str  # its name
-    devices: int
-    kind: DeviceKind  # its figures, with the memory that this process has
-    usable: float  # bytes of a device
-    runs: bool  # whether steps can run: it is this machine
-
-    @classmethod
-    def of(
-        cls,
-        target: str | None,
-        device: DeviceKind | None,
-        memory: float | str | None,
-        headroom: float,
-        zero: Zero | None,
-    ) -> "_FitMachine":
-        devices = [*zero.mesh.devices.flat] if zero else jax.devices()
-        memory = None if memory is None else read_size(memory, "memory: ")
-        name = target or _target_of(devices)
-        parsed = targets.parse(name, other_gpus=True)
-        if target and parsed.compiles:
-            targets.topology(name)  # before jax is used
-        kind = device or kind_of(name)
-        if kind is None and parsed.kind == "cpu":
-            # Figures of a core: times are compared with each other only.
-            kind = DeviceKind("cpu", memory or 0.0, 2e10, 1e11, 1e10, None, "none: any CPU")
-        if kind is None:
-            known = nearest(parsed.kind, list(KINDS))
-            raise ValueError(f"fit needs the figures of {name}: give device=, a DeviceKind{known}.")
-        if target is None and memory is None:
-            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        kind = dataclasses.replace(kind, memory=memory or kind.memory)
-        if not kind.memory > 0:
-            raise ValueError(f"fit needs the memory of a device of {name}: give memory= in bytes.")
-        runs = {*devices} <= {*jax.devices()} if target is None else parsed.kind == "cpu"
-        return cls(name, parsed.num_devices, kind, (1 - headroom) * kind.memory, runs)
-
-    def mesh(self, axes: Mapping[str, int]) -> Any:
-        sizes, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-        if self.runs:
-            return jax.make_mesh(sizes, tuple(axes), auto, devices=jax.devices()[: self.devices])
-        if targets.parse(self.target, other_gpus=True).compiles:
-            return targets.mesh(self.target, sizes, tuple(axes))
-        return jax.sharding.AbstractMesh(sizes, tuple(axes), auto)
-
-
 @dataclasses.dataclass(frozen=True)
 class FittedPlan(Printed):
     """What ``fit`` chose; ``str()`` says what else was compiled, and why it was not taken."""
@@ -111,7 +64,7 @@ class FittedPlan(Printed):
     tx: Tx  #: of a state that is a pair, in the plan's format
     make_state: Callable[..., Any]  #: makes the train state
     step: TrainStep  #: the step that was compiled
-    machine: _FitMachine  #: the machine
+    machine: FitMachine  #: the machine
     param_specs: Tree  #: of the parameters on other axes of a mesh of one's own
     proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
     notes: tuple[str, ...] = ()  #: what else is worth knowing
@@ -248,13 +201,14 @@ def fit(
       >>> metrics["loss"].shape
       ()
     """
+    is_placed = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
     share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
     some = isinstance(measure, bool) or _is_count(measure, 0)
     for value, valid, words in (
         (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
         (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
         (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
-        (zero, isinstance(zero, Zero | None), "zero must be a Zero"),
+        (zero, is_placed, "zero must be a Zero on a mesh of devices"),
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
         (offload, isinstance(offload, bool), "offload must be True or False"),
@@ -272,7 +226,7 @@ def fit(
     _check_step_options(options)
     asked = {"keep": dict(keep or {}), "offload": offload, "update_in_backward": True}
     asked |= _lossy(lossy)
-    machine = _FitMachine.of(target, device, memory, headroom, zero)
+    machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps, which {machine.target} does not: it only compiles.")
     own = zero, param_specs
@@ -340,7 +294,7 @@ class _FitRequest:
 
     def __init__(
         self,
-        machine: _FitMachine,
+        machine: FitMachine,
         loss_fn: Callable[..., Any],
         make_state: Callable[..., Any],
         batch: Batch,
@@ -591,22 +545,6 @@ def _lossy(names: Sequence[str]) -> dict[str, Any]:
     syncs = [name for name in names if name not in (*STATE_FORMATS, "stochastic")]
     weights = ("plain", "stochastic") if "stochastic" in names else ("plain",)
     return {"state_formats": (None, *formats), "weights": weights, "syncs": (None, *syncs)}
-
-
-def _target_of(devices: Sequence[jax.Device]) -> str:
-    """The name of the machine that devices are."""
-    first = devices[0]
-    kind = kind_of(first.device_kind)
-    name = kind.name if kind else re.sub(r"[^a-z0-9]+", "-", first.device_kind.lower()).strip("-")
-    if first.platform == "cpu":
-        return f"cpu:{len(devices)}"
-    if first.platform != "tpu":
-        return f"{name}x{len(devices)}"
-    columns: Any = zip(*(device.coords for device in devices), strict=True)
-    sizes = [len({*column}) for column in columns]
-    sizes = sorted(sizes[:2]) if name in ("v5e", "v6e") else sizes
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    return f"{name}:{'x'.join(map(str, sizes))}" + (f"*{slices}" if slices > 1 else "")
 
 
 def _check_trace(model: TracedModel) -> None:

@@ -429,7 +429,7 @@ LOSS, STATE, BATCH = small()
         ({"target": "cpu:16"}, "'cpu:16' was requested, 8 CPU devices were found"),
         ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
         ({"target": "h100x8", "measure": True}, "leave target out"),
-        ({"zero": 2}, "zero must be a Zero, got 2"),
+        ({"zero": 2}, "zero must be a Zero on a mesh of devices, got 2"),
         *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
         ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
         ({"model_state": True}, "names its field"),
