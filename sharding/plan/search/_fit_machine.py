@@ -34,7 +34,7 @@ class FitMachine(NamedTuple):
     ) -> "FitMachine":
         devices = [*zero.mesh.devices.flat] if zero else jax.devices()
         memory = None if memory is None else read_size(memory, "memory: ")
-        name = target or target_of(devices)
+        name = target or machine_name(devices)
         parsed = targets.parse(name, other_gpus=True)
         if target and parsed.compiles:
             targets.topology(name)  # before jax is used
@@ -62,7 +62,7 @@ class FitMachine(NamedTuple):
         return jax.sharding.AbstractMesh(sizes, tuple(axes), auto)
 
 
-def target_of(devices: Sequence[jax.Device]) -> str:
+def machine_name(devices: Sequence[jax.Device]) -> str:
     """The name of the machine that devices are."""
     first = devices[0]
     kind = kind_of(first.device_kind)
