@@ -485,5 +485,5 @@ class TracedCosts(PlanCosts):
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel
         )
         work *= plan.microbatches
-        layers = max(self.model.num_layers, 1)  # as many gathers
+        layers = max(self.model.trace.num_layers, 1)  # as many gathers
         return Passes(work, layers, params=sum(self._sizes) / plan.tensor)

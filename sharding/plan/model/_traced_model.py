@@ -252,19 +252,9 @@ class TracedModel:
         return Traced(*done, float(num_bytes(stored)), float(working))
 
     @property
-    def num_layers(self) -> int:
-        """How many the loss has; 0 where none is found."""
-        return self.trace.num_layers
-
-    @property
     def gathered_once(self) -> str:
         """Matches the paths of parameters outside of layers."""
         return f"^({'|'.join(map(re.escape, self.trace.outside))})$"
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether stage 3 gathers layers again where a backward pass computes nothing again."""
-        return self.trace.has_loops
 
     @functools.cached_property
     def names(self) -> set[str]:

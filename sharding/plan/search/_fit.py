@@ -41,7 +41,9 @@ from sharding.step._train_step import TrainStep
 
 # A faster plan is compiled only if it is predicted to save this share of a step.
 _WORTH = 0.02
-_RUNS = 3  # steps of a plan that are timed
+_RUNS = 5  # steps of a plan that are timed
+_MEASURED = 6  # plans that are run
+_WIDER = 1.5  # planned bytes of those that are compiled for that, beside those that fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +179,7 @@ def fit(
       offload: whether optimizer state may be in host memory.
       headroom: the share of a device's memory that stays free.
       measure: how many of the fastest plans to run, each for some steps on a state of its own; True
-        for 3. The one measured fastest is taken.
+        for 6. The one measured fastest is taken.
       folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
         that are there are not searched and compiled again.
       tries: how many plans to compile at most.
@@ -201,14 +203,14 @@ def fit(
       >>> metrics["loss"].shape
       ()
     """
-    is_placed = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
+    is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
     share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
     some = isinstance(measure, bool) or _is_count(measure, 0)
     for value, valid, words in (
         (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
         (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
         (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
-        (zero, is_placed, "zero must be a Zero on a mesh of devices"),
+        (zero, is_real, "zero must be a Zero on a mesh of devices"),
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
         (offload, isinstance(offload, bool), "offload must be True or False"),
@@ -221,8 +223,10 @@ def fit(
             raise ValueError(f"{words}, got {value!r}.")
     if measure and target is not None:
         raise ValueError("measure runs steps on the devices of this process: leave target out.")
-    if zero and target is not None:
-        raise ValueError("zero has the devices, in its mesh: leave target out.")
+    if zero and (target is not None or zero.sync):
+        raise ValueError(
+            "zero has devices in its mesh, and fit chooses: leave out target and sync."
+        )
     _check_step_options(options)
     asked = {"keep": dict(keep or {}), "offload": offload, "update_in_backward": True}
     asked |= _lossy(lossy)
@@ -272,14 +276,21 @@ def fit(
         raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
     known = {proof.plan: proof for proof in proofs}
     if measure:
-        budget, top = machine.usable * best.planned / best.memory, 3 if measure is True else measure
-        for chosen in request.search(best.plan.sequences, budget, top=top).plans:
+        # Programs may need less than planned; those that fit are run.
+        budget = _WIDER * machine.usable * best.planned / best.memory
+        top, ran = _MEASURED if measure is True else int(measure), [request.measured(best)]
+        known[best.plan] = ran[0]
+        for chosen in request.search(best.plan.sequences, budget, top=3 * top).plans:
+            if len(ran) == top:
+                break
             proof = known.get(chosen.plan) or request.prove(chosen)
-            if proof is not None:
-                fits = proof.memory <= machine.usable
-                known[chosen.plan] = request.measured(proof) if fits else proof
-        best = min(known.values(), key=lambda proof: proof.measured or math.inf)
-        request.compare([*known.values()])
+            if proof is None or proof in ran:
+                continue
+            if proof.memory <= machine.usable:
+                ran.append(proof := request.measured(proof))
+            known[proof.plan] = proof
+        best = min(ran, key=lambda proof: proof.measured or 0.0)
+        request.compare(ran)
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -436,20 +447,20 @@ class _FitRequest:
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted, start = self.fitted([proof]), 0.0
+        fitted, times = self.fitted([proof]), []
         state, batch = fitted.init(*self.args), fitted.put(_as_zeros(self.batch, abstract=True))
-        for i in range(_RUNS + 1):
-            start = start if i > 1 else time.perf_counter()  # the first one compiles
+        for _ in range(_RUNS + 1):
+            start = time.perf_counter()
             state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
-        took = _of_all((time.perf_counter() - start) / _RUNS).max()  # all processes choose alike
+            times.append(time.perf_counter() - start)
+        took = _of_all(min(times[1:])).max()  # the first one compiles; all processes choose alike
         return dataclasses.replace(proof, measured=float(took))
 
     def compare(self, proofs: Sequence[Proof]) -> None:
         """Takes from steps that ran how much slower the machine is than by its figures."""
         rows = [
-            (x.operations / x.measured, (x.predicted - x.operations) / x.measured)
+            (x.operations / (x.measured or 1.0), (x.predicted - x.operations) / (x.measured or 1.0))
             for x in proofs
-            if x.measured
         ]
         # Relative errors; where plans do not tell them apart, both are as much slower.
         matrix = np.array([*rows, (0.1, -0.1)])
