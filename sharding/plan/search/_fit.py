@@ -316,7 +316,7 @@ class _FitRequest:
         param_specs: Tree = None,
     ):
         self.machine, self.options, self.asked = machine, options, asked
-        self.loss_fn, self.batch = loss_fn, batch
+        self.loss_fn = loss_fn
         self._made: dict[ParallelPlan, FittedPlan] = {}
         self.slower = 1.0, 1.0  # than by the figures: operations, and all else
         check_batch(batch, zero.num_devices if zero else machine.devices, 1)
@@ -448,7 +448,8 @@ class _FitRequest:
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
         fitted, times = self.fitted([proof]), []
-        state, batch = fitted.init(*self.args), fitted.put(_as_zeros(self.batch, abstract=True))
+        batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
+        state = fitted.init(*self.args)
         for _ in range(_RUNS + 1):
             start = time.perf_counter()
             state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
@@ -458,13 +459,11 @@ class _FitRequest:
 
     def compare(self, proofs: Sequence[Proof]) -> None:
         """Takes from steps that ran how much slower the machine is than by its figures."""
-        rows = [
-            (x.operations / (x.measured or 1.0), (x.predicted - x.operations) / (x.measured or 1.0))
-            for x in proofs
-        ]
+        parts = [(x.operations, x.predicted - x.operations, x.measured) for x in proofs]
         # Relative errors; where plans do not tell them apart, both are as much slower.
-        matrix = np.array([*rows, (0.1, -0.1)])
-        both = np.linalg.lstsq(matrix, np.array([1.0] * len(rows) + [0.0]))[0]
+        rows = [(a / took, b / took, 1.0) for a, b, took in parts if took] + [(0.1, -0.1, 0.0)]
+        matrix = np.array(rows)
+        both = np.linalg.lstsq(matrix[:, :2], matrix[:, 2])[0]
         both = np.maximum(both, both.max() / 10)
         self.slower = self.slower[0] * float(both[0]), self.slower[1] * float(both[1])
 
@@ -496,14 +495,8 @@ class _FitRequest:
         return NoPlanFits(message, chosen)
 
 
-def _as_zeros(tree: Tree, *, abstract: bool = False) -> Any:
-    """Zeros in the place of arrays; if ``abstract``, of abstract ones alone."""
-
-    def zeros(x: Any) -> Any:
-        real = abstract and not isinstance(x, jax.ShapeDtypeStruct)
-        return x if real else jnp.zeros(x.shape, x.dtype)
-
-    return jax.tree.map(zeros, tree)
+def _as_zeros(tree: Tree) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
 def _unboxed(state: Tree) -> Any:

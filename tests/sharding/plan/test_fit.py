@@ -318,7 +318,7 @@ def test_a_plan_is_saved_once(tmp_path):
 
 def test_the_fastest_of_those_that_ran_is_taken(tmp_path):
     """What they took is kept, and makes the next prediction better."""
-    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path}
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "examples": 32}
     plan = fit(*small(), **options, measure=2)
     ran = [proof.measured for proof in plan.proofs if proof.measured]
     assert len(ran) == 2
