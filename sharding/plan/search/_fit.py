@@ -286,9 +286,9 @@ def fit(
             proof = known.get(chosen.plan) or request.prove(chosen)
             if proof is None or proof in ran:
                 continue
-            if proof.memory <= machine.usable:
-                ran.append(proof := request.measured(proof))
-            known[proof.plan] = proof
+            fits = proof.memory <= machine.usable
+            known[chosen.plan] = request.measured(proof) if fits else proof
+            ran += [known[chosen.plan]] * fits
         best = min(ran, key=lambda proof: proof.measured or 0.0)
         request.compare(ran)
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
