@@ -276,15 +276,18 @@ def fit(
         raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
     known = {proof.plan: proof for proof in proofs}
     if measure:
-        # Programs may need less than planned; those that fit are run.
+        # Programs may need less than planned; those that fit are run, one of those that differ in
+        # replicas alone.
         budget = _WIDER * machine.usable * best.planned / best.memory
         top, ran = _MEASURED if measure is True else int(measure), [request.measured(best)]
         known[best.plan] = ran[0]
-        for chosen in request.search(best.plan.sequences, budget, top=3 * top).plans:
+        for chosen in request.search(best.plan.sequences, budget, top=8 * top).plans:
             if len(ran) == top:
                 break
+            if any(_unreplicated(chosen.plan) == _unreplicated(x.plan) for x in ran):
+                continue
             proof = known.get(chosen.plan) or request.prove(chosen)
-            if proof is None or proof in ran:
+            if proof is None:
                 continue
             fits = proof.memory <= machine.usable
             known[chosen.plan] = request.measured(proof) if fits else proof
@@ -493,6 +496,10 @@ class _FitRequest:
                     message += f" With {words} a step is predicted to fit: {takes}."
                     break
         return NoPlanFits(message, chosen)
+
+
+def _unreplicated(plan: ParallelPlan) -> ParallelPlan:
+    return dataclasses.replace(plan, replicas=1, spread=False)
 
 
 def _as_zeros(tree: Tree) -> Any:
