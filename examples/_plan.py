@@ -1,13 +1,61 @@
-"""train_lm.py with --plan: the choices of a plan that ``python -m sharding search`` wrote."""
+"""train_lm.py with --plan: ``auto``, or what ``python -m sharding search`` wrote."""
 
 import argparse
+import pathlib
+from collections.abc import Callable
+from typing import Any
 
+import jax
 from _model import CONFIGS
 
-from sharding.plan import ParallelPlan, PlanFile
+import sharding as shd
+from sharding.plan import FittedPlan, ParallelPlan, PlanFile
 
 # The names of the script for the schedules of plans.
 _NAMES = {"aligned": "1f1b"} | {name: name for name in ("gpipe", "interleaved", "zb-h1", "zb-v")}
+
+
+# Options of steps that ``--plan auto`` does not make.
+_NOT_WITH_AUTO = (
+    *("pipeline", "schedule", "noise_scale", "peer_checkpoints", "update_in_backward", "view"),
+    "sync",
+)
+
+
+def not_with_auto(options: argparse.Namespace) -> str:
+    """The options that were given and ``--plan auto`` does not take."""
+    unset = (None, False, "dense")
+    given = (name for name in _NOT_WITH_AUTO if getattr(options, name) not in unset)
+    return ", ".join(f"--{name.replace('_', '-')}" for name in given)
+
+
+def choose_plan(
+    options: argparse.Namespace,
+    mesh: jax.sharding.Mesh,
+    loss_fn: Callable[..., Any],
+    make_state: Callable[..., Any],
+    batch: Any,
+    folder: pathlib.Path,
+) -> FittedPlan:
+    """The fastest step that fits the devices of a mesh, with what other options fix.
+
+    Raises:
+      ValueError: nothing fits, or nothing is known of the memory.
+    """
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and not options.memory:
+        raise ValueError("--plan auto on CPUs needs the memory of a device: give --memory.")
+    if not on_cpu and mesh.size != jax.device_count():
+        raise ValueError(f"--plan auto takes all devices: leave out --devices {mesh.size}.")
+    found = shd.plan.fit(
+        *(loss_fn, make_state, batch),
+        target=f"cpu:{mesh.size}" if on_cpu else None,
+        memory=options.memory,
+        keep=options.keep,
+        folder=folder,
+    )
+    options.stage, options.microbatches = found.plan.stage, found.plan.microbatches
+    return found
 
 
 def take_plan(options: argparse.Namespace) -> None:

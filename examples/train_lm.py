@@ -20,6 +20,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
   python examples/train_lm.py --peer-checkpoints                # a killed run loses no step
+  python examples/train_lm.py --plan auto --memory 8GiB         # the fastest plan that fits
   python examples/train_lm.py --plan plan.json                  # what optax-ext search chose
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
@@ -48,7 +49,7 @@ from _distributed import any_stop, ending_together, is_main, join, wait_for_all
 from _memory import plan_blocks, planned_logits
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
-from _plan import take_plan
+from _plan import choose_plan, not_with_auto, take_plan
 from _report import (
     Metrics,
     Progress,
@@ -158,7 +159,7 @@ def train(options, corpus, mesh, directory, stop):
         console.print(f"{directory} is finished. Give another --name to start a new run.")
         return json.loads((directory / "summary.json").read_text())
 
-    config = CONFIGS[options.config]
+    config, auto = CONFIGS[options.config], options.plan == "auto"
     zero = shd.Zero(
         mesh,
         stage=options.stage,
@@ -173,7 +174,7 @@ def train(options, corpus, mesh, directory, stop):
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
     names = jax.checkpoint_policies.save_only_these_names(*options.saved)
     policy = names if options.saved else None
-    block = Block if options.pipeline else zero.gathered(Block, policy=policy)
+    block = Block if options.pipeline or auto else zero.gathered(Block, policy=policy)
     if options.recompute and not options.pipeline:  # a pipeline gathers and computes its stages
         block = nn.remat(block, policy=policy)
     model = TransformerLM(config, block_class=block, table_class=embed)
@@ -198,12 +199,23 @@ def train(options, corpus, mesh, directory, stop):
         checkpoint_form = CheckpointForm(pipeline, make_state, key)
         make_state = functools.partial(make_state, form=pipeline.stack)
         param_specs = pipeline.param_specs(jax.eval_shape(make_state, key).params)
+    logits = functools.partial(apply_model, model)
+
+    def loss_fn(params, windows):
+        return token_losses(logits(params, windows[:, :-1]), windows).mean()
+
+    if auto:
+        windows = jax.ShapeDtypeStruct((options.batch_size, corpus.context + 1), jnp.int32)
+        try:
+            planned = choose_plan(options, mesh, loss_fn, make_state, windows, directory / "plans")
+        except ValueError as error:
+            raise UserError(error) from error
+        console.print(str(planned), soft_wrap=True)
+        zero, mesh = planned.zero, planned.zero.mesh
     sizes, stage_plan, expected_wire = show_plan(
         options, corpus, zero, make_state, pipeline, directory
     )
-
-    logits = functools.partial(apply_model, model)
-    if options.memory:
+    if options.memory and not auto:
         params = jax.eval_shape(make_state, key).params
         windows = options.batch_size // mesh.size // options.microbatches
         planned = plan_blocks(
@@ -214,9 +226,6 @@ def train(options, corpus, mesh, directory, stop):
         sizes["activation_bytes"] = planned.activations
         if options.stage == 3:  # blocks that run again are gathered again
             expected_wire = None
-
-    def loss_fn(params, windows):
-        return token_losses(logits(params, windows[:, :-1]), windows).mean()
 
     # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
     # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
@@ -234,6 +243,8 @@ def train(options, corpus, mesh, directory, stop):
     if pipeline:
         step = zero.train_step(pipeline.loss, weighted=True, snapshot=snapshots.store)
         evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
+    elif auto:
+        step, evaluate = planned.train_step(), zero.eval_step(loss_fn)
     else:
         step = zero.train_step(
             loss_fn,
@@ -559,9 +570,9 @@ def parse_args():
     add = parser.add_argument_group("devices; a run may resume on others").add_argument
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
-    add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
-    views = {"choices": ("device", "global"), "default": "device", "metavar": "VIEW"}
-    add("--view", **views, help="of the batch in the loss: device, global [%(default)s]")
+    add("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO [2]")
+    views = {"choices": ("device", "global"), "metavar": "VIEW"}
+    add("--view", **views, help="of the batch in the loss: device, global [device]")
     early = "update each layer once its gradient exists; --view global"
     add("--update-in-backward", action="store_true", help=early)
     add("--offload", action="store_true", help="optimizer state in host memory")
@@ -569,7 +580,8 @@ def parse_args():
     add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} [1f1b]")
     add("--microbatches", type=positive, metavar="N", help="in a step [1; 2 for each STAGE]")
-    add("--plan", type=pathlib.Path, metavar="FILE", help="a plan of python -m sharding search")
+    plan = "auto: the fastest that fits; none; or a FILE of optax-ext search [auto on GPU and TPU]"
+    add("--plan", metavar="PLAN", help=plan)
     return resolve(parser.parse_args())
 
 
@@ -579,7 +591,15 @@ def resolve(options):
         fail(f"--seed must not be negative, got {options.seed}.")
     options.layers, options.recompute = None, "stage" if options.pipeline else ""
     options.saved, options.replicas, options.spread = (), 1, False
-    if options.plan:
+    options.not_with_auto = not_with_auto(options)
+    if options.plan == "auto" and options.not_with_auto:
+        fail(f"--plan auto does not go with {options.not_with_auto}.")
+    given = {"stage": options.stage, "microbatches": options.microbatches}
+    options.keep = {name: value for name, value in given.items() if value is not None}
+    options.keep |= {"offload": True} if options.offload else {}
+    options.stage = 2 if options.stage is None else options.stage
+    options.view = options.view or "device"
+    if options.plan not in (None, "auto", "none"):
         try:
             take_plan(options)
         except (ValueError, OSError) as error:
@@ -615,25 +635,27 @@ def resolve(options):
     if options.compare is None:
         if options.learning_rate is None:
             options.learning_rate = tuned_learning_rate(options)
-        if not options.name:
-            options.name = f"{options.config}-{options.optimizer}-zero{options.stage}"
-            if options.state != "float32":
-                options.name += f"-{options.state}"
-            if options.sync != "dense":
-                options.name += f"-{options.sync}"
-            if options.view != "device":
-                options.name += f"-{options.view}"
-            if options.pipeline:
-                options.name += f"-pipeline{options.pipeline}"
         return options
     options.compare = options.compare.split(",")
-    options.name = options.name or f"{options.config}-compare"
     for name in options.compare:
         if name not in OPTIMIZERS:
             fail(f"--compare: no optimizer {name!r} (choose from {', '.join(OPTIMIZERS)}).")
     if options.learning_rate is not None:
         fail("--learning-rate is for one optimizer: with --compare each has its own.")
     return options
+
+
+def run_name(options):
+    """The name of the folder of a run."""
+    if options.name or options.compare:
+        return options.name or f"{options.config}-compare"
+    auto = options.plan == "auto"
+    parts = [options.config, options.optimizer, "auto" if auto else f"zero{options.stage}"]
+    parts += [options.state] * (options.state != "float32")
+    parts += [options.sync] * (options.sync != "dense")
+    parts += [options.view] * (options.view != "device")
+    parts += [f"pipeline{options.pipeline}"] if options.pipeline else []
+    return "-".join(parts)
 
 
 def check_pipeline(options, config):
@@ -720,6 +742,12 @@ def make_mesh(options):
     return jax.sharding.Mesh(grid, ("data", "pipe"), axis_types=auto)
 
 
+def is_planned(options, mesh):
+    """Whether a step is planned that nothing is said of: on accelerators that are known."""
+    kind = kind_of(mesh.devices.flat[0].device_kind)
+    return bool(kind and mesh.size == jax.device_count() and not options.not_with_auto)
+
+
 def fail(message):
     """Prints an error in one line and exits."""
     print(f"train_lm.py: error: {message}", file=sys.stderr)
@@ -729,7 +757,6 @@ def fail(message):
 def main():
     """Runs the command line."""
     options = parse_args()
-    directory = options.runs_dir / options.name
     try:
         if not jax.config.jax_compilation_cache_dir:  # resumed runs read their programs
             programs = options.runs_dir.absolute() / "programs"
@@ -739,6 +766,9 @@ def main():
         stop = catch_signals()  # after JAX, which also catches SIGTERM
         corpus = Corpus(options.data, CONFIGS[options.config].context)
         mesh = make_mesh(options)
+        if options.plan is None and is_planned(options, mesh):
+            options.plan = "auto"
+        directory = options.runs_dir / run_name(options)
         run = compare if options.compare else train
         summary = run(options, corpus, mesh, directory, stop)
     except (UserError, OverBudgetError, OSError) as error:

@@ -167,6 +167,8 @@ MISTAKES = {
     ("--pipeline", "4"): "has 4 groups of layers, but --config smoke has 2 layers",
     ("--pipeline", "2", "--state", "8bit"): "give --state float32",
     ("--pipeline", "2", "--memory", "1GiB"): "--memory is for runs without --pipeline",
+    ("--plan", "auto"): "on CPUs needs the memory of a device: give --memory",
+    ("--plan", "auto", "--sync", "zen"): "--plan auto does not go with --sync",
     ("--memory", "lots"): "expected bytes, or a text such as '8GiB', got 'lots'",
 }
 
@@ -322,6 +324,7 @@ def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, optio
     runs = {"plan": ("--plan", "plan.json"), "options": options}
     runs |= {"global": (*options, "--view", "global")}
     runs |= {"backward": (*options, "--update-in-backward")}
+    runs |= {"auto": (*options, "--plan", "auto", "--memory", "1GiB")}
     for name, given in runs.items():
         succeed(tmp_path, text, "--steps", "6", "--name", name, "--batch-size", "8", *given)
     plan, *others = (column(tmp_path, "loss", name) for name in runs)

@@ -28,7 +28,8 @@ def model_of(text: str | None, dtype: DType, length: int | None) -> tuple[Any, A
     model: AnyModel | None = MODELS.get(text)
     params = None
     if ":" in text:
-        with users_code(f"--model {text} must make parameters without arguments, but failed"):
+        kinds = "a TracedModel(loss, init, batch), or a function that makes parameters"
+        with users_code(f"--model {text} must be {kinds}, but failed"):
             model, params = _made_model(load(text, "--model"))
     if isinstance(model, Decoder):
         if length and model.biased and length > model.length:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import numbers
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -88,6 +89,25 @@ def document(
 def size(nbytes: float) -> str:
     """Bytes in binary units, three digits: ``1.50 GiB``."""
     return _in_units(float(nbytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def read_size(value: Any, name: str = "") -> float:
+    """Reads a number of bytes of something, or a text such as ``"8GiB"``.
+
+    >>> read_size("1.5KiB")
+    1536.0
+    """
+    text = value.upper() if isinstance(value, str) else ""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", text)
+    if match is None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise ValueError(f"{name}expected bytes, or a text such as '8GiB', got {value!r}.")
+    number = float(match[1]) * _UNITS[match[2] or ""] if match else float(value)
+    if not number > 0:
+        raise ValueError(f"{name}bytes must be above 0, got {value!r}.")
+    return number
 
 
 def count(value: float) -> str:

@@ -5,7 +5,6 @@ in ``_stack_plan.py`` for a scanned stack of equal blocks.
 """
 
 import numbers
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, overload
 
@@ -14,7 +13,7 @@ import jax
 from sharding._types import Array, Tree
 from sharding._user_line import warn
 from sharding.plan import targets
-from sharding.plan._format import size
+from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._block_costs import (
@@ -38,8 +37,6 @@ from sharding.remat._choose_saved_names import (
 )
 from sharding.remat._remat_plan import Frontier
 from sharding.remat._stack_plan import Candidate, Stack, StackPlan
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
@@ -175,21 +172,12 @@ def in_bytes(budget: Budget) -> float:
     """
     if isinstance(budget, Plan):
         return _left_by(budget)
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
-        if match is None:
-            raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
-        nbytes = float(match[1]) * _UNITS[match[2] or ""]
-    elif isinstance(budget, numbers.Real):
-        nbytes = float(budget)
-    else:
+    if not isinstance(budget, str | numbers.Real):
         raise ValueError(
             f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
             f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
         )
-    if not nbytes > 0:
-        raise ValueError(f"a budget must be above 0, got {budget!r}.")
-    return nbytes
+    return read_size(budget)
 
 
 def _left_by(planned: Plan) -> float:

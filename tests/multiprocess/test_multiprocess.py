@@ -32,9 +32,10 @@ def test_equals_one_process(tmp_path, processes, count, cases):
     for case in cases:
         results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{case}-?.json"))]
         assert len(results) == count
-        losses, compiled, expected = worker.train(case)
+        losses, compiled, expected, _ = worker.train(case)
         for result in results:
             assert result["losses"] == results[0]["losses"]
+            assert result["plan"] == results[0]["plan"]
             assert result["compiled"] == compiled == 0
         tolerance = TOLERANCE[case.split("-")[2]]
         np.testing.assert_allclose(results[0]["losses"], losses, rtol=tolerance)

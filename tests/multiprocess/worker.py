@@ -89,7 +89,18 @@ def train(case):
         params = jax.tree.leaves(zero.full_params(state))
         gather = jax.jit(lambda x: x, out_shardings=NamedSharding(zero.mesh, PartitionSpec()))
         opt_state = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(gather(state[1]))]
-    return losses, sum(done > 0 for done in compiled), params + opt_state
+        chosen = chosen_plan(tx, jnp.dtype(dtype)) if tiny and not spanned else ""
+    return losses, sum(done > 0 for done in compiled), params + opt_state, chosen
+
+
+def chosen_plan(tx, dtype):
+    """What ``fit`` chose by running steps, on all processes; its step runs."""
+    options = {"tx": tx, "memory": "1GiB", "measure": 2}
+    batch = model.batch(0)
+    plan = shd.plan.fit(tiny_loss, tiny_state(tx, dtype), batch, **options)
+    _, metrics = plan.train_step()(plan.init(), plan.put(batch))
+    assert metrics["loss"] > 0
+    return str(plan)
 
 
 def main(folder, *cases):
@@ -98,8 +109,8 @@ def main(folder, *cases):
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     assert jax.process_count() == processes
     for case in cases:
-        losses, compiled, state = train(case)
-        result = {"losses": losses, "compiled": compiled}
+        losses, compiled, state, plan = train(case)
+        result = {"losses": losses, "compiled": compiled, "plan": plan}
         path = folder / f"{case}-{jax.process_index()}.json"
         path.write_text(json.dumps(result))
         if jax.process_index() == 0:

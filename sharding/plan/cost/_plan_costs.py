@@ -331,12 +331,16 @@ class PlanCosts:
         return stage_plan(
             self.model.abstract(self.dtype),
             self._tx(plan.state_format, plan.weights),
-            zero_of(plan),
+            self.zero(plan),
             param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
             microbatches=plan.microbatches,
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
         )
+
+    def zero(self, plan: ParallelPlan) -> Zero:
+        """What places the arrays of a plan without a pipeline."""
+        return zero_of(plan)
 
     def _rows(self, plan: ParallelPlan, rows: float) -> StagePlan:
         """ZeRO over the replicas of the stages of a pipeline, which have so many layers each."""
@@ -448,7 +452,7 @@ class TracedCosts(PlanCosts):
 
     model: Any  # a TracedModel
 
-    def traced(self, size: int, recompute: str) -> Traced:
+    def traced(self, size: float, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
         devices = self.machine.num_devices
         one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (1, 2))
@@ -456,7 +460,11 @@ class TracedCosts(PlanCosts):
         return Traced(*(max(2 * a - b, 0.0) + size * (b - a) / devices for a, b in each))
 
     def flops(self, sequences: int) -> float:
-        return self.traced(sequences // self.machine.num_devices, "none").flops
+        return self.traced(sequences / self.machine.num_devices, "none").flops
+
+    def zero(self, plan: ParallelPlan) -> Zero:
+        zero: Zero = self.model.placed(zero_of(plan))
+        return zero
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         names = self.model.names
@@ -469,14 +477,14 @@ class TracedCosts(PlanCosts):
         return tuple(form for form in recompute if form in kinds.values())
 
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced, kept = (self.traced(n, plan.recompute) for n in (plan.microbatch, 0))
+        traced, kept = (self.traced(n, plan.recompute) for n in (plan.microbatch / plan.tensor, 0))
         return Activations(traced.stored - kept.stored, traced.working, copied=kept.stored)
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        traced = self.traced(plan.microbatch, plan.recompute)
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
         products = traced.flops / unit.flops + traced.touched / unit.bandwidth
         kernels = round(_KERNELS * traced.products)
@@ -484,5 +492,5 @@ class TracedCosts(PlanCosts):
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel
         )
         work *= plan.microbatches
-        layers = max(self.model.num_layers, 1)  # as many gathers
-        return Passes(work, layers, params=sum(self._sizes))
+        layers = max(self.model.trace.num_layers, 1)  # as many gathers
+        return Passes(work, layers, params=sum(self._sizes) / plan.tensor)

@@ -26,11 +26,22 @@ Run = Callable[[list[Any], Any], list[Any]]
 
 
 class Layer(NamedTuple):
-    """A layer, and the parameters that it reads by their numbers: of loops, stacks of them."""
+    """A layer, or the body of a loop over some."""
 
     run: Run
-    params: tuple[int, ...]
+    args: tuple[list[Any], Any]  # the types of what it is called with
     times: int  # how often it runs, each time with other parameters
+    code: str  # equal for layers that compute alike
+
+
+class _Part(NamedTuple):
+    """Equations that are a layer."""
+
+    begin: int  # the first of them
+    end: int  # the one after the last
+    layer: Layer
+    params: set[int]  # that it reads
+    enter: Callable[[Run, dict[int, Any]], None]  # adds its results to values
 
 
 class LossTrace:
@@ -46,96 +57,58 @@ class LossTrace:
             return fn(*given.unflatten(inputs))
 
         self.graph = Graph(on_inputs, inputs, [True] * len(inputs), exact=True)
-        self.equations = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
+        self.eqns = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
         trained = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named]
-        loops = find_loops(self.graph, trained)
-        self.loops = {loop.eqn.results: loop for loop in loops}
-        self.num_layers = sum(loop.eqn.params["length"] for loop in loops)
-        own = {i for loop in loops for i in loop.params}
-        if not own:
-            self.numbered = _Numbered(self.graph, self.equations, names)
-            self.num_layers = len(self.numbered.layers)
-            own = {i for each in self.numbered.layers for i in self.numbered.params_of(*each)}
+        loops = {loop.eqn.results: loop for loop in find_loops(self.graph, trained)}
+        self.has_loops, self.moves = bool(loops), list[Equation]()
+        if loops:
+            found = [(i, loops.get(eqn.results)) for i, eqn in enumerate(self.eqns)]
+            self.parts = [_loop_part(self.graph, loop, i) for i, loop in found if loop]
+        else:
+            self._move_params(len(names))
+            self.parts = [self._numbered_part(*ends) for ends in self._numbered(names)]
+        own = {i for part in self.parts for i in part.params}
         self.outside = [name for i, name in enumerate(names) if i not in own]  # of all layers
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [part.layer for part in self.parts]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.times for layer in self.layers)
 
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
         values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
-        if self.loops:
-            for eqn in self.equations:
-                if eqn.results in self.loops:
-                    outs = _run_loop(wrap, self.loops[eqn.results], values)
-                    values |= zip(eqn.results, outs, strict=True)
-                else:
-                    evaluate([eqn], values)
-        else:
-            self.numbered.run(values, wrap)
+        evaluate(self.moves, values)
+        done = 0
+        for part in self.parts:
+            evaluate(self.eqns[done : part.begin], values)
+            part.enter(wrap(part.layer), values)
+            done = part.end
+        evaluate(self.eqns[done:], values)
         return jax.tree.unflatten(self.graph.out_treedef, [values[v] for v in self.graph.outputs])
 
+    # --- Layers with numbers ----------------------------------------------------------------------
 
-def _run_loop(wrap: Callable[[Layer], Run], loop: LayerScan, values: dict[int, Any]) -> list[Any]:
-    """The results of a loop over layers."""
-    carried, options = loop.carried, loop.eqn.params
-    operands = {k: values[v] for k, v in loop.others.items()}
-    consts = {k: x for k, x in operands.items() if k < carried.start}
-    slices = {k: x for k, x in operands.items() if k >= carried.stop}
+    def _move_params(self, count: int) -> None:
+        """Divides equations into those that cast or move parameters, which run first, and others.
 
-    def run(params: list[Any], rest: Any) -> list[Any]:
-        own = dict(zip(loop.params, params, strict=True))
-        return loop.layer(lambda number, held, tap=None: held, own, {}, rest)
-
-    layer = wrap(Layer(run, tuple(loop.params), options["length"]))
-
-    def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], list[Any]]:
-        params, slices = x
-        out = list(layer(params, consts | carry | slices))
-        return dict(zip(carried, out, strict=False)), out[len(carried) :]
-
-    xs = [values[i] for i in loop.params], slices
-    order = {key: options[key] for key in ("reverse", "unroll")}
-    carry, outs = lax.scan(step, {k: operands[k] for k in carried}, xs, **order)
-    return [*carry.values(), *outs]
-
-
-# --- Layers with numbers --------------------------------------------------------------------------
-
-
-class _Numbered:
-    """The equations of a loss between those of one number and those of the next."""
-
-    def __init__(self, graph: Graph, equations: list[Equation], names: list[str]):
-        self.graph = graph
-        # Parameters, also where they are cast or moved, which is done before everything else.
-        self.params = dict(enumerate(range(len(names))))
-        self.moves, self.eqns = [], []
-        for eqn in equations:
-            moved = [self.params.get(v) for v in eqn.operands if v not in graph.constants]
+        Values that are parameters, moved or not, are ``params``.
+        """
+        self.params, eqns = dict(enumerate(range(count))), self.eqns
+        self.eqns = []
+        for eqn in eqns:
+            moved = [self.params.get(v) for v in eqn.operands if v not in self.graph.constants]
             if eqn.primitive.name in MOVES and len(moved) == 1 and moved[0] is not None:
                 self.params[eqn.results[0]] = moved[0]
                 self.moves.append(eqn)
             else:
                 self.eqns.append(eqn)
-        self.layers = self._layers(names)
 
-    def run(self, values: dict[int, Any], wrap: Callable[[Layer], Run]) -> None:
-        """Adds all values of the loss."""
-        evaluate(self.moves, values)
-        done = 0
-        for begin, end in [*self.layers, (len(self.eqns), len(self.eqns))]:
-            evaluate(self.eqns[done:begin], values)
-            if begin < end:
-                self._run_layer(begin, end, values, wrap)
-            done = end
-
-    def params_of(self, begin: int, end: int) -> set[int]:
-        """The parameters of a layer."""
-        reads = (v for eqn in self.eqns[begin:end] for v in eqn.operands)
-        return {self.params[v] for v in reads if v in self.params}
-
-    def _run_layer(
-        self, begin: int, end: int, values: dict[int, Any], wrap: Callable[[Layer], Run]
-    ) -> None:
-        eqns, constants = self.eqns[begin:end], self.graph.constants
+    def _numbered_part(self, begin: int, end: int) -> _Part:
+        eqns, constants, types = self.eqns[begin:end], self.graph.constants, self.graph.types
         made = {v for eqn in eqns for v in eqn.results}
         reads = dict.fromkeys(v for eqn in eqns for v in eqn.operands if v not in made)
         own = [v for v in reads if v in self.params]
@@ -148,11 +121,26 @@ class _Numbered:
             evaluate(eqns, values)
             return [values[v] for v in outs]
 
-        layer = wrap(Layer(run, tuple(self.params[v] for v in own), 1))
-        results = layer([values[v] for v in own], [values[v] for v in others])
-        values |= zip(outs, results, strict=True)
+        def enter(layer: Run, values: dict[int, Any]) -> None:
+            results = layer([values[v] for v in own], [values[v] for v in others])
+            values |= zip(outs, results, strict=True)
 
-    def _layers(self, names: list[str]) -> list[tuple[int, int]]:
+        # Values by the order of their first use.
+        number = {v: i for i, v in enumerate(dict.fromkeys([*reads, *sorted(made)]))}
+        code = [
+            (
+                eqn.primitive,
+                eqn.params,
+                *([number[v] for v in x] for x in (eqn.operands, eqn.results)),
+            )
+            for eqn in eqns
+        ]
+        text = str((code, [types[v] for v in reads], [number[v] for v in outs]))
+        params, rest = ([types[v].update(sharding=None) for v in x] for x in (own, others))
+        layer = Layer(run, (params, rest), 1, re.sub(r"0x[0-9a-f]+", "", text))
+        return _Part(begin, end, layer, {self.params[v] for v in own}, enter)
+
+    def _numbered(self, names: list[str]) -> list[tuple[int, int]]:
         """The first equation of each layer, and the one after its last."""
         first: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -187,10 +175,43 @@ class _Numbered:
 
     def _live_bytes(self) -> list[float]:
         """Bytes of values that are computed before each equation, and read from it on."""
-        live = [0.0] * (len(self.eqns) + 1)
         made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.results}
         read = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.operands}  # the last one
+        changes = [0.0] * (len(self.eqns) + 2)
         for x in made.keys() & read.keys():
-            for i in range(made[x] + 1, read[x] + 1):
-                live[i] += num_bytes(self.graph.types[x])
-        return live
+            changes[made[x] + 1] += num_bytes(self.graph.types[x])
+            changes[read[x] + 1] -= num_bytes(self.graph.types[x])
+        return list(itertools.accumulate(changes))
+
+
+def _loop_part(graph: Graph, loop: LayerScan, at: int) -> _Part:
+    """A loop over layers, which is one equation."""
+    carried, options = loop.carried, loop.eqn.params
+
+    def of_layer(k: int, v: int) -> Any:
+        shape = graph.types[v].shape[1:] if k >= carried.stop else graph.types[v].shape
+        return graph.types[v].update(shape=shape, sharding=None)
+
+    def run(params: list[Any], rest: Any) -> list[Any]:
+        own = dict(zip(loop.params, params, strict=True))
+        return loop.layer(lambda number, held, tap=None: held, own, {}, rest)
+
+    def enter(layer: Run, values: dict[int, Any]) -> None:
+        operands = {k: values[v] for k, v in loop.others.items()}
+        consts = {k: x for k, x in operands.items() if k < carried.start}
+        slices = {k: x for k, x in operands.items() if k >= carried.stop}
+
+        def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], list[Any]]:
+            params, slices = x
+            out = list(layer(params, consts | carry | slices))
+            return dict(zip(carried, out, strict=False)), out[len(carried) :]
+
+        xs = [values[i] for i in loop.params], slices
+        order = {key: options[key] for key in ("reverse", "unroll")}
+        carry, outs = lax.scan(step, {k: operands[k] for k in carried}, xs, **order)
+        values |= zip(loop.eqn.results, [*carry.values(), *outs], strict=True)
+
+    params = [of_layer(carried.stop, i) for i in loop.params]
+    rest = {k: of_layer(k, v) for k, v in loop.others.items()}
+    layer = Layer(run, (params, rest), options["length"], f"loop {at}")
+    return _Part(at, at + 1, layer, {*loop.params}, enter)

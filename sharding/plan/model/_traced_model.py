@@ -84,6 +84,7 @@ def work_of_equation(
     return Work(0.0, others)
 
 
+@functools.lru_cache(maxsize=1024)
 def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
     total = Work(0.0, 0.0)
     for eqn in jaxpr.eqns:
@@ -159,13 +160,34 @@ class TracedModel:
     init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
     example: Any  #: a batch, real or abstract: how many examples it has does not matter
     tokens: int = 1  #: of one example
+    zero: Any = None  #: a ``Zero`` of one's own, whose mesh and axes plans keep
+    param_specs: Any = None  #: of the parameters on the other axes of its mesh
 
-    # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
-    layers = heads = kv_heads = hidden = 1
+    layers = 1  # to plans, which no pipeline shares
 
     def __post_init__(self) -> None:
-        for name in ("abstract", "traced", "calls", "_trace"):  # by this object alone
+        for name in ("abstract", "traced", "_trace"):  # by this object alone
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
+
+    @property
+    def tensor(self) -> int:
+        """Devices of the other axes of the mesh, which share each layer."""
+        return self.zero.mesh.size // self.zero.num_devices if self.zero else 1
+
+    heads = kv_heads = hidden = tensor
+
+    def specs(self, axis: str = "", shards: int = 1) -> Any:
+        """Those of the parameters, whatever a plan names the axis."""
+        return self.param_specs
+
+    def shards_of_tokens(self, shards: int) -> int:
+        return shards
+
+    def placed(self, zero: Any) -> Any:
+        """The ``Zero`` of a plan, on the mesh of one's own if there is one."""
+        names = ("stage", "shard_state_over_replicas", "offload", "sync", "view")
+        fields = {name: getattr(zero, name) for name in names}
+        return dataclasses.replace(self.zero, **fields) if self.zero else zero
 
     def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
@@ -207,8 +229,11 @@ class TracedModel:
 
     def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
-        wrap, args = self._recomputing(recompute), self._args(size, dtype)
-        run = functools.partial(self._trace(size, jnp.dtype(dtype)).run, wrap)
+        args, trace = self._args(size, dtype), self._trace(size, jnp.dtype(dtype))
+        # Layers that compute alike are traced once.
+        once = {layer.code: layer for layer in trace.layers}
+        runs = {code: jax.jit(self._recomputing(recompute)(once[code])) for code in once}
+        run = functools.partial(trace.run, lambda layer: runs[layer.code])
 
         def passes(params: Tree, batch: Batch) -> Any:
             loss, vjp = jax.vjp(lambda params: run(params, batch), params)
@@ -218,44 +243,18 @@ class TracedModel:
         work, stored = work_of_jaxpr(closed.jaxpr, _UNIT), _no_matrices(kept, args[0])
         # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
         # what layers store, of which scans have one layer at a time.
-        calls = self.calls(size, dtype)
-        stacked = {x.shape for call in calls for x in stored_by(call.layer.run, *call.args)}
+        layers = once.values()
+        stacked = {x.shape for layer in layers for x in stored_by(layer.run, *layer.args)}
         others = [x for x in stored if x.shape[1:] not in stacked]
-        of_layers = [self._temporaries(call, recompute) for call in calls]
+        of_layers = [self._temporaries(layer, recompute) for layer in layers]
         working = max([*map(num_bytes, others), *of_layers], default=0)
         done = work.flops, work.products, work.touched, work.seconds
         return Traced(*done, float(num_bytes(stored)), float(working))
-
-    def calls(self, size: int, dtype: DType) -> list["Call"]:
-        """The layers of the loss of so many examples, one of those that are called alike."""
-        calls: dict[Any, Call] = {}
-
-        def wrap(layer: Layer) -> Run:
-            def run(params: list[Any], rest: Any) -> list[Any]:
-                args = jax.tree.map(lambda x: x.aval.update(sharding=None), (params, rest))
-                calls.setdefault(str((layer.times, args)), Call(layer, args))
-                return layer.run(params, rest)
-
-            return run
-
-        run = functools.partial(self._trace(size, jnp.dtype(dtype)).run, wrap)
-        jax.eval_shape(run, *self._args(size, dtype))
-        return [*calls.values()]
-
-    @property
-    def num_layers(self) -> int:
-        """How many the loss has; 0 where none is found."""
-        return self.trace.num_layers
 
     @property
     def gathered_once(self) -> str:
         """Matches the paths of parameters outside of layers."""
         return f"^({'|'.join(map(re.escape, self.trace.outside))})$"
-
-    @property
-    def gathers_again(self) -> bool:
-        """Whether stage 3 gathers layers again where a backward pass computes nothing again."""
-        return bool(self.trace.loops)
 
     @functools.cached_property
     def names(self) -> set[str]:
@@ -287,25 +286,18 @@ class TracedModel:
             return policies.dots_with_no_batch_dims_saveable
         return policies.save_only_these_names(*PRESETS[recompute][0])
 
-    def _temporaries(self, call: "Call", recompute: str) -> float:
+    def _temporaries(self, layer: Layer, recompute: str) -> float:
         """Bytes of temporaries of the backward pass of a layer."""
         # The gradient of the largest array; where it is computed again, also what products read and
         # write, without what is saved.
-        run = call.layer.run
+        run, args = layer.run, layer.args
         if recompute == "none":
-            return max(map(num_bytes, stored_by(run, *call.args)), default=0)
-        products = products_of(run, *call.args)
-        inputs = stored_by(jax.checkpoint(run), *call.args)
-        saved = stored_by(jax.checkpoint(run, policy=self._policy(recompute)), *call.args)
+            return max(map(num_bytes, stored_by(run, *args)), default=0)
+        products = products_of(run, *args)
+        inputs = stored_by(jax.checkpoint(run), *args)
+        saved = stored_by(jax.checkpoint(run, policy=self._policy(recompute)), *args)
         kept = num_bytes(saved) - num_bytes(inputs)
         return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
-
-
-class Call(NamedTuple):
-    """A layer and the types of what it is called with."""
-
-    layer: Layer
-    args: tuple[list[Any], Any]  # its parameters, and all else
 
 
 AnyModel = Decoder | TracedModel

@@ -6,31 +6,32 @@ import hashlib
 import inspect
 import json
 import math
+import numbers
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType
 
 from optax_ext import STATE_FORMATS, __version__
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._zero import Tx, Zero
 from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
-from sharding.plan.cost._plan_costs import transformation_of
-from sharding.plan.machine import targets
-from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.cost._plan_costs import transformation_of, zero_of
+from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._fit_machine import FitMachine
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import HEADROOM, ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.step._checks import check_batch
@@ -40,7 +41,9 @@ from sharding.step._train_step import TrainStep
 
 # A faster plan is compiled only if it is predicted to save this share of a step.
 _WORTH = 0.02
-_RUNS = 3  # steps of a plan that are timed
+_RUNS = 5  # steps of a plan that are timed
+_MEASURED = 6  # plans that are run
+_WIDER = 1.5  # planned bytes of those that are compiled for that, beside those that fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,45 +54,8 @@ class Proof:
     planned: float  #: bytes of a device
     memory: float  #: bytes of a device in its program; infinite where the compiler had too few
     predicted: float  #: seconds
+    operations: float  #: of these, what computing takes
     measured: float | None = None  #: seconds, where it ran
-
-
-class _FitMachine(NamedTuple):
-    target: str  # its name
-    devices: int
-    kind: DeviceKind  # its figures, with the memory that this process has
-    usable: float  # bytes of a device
-    runs: bool  # whether steps can run: it is this machine
-
-    @classmethod
-    def of(
-        cls, target: str | None, device: DeviceKind | None, memory: float | None, headroom: float
-    ) -> "_FitMachine":
-        name = target or _target_of(jax.devices())
-        parsed = targets.parse(name, other_gpus=True)
-        if target and parsed.compiles:
-            targets.topology(name)  # before jax is used
-        kind = device or kind_of(name)
-        if kind is None and parsed.kind == "cpu":
-            # Figures of a core: times are compared with each other only.
-            kind = DeviceKind("cpu", memory or 0.0, 2e10, 1e11, 1e10, None, "none: any CPU")
-        if kind is None:
-            raise ValueError(f"fit needs the figures of {name}: give device=, a DeviceKind.")
-        if target is None and memory is None:
-            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        kind = dataclasses.replace(kind, memory=memory or kind.memory)
-        if not kind.memory > 0:
-            raise ValueError(f"fit needs the memory of a device of {name}: give memory= in bytes.")
-        runs = target is None or parsed.kind == "cpu"
-        return cls(name, parsed.num_devices, kind, (1 - headroom) * kind.memory, runs)
-
-    def mesh(self, axes: Mapping[str, int]) -> Any:
-        sizes, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-        if self.runs:
-            return jax.make_mesh(sizes, tuple(axes), auto, devices=jax.devices()[: self.devices])
-        if targets.parse(self.target, other_gpus=True).compiles:
-            return targets.mesh(self.target, sizes, tuple(axes))
-        return jax.sharding.AbstractMesh(sizes, tuple(axes), auto)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +66,8 @@ class FittedPlan(Printed):
     tx: Tx  #: of a state that is a pair, in the plan's format
     make_state: Callable[..., Any]  #: makes the train state
     step: TrainStep  #: the step that was compiled
-    machine: _FitMachine  #: the machine
+    machine: FitMachine  #: the machine
+    param_specs: Tree  #: of the parameters on other axes of a mesh of one's own
     proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
     notes: tuple[str, ...] = ()  #: what else is worth knowing
 
@@ -117,11 +84,12 @@ class FittedPlan(Printed):
     def init(self, *args: Any) -> Any:
         """The train state of the arguments of ``make_state``, such as a key; see ``Zero.init``."""
         self._check_here()
-        return self.zero.init(self.make_state, *args, tx=self.tx)
+        return self.zero.init(self.make_state, *args, tx=self.tx, param_specs=self.param_specs)
 
     def abstract_state(self, *args: Any) -> Any:
         """Its types and shardings, into which a checkpoint of any plan is restored."""
-        return self.zero.abstract_state(self.make_state, *args, tx=self.tx)
+        options = {"tx": self.tx, "param_specs": self.param_specs}
+        return self.zero.abstract_state(self.make_state, *args, **options)
 
     def put(self, batch: Batch) -> Any:
         """Places a batch of all devices, as each process has it; see ``Zero.put``."""
@@ -169,9 +137,11 @@ def fit(
     tx: Tx = None,
     examples: int | str | None = None,
     target: str | None = None,
-    memory: float | None = None,
+    memory: float | str | None = None,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
+    zero: Zero | None = None,
+    param_specs: Tree = None,
     lossy: Sequence[str] = (),
     offload: bool = True,
     headroom: float = HEADROOM,
@@ -195,17 +165,21 @@ def fit(
       examples: of all devices in a step; None: those of ``batch``. ``"largest"``: the most, in
         powers of two times the devices, that fit without micro-batches.
       target: a machine by name, to plan and compile for; None: the devices of this process group.
-      memory: bytes of a device, where they are not known or others share it.
+      memory: bytes of a device, or a text such as ``"8GiB"``, where they are not known or others
+        share it.
       device: figures of a device that is not known.
       keep: values that plans must have, as for ``search``. A loss that couples examples needs
         ``{"microbatches": 1}``, which is kept with a ``model_state``: else its micro-batches have
         another loss.
+      zero: a ``Zero`` on a mesh of one's own, which plans keep with its axes, dtypes and whatever
+        else they do not choose: they do stage, offload, sync and whether replicas share state.
+      param_specs: of the parameters on other axes of that mesh; None takes their metadata.
       lossy: what may approximate the step: formats of ``optax_ext.STATE_FORMATS``, ``"stochastic"``
         rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``.
       offload: whether optimizer state may be in host memory.
       headroom: the share of a device's memory that stays free.
       measure: how many of the fastest plans to run, each for some steps on a state of its own; True
-        for 3. The one measured fastest is taken.
+        for 6. The one measured fastest is taken.
       folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
         that are there are not searched and compiled again.
       tries: how many plans to compile at most.
@@ -229,26 +203,57 @@ def fit(
       >>> metrics["loss"].shape
       ()
     """
+    is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
+    share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
+    some = isinstance(measure, bool) or _is_count(measure, 0)
+    for value, valid, words in (
+        (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
+        (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
+        (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
+        (zero, is_real, "zero must be a Zero on a mesh of devices"),
+        (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
+        (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
+        (offload, isinstance(offload, bool), "offload must be True or False"),
+        (headroom, share, "headroom must be from 0 to below 1"),
+        (measure, some, "measure must be True, or how many plans to run"),
+        (tries, _is_count(tries, 1), "tries must be at least 1"),
+        (folder, not (folder and pathlib.Path(folder).is_file()), "folder must be no file"),
+    ):
+        if not valid:
+            raise ValueError(f"{words}, got {value!r}.")
     if measure and target is not None:
         raise ValueError("measure runs steps on the devices of this process: leave target out.")
-    asked = {"keep": dict(keep or {}), "offload": offload, **_lossy(lossy)}
-    machine = _FitMachine.of(target, device, memory, headroom)
-    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked)
+    if zero and (target is not None or zero.sync):
+        raise ValueError(
+            "zero has devices in its mesh, and fit chooses: leave out target and sync."
+        )
+    _check_step_options(options)
+    asked = {"keep": dict(keep or {}), "offload": offload, "update_in_backward": True}
+    asked |= _lossy(lossy)
+    machine = FitMachine.of(target, device, memory, headroom, zero)
+    if measure and not machine.runs:
+        raise ValueError(f"measure runs steps, which {machine.target} does not: it only compiles.")
+    own = zero, param_specs
+    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
     largest = examples == "largest"
     count = machine.devices if largest else request.model.size if examples is None else examples
-    if not isinstance(count, int) or count < 1:
+    if not _is_count(count, 1):
         raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
-    path = folder and pathlib.Path(folder) / f"{request.fingerprint(examples, measure)}.json"
+    home = pathlib.Path(folder) if folder else None
+    path = home and home / f"{request.fingerprint(examples, measure)}.json"
     if path and _of_all(path.exists()).all():
         proofs = [Proof(ParallelPlan(**x.pop("plan")), **x) for x in json.loads(path.read_text())]
         return request.fitted(proofs, f"The plan was read from {path}.")
+    speeds = home and home / f"speeds-{re.sub('[^a-z0-9]+', '-', machine.target)}.json"
+    if speeds and _of_all(speeds.exists()).all():
+        request.slower = tuple(_of_all(json.loads(speeds.read_text())).max(0))
 
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
     proofs, best = [], None
     low, high, budget = 0.0, math.inf, machine.usable
-    while len(proofs) < max(1, tries):
+    while len(proofs) < tries:
         try:
-            chosen = request.search(count, budget, largest=largest).best
+            chosen = request.search(int(count), budget, largest=largest).best
         except NoPlanFits as error:
             chosen = error.smallest
         if any(chosen.plan == proof.plan for proof in proofs):
@@ -256,7 +261,10 @@ def fit(
         least = best.predicted * (1 - _WORTH) if best and not largest else math.inf
         if chosen.seconds.seconds > least:
             break
-        proofs.append(proof := request.prove(chosen))
+        proof = request.prove(chosen)
+        if proof is None:  # nor is it searched again
+            continue
+        proofs.append(proof)
         if proof.memory <= machine.usable:
             best, low = proof, max(low, proof.planned)
         else:
@@ -268,16 +276,30 @@ def fit(
         raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
     known = {proof.plan: proof for proof in proofs}
     if measure:
-        budget, top = machine.usable * best.planned / best.memory, 3 if measure is True else measure
-        for chosen in request.search(best.plan.sequences, budget, top=top).plans:
+        # Programs may need less than planned; those that fit are run, one of those that differ in
+        # replicas alone.
+        budget = _WIDER * machine.usable * best.planned / best.memory
+        top, ran = _MEASURED if measure is True else int(measure), [request.measured(best)]
+        known[best.plan] = ran[0]
+        for chosen in request.search(best.plan.sequences, budget, top=8 * top).plans:
+            if len(ran) == top:
+                break
+            if any(_unreplicated(chosen.plan) == _unreplicated(x.plan) for x in ran):
+                continue
             proof = known.get(chosen.plan) or request.prove(chosen)
+            if proof is None:
+                continue
             fits = proof.memory <= machine.usable
             known[chosen.plan] = request.measured(proof) if fits else proof
-        best = min(known.values(), key=lambda proof: proof.measured or math.inf)
+            ran += [known[chosen.plan]] * fits
+        best = min(ran, key=lambda proof: proof.measured or 0.0)
+        request.compare(ran)
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([dataclasses.asdict(proof) for proof in proofs], indent=2))
+        if measure and speeds:
+            speeds.write_text(json.dumps(request.slower))
     return request.fitted(proofs)
 
 
@@ -286,35 +308,35 @@ class _FitRequest:
 
     def __init__(
         self,
-        machine: _FitMachine,
+        machine: FitMachine,
         loss_fn: Callable[..., Any],
         make_state: Callable[..., Any],
         batch: Batch,
         tx: Tx,
         options: dict[str, Any],
         asked: dict[str, Any],
+        zero: Zero | None = None,
+        param_specs: Tree = None,
     ):
         self.machine, self.options, self.asked = machine, options, asked
-        self.loss_fn, self.make_state, self.batch = loss_fn, make_state, batch
+        self.loss_fn = loss_fn
         self._made: dict[ParallelPlan, FittedPlan] = {}
-        check_batch(batch, machine.devices, 1)
+        self.slower = 1.0, 1.0  # than by the figures: operations, and all else
+        check_batch(batch, zero.num_devices if zero else machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError("no array of the batch has rows, which devices would share.")
-        if "microbatches" in options:
-            raise ValueError(
-                "fit chooses the micro-batches. To fix their number, give "
-                f"keep={{'microbatches': {options['microbatches']}}}."
-            )
         self.args = _args_of(make_state)
-        self.state = jax.eval_shape(make_state, *self.args)
+        # Metadata of parameters is of a mesh of one's own.
+        self.make_state = make_state if zero else lambda *args: _unboxed(make_state(*args))
+        self.state = jax.eval_shape(self.make_state, *self.args)
         params, _, self.tx = parts(self.state, tx)
         self.pair = tx is not None
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
         # The loss of parameters and a batch alone.
         model_state = options.get("model_state")
-        if model_state:  # statistics of a batch are not those of its micro-batches
-            asked["keep"].setdefault("microbatches", 1)
+        # Statistics of a batch are not those of its micro-batches.
+        self.fixed: dict[str, Any] = {"microbatches": 1} if model_state else {}
         if model_state is True:
             raise ValueError(
                 "fit needs the model state in the train state: model_state names its field."
@@ -331,14 +353,21 @@ class _FitRequest:
             total, weight, _, _ = loss.split(loss_fn(params, *args))
             return total / weight
 
-        self.model = TracedModel(mean_loss, lambda dtype: _as_zeros(params), batch)
+        init, own = lambda dtype: _as_zeros(params), {"zero": zero, "param_specs": param_specs}
+        self.model = TracedModel(mean_loss, init, batch, **own)
+        if zero:
+            replicas = zero.num_devices // zero.num_shards
+            self.fixed |= {"tensor": self.model.tensor, "replicas": replicas}
+        self.asked["keep"] = self.fixed | asked["keep"]
         _check_trace(self.model)
 
     def fingerprint(self, *more: Any) -> str:
         """Of all that a plan depends on."""
         trace = str(self.model.trace.graph.jaxpr)
-        known = trace, self.state, self.model.batch(self.model.size), self.machine, self.asked, more
-        text = repr((known, sorted(self.options), jax.__version__, __version__))
+        model = self.model
+        plain = trace, self.state, model.batch(model.size), model.zero, model.param_specs
+        versions = sorted(self.options), jax.__version__, __version__
+        text = repr((plain, self.machine, self.asked, more, versions))
         return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
 
     def search(
@@ -348,7 +377,10 @@ class _FitRequest:
         asked = self.asked | more
         if largest:
             asked["keep"] = asked["keep"] | {"microbatches": 1}
-        device = dataclasses.replace(self.machine.kind, memory=budget)
+        device, (computing, others) = self.machine.kind, self.slower
+        slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
+        speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
+        device = dataclasses.replace(device, memory=budget, **speeds)
         options = {"device": device, "headroom": 0.0, "top": top, **asked}
         target, found = self.machine.target, None
         while found is None or largest:
@@ -361,16 +393,27 @@ class _FitRequest:
                 break
         return found
 
-    def prove(self, chosen: ChosenPlan) -> Proof:
-        """Compiles the step of a plan, where this machine can."""
-        proof = Proof(chosen.plan, chosen.memory, chosen.memory, chosen.seconds.seconds)
+    def prove(self, chosen: ChosenPlan) -> Proof | None:
+        """Compiles the step of a plan, where this machine can.
+
+        None if its loss or its transformation cannot be updated in the backward pass.
+        """
+        took = chosen.seconds
+        operations = took.matmul + took.elementwise + took.overhead
+        proof = Proof(chosen.plan, chosen.memory, chosen.memory, took.seconds, operations)
         fitted = self.fitted([proof])
         if not isinstance(fitted.zero.mesh, jax.sharding.Mesh):
             return proof
         state = fitted.abstract_state(*self.args)
         batch = self.model.batch(chosen.plan.sequences)
         lower = lambda _: fitted.step.lower(state, batch, self.key)  # noqa: E731
-        _, memory = audited(lower, 0, self.machine.kind, {})
+        try:
+            _, memory = audited(lower, 0, self.machine.kind, {})
+        except ValueError:
+            if not chosen.plan.update_in_backward or "update_in_backward" in self.asked["keep"]:
+                raise
+            self.asked["update_in_backward"] = False
+            return None
         return dataclasses.replace(proof, memory=memory)
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
@@ -386,7 +429,10 @@ class _FitRequest:
 
     def _make(self, plan: ParallelPlan) -> FittedPlan:
         file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
-        zero = file.zero(self.machine.mesh(file.mesh_axes))
+        if self.model.zero:
+            zero = self.model.placed(dataclasses.replace(zero_of(plan), view=file.view))
+        else:
+            zero = file.zero(self.machine.mesh(file.mesh_axes))
         tx = transformation_of(plan, self.tx)
 
         def make_state(*args: Any) -> Any:
@@ -396,19 +442,33 @@ class _FitRequest:
             opt_state = tx.init(params_of(state))
             return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
 
-        loss, given = self.model.loss(plan.recompute, self.loss_fn), tx if self.pair else None
-        step = zero.train_step(loss, tx=given, microbatches=plan.microbatches, **self.options)
-        return FittedPlan(zero, given, make_state, step, self.machine, ())
+        loss, given = self.model.loss(file.recompute, self.loss_fn), tx if self.pair else None
+        fixed: Any = {"tx": given, "microbatches": plan.microbatches}
+        fixed |= {"update": "backward" if plan.update_in_backward else "after"}
+        step = zero.train_step(loss, **fixed, **self.options)
+        return FittedPlan(zero, given, make_state, step, self.machine, self.model.param_specs, ())
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted, start = self.fitted([proof]), 0.0
-        state, batch = fitted.init(*self.args), fitted.put(_as_zeros(self.batch, abstract=True))
-        for i in range(_RUNS + 1):
-            start = start if i > 1 else time.perf_counter()  # the first one compiles
+        fitted, times = self.fitted([proof]), []
+        batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
+        state = fitted.init(*self.args)
+        for _ in range(_RUNS + 1):
+            start = time.perf_counter()
             state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
-        took = _of_all((time.perf_counter() - start) / _RUNS).max()  # all processes choose alike
+            times.append(time.perf_counter() - start)
+        took = _of_all(min(times[1:])).max()  # the first one compiles; all processes choose alike
         return dataclasses.replace(proof, measured=float(took))
+
+    def compare(self, proofs: Sequence[Proof]) -> None:
+        """Takes from steps that ran how much slower the machine is than by its figures."""
+        parts = [(x.operations, x.predicted - x.operations, x.measured) for x in proofs]
+        # Relative errors; where plans do not tell them apart, both are as much slower.
+        rows = [(a / took, b / took, 1.0) for a, b, took in parts if took] + [(0.1, -0.1, 0.0)]
+        matrix = np.array(rows)
+        both = np.linalg.lstsq(matrix[:, :2], matrix[:, 2])[0]
+        both = np.maximum(both, both.max() / 10)
+        self.slower = self.slower[0] * float(both[0]), self.slower[1] * float(both[1])
 
     def nothing_fits(self, chosen: ChosenPlan, proof: Proof) -> NoPlanFits:
         """What is too much, by how much, and what would fit."""
@@ -420,7 +480,8 @@ class _FitRequest:
             f"too much; planned are {', '.join(f'{name} {size(n)}' for n, name in held)}."
         )
         # Slower choices, then lossy ones; the first of each that fits.
-        slower: list[Any] = [("keep={}", count, {"keep": {}})] * bool(self.asked["keep"])
+        slower: list[Any] = [("keep={}", count, {"keep": self.fixed})]
+        slower *= self.asked["keep"] != self.fixed
         slower += [("offload=True", count, {"offload": True})] * (not self.asked["offload"])
         fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
         slower += [(f"examples={n}", n, {}) for n in fewer]
@@ -437,14 +498,18 @@ class _FitRequest:
         return NoPlanFits(message, chosen)
 
 
-def _as_zeros(tree: Tree, *, abstract: bool = False) -> Any:
-    """Zeros in the place of arrays; if ``abstract``, of abstract ones alone."""
+def _unreplicated(plan: ParallelPlan) -> ParallelPlan:
+    return dataclasses.replace(plan, replicas=1, spread=False)
 
-    def zeros(x: Any) -> Any:
-        real = abstract and not isinstance(x, jax.ShapeDtypeStruct)
-        return x if real else jnp.zeros(x.shape, x.dtype)
 
-    return jax.tree.map(zeros, tree)
+def _as_zeros(tree: Tree) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+
+
+def _unboxed(state: Tree) -> Any:
+    """A state without the metadata of Flax linen, which names axes of another mesh."""
+    linen = sys.modules.get("flax.linen")
+    return linen.unbox(state) if linen else state
 
 
 def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
@@ -464,29 +529,33 @@ def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
     return (jax.random.key(0),) * len(needed)
 
 
+def _is_count(value: Any, least: int) -> bool:
+    """Whether a value is a number of things, at least so many."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and value >= least
+
+
+def _check_step_options(options: Mapping[str, Any]) -> None:
+    """Raises unless ``Zero.train_step`` takes these, and ``fit`` does not choose them."""
+    known = [*inspect.signature(Zero.train_step).parameters][3:]
+    for name, value in options.items():
+        check_choice("an option", name, known)
+        if name in ("microbatches", "update"):
+            fixed = {name: value} if name != "update" else {"update_in_backward": True}
+            raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
+
+
 def _lossy(names: Sequence[str]) -> dict[str, Any]:
     """The arguments of ``search`` that allow these."""
     names = (names,) if isinstance(names, str) else names
+    for name in names:
+        if "(" not in str(name):  # a sync, which search checks
+            known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
+            check_choice("lossy", name, known)
     formats = [name for name in names if name in STATE_FORMATS]
     syncs = [name for name in names if name not in (*STATE_FORMATS, "stochastic")]
     weights = ("plain", "stochastic") if "stochastic" in names else ("plain",)
     return {"state_formats": (None, *formats), "weights": weights, "syncs": (None, *syncs)}
-
-
-def _target_of(devices: Sequence[jax.Device]) -> str:
-    """The name of the machine that devices are."""
-    first = devices[0]
-    kind = kind_of(first.device_kind)
-    name = kind.name if kind else re.sub(r"[^a-z0-9]+", "-", first.device_kind.lower()).strip("-")
-    if first.platform == "cpu":
-        return f"cpu:{len(devices)}"
-    if first.platform != "tpu":
-        return f"{name}x{len(devices)}"
-    columns: Any = zip(*(device.coords for device in devices), strict=True)
-    sizes = [len({*column}) for column in columns]
-    sizes = sorted(sizes[:2]) if name in ("v5e", "v6e") else sizes
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    return f"{name}:{'x'.join(map(str, sizes))}" + (f"*{slices}" if slices > 1 else "")
 
 
 def _check_trace(model: TracedModel) -> None:

@@ -1,6 +1,7 @@
 """The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -287,9 +288,8 @@ def search(
     elif length not in (None, model.length):
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
-    costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
-    options = {"length": length, "dtype": dtype, "implementation": implementation}
-    costs: PlanCosts = costs_of(model, tx, machine, **options)
+    sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
+    costs = _costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
     forms = itertools.product(state_formats, weights)
     space = PlanSpace(
         model,
@@ -304,7 +304,7 @@ def search(
         in_backward=(False, True) if update_in_backward else (False,),
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
-        gathers_again=isinstance(model, TracedModel) and model.gathers_again,
+        gathers_again=isinstance(model, TracedModel) and model.trace.has_loops,
         param_bytes=costs.param_bytes,
         state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
@@ -408,6 +408,20 @@ def _in_order(
                 time = step.full_overlap if ideal else step.seconds
                 entry = (time, _simpler_first(plan), next(numbers), (step, plan))
                 heapq.heappush(queue, entry)
+
+
+@functools.lru_cache(maxsize=2)
+def _costs_of(
+    model: AnyModel,
+    tx: optax.GradientTransformation,
+    machine: Machine,
+    length: int,
+    dtype: DType,
+    implementation: Implementation,
+) -> PlanCosts:
+    """Those of all searches of a model, whatever memory there is."""
+    kind: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
+    return kind(model, tx, machine, length=length, dtype=dtype, implementation=implementation)
 
 
 def machine_of(target: str, device: DeviceKind | None = None) -> Machine:

@@ -198,7 +198,7 @@ WRONG = [
     (f"plan {CPU} --optimizer optax:adam", "must make one without arguments, .*'learning_rate'"),
     ("plan --model gpt2-tiny --target cpu:8", "is no number and no model; .*gpt2-small"),
     ("plan --model nosuch.module:f --target cpu:8", "nosuch.module:f: No module named 'no"),
-    ("plan --model math:sin --target cpu:8", "--model math:sin must make parameters without"),
+    ("plan --model math:sin --target cpu:8", "--model math:sin must be a TracedModel"),
     (
         f"plan {GPT2} --target v7:2x2",
         "unknown target 'v7:2x2'; nearest are .*v4.* look like v5e:4x4 .* can be planned as "

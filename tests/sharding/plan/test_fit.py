@@ -11,10 +11,14 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import PartitionSpec as P
 
+from sharding import Zero
 from sharding.plan import NoPlanFits, fit
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
+
+from ...flax_nnx import needs_nnx
 
 KEY, ROWS, WIDTH = jax.random.key(0), 16, 32
 RNG = np.random.default_rng(0)
@@ -82,7 +86,9 @@ class ViT(nn.Module):
             y = nn.LayerNorm()(x)
             x = x + nn.MultiHeadDotProductAttention(4)(y, y)
             x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
-        return nn.Dense(10, name="head")(x.mean(1))
+        # Names of axes that no mesh has here.
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "class"))
+        return nn.Dense(10, name="head", kernel_init=init)(x.mean(1))
 
 
 class CNN(nn.Module):
@@ -192,6 +198,29 @@ def lstm():
     return loss_fn, state_of(params), TOKENS, {}
 
 
+def perceptron():
+    """An nnx model."""
+    from flax import nnx
+
+    class Perceptron(nnx.Module):
+        def __init__(self, rngs):
+            sizes = [(192, 64), *[(64, 64)] * 3, (64, 10)]
+            self.layers = nnx.List([nnx.Linear(*size, rngs=rngs) for size in sizes])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(nnx.gelu(x))
+            return x
+
+    graph, params = nnx.split(Perceptron(nnx.Rngs(0)), nnx.Param)
+
+    def loss_fn(params, batch):
+        logits = nnx.merge(graph, params)(batch["x"].reshape(-1, 192))
+        return cross_entropy(logits, batch["y"])
+
+    return loss_fn, state_of(nnx.as_pure(params)), IMAGES, {}
+
+
 # The loss, the number of its layers, and bytes of a device in which not every plan fits.
 LOSSES = {
     "GPT": (functools.partial(decoder, gated=False, biased=True, tied=True, scan=False), 3, 660e3),
@@ -202,6 +231,7 @@ LOSSES = {
     "Mixer": (mixer, 3, 300e3),
     "experts": (experts, 3, 450e3),
     "LSTM": (lstm, 2, 600e3),
+    "nnx": (perceptron, 5, 260e3),
     "scale": (scale, 0, 100e3),
 }
 
@@ -228,7 +258,9 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=needs_nnx) if x == "nnx" else x for x in LOSSES]
+)
 def test_any_loss_runs_where_it_fits(name):
     """As it is, sharded and computed again as its plan says, with the losses of one device."""
     make, num_layers, memory = LOSSES[name]
@@ -284,11 +316,17 @@ def test_a_plan_is_saved_once(tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
-def test_the_fastest_of_those_that_ran_is_taken():
-    plan = fit(*small(), tx=TX, memory=2.0**30, measure=2)
+def test_the_fastest_of_those_that_ran_is_taken(tmp_path):
+    """What they took is kept, and makes the next prediction better."""
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "examples": 32}
+    plan = fit(*small(), **options, measure=2)
     ran = [proof.measured for proof in plan.proofs if proof.measured]
     assert len(ran) == 2
     assert plan.proofs[0].measured == min(ran)
+    found = plan.proofs[0].predicted, fit(*small(), **options).proofs[0].predicted
+    off = np.abs(np.log(np.array(found) / min(ran)))
+    assert off[1] < off[0] / 2
+    assert fit(*small(), **options, measure=2).proofs == plan.proofs
 
 
 def test_the_largest_batch_that_fits():
@@ -297,6 +335,32 @@ def test_the_largest_batch_that_fits():
     assert plan.plan.sequences > 64
     kept = fit(*small(), tx=TX, memory=5e6, examples=128, keep={"stage": 3, "microbatches": 2})
     assert (kept.plan.stage, kept.plan.sequences, kept.plan.microbatches) == (3, 128, 2)
+
+
+def test_what_is_ones_own_is_kept():
+    """A mesh, and specs of parameters on its other axis; an update in the backward pass."""
+    loss_fn, make_state, batch = small()
+    x = RNG.normal(size=batch.shape).astype(np.float32)
+    expected = losses_on_one_device(loss_fn, make_state(KEY), x, {})
+    mesh = jax.make_mesh((2, 2, 2), ("data", "copies", "model"))
+    zero = Zero(mesh, replica_axis="copies", min_shard_size=1)
+    specs = {"layers": P(None, None, "model"), "out": P()}
+    own = {"zero": zero, "param_specs": specs, "memory": 2**30}
+    backward = {"target": "cpu:1", "memory": 2**30, "keep": {"update_in_backward": True}}
+    for given in (own, backward):
+        plan = fit(loss_fn, make_state, batch, tx=TX, **given)
+        step, state, losses = plan.train_step(), plan.init(KEY), []
+        for _ in range(3):
+            state, metrics = step(state, plan.put(x))
+            losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses, expected, rtol=1e-6)
+        assert step.updates_in_backward == plan.plan.update_in_backward == (given is backward)
+        if given is own:
+            assert (plan.zero.mesh, plan.plan.tensor, plan.plan.replicas) == (mesh, 2, 2)
+            spec = state[0]["layers"].sharding.spec
+            assert "model" in spec[2] if isinstance(spec[2], tuple) else spec[2] == "model"
+    with pytest.raises(NoPlanFits, match="too much"):
+        fit(loss_fn, make_state, batch, tx=TX, **own | {"memory": 1e4})
 
 
 def test_lossy_choices_are_allowed_by_name():
@@ -323,6 +387,10 @@ def talking(params, x):
     return small()[0](params, x)
 
 
+def calling(params, x):
+    return small()[0](params, jax.pure_callback(lambda x: x, x, x))
+
+
 LOSS, STATE, BATCH = small()
 
 
@@ -333,22 +401,43 @@ LOSS, STATE, BATCH = small()
         ({"loss_fn": collective}, "failed: NameError"),
         ({"loss_fn": by_value}, "failed: NonConcreteBooleanIndexError"),
         ({"loss_fn": talking}, "calls functions of the host"),
+        ({"loss_fn": calling}, "calls functions of the host"),
         ({"loss_fn": lambda params, x: x}, "must be one floating scalar"),
         ({"batch": jnp.ones((12, 16, 64))}, "12"),
         ({"batch": {"x": BATCH, "y": jnp.ones(8)}}, "8"),
         ({"batch": 2.0}, "no array of the batch has rows"),
         ({"make_state": state_of({})}, "there is nothing to plan"),
+        ({"make_state": state_of({"none": jnp.zeros((0, 3))})}, "there is nothing to plan"),
         ({"make_state": STATE(KEY)}, "make_state must be a function .* got a tuple"),
         ({"make_state": lambda key, more: None}, "takes key, more"),
         ({"memory": None}, "give memory= in bytes"),
-        ({"target": "l40x8"}, "needs the figures of l40x8"),
+        *(({"memory": x}, "memory: expected bytes, or a text") for x in ("1Q", True, [1])),
+        *(({"memory": x}, "memory: bytes must be above 0") for x in ("0K", -5, np.nan)),
+        *(({"headroom": x}, "from 0 to below 1, got") for x in (-1, 1.0, "8%", np.nan)),
+        *(({"tries": x}, "at least 1, got") for x in (0, -1, 2.0, "a", True)),
+        *(({"measure": x}, "or how many plans to run, got") for x in (-1, "yes", 1.5)),
+        *(({"examples": x}, "or .largest., got") for x in (True, 64.0)),
+        ({"tx": 3}, "tx must be a transformation, got 3"),
+        ({"device": "h100"}, "device must be a DeviceKind, got 'h100'"),
+        ({"keep": ["stage"]}, r"keep must be a dict such as .* got \['stage'\]"),
+        ({"keep": {"stage": 7}}, "stage=7 is none of 0, 1, 2, 3"),
+        ({"offload": "no"}, "offload must be True or False, got 'no'"),
+        ({"folder": __file__}, "folder must be no file"),
+        ({"has_au": True}, "got 'has_au'; nearest is 'has_aux'"),
+        ({"update": "backward"}, "keep={'update_in_backward': True}"),
+        ({"target": 8}, "target must be a name such as 'h100x8', got 8"),
+        ({"target": "cpu:16"}, "'cpu:16' was requested, 8 CPU devices were found"),
+        ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
         ({"target": "h100x8", "measure": True}, "leave target out"),
+        ({"zero": 2}, "zero must be a Zero on a mesh of devices, got 2"),
         *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
         ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
         ({"model_state": True}, "names its field"),
         ({"keep": {"stag": 3}}, "nearest is 'stage'"),
         ({"microbatches": 2}, "keep={'microbatches': 2}"),
-        ({"lossy": "9bit"}, "9bit"),
+        *(({"lossy": x}, "got '9bit'; nearest is '8bit'") for x in ("9bit", ["fp8", "9bit"])),
+        ({"lossy": "powersgd(-1)"}, "by 'powersgd.RANK.', .* got 'powersgd.-1.'"),
+        ({"lossy": 3}, "lossy must be names such as '8bit', got 3"),
         ({"memory": 1e4}, "KiB too much; planned are activations"),
     ],
 )

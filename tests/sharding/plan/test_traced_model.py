@@ -77,6 +77,19 @@ def test_figures_are_those_of_the_closed_form(recompute):
         assert found.working == pytest.approx(costs[1].working_bytes, rel=0.01)
 
 
+def test_layers_of_equal_types_that_compute_otherwise_are_apart():
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = jnp.tanh(x @ w) if i % 2 else x @ w @ w @ w
+        return jnp.mean(x)
+
+    init = lambda dtype: [jnp.zeros((64, 64), dtype)] * 4  # noqa: E731
+    model = TracedModel(loss, init, jax.ShapeDtypeStruct((8, 64), jnp.float32))
+    # Of 8 products forward one has no gradient of its input; "full" computes all again.
+    assert model.traced(8, jnp.float32, "none").products == 3 * 8 - 1
+    assert model.traced(8, jnp.float32, "full").products >= 4 * 8 - 1 - 4
+
+
 def test_products_in_any_branch_are_work():
     def one_branch(x, other):
         branches = (lambda x: x @ x, lambda x: x)
