@@ -101,19 +101,7 @@ def update_in_backward(
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop.params) for loop in loops]
     outside = set(range(len(leaves))).difference(*stacks)
-    for i in (i for i in outside if on_host(leaves[i])):
-        raise ValueError(
-            f"offload='all' leaves {update.names[i]!r} of shape {leaves[i].shape} in host memory, "
-            "and no loop over stacked layers streams and updates it. Stacks have three dims or "
-            "more, are trained, and are sliced by a lax.scan of the loss. Raise offload_min_size "
-            "above its size, or leave out offload."
-        )
-    refs: dict[int, Any] = {
-        j: HostStack(given[j]) if on_host(given[j]) else jax.new_ref(given[j])
-        for stack in stacks
-        for one in stack.values()
-        for j in one.outputs
-    }
+    refs = _make_refs(update, given, stacks, outside)
     loops = [
         loop.of(stack)._replace(streamed=_host_stacks(stack, refs))
         for loop, stack in zip(loops, stacks, strict=True)
@@ -231,6 +219,31 @@ def update_in_backward(
         return (params, opt_state), metrics, model_state
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, metrics, model_state
+
+
+def _make_refs(
+    update: Update, given: list[Any], stacks: list[dict[int, LayerUpdate]], outside: set[int]
+) -> dict[int, Any]:
+    """Refs of the parameters and the state that loops update, by their numbers."""
+    written = [j for stack in stacks for one in stack.values() for j in one.outputs]
+    for j in (j for j in [*outside, *written] if on_host(given[j])):
+        if j in outside:
+            reason = (
+                "no loop over stacked layers streams and updates it. Stacks have three dims or "
+                "more, are trained, and are sliced by a lax.scan of the loss"
+            )
+        elif any(update.held[j][:1]):
+            reason = (
+                "its layers are on different devices, as ZeRO shards the longest dim, while each "
+                "device streams its shard of every layer. At stage 3 name another dim (param_specs)"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"offload='all' leaves {update.names[j]!r} of shape {given[j].shape} in host memory, "
+            f"and {reason}. Raise offload_min_size above its size, or leave out offload."
+        )
+    return {j: HostStack(given[j]) if on_host(given[j]) else jax.new_ref(given[j]) for j in written}
 
 
 def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[HostStack, ...]:

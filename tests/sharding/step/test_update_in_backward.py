@@ -216,13 +216,23 @@ def test_a_checkpoint_goes_on_with_the_other_step(tmp_path, tx, loss_fn, dtype, 
     chex.assert_trees_all_equal(state, plain, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("tx", "loss_fn", "microbatches"),
-    [(ADAMW, two_stacks, 2), (clipped(CAME), flax_model, 1), (CASES[12][0], flax_model, 1)],
-)
-def test_streamed_from_host_memory(tx, loss_fn, microbatches):
-    """Stacks of matrices, with the norm of all gradients, keys, and stacked outputs of a loop."""
-    zero = runs.zero_of(2, "one", offload="all", offload_min_size=0)
+ON_HOST = {"offload": "all", "offload_min_size": 0, "min_shard_size": 0}
+STREAMED = [
+    (ADAMW, two_stacks, 2, 2, "one", AxisType.Auto),
+    (clipped(CAME), flax_model, 1, 3, "flat", AxisType.Auto),
+    (CASES[12][0], flax_model, 1, 1, "tensor", AxisType.Auto),
+    (optax_ext.master_weights(ADAMW), scanned, 2, 2, "four", AxisType.Explicit),
+    (SGD, scanned, 1, 3, "replicas", AxisType.Auto),
+]
+
+
+@pytest.mark.parametrize(("tx", "loss_fn", "microbatches", "stage", "mesh", "kind"), STREAMED)
+def test_streamed_from_host_memory(tx, loss_fn, microbatches, stage, mesh, kind):
+    """Stacks of matrices, with the norm of all gradients, keys, and stacked outputs of a loop.
+
+    It equals the plain step of one device; each streams its shard.
+    """
+    zero = runs.zero_of(stage, mesh, kind, view="global", **ON_HOST)
     options = OPTIONS[loss_fn] | {"grad_norm": True, "microbatches": microbatches}
     streamed = trained("backward", tx, loss_fn, zero, **options)
     plain = trained("after", tx, loss_fn, **options)
@@ -232,7 +242,8 @@ def test_streamed_from_host_memory(tx, loss_fn, microbatches):
     kinds = {(x.ndim > 2, x.sharding.memory_kind) for x in jax.tree.leaves(state)}
     assert kinds == {(True, "pinned_host"), (False, "device")}
     described = zero.describe(streamed[0]).host_bytes_per_device
-    assert described == sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim > 2)
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state) if x.ndim > 2]
+    assert described == sum(x.nbytes for x in shards)
 
 
 OTHERS = [
@@ -339,8 +350,13 @@ REFUSED = [
     {"tx": optax.chain(clipped(ADAMW), clipped()), "match": "'0/w' depends on the gradient of"},
     {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
     {"zero": runs.zero_of(2, "one", offload="all"), "update": "after", "match": "nothing else"},
-    {"zero": runs.zero_of(2, "one", offload="all", offload_min_size=0), "loss_fn": unsliced}
+    {"zero": runs.zero_of(2, "one", **ON_HOST), "loss_fn": unsliced}
     | {"match": "leaves '0/w' of shape .4, 16, 16. in host memory"},
+    {
+        "zero": runs.zero_of(3, "four", view="global", **ON_HOST),
+        "param_specs": {"embed": P(), "w": P("data"), "b": P()},
+        "match": "leaves '0/w' of shape .4, 16, 16. in host memory, and its layers are on dif",
+    },
     {
         "zero": runs.zero_of(2, "four", AxisType.Explicit, view="global"),
         "loss_fn": lambda p, b: scanned(p, {"tokens": reshard(b["tokens"], P("data"))}),
