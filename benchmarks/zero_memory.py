@@ -339,7 +339,8 @@ def write_backward(smoke: bool) -> None:
             "The update inside the backward pass",
             "bfloat16, micro-batches of one sequence of 1,024 tokens a device, `jax.checkpoint` "
             "around a layer: GiB of a device, and seconds to trace and compile. Clipped: by the "
-            'global norm, exactly, for a second backward pass. The second table: `offload="all"`.',
+            'global norm, exactly, for a second backward pass. The second table: `offload="all"`, '
+            "bytes of each device.",
             f"{found}\n\n{streamed}",
             script="zero_memory.py --only backward",
         )

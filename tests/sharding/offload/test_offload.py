@@ -378,11 +378,16 @@ def test_memory_of_a_stream_of_layers_for_tpus(target, devices):
 
     state = zero.abstract_state(make, tx=tx)
     step = zero.train_step(loss, tx=tx, update="backward")
-    memory = step.lower(state, np.ones((8, 2048), np.float32)).compile().memory_analysis()
+    program = step.lower(state, np.ones((8, 2048), np.float32)).compile()
+    memory = program.memory_analysis()
     matrix = 4 * 2048**2
     host = memory.host_alias_size_in_bytes, memory.host_argument_size_in_bytes
     assert host == (96 * matrix / devices,) * 2
     assert memory.host_temp_size_in_bytes == 0
+    if devices == 1:  # of several it begins before the loop
+        moves = len(re.findall(r"S\(5\).* dynamic(?:-update)?-slice-start\(", program.as_text()))
+        planned = shd.plan.estimate(state[0], tx, zero, update="backward").stage("stage 3")
+        assert moves * shape[0] * matrix == planned.host_wire
     # Each moment once, and of matrices that are gathered and reduced one in full.
     assert memory.temp_size_in_bytes < (7.5 if devices == 1 else 1.5) * matrix
 
