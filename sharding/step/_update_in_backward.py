@@ -85,16 +85,8 @@ def update_in_backward(
     cast = run.cast(leaves)
     each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
-    try:
-        traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
-    except ValueError as error:
-        if not names_types(layout, error):
-            raise
-        raise ValueError(
-            "the loss names Explicit axes in types, as by out_sharding or reshard, and "
-            "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
-            f"{OTHERWISE}. jax says: {error}"
-        ) from error
+    args = arguments(inputs.model_state, first)
+    traced = _trace_loss(layout, loss, treedef.unflatten(cast), args)
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
     update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
@@ -209,17 +201,27 @@ def update_in_backward(
     }
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     new |= {j: jax.device_put(new[j], HOST) for j in whole}
-    with jax.named_scope("gather_params"):
-        shards = treedef.unflatten(new[i] for i in range(len(leaves)))
-        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
-        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
-    new |= {i: gathered[i] if trained[i] else leaves[i] for i in outside}
+    new |= _gathered(layout, spec, params, new, outside)
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
         return (params, opt_state), metrics, model_state
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     return new_state, metrics, model_state
+
+
+def _gathered(
+    layout: Layout, spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
+) -> dict[int, jax.Array]:
+    """New parameters outside of loops, as they are between steps; the old ones if untrained."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    trained = treedef.flatten_up_to(spec.trained)
+    with jax.named_scope("gather_params"):
+        shards = treedef.unflatten(new[i] for i in range(len(leaves)))
+        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
+        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+    return {i: gathered[i] if trained[i] else leaves[i] for i in outside}
 
 
 def _make_refs(
@@ -252,7 +254,7 @@ def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[H
     return tuple(ref for ref in of_loop if isinstance(ref, HostStack))
 
 
-def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
+def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     given: Any
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -265,8 +267,17 @@ def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
             new, _ = _model_state.checked(args[1], new)
         return total, jnp.asarray(weight), new, aux
 
-    with marking():
-        return Graph(run, inputs, [True] * len(inputs), exact=True)
+    try:
+        with marking():
+            return Graph(run, inputs, [True] * len(inputs), exact=True)
+    except ValueError as error:
+        if not names_types(layout, error):
+            raise
+        raise ValueError(
+            "the loss names Explicit axes in types, as by out_sharding or reshard, and "
+            "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
+            f"{OTHERWISE}. jax says: {error}"
+        ) from error
 
 
 def _squares(grads: dict[int, jax.Array]) -> Any:
