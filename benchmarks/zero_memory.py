@@ -298,25 +298,29 @@ def backward_rows(smoke: bool) -> Iterator[str]:
         yield f"| {' | '.join((*case, *cells, *ratios))} |"
 
 
-# Streamed from host memory, on one device.
+# Streamed from host memory: target, ZeRO stage, model, optimizer.
 STREAMED = [
-    ("llama2-7b", "AdamW"),
-    ("llama2-7b", "AdamW, float32 moments"),
-    ("llama2-7b", "CAME"),
-    ("llama2-70b", "AdamW"),
+    ("v5e:1x1", 0, "llama2-7b", "AdamW"),
+    ("v5e:1x1", 0, "llama2-7b", "AdamW, float32 moments"),
+    ("v5e:1x1", 0, "llama2-7b", "CAME"),
+    ("v5e:1x1", 0, "llama2-70b", "AdamW"),
+    ("v5e:2x4", 2, "llama2-7b", "AdamW"),
+    ("v5e:2x4", 3, "llama2-7b", "AdamW"),
+    ("v5e:2x4", 3, "llama2-70b", "AdamW"),
 ]
 
 
 def streamed_rows(smoke: bool) -> Iterator[str]:
     """Layers in host memory, updated in the backward pass."""
-    for name, optimizer in STREAMED:
+    for target, stage, name, optimizer in STREAMED:
         model = Decoder(2, 64, 4, 4, 128, 96) if smoke else MODELS[name]
         model = dataclasses.replace(model, length=32 if smoke else LENGTH)
-        target = "cpu:1" if smoke else "v5e:1x1"
-        zero = zero_on(target, offload="all", **({"offload_min_size": 0} if smoke else {}))
+        options = {"offload_min_size": 0} if smoke else {}
+        zero = zero_on("cpu:1" if smoke else target, stage=stage, offload="all", **options)
         found = audited(zero, model, OPTIMIZERS[optimizer], "backward", 1)
         figures = f"{found.memory / GIB:.2f}", f"{found.host / GIB:.1f}"
-        yield f"| {' | '.join((target, name, optimizer, *figures))} |"
+        figures += (f"{found.wire_bytes / GIB:.1f}" if stage else "",)
+        yield f"| {' | '.join((target, str(stage), name, optimizer, *figures))} |"
 
 
 def write_backward(smoke: bool) -> None:
@@ -326,7 +330,7 @@ def write_backward(smoke: bool) -> None:
     columns += ["FLOPs / after", "sent / after"]
     found = _results.table(header(*case, *columns), backward_rows(smoke))
     streamed = _results.table(
-        header("target", "model", "optimizer", "GiB of the device", "of its host"),
+        header("target", "stage", "model", "optimizer", "GiB of a device", "of its host", "sent"),
         streamed_rows(smoke),
     )
     if not smoke:
@@ -335,7 +339,8 @@ def write_backward(smoke: bool) -> None:
             "The update inside the backward pass",
             "bfloat16, micro-batches of one sequence of 1,024 tokens a device, `jax.checkpoint` "
             "around a layer: GiB of a device, and seconds to trace and compile. Clipped: by the "
-            'global norm, exactly, for a second backward pass. The second table: `offload="all"`.',
+            'global norm, exactly, for a second backward pass. The second table: `offload="all"`, '
+            "bytes of each device.",
             f"{found}\n\n{streamed}",
             script="zero_memory.py --only backward",
         )

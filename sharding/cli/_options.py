@@ -107,11 +107,16 @@ _PIPELINE = {
 }
 
 
+_IN_BACKWARD = "update each layer once its gradient exists; in the global view"
+_AND_LAYERS = "; with --update-in-backward, layers"
+
+
 def plan_options(parser: ArgumentParser) -> None:
     state = {
         "--state": "format of large leaves of the optimizer state (default: as the optimizer has "
         "them)",
-        "--offload": "keep the optimizer state in host memory",
+        "--offload": "keep the optimizer state in host memory" + _AND_LAYERS,
+        "--update-in-backward": _IN_BACKWARD,
     }
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
     _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=_one_of(STATE_FORMATS))
@@ -135,8 +140,8 @@ def audit_options(parser: ArgumentParser) -> None:
     }
     more = {
         "--no-remat": "at stages 0 to 2 keep all activations of a layer",
-        "--update-in-backward": "update each layer once its gradient exists; in the global view",
-        "--offload": "keep the optimizer state in host memory; with --update-in-backward, layers",
+        "--update-in-backward": _IN_BACKWARD,
+        "--offload": "keep the optimizer state in host memory" + _AND_LAYERS,
         "--update-on-host": "with --offload, update the state on the CPU",
         "--remat BYTES": f"layers store the fastest choice of activations within bytes {_REMAT}",
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
@@ -169,8 +174,8 @@ def search_options(parser: ArgumentParser) -> None:
         "'powersgd(RANK)', 'qsgd(8)' or 'qsgd(4)'",
         "--asynchronous": "compare lossy pipelines without a flush, too, whose gradients are one "
         "update late",
-        "--update-in-backward": "compare plans of one device that update each layer as soon as its "
-        "gradient exists, too",
+        "--update-in-backward": "compare plans that update each layer as soon as its gradient "
+        "exists, too",
         "--headroom SHARE": f"of the memory that is left to the allocator (default: {HEADROOM})",
         "--top N": "plans to list (default: 5)",
         "--write FILE": "write the best plan as JSON, with the code that builds it",

@@ -41,6 +41,7 @@ class Setup:
     activations: float | None = None  # bytes of one device, where they are planned
     master: bool = False  # whether ``tx`` has master weights
     recompute: bool = True  # whether layers are computed again, where they are not
+    update: str = "after"  # where: after the backward pass, or in it
 
     @property
     def sequences(self) -> int:
@@ -63,6 +64,7 @@ class Setup:
             state_format=state_format,
             device=self.device,
             gathered_once=self.model.gathered_once if self.model else None,
+            update=self.update,
             tokens=tokens * zero.num_devices,
             flops=flops,
             activations=self._estimated() if self.activations is None else self.activations,
@@ -87,6 +89,7 @@ class Setup:
             state_bytes=num_bytes(state) / num_params,
             state_format=state_format,
             weights="master" if self.master else "plain",
+            update_in_backward=self.update == "backward",
         )
 
     def _estimated(self) -> Activations | None:
@@ -131,6 +134,7 @@ def setup_of(options: Namespace) -> Setup:
         microbatches=microbatches,
         length=length,
         master=options.master,
+        update="backward" if by_layer else "after",
     )
 
 

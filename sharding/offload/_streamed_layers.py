@@ -30,7 +30,8 @@ class HostStack:
         return self.loaded
 
     def __setitem__(self, layer: jax.Array, value: Any) -> None:
-        self.loaded = value.astype(self.stack.dtype)
+        # Else XLA computes what reads it from the layer before it, which stays in memory.
+        self.loaded = lax.optimization_barrier(value.astype(self.stack.dtype))
         new = jax.device_put(self.loaded, HOST)
         self.stored.append(new)
         self.stack = lax.dynamic_update_index_in_dim(self.stack, new, layer, 0)

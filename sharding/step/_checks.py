@@ -190,10 +190,12 @@ def check_options(zero: Any) -> None:
         )
     if zero.offload not in (None, "optimizer", "all"):
         raise ValueError(f"offload must be 'optimizer', 'all' or None, got {zero.offload!r}.")
-    if zero.offload == "all" and (zero.mesh.size > 1 or zero.update_on == "host"):
+    alone = zero.mesh.size == 1 or zero.view == "global"
+    if zero.offload == "all" and (not alone or zero.update_on == "host"):
         raise ValueError(
-            "offload='all' streams layers through one device, which updates them, got a mesh of "
-            f"{zero.mesh.size} devices and update_on={zero.update_on!r}. Use offload='optimizer'."
+            "offload='all' streams layers through the devices, which update them in the backward "
+            f"pass, got update_on={zero.update_on!r} and on {zero.mesh.size} devices "
+            f"view={zero.view!r}. Use view='global' there, or offload='optimizer'."
         )
     if zero.update_on not in ("device", "host"):
         raise ValueError(f"update_on must be 'device' or 'host', got {zero.update_on!r}.")

@@ -85,35 +85,15 @@ def update_in_backward(
     cast = run.cast(leaves)
     each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
-    try:
-        traced = _trace_loss(loss, treedef.unflatten(cast), arguments(inputs.model_state, first))
-    except ValueError as error:
-        if not names_types(layout, error):
-            raise
-        raise ValueError(
-            "the loss names Explicit axes in types, as by out_sharding or reshard, and "
-            "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
-            f"{OTHERWISE}. jax says: {error}"
-        ) from error
+    args = arguments(inputs.model_state, first)
+    traced = _trace_loss(layout, loss, treedef.unflatten(cast), args)
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
     update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop.params) for loop in loops]
     outside = set(range(len(leaves))).difference(*stacks)
-    for i in (i for i in outside if on_host(leaves[i])):
-        raise ValueError(
-            f"offload='all' leaves {update.names[i]!r} of shape {leaves[i].shape} in host memory, "
-            "and no loop over stacked layers streams and updates it. Stacks have three dims or "
-            "more, are trained, and are sliced by a lax.scan of the loss. Raise offload_min_size "
-            "above its size, or leave out offload."
-        )
-    refs: dict[int, Any] = {
-        j: HostStack(given[j]) if on_host(given[j]) else jax.new_ref(given[j])
-        for stack in stacks
-        for one in stack.values()
-        for j in one.outputs
-    }
+    refs = _make_refs(update, given, stacks, outside)
     loops = [
         loop.of(stack)._replace(streamed=_host_stacks(stack, refs))
         for loop, stack in zip(loops, stacks, strict=True)
@@ -190,7 +170,8 @@ def update_in_backward(
             with jax.named_scope("update"):
                 evaluate(graph.needed(ready, known)[0], known)
             new = {v: known[v] for v in ready}
-            if layout.platform != "tpu":  # whose compiler updates early by itself
+            # XLA:TPU updates early by itself; on CPUs what is independent runs at the same time.
+            if layout.platform == "gpu":
                 new, cotangents = lax.optimization_barrier((new, cotangents))
             found.update(new)
             return cotangents
@@ -220,11 +201,7 @@ def update_in_backward(
     }
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     new |= {j: jax.device_put(new[j], HOST) for j in whole}
-    with jax.named_scope("gather_params"):
-        shards = treedef.unflatten(new[i] for i in range(len(leaves)))
-        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
-        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
-    new |= {i: gathered[i] if trained[i] else leaves[i] for i in outside}
+    new |= _gathered(layout, spec, params, new, outside)
     structure: Any = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
@@ -233,12 +210,51 @@ def update_in_backward(
     return new_state, metrics, model_state
 
 
+def _gathered(
+    layout: Layout, spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
+) -> dict[int, jax.Array]:
+    """New parameters outside of loops, as they are between steps; the old ones if untrained."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    trained = treedef.flatten_up_to(spec.trained)
+    with jax.named_scope("gather_params"):
+        shards = treedef.unflatten(new[i] for i in range(len(leaves)))
+        own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
+        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+    return {i: gathered[i] if trained[i] else leaves[i] for i in outside}
+
+
+def _make_refs(
+    update: Update, given: list[Any], stacks: list[dict[int, LayerUpdate]], outside: set[int]
+) -> dict[int, Any]:
+    """Refs of the parameters and the state that loops update, by their numbers."""
+    written = [j for stack in stacks for one in stack.values() for j in one.outputs]
+    for j in (j for j in [*outside, *written] if on_host(given[j])):
+        if j in outside:
+            reason = (
+                "no loop over stacked layers streams and updates it. Stacks have three dims or "
+                "more, are trained, and are sliced by a lax.scan of the loss"
+            )
+        elif any(update.held[j][:1]):
+            reason = (
+                "its layers are on different devices, as ZeRO shards the longest dim, while each "
+                "device streams its shard of every layer. At stage 3 name another dim (param_specs)"
+            )
+        else:
+            continue
+        raise ValueError(
+            f"offload='all' leaves {update.names[j]!r} of shape {given[j].shape} in host memory, "
+            f"and {reason}. Raise offload_min_size above its size, or leave out offload."
+        )
+    return {j: HostStack(given[j]) if on_host(given[j]) else jax.new_ref(given[j]) for j in written}
+
+
 def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[HostStack, ...]:
     of_loop = [refs[j] for one in stack.values() for j in one.outputs]
     return tuple(ref for ref in of_loop if isinstance(ref, HostStack))
 
 
-def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
+def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     given: Any
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -251,8 +267,17 @@ def _trace_loss(loss: Loss, params: Tree, args: Any) -> Graph:
             new, _ = _model_state.checked(args[1], new)
         return total, jnp.asarray(weight), new, aux
 
-    with marking():
-        return Graph(run, inputs, [True] * len(inputs), exact=True)
+    try:
+        with marking():
+            return Graph(run, inputs, [True] * len(inputs), exact=True)
+    except ValueError as error:
+        if not names_types(layout, error):
+            raise
+        raise ValueError(
+            "the loss names Explicit axes in types, as by out_sharding or reshard, and "
+            "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
+            f"{OTHERWISE}. jax says: {error}"
+        ) from error
 
 
 def _squares(grads: dict[int, jax.Array]) -> Any:

@@ -171,6 +171,7 @@ def estimate(
     device: DeviceKind | None = None,
     gathered_once: str | None = None,
     activations: Activations | float | None = None,
+    update: str = "after",
     tokens: float = 0.0,
     flops: float = 0.0,
 ) -> Plan:
@@ -197,6 +198,7 @@ def estimate(
       activations: of one device and one micro-batch, as ``activations_of`` counts them; or bytes of
         them and of temporaries, without parameters that stage 3 gathers. None: they are not
         counted.
+      update: ``"backward"`` where ``train_step`` updates each layer in the backward pass.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
 
@@ -220,6 +222,7 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
+    options |= {"update": update}
     # The state is traced once, and placed once where the user's axes alone shard.
     variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
     unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)

@@ -36,7 +36,8 @@ class ParallelPlan:
     #: what the backward pass computes again: ``"none"``; ``"selective"``, scores and their product
     #: with values; ``"full"``, each layer; or what a preset of MaxText does not save
     recompute: str = "full"
-    offload: bool = False  #: whether optimizer state is in host memory
+    #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``
+    offload: bool = False
     param_bytes: float = 2.0  #: of a parameter as it is gathered
     grad_bytes: float = 2.0  #: of a gradient as it is reduced
     state_bytes: float = 12.0  #: of optimizer state and master weights, for one parameter
@@ -46,7 +47,7 @@ class ParallelPlan:
     weights: str = "plain"
     #: a lossy sync such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over replicas if there are
     sync: str | None = None
-    #: whether each layer is updated in the backward pass; one device and one micro-batch alone
+    #: whether each layer is updated in the backward pass, in the global view
     update_in_backward: bool = False
 
     @property
@@ -93,8 +94,7 @@ class ParallelPlan:
     @property
     def can_update_in_backward(self) -> bool:
         """Whether ``update_in_backward`` is possible: it computes each layer again."""
-        alone = self.num_devices * self.microbatches == 1 and not self.offload
-        return alone and self.recompute == "full"
+        return self.pipe * self.tensor == 1 and self.recompute == "full" and not self.sync
 
     @property
     def checkpoints_layers(self) -> bool:
@@ -118,8 +118,8 @@ class ParallelPlan:
         check_choice("weights", self.weights, WEIGHTS)
         if self.update_in_backward and not self.can_update_in_backward:
             raise ValueError(
-                "update_in_backward is for one device and one micro-batch, recompute='full', "
-                "without offload."
+                "update_in_backward is for plans without pipe, tensor and sync, and with "
+                "recompute='full'."
             )
         if self.sync and (self.pipe * self.tensor > 1 or self.spread):
             raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")

@@ -252,9 +252,6 @@ class PlanCosts:
         if plan.pipe > 1:
             return self.stages(plan)[0].by_part(self.batch(plan))
         held = self._stage(_placed(plan)).with_activations(self.activations(plan))
-        if plan.update_in_backward:  # gradients of one layer at a time, and of what is outside
-            grads = held.layer + held.outside
-            held = dataclasses.replace(held, grads=grads, updated=held.outside)
         if plan.sync:
             held = dataclasses.replace(held, synced=held.synced + self.sync(plan).held)
         return held.by_part(self.batch(plan))
@@ -334,6 +331,7 @@ class PlanCosts:
             self.zero(plan),
             param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
             microbatches=plan.microbatches,
+            update="backward" if plan.update_in_backward else "after",
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
         )
@@ -375,11 +373,11 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
     """A plan with nothing but that on which the bytes of parameters, gradients and state depend."""
     # Replicas hold what devices without them do, unless they share the state or have a sync.
     alike = not plan.spread and not plan.sync
-    same = ("tensor", "pipe", "stage", "spread", "offload", "state_format", "weights", "sync")
+    same = {"tensor", "pipe", *OF_STATE} - {"replicas"}
     return ParallelPlan(
         data=plan.shards if alike else plan.data,
         replicas=1 if alike else plan.replicas,
-        microbatches=min(plan.microbatches, 2),
+        microbatches=plan.microbatches if plan.update_in_backward else min(plan.microbatches, 2),
         **{name: getattr(plan, name) for name in same},
     )
 
@@ -434,8 +432,9 @@ def zero_of(plan: ParallelPlan) -> Zero:
         axis="data",
         replica_axis="replica" if plan.replicas > 1 else None,
         shard_state_over_replicas=plan.spread,
-        offload="optimizer" if plan.offload else None,
+        offload=("all" if plan.update_in_backward else "optimizer") if plan.offload else None,
         sync=sync_of(plan.sync) if plan.sync else None,
+        view="global" if plan.update_in_backward else "device",
     )
 
 

@@ -45,6 +45,9 @@ class StagePlan:
     outside: float  #: parameters outside of the layers, if these are known
     new_params: float  #: new parameters of the group that is gathered beside the old ones
     share: float  #: the share of the parameters that the device stores; below 1 it gathers them
+    #: micro-batches that a layer has before its update, in the backward pass; 0: it is after that
+    in_backward: int = 0
+    decoded: float = 0.0  #: the state of a layer, as its update in the backward pass has it
     #: what one micro-batch stores for its backward pass, if ``estimate`` was given it
     activations: float | None = None
     working: float = 0.0  #: temporaries of the backward pass of a layer
@@ -76,20 +79,31 @@ class StagePlan:
         there; and at the layers, where compilers hold those of all layers from the first one on.
         Then the compressed sync, and the update.
         """
+        if self.in_backward:
+            return self._moments_in_backward
         stored, copied = self.activations or 0.0, self.copied * self.share
         gathers = self.share < 1
         outside = self.outside if gathers else 0.0
         gathered = max(self.layer, outside - self.working) if gathers else 0.0
         # Full gradients of what is outside of the layers have room for that of the logits.
         working = self.working + max(0.0, self.logits - (0.0 if gathers else self.outside))
-        names = ("activations", "temporaries", "gathered", "gradients")
-        moments = {
-            "head": (stored, self.head + copied, outside, self.summed),
-            "layers": (stored, working + copied, gathered, self.grads + self.unreduced),
-            "sync": (0.0, 0.0, 0.0, self.synced),
-            "update": (0.0, 0.0, self.new_params, self.updated),
-        }
-        return {name: dict(zip(names, parts, strict=True)) for name, parts in moments.items()}
+        return _moments(
+            head=(stored, self.head + copied, outside, self.summed),
+            layers=(stored, working + copied, gathered, self.grads + self.unreduced),
+            sync=(0.0, 0.0, 0.0, self.synced),
+            update=(0.0, 0.0, self.new_params, self.updated),
+        )
+
+    @property
+    def _moments_in_backward(self) -> dict[str, dict[str, float]]:
+        """The same if each layer is updated as soon as its gradients exist."""
+        stored, grads = self.in_backward * (self.activations or 0.0), self.grads + self.unreduced
+        read = self.layer if self.host else max(0.0, self.layer - self.working)
+        return _moments(
+            head=(stored, self.head, 0.0, self.updated),
+            layers=(stored, self.working, read, grads),
+            update=(stored, self.decoded, 0.0, grads),
+        )
 
     @property
     def peak(self) -> float:
@@ -113,6 +127,11 @@ class StagePlan:
         return dataclasses.replace(self, **dict(parts))
 
 
+def _moments(**moments: tuple[float, ...]) -> dict[str, dict[str, float]]:
+    names = ("activations", "temporaries", "gathered", "gradients")
+    return {moment: dict(zip(names, parts, strict=True)) for moment, parts in moments.items()}
+
+
 def step_memory(
     zero: Zero,
     placed: Description,
@@ -120,7 +139,8 @@ def step_memory(
     tile: tuple[int, int] | None,
     microbatches: int,
     gathered_once: str | None,
-) -> dict[str, float]:
+    in_backward: bool,
+) -> dict[str, Any]:
     """The bytes of a ``StagePlan`` that are held, but for the batch and activations.
 
     ``local`` is the placement at stage 0, where the user's axes alone shard; the memory of TPUs has
@@ -131,7 +151,7 @@ def step_memory(
     opt_state = sum(row.bytes_per_device for row in rows)
     masters = [row for row in rows if "master" in re.split(r"\W+", row.path)]
     master = sum(row.bytes_per_device for row in masters)
-    params = placed.bytes_per_device["params"]
+    params = float(sum(row.bytes_per_device for row in placed.rows if row.part == "params"))
     several, known = microbatches > 1, gathered_once is not None
     full = {
         row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
@@ -142,7 +162,8 @@ def step_memory(
     whole = {row.path for row in placed.rows if row.part == "grads" and row.note}
     divided = {path: n for path, n in full.items() if path not in whole and zero.num_shards > 1}
     undivided = full_grads - sum(divided.values())
-    layer, outside, group = _layer_and_outside(divided, local, gathered_once, placed.gather_group)
+    of_layers = full if in_backward else divided
+    layer, outside, group = _layer_and_outside(of_layers, local, gathered_once, placed.gather_group)
 
     def held(placed: Description, shards: int = 1) -> float:
         """Bytes of gradients, as accumulated or as returned, whichever is wider."""
@@ -183,7 +204,7 @@ def step_memory(
     if zero.sync is not None:
         shards = zero.num_shards if zero.replica_axis else 1
         synced = grads if zero.stage == 3 else full_grads / shards
-    return {
+    found: dict[str, Any] = {
         "params": params,
         "grads": grads,
         "full_grads": full_grads,
@@ -200,6 +221,21 @@ def step_memory(
         "new_params": new_params,
         "share": 1 / zero.num_shards if zero.stage == 3 else 1.0,
     }
+    if not in_backward:
+        return found
+
+    pattern = gathered_once if gathered_once is not None else "(?!)"
+    # Gradients of one layer, and their sums over micro-batches; of a tied embedding, too.
+    share = layer / (full_grads - outside) if full_grads > outside else 1.0
+    outer = [row for row, _ in floating_rows(local, "params") if re.search(pattern, row.path)]
+    matrices = [full[row.path] for row in outer if len(row.shape) > 1]
+    waiting = sum(matrices) if len(matrices) == 1 else 0.0
+    summed = held(placed) / full_grads * (layer * several + waiting)
+    # The state in 8 bits is computed with in 32, that of the host is loaded with the parameters.
+    coded = sum(row.bytes_per_device for row in rows if jnp.dtype(row.dtype).itemsize == 1)
+    found |= {"grads": summed, "unreduced": layer, "updated": max(matrices, default=0.0)}
+    found |= {"decoded": 4 * coded * layer / full_grads, "in_backward": microbatches}
+    return found | ({"layer": share * found["host"]} if found["host"] else {})
 
 
 def _layer_and_outside(
@@ -287,31 +323,37 @@ def stage_plan(
     device: DeviceKind | None = None,
     gathered_once: str | None = None,
     activations: Activations | None = None,
+    update: str = "after",
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``."""
-    name, options = name_of(zero), (microbatches, gathered_once)
+    name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
-    if zero.stage == 1 and microbatches == 1 and gathered_once is not None:
+    by_layer = in_backward or (microbatches == 1 and gathered_once is not None)
+    if zero.stage == 1 and by_layer:
         zero = dataclasses.replace(zero, stage=2)
     state = (params, jax.eval_shape(tx.init, params) if opt_state is None else opt_state)
     placed = zero.describe(state, tx=tx, param_specs=param_specs)
     if local is None:  # where the user's axes alone shard
         local = variants_of(zero)["stage 0"].describe(state, tx=tx, param_specs=param_specs)
-    memory = step_memory(zero, placed, local, device.tile if device else None, *options)
+    memory = step_memory(
+        zero, placed, local, device.tile if device else None, *options, in_backward
+    )
+    # Streamed parameters are read in each forward pass, and in the one that updates them.
+    read = sum(x.bytes_per_device for x in placed.rows if (x.part, x.memory) == ("params", "host"))
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
     return StagePlan(
         name=name,
         batch=batch,
         **memory,
         **_wire(zero, placed, local, *options),
-        host_wire=2 * memory["host"],
+        host_wire=2 * memory["host"] + microbatches * read,
         moved=3 * microbatches * memory["full_grads"] + 2 * updated,
     ).with_activations(activations)
 
 
 def _wire(
     zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Bytes that one device sends per step, and the part of them that takes the network.
 
     A collective over h hosts of g devices is one within each host, and one between hosts in which a

@@ -43,7 +43,7 @@ class StepSeconds:
     transfers: float  #: of messages between stages
     data: float  #: of gathering parameters and reducing gradients over data-parallel devices
     update: float  #: of the optimizer, with its products
-    host: float  #: of moving optimizer state to and from host memory
+    host: float  #: of moving optimizer state, and streamed layers, to and from host memory
     hideable: float  #: of computing that can run at the same time as ``data``
     interference: bool  #: whether computing and sending slow each other down, as on GPUs
     exposed: float = 0.0  #: of ``data``, what nothing can hide: compressed gradients
@@ -114,6 +114,7 @@ class Passes:
     tensor: float = 0.0  # seconds of collectives among the devices that share a layer
     bubble: float = 0.0  # seconds, idle in a pipeline
     transfers: float = 0.0  # seconds of messages and sums of gradients between stages
+    outside: float = 0.0  # of the parameters, those that no layer has
 
     @property
     def least(self) -> float:
@@ -275,8 +276,9 @@ def passes(
             held = model.layers / plan.pipe
     elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
-    params = held * model.layer_elements / plan.tensor + tables * table
-    return Passes(work * count, held, params, counts, count * wires, bubble, transfers)
+    outside = tables * table
+    params = held * model.layer_elements / plan.tensor + outside
+    return Passes(work * count, held, params, counts, count * wires, bubble, transfers, outside)
 
 
 def with_state(
@@ -305,7 +307,8 @@ def with_state(
     update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
     update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
     update += products / Roofline(device, COMPILED, ideal=ideal).flops
-    # State from host memory, and back at the same time.
+    # State from host memory, and back at the same time; streamed parameters in each forward pass
+    # and in the one that updates them.
     host = 0.0
     if plan.offload:
         if device.host_link is None:
@@ -313,7 +316,12 @@ def with_state(
                 f"the host link of {with_article(device.name)} is not known; offload needs it."
             )
         speed = device.host_link * (1.0 if ideal else _HOST_LINK)
-        host = params / shards * plan.state_bytes / speed
+        linked = params / shards * plan.state_bytes
+        if plan.update_in_backward:
+            read = (1 + plan.microbatches) * plan.param_bytes
+            read /= plan.shards if plan.stage == 3 else 1
+            linked = (params - step_passes.outside) * (plan.state_bytes / shards + read)
+        host = linked / speed
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(

@@ -139,7 +139,8 @@ class PlanFile:
     @property
     def view(self) -> str:
         """Of the batch in a loss: any one runs in the global view, but without a sync."""
-        return "device" if self.layers or self.plan.sync else "global"
+        alike = self.layers and not self.plan.update_in_backward
+        return "device" if alike or self.plan.sync else "global"
 
     def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
@@ -206,7 +207,7 @@ class PlanFile:
         fields = [f"stage={plan.stage}", f"axis={data if len(data) > 1 else data[0]!r}"]
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
-        fields += ["offload='optimizer'"] if plan.offload else []
+        fields += [f"offload={zero_of(plan).offload!r}"] if plan.offload else []
         fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
         fields += ["view='global'"] if self.view == "global" else []
         lines = [
@@ -260,8 +261,10 @@ class PlanFile:
         else:
             of_layers = [f"layer = {layer}", "loss = model.make_loss(layer)"]
             lines += of_layers if self.layers else [f"loss = model.loss({self.recompute!r})"]
-            how = "update='backward'" * plan.update_in_backward
-            how = how or f"microbatches={plan.microbatches}"
+            how = (
+                f"microbatches={plan.microbatches}"
+                + ", update='backward'" * plan.update_in_backward
+            )
             lines.append(f"step = zero.train_step(loss, tx=tx, {how})")
         return lines + self._running() * run
 

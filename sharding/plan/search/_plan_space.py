@@ -98,8 +98,7 @@ class PlanSpace:
                 if not (gathers and x["stage"] == 3)
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
                 and (alone or not x["sync"])
-                and (can_update or not x["update_in_backward"])
-                and not (x["offload"] and x["update_in_backward"])
+                and not (x["update_in_backward"] and (x["sync"] or not can_update))
                 and all(x[name] in values for name, values in of_state.items())
             )
             if possible and (not passes.even or self.spares(passes)):

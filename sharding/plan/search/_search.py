@@ -249,8 +249,9 @@ def search(
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
         are one update late (PipeDream-2BW), which is lossy.
-      update_in_backward: whether one device may update each layer in the backward pass, where its
-        gradient is made: ``train_step(update="backward")``, which not all transformations can.
+      update_in_backward: whether each layer may be updated in the backward pass, where its gradient
+        is made: ``train_step(update="backward")``, which not all transformations can; with
+        ``offload`` layers are in host memory, too.
       state_formats: of the optimizer state, of ``optax_ext.STATE_FORMATS``; lossy but for None.
       weights: what updates parameters of 16 bits; see ``ParallelPlan``.
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in

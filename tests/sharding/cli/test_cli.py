@@ -368,6 +368,16 @@ def test_audit_of_the_update_in_backward(figures, monkeypatch):
     assert within < 0.6 * after
 
 
+def test_plan_of_the_update_in_backward(figures):
+    """Layers are offloaded, too."""
+    given = "plan --model llama2-7b --target h100x8 --batch 8 --length 1024"
+    options = "", " --update-in-backward", " --update-in-backward --offload"
+    after, within, streamed = (figures(given + x)["plans"][3] for x in options)
+    assert [x["plan"]["update_in_backward"] for x in (after, within, streamed)] == [0, 1, 1]
+    totals = [x["memory"]["total"] / 2**30 for x in (after, within, streamed)]
+    assert totals == pytest.approx([7.3, 5.6, 1.3], rel=0.04)  # programs' 7.40, 5.59; v5e's 1.28
+
+
 def test_audit_of_offloaded_state(figures, monkeypatch):
     """With the update inside the backward pass the layers are offloaded, too."""
     need("v5e:1x1")

@@ -60,6 +60,7 @@ def test_options_reach_the_search(figures, text):
         ("cpu:8", "stage=2 --keep pipe=1"),
         ("cpu:8", "pipe=2 --keep tensor=2"),
         ("cpu:1", "update_in_backward=true --update-in-backward"),
+        ("cpu:8", "update_in_backward=true --update-in-backward --keep stage=3"),
     ],
 )
 def test_the_printed_code_runs(target, keep, run, monkeypatch):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import optax_ext
 from sharding.plan import MODELS, activations_of, estimate, kind_of, layer_costs, search
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
@@ -316,3 +317,13 @@ def test_weights_hold_what_their_transformations_hold():
 def test_impossible_requests(options, message):
     with pytest.raises(ValueError, match=message):
         search(**({"model": SMALL, "tx": TX, "target": "h100x32", "sequences": 16} | options))
+
+
+@pytest.mark.parametrize(("target", "chosen"), [("a100-40x1", True), ("h100x1", False)])
+def test_updates_in_the_backward_pass_where_others_do_not_fit(target, chosen):
+    """Without loss; of equal times the plain step."""
+    tx = optax_ext.adafactor(1e-3, factoring=optax_ext.flax_transformer())
+    options = {"offload": False, "update_in_backward": True, "recompute": ("full",), "top": 1}
+    found = search(MODELS["llama2-7b"], tx, target, sequences=16, length=1024, **options)
+    assert found.best.plan.update_in_backward == chosen
+    assert not found.best.lossy
