@@ -1,6 +1,6 @@
 // Search results: pages that answer before the API, and both before tables and the changelog.
 const PARTS = {start: 30, how_to: 30, reference: 25, understand: 20, api: 0, notebooks: 0};
-PARTS["reference/errors"] = 35;
+PARTS["reference/errors"] = PARTS["reference/terms"] = 35;
 
 var Scorer = {
   score: ([docname, title, anchor, descr, score]) =>
