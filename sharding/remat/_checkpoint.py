@@ -1,5 +1,6 @@
-"""Blocks under ``jax.checkpoint`` in chains and scans, with the traps of both avoided."""
+"""Blocks under ``jax.checkpoint`` in scans."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding._types import Array, Tree
-from sharding.step._gathered_layers import after_input
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
@@ -32,18 +32,11 @@ def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callab
     )
 
 
-def under_policy(
-    fn: Fn, policy: Callable[..., Any], zero: "Zero | None", in_loop: bool = False
-) -> Fn:
-    """A block that stores what the policy allows, and gathers its own parameters."""
+def in_loop(fn: Fn, policy: Callable[..., Any], zero: "Zero | None") -> Fn:
+    """A block of a scan that stores what the policy allows, and gathers its own parameters."""
     # At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what
     # it gathers is stored. A loop separates what runs again from its first run without barriers.
-
-    def checkpointed(fn: Fn) -> Fn:
-        return jax.checkpoint(
-            fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
-        )
-
+    checkpointed = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     if zero is None:
         return checkpointed(fn)
     if zero.stage < 3:
@@ -51,17 +44,6 @@ def under_policy(
     if zero.reshard_after_forward:
         return zero.gathered(fn, policy=policy)
     return zero.gathered(checkpointed(fn))
-
-
-def after_backward(fn: Fn) -> Fn:
-    """A block whose gradients are complete before the block in front of it starts its backward."""
-    # Without the barrier XLA may put off the products of all blocks that sum gradients of
-    # parameters, and hold what they read until then.
-
-    def call(params: Tree, x: Array) -> Any:
-        return fn(*after_input(params, x))
-
-    return call
 
 
 def scanned(
@@ -79,7 +61,7 @@ def scanned(
         # Only a name within the loop's body lets its carry be offloaded.
         return fn(params, jax.tree.map(_with_name, x) if name_input else x)
 
-    block = under_policy(named, policy, zero, in_loop=True)
+    block = in_loop(named, policy, zero)
 
     def layers(params: Tree, x: Array) -> Any:
         return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
