@@ -383,6 +383,11 @@ class LossSearch:
             best = least
         return dataclasses.replace(best, budget=budget)
 
+    @property
+    def most(self) -> float:
+        """Bytes with which nothing is computed again."""
+        return self._searches[0][2].most
+
     @functools.cached_property
     def least(self) -> float:
         """About the fewest bytes for which there is a plan."""
@@ -396,8 +401,7 @@ class LossSearch:
         return high
 
     def frontier(self) -> list[LossPlan]:
-        most = self._searches[0][2].most
-        planned = np.geomspace(most, self.least, _POINTS)
+        planned = np.geomspace(self.most, self.least, _POINTS)
         plans = [self.compiled(each) for each in map(float, planned)]
         fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
         return unbeaten(fastest_first)

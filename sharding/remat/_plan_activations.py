@@ -103,7 +103,7 @@ def plan(
     """
     most = in_bytes(budget)
     if length is None:
-        return _loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
+        return loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
     stack, candidates = _measured_stack(
         loss_fn, params, batch, device, request_of(names), offload, length, None
     )
@@ -129,14 +129,19 @@ def frontier(
     names. ``print`` shows a table.
     """
     if length is None:
-        return Frontier(_loss_search(loss_fn, params, batch, device, names, offload).frontier())
+        return Frontier(loss_search(loss_fn, params, batch, device, names, offload).frontier())
     given = loss_fn, params, batch, device, request_of(names), offload
     stack, candidates = _measured_stack(*given, length, modes)
     return Frontier(stack.frontier(candidates))
 
 
-def _loss_search(
-    loss_fn: Any, params: Tree, batch: Batch, device: Device, names: Names, offload: Any
+def loss_search(
+    loss_fn: Any,
+    params: Tree,
+    batch: Batch,
+    device: Device,
+    names: Names = None,
+    offload: Any = False,
 ) -> LossSearch:
     if not callable(loss_fn):
         raise ValueError(
