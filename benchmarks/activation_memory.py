@@ -20,7 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import _results
 import jax
 import jax.numpy as jnp
-from _networks import NETWORKS
+from _networks import NETWORKS, array
 
 import sharding as shd
 from sharding.plan._format import size
@@ -115,13 +115,13 @@ def graphs(smoke=False):
     """Losses as they are, within budgets."""
     columns = "| plain | budget | program | extra time | at least | s to plan |"
     head, scale = f"{columns}\n|---|---|---|---|---|---|", 16 if smoke else 1
-    params = [{"a": jnp.zeros((256, 1024)), "b": jnp.zeros((1024, 256))}] * 12
+    params = [{"a": array(256, 1024), "b": array(1024, 256)}] * 12
     cases = {"cpu:1": (110, 140)}
     if not smoke:
-        cases |= {"h100x1": (62, 68, 80, 100, 140), "v5e:1x1": (20, 40)}
+        cases = {"h100x1": (62, 68, 80, 100, 140), "v5e:1x1": (20, 40)} | cases
     sections = []
     for target, budgets in cases.items():
-        rows = in_budgets(unet, params, jnp.zeros((4096, 256)), target, budgets)
+        rows = in_budgets(unet, params, array(4096, 256), target, budgets)
         table = _results.table(head, [f"| {row}" for row in rows])
         sections.append(f"## U-Net of 12 blocks on {target}\n\n{table}")
     rows = []
