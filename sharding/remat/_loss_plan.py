@@ -29,8 +29,8 @@ from sharding.step._layer_hooks import scan_sizes
 _LINES = 12  # of the user's code that a plan prints
 _FEW_STATES = 200  # to find the fewest bytes
 _FITS = 0.93  # of a budget: plans of more bytes are not looked for
-_PROGRAMS = {"tpu": 3}  # that are compiled for a budget; a TPU's take a minute
-_MOST_PROGRAMS = 6
+_NEAR = 0.85  # of what is needed to compute nothing again: from there on that is tried first
+_MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 # What loops compute again in their backward pass.
 _AS_IT_IS, _PRODUCTS, _LAYERS, _SEGMENTS = (
@@ -61,6 +61,8 @@ class LossPlan(RematPlan):
     @functools.cached_property
     def _run(self) -> Callable[[list[Any]], list[Any]]:
         graph, loss = self._graph.graph, self._loss
+        if not any(self._schedule.again):
+            return functools.partial(loss.fn, loops=self.loops)
         stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
         forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
 
@@ -356,31 +358,32 @@ class LossSearch:
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
         best: LossPlan | None = None
-        planned, fits, fails = budget, 0.0, math.inf  # planned bytes of programs
-        for _ in range(_PROGRAMS.get(self._loss.device.platform, _MOST_PROGRAMS)):
+        # Bytes that are planned are not those of programs: from above and below.
+        fits, fails, most = 0.0, self.most * 1.01, _MOST_PROGRAMS
+        planned = self.most if budget > _NEAR * self.most else budget
+        for _ in range(_TPU_PROGRAMS if self._loss.device.platform == "tpu" else most):
             plan = self.compiled(planned)
-            if plan is None or plan.peak > budget:
+            if plan is None:  # fewer than the graph needs
+                planned = max(self.least, fits)
+                plan = self.compiled(planned)
+            assert plan is not None
+            if plan.peak > budget:
                 fails = min(fails, planned)
-                excess = 0.0 if plan is None else plan.peak - budget
-                guess = max(planned - excess, planned * 0.5)
             else:
                 fits = max(fits, planned)
                 if best is None or plan.work.seconds < best.work.seconds:
                     best = plan
-                if plan.peak >= _FITS * budget or plan._schedule.seconds == 0:
+                if plan.peak >= _FITS * budget or not any(plan._schedule.again):
                     break
-                guess = planned + budget - plan.peak
-            if plan is None or not fits < guess < fails:
-                guess = (max(fits, self.least) + fails) / 2
-            if fails - fits < 0.01 * budget or (plan is None and guess >= planned):
+            planned += budget - plan.peak
+            if not fits < planned < fails:
+                planned = (max(fits, self.least) + fails) / 2
+            if fails - fits < 0.01 * budget or fails <= self.least:
                 break
-            planned = guess
         if best is None:
-            least = self.compiled(self.least)
-            if least is None or least.peak > budget:
-                needed = least.peak if least else math.inf
-                raise no_plan_fits(budget, "this loss needs", needed)
-            best = least
+            best = self.compiled(self.least)
+            if best is None or best.peak > budget:
+                raise no_plan_fits(budget, "this loss needs", best.peak if best else math.inf)
         return dataclasses.replace(best, budget=budget)
 
     @property

@@ -252,7 +252,8 @@ def test_bad_input():
         with pytest.raises(ValueError, match=pattern):
             shd.remat.plan(loss, params, x, budget, names=names)
 
-    found = search_of(lambda p, x: (large(p, x), x @ p[0]["up"]), LAYERS, X).plan(1e9)
+    search = search_of(lambda p, x: (large(p, x), x @ p[0]["up"]), LAYERS, X)
+    found = search.plan(search.least)
     for pattern, fn in (
         (r"batch: planned for float32\[512, 16\], got float32\[2, 16\]", lambda p: found(p, X[:2])),
         ("planned for arguments of the form", lambda p: found(p[1:], X)),
