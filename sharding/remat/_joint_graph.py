@@ -23,7 +23,14 @@ _FUSED = (
     | ELEMENTWISE
     | {
         *("iota", "rev", "slice", "pad", "concatenate", "split", "dynamic_slice", "add_any"),
-        *("integer_pow", "random_wrap", "random_unwrap", "random_seed", "random_fold_in"),
+        *(
+            "integer_pow",
+            "one_minus_square",
+            "random_wrap",
+            "random_unwrap",
+            "random_seed",
+            "random_fold_in",
+        ),
         "random_split",
     }
 )

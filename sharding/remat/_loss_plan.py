@@ -29,7 +29,7 @@ from sharding.step._layer_hooks import scan_sizes
 _LINES = 12  # of the user's code that a plan prints
 _FEW_STATES = 200  # to find the fewest bytes
 _FITS = 0.93  # of a budget: plans of more bytes are not looked for
-_NEAR = 0.85  # of what is needed to compute nothing again: from there on that is tried first
+_NEAR = 0.6  # of what is needed to compute nothing again: from there on that is tried first
 _MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 # What loops compute again in their backward pass.
