@@ -54,8 +54,7 @@ def scanned(
     name_input: bool = False,
 ) -> Fn:
     """``stack(params, x)``: a scan over stacked parameters, or a scan over scans."""
-    # Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
-    # one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
+    # ``name_input`` gives the block's input the name ``INPUT``.
 
     def named(params: Tree, x: Array) -> Any:
         # Only a name within the loop's body lets its carry be offloaded.
@@ -63,19 +62,24 @@ def scanned(
 
     block = in_loop(named, policy, zero)
 
-    def layers(params: Tree, x: Array) -> Any:
-        return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
+    def stack(params: Tree, x: Array) -> Any:
+        return scan_in(lambda x, p: (block(p, x), None), x, params, lengths)[0]
 
+    return stack
+
+
+def scan_in(
+    step: Callable[..., Any], carry: Any, xs: Any, lengths: Sequence[int], reverse: bool = False
+) -> tuple[Any, Any]:
+    """A scan; of an outer and an inner length a scan over scans, each of which runs again."""
+    scan = functools.partial(lax.scan, reverse=reverse)
     if len(lengths) == 1:
-        return layers
+        return scan(step, carry, xs, length=lengths[0])
     outer, inner = lengths
-    segment = jax.checkpoint(layers, prevent_cse=False)
-
-    def segments(params: Tree, x: Array) -> Any:
-        parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
-        return lax.scan(lambda x, p: (segment(p, x), None), x, parts, length=outer)[0]
-
-    return segments
+    segment = functools.partial(scan, step, length=inner)
+    parts = jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), xs)
+    carry, outs = scan(jax.checkpoint(segment, prevent_cse=False), carry, parts, length=outer)
+    return carry, jax.tree.map(lambda x: x.reshape(outer * inner, *x.shape[2:]), outs)
 
 
 def _with_name(x: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import lax
 
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
@@ -16,24 +15,13 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work, work_of_equation
 from sharding.remat._schedule_search import Step, Value
 
+_MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
+_OTHERS = """
+add_any concatenate dynamic_slice integer_pow iota one_minus_square pad random_fold_in random_seed
+random_split random_unwrap random_wrap rev slice
+"""
 # What XLA fuses with the operations that read it.
-_MOVES = {"reshape", "transpose", "squeeze", "broadcast_in_dim", "name"}
-_FUSED = (
-    _MOVES
-    | ELEMENTWISE
-    | {
-        *("iota", "rev", "slice", "pad", "concatenate", "split", "dynamic_slice", "add_any"),
-        *(
-            "integer_pow",
-            "one_minus_square",
-            "random_wrap",
-            "random_unwrap",
-            "random_seed",
-            "random_fold_in",
-        ),
-        "random_split",
-    }
-)
+_FUSED = _MOVES | ELEMENTWISE | frozenset(_OTHERS.split())
 # A fused operation has no place in memory if what it reads is hardly larger.
 _LARGER = 1.1
 
@@ -93,17 +81,13 @@ class JointGraph:
         self.seed, outputs = len(inputs), self.graph.outputs
         count = len(outputs) - sum(trained)
         self.results, self.grads = outputs[:count], outputs[count:]
-        needed = [
-            part
-            for eqn in self.graph.needed(outputs, self.graph.constants)[0]
-            for part in (
-                _split_results(eqn, self.graph.types) if eqn.primitive is lax.split_p else [eqn]
-            )
-        ]
+        equations = self.graph.needed(outputs, self.graph.constants)[0]
+        needed = [part for eqn in equations for part in _results_one_by_one(eqn, self.graph.types)]
         # What does not depend on the cotangent belongs to the loss.
         self._equations = sorted(needed, key=self._is_gradient)
         self._uses = collections.Counter(v for e in needed for v in set(e.operands))
         self._uses.update(2 * outputs)  # nothing is fused with what reads a result
+        self._returned = set(outputs)
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
         self.nodes = [self._node(k, *groups[k], number, kind, shards) for k in groups]
@@ -133,17 +117,13 @@ class JointGraph:
                 own = _FusedGroup(own.equations | part.equations, own.reads - {before} | part.reads)
             size = self._nbytes(eqn) * _LARGER
             small = sum(self._nbytes(self._equations[k]) for k in own.reads) <= size
-            returned = not self.graph_outputs.isdisjoint(eqn.results)
+            returned = not self._returned.isdisjoint(eqn.results)
             if can_fuse and small and not takes and not returned:
                 fused[eqn.results[0]] = own
             else:
                 groups[i] = own
                 group_of |= dict.fromkeys(eqn.results, i)
         return groups
-
-    @property
-    def graph_outputs(self) -> set[int]:
-        return set(self.graph.outputs)
 
     def _values(self, eqn: Equation) -> tuple[int, ...]:
         return tuple(v for v in eqn.results if self._uses[v])
@@ -183,7 +163,7 @@ class JointGraph:
                 inside += num_bytes([graph.types[v] for v in given])
         eqn = self._equations[last]
         values = self._values(eqn)
-        held = num_bytes([graph.types[v] for v in values if v not in self.graph_outputs])
+        held = num_bytes([graph.types[v] for v in values if v not in self._returned])
         return LossNode(
             tuple(equations),
             frozenset(number[k] for k in reads),
@@ -229,13 +209,17 @@ class JointGraph:
         return steps
 
 
-def _split_results(eqn: Equation, types: Sequence[Any]) -> Iterator[Equation]:
-    """The results of a split one by one, each with uses of its own."""
+def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equation]:
+    """The results of a split one by one, each with uses of its own; others as they are."""
+    if eqn.primitive is not lax.split_p:
+        yield eqn
+        return
     shape, axis = types[eqn.operands[0]].shape, eqn.params["axis"]
-    ends = np.cumsum([0, *eqn.params["sizes"]]).tolist()
-    for v, *bounds in zip(eqn.results, ends, ends[1:], strict=False):
-        starts, limits = ((*shape[:axis], end, *shape[axis + 1 :]) for end in bounds)
-        starts = tuple(start if i == axis else 0 for i, start in enumerate(starts))
+    start = 0
+    for v, length in zip(eqn.results, eqn.params["sizes"], strict=True):
+        starts = tuple(start if dim == axis else 0 for dim in range(len(shape)))
+        start += length
+        limits = (*shape[:axis], start, *shape[axis + 1 :])
         params = {"start_indices": starts, "limit_indices": limits, "strides": None}
         yield dataclasses.replace(eqn, primitive=lax.slice_p, params=params, results=(v,))
 

@@ -21,11 +21,13 @@ from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
 from sharding.remat._block_costs import step_temporaries, types_of
+from sharding.remat._checkpoint import scan_in
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 from sharding.step._layer_hooks import scan_sizes
 
+_FLOAT0 = jax.dtypes.float0
 _LINES = 12  # of the user's code that a plan prints
 _FEW_STATES = 200  # to find the fewest bytes
 _FITS = 0.93  # of a budget: plans of more bytes are not looked for
@@ -75,9 +77,7 @@ class LossPlan(RematPlan):
 
         def bwd(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
             seed, *others = cotangents
-            if any(
-                not isinstance(c, SymbolicZero) and c.dtype != jax.dtypes.float0 for c in others
-            ):
+            if any(not (isinstance(c, SymbolicZero) or c.dtype == _FLOAT0) for c in others):
                 raise ValueError(
                     "a planned loss is differentiated by its first result alone: return the others "
                     "as auxiliary ones (has_aux=True)."
@@ -197,12 +197,10 @@ class PlannableLoss:
         if not any(self.trained):
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
         for eqn in graph.equations:
-            effects = {
-                v for v in eqn.operands + eqn.results if hasattr(graph.types[v], "inner_aval")
-            }
-            callback = "callback" in eqn.primitive.name or "print" in eqn.primitive.name
-            if effects or callback:
-                what = "refs" if effects else "callbacks and prints"
+            values = (graph.types[v] for v in eqn.operands + eqn.results)
+            refs = any(hasattr(x, "inner_aval") for x in values)
+            if refs or any(word in eqn.primitive.name for word in ("callback", "print")):
+                what = "refs" if refs else "callbacks and prints"
                 raise ValueError(
                     f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
                     f"again: a loss with {what} is not planned."
@@ -271,23 +269,16 @@ def _loop(eqn: Equation, operands: list[Any], form: str) -> list[Any]:
     init, xs = rest[:num_carry], rest[num_carry:]
     policy = jax.checkpoint_policies.dots_saveable if form == _PRODUCTS else None
     layer = jax.checkpoint(lambda *args: body(*args), policy=policy, prevent_cse=False)
-    length = options["length"]
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         out = layer(*consts, *carry, *x)
         return out[:num_carry], out[num_carry:]
 
-    def scan(step: Any, carry: list[Any], xs: list[Any], length: int) -> tuple[Any, Any]:
-        return lax.scan(step, carry, xs, length=length, reverse=options["reverse"])
-
-    if form != _SEGMENTS:
-        carry, outs = scan(step, init, xs, length)
-        return [*carry, *outs]
-    inner = _inner_length(length)
-    segment = jax.checkpoint(lambda carry, xs: scan(step, carry, xs, inner), prevent_cse=False)
-    parts = [x.reshape(length // inner, inner, *x.shape[1:]) for x in xs]
-    carry, outs = scan(segment, init, parts, length // inner)
-    return [*carry, *(x.reshape(length, *x.shape[2:]) for x in outs)]
+    length = options["length"]
+    inner = _inner_length(length) if form == _SEGMENTS else 1
+    lengths = (length // inner, inner)[: min(inner, 2)]
+    carry, outs = scan_in(step, init, xs, lengths, options["reverse"])
+    return [*carry, *outs]
 
 
 def _inner_length(length: int) -> int:
