@@ -5,11 +5,14 @@ bytes are those of the program, times those of a roofline at the device's figure
 
   python benchmarks/activation_memory.py           # prints, writes results/activation_memory.*
   python benchmarks/activation_memory.py --tpu     # results/activation_memory_v5e.*; an hour
+  python benchmarks/activation_memory.py --graphs  # losses: results/activation_memory_graphs.md
   python benchmarks/activation_memory.py --smoke   # a small model on this CPU, prints only
 """
 
 import argparse
 import os
+import re
+import time
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,12 +20,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import _results
 import jax
 import jax.numpy as jnp
+from _networks import NETWORKS, array
 
 import sharding as shd
 from sharding.plan._format import size
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.remat._choose_saved_names import NameRequest, request_of
-from sharding.remat._plan_activations import device_of_target
+from sharding.remat._plan_activations import device_of_target, loss_search
 from sharding.remat._stack_plan import Stack
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
@@ -80,6 +84,67 @@ def table_of(frontiers, presets):
     return _results.table(f"{columns}\n|---|---|---|---|---|", rows)
 
 
+def unet(params, x):
+    """Six blocks down and six up, whose skips are 4 MiB, as the insides of blocks are 16."""
+    skips, half = [], len(params) // 2
+    for i, p in enumerate(params):
+        skips += [x] if i < half else []
+        x = jnp.tanh(jnp.tanh((x if i < half else x + skips.pop()) @ p["a"]) @ p["b"])
+    return jnp.sum(x**2)
+
+
+def in_budgets(loss, params, batch, target, budgets):
+    """Rows of plans of a loss: a budget is bytes, or a share of what the loss needs by itself."""
+    search = loss_search(loss, params, batch, target)
+    plain, rows = search.compiled(search.most), []
+    for budget in budgets:
+        start = time.time()
+        most = plain.peak * budget if budget < 1 else budget * 2**20
+        try:
+            found = search.fastest(most)
+            figures = (found.peak, found.extra_time, found.at_least)
+            cells = f"{size(figures[0])} | {figures[1]:.1%} | {figures[2]:.1%}"
+        except ValueError as error:
+            cells = f"needs {re.search('needs (.*) at', str(error))[1]} | | "
+        rows.append(f"{size(plain.peak)} | {size(most)} | {cells} | {time.time() - start:.0f} |")
+        print(target, rows[-1], flush=True)
+    return rows
+
+
+def graphs(smoke=False):
+    """Losses as they are, within budgets."""
+    columns = "| plain | budget | program | extra time | at least | s to plan |"
+    head, scale = f"{columns}\n|---|---|---|---|---|---|", 16 if smoke else 1
+    params = [{"a": array(256, 1024), "b": array(1024, 256)}] * 12
+    cases = {"cpu:1": (110, 140)}
+    if not smoke:
+        cases = {"h100x1": (62, 68, 80, 100, 140), "v5e:1x1": (20, 40)} | cases
+    sections = []
+    for target, budgets in cases.items():
+        rows = in_budgets(unet, params, array(4096, 256), target, budgets)
+        table = _results.table(head, [f"| {row}" for row in rows])
+        sections.append(f"## U-Net of 12 blocks on {target}\n\n{table}")
+    rows = []
+    for name in ["LSTM"] if smoke else NETWORKS:
+        try:
+            loss = NETWORKS[name](scale)
+            found = in_budgets(*loss, "cpu:1" if smoke else "h100x1", (1 / 2, 1 / 3))
+            rows += [f"| {name} | {row}" for row in found]
+        except Exception as error:
+            print(name, type(error).__name__, error, flush=True)
+        if not smoke:
+            table = _results.table(f"| network {columns}\n|---|---|---|---|---|---|---|", rows)
+            networks = f"## Networks on h100x1\n\n{table}"
+            _results.write(
+                "activation_memory_graphs",
+                "Activations: losses as they are",
+                ABOUT_GRAPHS,
+                *sections,
+                networks,
+                script="activation_memory",
+            )
+
+
 def main():
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -87,8 +152,12 @@ def main():
     )
     parser.add_argument("--smoke", action="store_true", help="a small model on this CPU")
     parser.add_argument("--tpu", action="store_true", help="a TPU v5e instead of an H100")
+    parser.add_argument("--graphs", action="store_true", help="whole losses instead of stacks")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*spares no operation.*")
+    if options.graphs:
+        graphs(options.smoke)
+        return
     if options.smoke:
         table_of(*measure("smoke", "cpu:1", 2, 64, 2))
         return
@@ -115,6 +184,13 @@ and logits are not counted. Bytes are temporaries of programs compiled for the t
 with as many layers as fit with all their parameters, three at least); products again are exact;
 extra time is by a roofline at the device's figures, and was not measured. Presets of MaxText are in
 bold. `16 x 2` is a scan over scans; (host) is what is copied to host memory."""
+
+ABOUT_GRAPHS = """With `--graphs`: `remat.plan` of losses in which nothing is marked, float32, one
+device. Plain is what the gradient of the loss takes without a plan. Bytes are temporaries of
+programs compiled for the target; extra time is by a roofline at the device's figures, and was not
+measured; no schedule of the same operations within these bytes takes less than what "at least"
+says. Seconds to plan are those of two CPU cores, programs compiled included. Of a TPU what its fast
+memory holds is not counted. Where no plan fits, the least bytes that one needs are in its place."""
 
 
 if __name__ == "__main__":

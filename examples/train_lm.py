@@ -46,7 +46,7 @@ import optax
 import orbax.checkpoint as ocp
 from _corpus import Corpus
 from _distributed import any_stop, ending_together, is_main, join, wait_for_all
-from _memory import plan_blocks, planned_logits
+from _memory import plan_loss
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
 from _plan import choose_plan, not_with_auto, take_plan
@@ -199,11 +199,13 @@ def train(options, corpus, mesh, directory, stop):
         checkpoint_form = CheckpointForm(pipeline, make_state, key)
         make_state = functools.partial(make_state, form=pipeline.stack)
         param_specs = pipeline.param_specs(jax.eval_shape(make_state, key).params)
-    logits = functools.partial(apply_model, model)
 
-    def loss_fn(params, windows):
-        return token_losses(logits(params, windows[:, :-1]), windows).mean()
+    def loss_of(model):
+        return lambda params, windows: token_losses(
+            apply_model(model, params, windows[:, :-1]), windows
+        ).mean()
 
+    loss_fn = trained_loss = loss_of(model)
     if auto:
         windows = jax.ShapeDtypeStruct((options.batch_size, corpus.context + 1), jnp.int32)
         try:
@@ -216,15 +218,22 @@ def train(options, corpus, mesh, directory, stop):
         options, corpus, zero, make_state, pipeline, directory
     )
     if options.memory and not auto:
-        params = jax.eval_shape(make_state, key).params
-        windows = options.batch_size // mesh.size // options.microbatches
-        planned = plan_blocks(
-            model, params, stage_plan, options.memory, windows, mesh.local_devices[0]
+        rows = options.batch_size // options.microbatches
+        rows = rows if options.view == "global" else rows // mesh.size
+        windows = jax.ShapeDtypeStruct((rows, corpus.context + 1), jnp.int32)
+        if options.view == "global":
+            windows = windows.update(sharding=jax.NamedSharding(mesh, jax.P("data")))
+        planned = plan_loss(
+            loss_of(TransformerLM(config)),
+            jax.eval_shape(make_state, key).params,
+            windows,
+            stage_plan,
+            options.memory,
+            None if options.view == "global" else mesh.local_devices[0],
         )
-        console.print(str(planned.chain), *planned.notes(), sep="\n", soft_wrap=True)
-        logits = planned_logits(model, planned.chain, zero)
-        sizes["activation_bytes"] = planned.activations
-        if options.stage == 3:  # blocks that run again are gathered again
+        console.print(str(planned.plan), *planned.notes(), sep="\n", soft_wrap=True)
+        trained_loss, sizes["activation_bytes"] = planned.plan, planned.plan.peak
+        if options.stage == 3:  # all parameters are gathered in front of the loss
             expected_wire = None
 
     # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
@@ -247,7 +256,7 @@ def train(options, corpus, mesh, directory, stop):
         step, evaluate = planned.train_step(), zero.eval_step(loss_fn)
     else:
         step = zero.train_step(
-            loss_fn,
+            trained_loss,
             microbatches=options.microbatches,
             snapshot=snapshots.store,
             update="backward" if options.update_in_backward else "after",

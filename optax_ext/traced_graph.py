@@ -24,6 +24,7 @@ class Equation:
     results: tuple[int, ...]  # numbers of values
     scope: str
     ctx: Any = None  # in which it was traced, if it is evaluated there
+    source_info: Any = None  # where it was written
 
 
 _SELECT = Equation(jax.lax.select_n_p, {}, (), (), "")
@@ -108,7 +109,8 @@ class Graph:
         results = [self._value(aval, reads) for aval in types]
         self.producer |= dict.fromkeys(results, len(self.equations))
         ctx = eqn.ctx if self._exact else None
-        equation = Equation(eqn.primitive, eqn.params, operands, tuple(results), scope, ctx)
+        at = operands, tuple(results), scope, ctx, getattr(eqn, "source_info", None)
+        equation = Equation(eqn.primitive, eqn.params, *at)
         self.equations.append(equation)
         return results
 

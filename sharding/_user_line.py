@@ -4,7 +4,9 @@ import contextlib
 import functools
 import inspect
 import os
+import traceback
 import warnings
+from typing import Any
 
 import jax
 import optax
@@ -25,6 +27,14 @@ _LIBRARIES = (
 def is_users(filename: str) -> bool:
     """Whether a file is none of these packages or of what calls them."""
     return not filename.startswith(_LIBRARIES)
+
+
+def line_of(source_info: Any) -> str:
+    """The user's line that an equation is from, as ``file:number``; empty where there is none."""
+    trace = source_info and source_info.traceback
+    frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
+    own = [f for f in frames if is_users(f.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def warn(message: str) -> None:

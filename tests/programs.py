@@ -182,13 +182,11 @@ def layers_of(zero, words, size):
     def split(layers):
         return [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(size.layers)]
 
-    for word, form, own in ("stack", dict, {"length": size.layers}), ("chain", split, {}):
-        if word in words:
-            layers = jax.eval_shape(lambda form=form: form(init(size, jnp.float32)["layers"]))
-            x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
-            own["device"] = zero.mesh.devices.flat[0]
-            run = shd.remat.plan(block, layers, x, "1GiB", **own).apply(zero)
-            return lambda layers, x, form=form: run(form(layers), x)
+    if "stack" in words:
+        layers = jax.eval_shape(lambda: init(size, jnp.float32)["layers"])
+        x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
+        own = {"length": size.layers, "device": zero.mesh.devices.flat[0]}
+        return shd.remat.plan(block, layers, x, "1GiB", **own).apply(zero)
     layer = jax.checkpoint(block) if "global" in words else zero.gathered(block)
     if "unrolled" in words:
         return lambda layers, x: functools.reduce(lambda x, p: layer(p, x), split(layers), x)

@@ -1,7 +1,7 @@
 """Activations under a budget of bytes: what to store, to offload, and to compute again."""
 
 from sharding.plan.model._models import PRESETS as PRESETS
-from sharding.remat._chain_plan import ChainPlan as ChainPlan
+from sharding.remat._loss_plan import LossPlan as LossPlan
 from sharding.remat._plan_activations import frontier as frontier
 from sharding.remat._plan_activations import in_bytes as in_bytes
 from sharding.remat._plan_activations import plan as plan

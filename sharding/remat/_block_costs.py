@@ -15,8 +15,7 @@ from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work, work_of
-from sharding.remat._chain_search import Block, Mode
-from sharding.remat._checkpoint import Fn, after_backward, policy_of
+from sharding.remat._checkpoint import Fn, policy_of
 from sharding.remat._choose_saved_names import NamedValues, SavedNames
 
 
@@ -32,12 +31,6 @@ class TracedBlock:
     def of(fn: Fn, params: Tree, x: Array, device: jax.Device) -> "TracedBlock":
         params, x = types_of(params), types_of(x)
         return TracedBlock(fn, params, x, _types_of_results(fn, params, x), device)
-
-    @property
-    def key(self) -> Any:
-        """Equal for blocks that are one program."""
-        leaves, treedef = jax.tree.flatten((self.params, self.x))
-        return id(self.fn), treedef, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
 
     def with_policy(self, names: Sequence[str]) -> Fn:
         return jax.checkpoint(self.fn, policy=policy_of(names))
@@ -71,18 +64,6 @@ class TracedBlock:
 
         return device_bytes(_types_of_results(residuals, self.params, self.x))
 
-    def temporaries(self, names: Sequence[str]) -> int:
-        """Bytes of the compiled backward pass, what it saves included."""
-        # The cotangent is donated: XLA may write that of the input in its place.
-        fn = after_backward(self.with_policy(names))
-
-        def backward(params: Tree, x: Array, cotangent: Tree) -> Any:
-            return _floating(jax.vjp(fn, params, x)[1](cotangent))
-
-        args, results = (self.params, self.x, self.y), _floating((self.params, self.x))
-        compiled = compiled_for(backward, args, results, self.device, donate_argnums=2)
-        return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
-
 
 def _types_of_results(fn: Fn, params: Tree, x: Array) -> Any:
     """Types of what a function returns; of sharded arguments sharded as the compiler has it."""
@@ -103,7 +84,8 @@ def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> floa
         return sum(squares)
 
     def step(params: Tree, x: Array) -> Any:
-        return _floating(jax.vjp(loss, params, x)[1](jnp.float32(1.0))[0])
+        derivative = jax.vjp(lambda params: loss(params, x), params)[1]
+        return _floating(derivative(jnp.float32(1.0)))
 
     try:
         compiled = compiled_for(step, (params, x), _floating(params), device)
@@ -133,35 +115,6 @@ def compiled_for(
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jax.jit(fn, out_shardings=shardings, **jit).lower(*args)
     return lowered.compile()
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredBlock:
-    block: Block  # times in seconds, and bytes
-    forward: Work  # operations of the forward pass
-    backward: Work  # of the backward pass without recomputation
-    recompute: tuple[Work, ...]  # of each mode
-
-    def in_flops(self) -> Block:
-        modes = [
-            mode._replace(recompute=work.flops)
-            for mode, work in zip(self.block.modes, self.recompute, strict=True)
-        ]
-        return Block(self.forward.flops, self.backward.flops, tuple(modes))
-
-
-def measure(
-    traced: TracedBlock, choices: Sequence[SavedNames], kind: DeviceKind | None
-) -> MeasuredBlock:
-    """Compiles a block with each choice of names; the last one saves nothing."""
-    forward, backward = traced.work(kind)
-    names_of_modes = [choice.names for choice in choices]
-    works = tuple(traced.recompute(names, forward + backward, kind) for names in names_of_modes)
-    modes = tuple(
-        Mode(names, traced.saved(names), traced.temporaries(names), work.seconds)
-        for names, work in zip(names_of_modes, works, strict=True)
-    )
-    return MeasuredBlock(Block(forward.seconds, backward.seconds, modes), forward, backward, works)
 
 
 def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:

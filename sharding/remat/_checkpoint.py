@@ -1,5 +1,6 @@
-"""Blocks under ``jax.checkpoint`` in chains and scans, with the traps of both avoided."""
+"""Blocks under ``jax.checkpoint`` in scans."""
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding._types import Array, Tree
-from sharding.step._gathered_layers import after_input
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
@@ -32,18 +32,11 @@ def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callab
     )
 
 
-def under_policy(
-    fn: Fn, policy: Callable[..., Any], zero: "Zero | None", in_loop: bool = False
-) -> Fn:
-    """A block that stores what the policy allows, and gathers its own parameters."""
+def in_loop(fn: Fn, policy: Callable[..., Any], zero: "Zero | None") -> Fn:
+    """A block of a scan that stores what the policy allows, and gathers its own parameters."""
     # At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what
     # it gathers is stored. A loop separates what runs again from its first run without barriers.
-
-    def checkpointed(fn: Fn) -> Fn:
-        return jax.checkpoint(
-            fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
-        )
-
+    checkpointed = functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
     if zero is None:
         return checkpointed(fn)
     if zero.stage < 3:
@@ -51,17 +44,6 @@ def under_policy(
     if zero.reshard_after_forward:
         return zero.gathered(fn, policy=policy)
     return zero.gathered(checkpointed(fn))
-
-
-def after_backward(fn: Fn) -> Fn:
-    """A block whose gradients are complete before the block in front of it starts its backward."""
-    # Without the barrier XLA may put off the products of all blocks that sum gradients of
-    # parameters, and hold what they read until then.
-
-    def call(params: Tree, x: Array) -> Any:
-        return fn(*after_input(params, x))
-
-    return call
 
 
 def scanned(
@@ -72,28 +54,32 @@ def scanned(
     name_input: bool = False,
 ) -> Fn:
     """``stack(params, x)``: a scan over stacked parameters, or a scan over scans."""
-    # Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
-    # one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
+    # ``name_input`` gives the block's input the name ``INPUT``.
 
     def named(params: Tree, x: Array) -> Any:
         # Only a name within the loop's body lets its carry be offloaded.
         return fn(params, jax.tree.map(_with_name, x) if name_input else x)
 
-    block = under_policy(named, policy, zero, in_loop=True)
+    block = in_loop(named, policy, zero)
 
-    def layers(params: Tree, x: Array) -> Any:
-        return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
+    def stack(params: Tree, x: Array) -> Any:
+        return scan_in(lambda x, p: (block(p, x), None), x, params, lengths)[0]
 
+    return stack
+
+
+def scan_in(
+    step: Callable[..., Any], carry: Any, xs: Any, lengths: Sequence[int], reverse: bool = False
+) -> tuple[Any, Any]:
+    """A scan; of an outer and an inner length a scan over scans, each of which runs again."""
+    scan = functools.partial(lax.scan, reverse=reverse)
     if len(lengths) == 1:
-        return layers
+        return scan(step, carry, xs, length=lengths[0])
     outer, inner = lengths
-    segment = jax.checkpoint(layers, prevent_cse=False)
-
-    def segments(params: Tree, x: Array) -> Any:
-        parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
-        return lax.scan(lambda x, p: (segment(p, x), None), x, parts, length=outer)[0]
-
-    return segments
+    segment = functools.partial(scan, step, length=inner)
+    parts = jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), xs)
+    carry, outs = scan(jax.checkpoint(segment, prevent_cse=False), carry, parts, length=outer)
+    return carry, jax.tree.map(lambda x: x.reshape(outer * inner, *x.shape[2:]), outs)
 
 
 def _with_name(x: jax.Array) -> jax.Array:

@@ -1,167 +1,154 @@
 """``plan`` and ``frontier``: activations under a budget of bytes.
 
-What is stored is chosen in ``_chain_search.py`` for a chain of blocks that are called one by one,
-in ``_stack_plan.py`` for a scanned stack of equal blocks.
+What is stored is chosen in ``_schedule_search.py`` for any loss, in ``_stack_plan.py`` for a
+scanned stack of equal blocks.
 """
 
 import numbers
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from collections.abc import Collection
+from typing import Any, TypeAlias
 
 import jax
 
-from sharding._types import Array, Tree
+from sharding._types import Array, Batch, Tree
 from sharding._user_line import warn
 from sharding.plan import targets
 from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.remat._block_costs import (
-    MeasuredBlock,
-    TracedBlock,
-    device_bytes,
-    evenly,
-    is_sharded,
-    measure,
-    types_of,
-)
-from sharding.remat._chain_plan import ChainPlan, MeasuredChain
-from sharding.remat._checkpoint import INPUT, Fn
+from sharding.remat._block_costs import is_sharded, types_of
+from sharding.remat._checkpoint import INPUT
 from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
     NamedValues,
     NameRequest,
     Names,
-    SavedNames,
     request_of,
 )
+from sharding.remat._loss_plan import LossSearch, PlannableLoss
 from sharding.remat._remat_plan import Frontier
-from sharding.remat._stack_plan import Candidate, Stack, StackPlan
+from sharding.remat._stack_plan import Candidate, Stack
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
 
 
-@overload
 def plan(
-    blocks: Fn,
+    loss_fn: Any,
     params: Tree,
-    x: Array,
+    batch: Batch,
     budget: Budget,
     *,
-    length: int,
-    device: str | jax.Device | None = ...,
-    names: Names = ...,
-    offload: bool | Collection[str] = ...,
-) -> StackPlan: ...
-
-
-@overload
-def plan(
-    blocks: Sequence[Fn] | Fn,
-    params: Sequence[Any],
-    x: Array,
-    budget: Budget,
-    *,
-    device: str | jax.Device | None = ...,
-    names: Names = ...,
-    modes: int = ...,
-) -> ChainPlan: ...
-
-
-def plan(
-    blocks: Any,
-    params: Tree,
-    x: Array,
-    budget: Budget,
-    *,
-    device: str | jax.Device | None = None,
+    device: Device = None,
+    length: int | None = None,
     names: Names = None,
     offload: bool | Collection[str] = False,
-    length: int | None = None,
-    modes: int = 4,
 ) -> Any:
-    """Finds the fastest way to train a chain or a stack of blocks whose activations fit a budget.
+    """Finds the fastest way to train a loss, or a stack of blocks, within a budget of bytes.
 
-    A *chain* runs one block after the other. Its plan is optimal among schedules that store each
-    value until it is used: every block saves some of its named values, or belongs to a segment of
-    blocks of which the input alone is stored. A *stack* (``length``) is a scan over the parameters
-    of equal blocks, or a scan over scans, each of which runs again.
+    The operations of *a loss* and of its gradient are a graph: any function that JAX differentiates
+    has one. Each of its values is stored from the forward pass on, or is computed again in front of
+    steps of the gradient that need it, once or several times. The search for the fastest schedule
+    is exact for small graphs; a plan has a bound on what any schedule takes. With ``length`` the
+    function is a block of *a stack*, ``block(params, x) -> x``: a scan over stacked parameters, or
+    a scan over scans, whose blocks save some of their named values
+    (``jax.ad_checkpoint.checkpoint_name``).
 
-    Bytes are those of the peak of one device: stored activations, and the temporaries of the
-    compiled backward pass; not arguments and results of the step, nor what a loss after the blocks
-    takes. ``jax.ad_checkpoint.checkpoint_name`` names a value.
+    Bytes are temporaries of the compiled program of one device; not its arguments and results, such
+    as gradients.
 
     Args:
-      blocks: ``block(params, x) -> x``, one after the other; a single function for all. The last
-        one of a chain may be the loss.
-      params: of each block; of a stack one tree [length, ...]. Real or abstract; sharded arrays are
-        planned, and counted, as they are.
-      x: the input of the first block, a tree of arrays, real or abstract: one device's micro-batch.
+      loss_fn: ``loss_fn(params, batch)``; of several results the first is differentiated, by
+        floating parameters.
+      params: of the loss; or of a stack [length, ...]. Real or abstract; sharded arrays are planned
+        as they are.
+      batch: of one device, real or abstract: what the loss, or the first block, gets.
       budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` of
         ``sharding.plan.estimate`` with a device: what it leaves there.
       device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
-        the first of this machine. On CPUs the plan of a chain is not compiled, and need not hold.
-      names: that may be saved; None for all. A preset of MaxText, such as ``"save_qkv_proj"``, or
-        a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name leaves no choice.
+        the first of this machine.
+      length: the number of blocks of a stack.
+      names: of a stack, that may be saved; None for all. A preset of MaxText, such as
+        ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
+        leaves no choice.
       offload: whether a stack may copy named values, and the inputs of its blocks
         (``"block_input"``), to pinned host memory; or the names of those that it may.
-      length: the number of blocks of a stack.
-      modes: of a chain, how many choices of names are compiled for each distinct block.
 
     Returns:
-      A ``ChainPlan`` or ``StackPlan``.
+      A ``LossPlan``, which is called as the loss is, or a ``StackPlan``.
 
     Raises:
       ValueError: if no plan fits the budget (the message has the least that does), the arguments
-        contradict each other, or offloading would not help: in a chain, on a CPU, or over a link
-        whose speed is not known.
+        contradict each other, a loss has side effects, or offloading would not help: on a CPU, or
+        over a link whose speed is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> from jax.ad_checkpoint import checkpoint_name
-      >>> def block(w, x):
-      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
+      >>> def loss(params, x):
+      ...     for w in params:
+      ...         x = x + jnp.tanh(x @ w) @ w.T
+      ...     return jnp.mean(x**2)
       >>> params, x = [jnp.ones((64, 256))] * 6, jnp.ones((512, 64))
-      >>> found = shd.remat.plan(block, params, x, "4MiB")
-      >>> loss = lambda params, x: jnp.sum(found.apply()(params, x) ** 2)
-      >>> found.peak <= 4 * 2**20, jax.jit(jax.grad(loss))(params, x)[0].shape
+      >>> found = shd.remat.plan(loss, params, x, "3MiB")
+      >>> found.peak <= 3 * 2**20, jax.jit(jax.grad(found))(params, x)[0].shape
       (True, (64, 256))
 
     References:
-      Beaumont et al.: Optimal checkpointing for heterogeneous chains: how to train deep neural
-      networks with limited memory, ACM TOMS 2024, arXiv 1911.13214.
+      Jain et al.: Checkmate: breaking the memory wall with optimal tensor rematerialization, MLSys
+      2020. Beaumont et al.: Optimal checkpointing for heterogeneous chains: how to train deep
+      neural networks with limited memory, ACM TOMS 2024, arXiv 1911.13214.
     """
-    most, given = in_bytes(budget), (blocks, params, x, device, request_of(names), offload)
+    most = in_bytes(budget)
     if length is None:
-        return _measured_chain(*given, modes).fastest(most)
-    stack, candidates = _measured_stack(*given, length, None)
+        return loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
+    stack, candidates = _measured_stack(
+        loss_fn, params, batch, device, request_of(names), offload, length, None
+    )
     fastest = stack.fastest(candidates, most)
     return stack.plan(fastest, stack.peak(fastest), most)
 
 
 def frontier(
-    blocks: Any,
+    loss_fn: Any,
     params: Tree,
-    x: Array,
+    batch: Batch,
     *,
-    device: str | jax.Device | None = None,
+    device: Device = None,
+    length: int | None = None,
     names: Names = None,
     offload: bool | Collection[str] = False,
-    length: int | None = None,
     modes: int = 4,
 ) -> Frontier:
-    """Finds every plan that no other one beats in bytes and time, by ascending bytes.
+    """Finds plans that no other one beats in bytes and time, by ascending bytes.
 
-    Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
-    at most 16 plans are. The arguments are those of ``plan``; ``modes`` limits the choices of names
-    of stacks, too. ``print`` shows a table.
+    The arguments are those of ``plan``. Of a loss eight plans are compiled. Of a stack all
+    candidates are, seconds each on GPUs, up to a minute on TPUs, with at most ``modes`` choices of
+    names. ``print`` shows a table.
     """
-    given = blocks, params, x, device, request_of(names), offload
     if length is None:
-        return Frontier(_measured_chain(*given, modes).frontier())
+        return Frontier(loss_search(loss_fn, params, batch, device, names, offload).frontier())
+    given = loss_fn, params, batch, device, request_of(names), offload
     stack, candidates = _measured_stack(*given, length, modes)
     return Frontier(stack.frontier(candidates))
+
+
+def loss_search(
+    loss_fn: Any,
+    params: Tree,
+    batch: Batch,
+    device: Device,
+    names: Names = None,
+    offload: Any = False,
+) -> LossSearch:
+    if not callable(loss_fn):
+        raise ValueError(
+            "expected one function of parameters and a batch; of blocks in a row, give the loss "
+            "that calls them."
+        )
+    if names is not None or offload:
+        raise ValueError("names= and offload= are for stacks of blocks, with length=.")
+    kind, target = _device(device, (params, batch))
+    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind)
 
 
 def in_bytes(budget: Budget) -> float:
@@ -195,54 +182,6 @@ def _left_by(planned: Plan) -> float:
     return memory - stage.peak
 
 
-def _measured_chain(
-    blocks: Any,
-    params: Tree,
-    x: Array,
-    device: Device,
-    request: NameRequest,
-    offload: Any,
-    modes: int,
-) -> MeasuredChain:
-    if isinstance(params, Mapping):
-        raise ValueError(
-            "the parameters of a chain are a list, with those of each block; for stacked ones give "
-            "length=."
-        )
-    fns = tuple([blocks] * len(params) if callable(blocks) else blocks)
-    if len(fns) != len(params) or not fns:
-        raise ValueError(f"expected parameters for each of {len(fns)} blocks, got {len(params)}.")
-    if offload or request.offloaded:
-        raise ValueError(
-            "offload is for stacks, which scan over their blocks (length=): in an unrolled chain "
-            "XLA copies all offloaded values back at once, which takes more memory than saving "
-            "them."
-        )
-    _check_modes(modes)
-    kind, target = _device(device, (params, x))
-    arguments = types_of(list(params)), types_of(x)
-    known: dict[Any, MeasuredBlock] = {}
-    measured, sizes, named = [], [float(device_bytes(types_of(x)))], []
-    for fn, own in zip(fns, params, strict=True):
-        traced = TracedBlock.of(fn, own, x, target)
-        if traced.key not in known:
-            named.append(traced.named_values(kind, request.allowed))
-            known[traced.key] = measure(traced, _choices(named[-1], request, modes), kind)
-        measured.append(known[traced.key])
-        x = traced.y
-        sizes.append(float(device_bytes(x)))
-    _warn(named, request)
-    return MeasuredChain(fns, *arguments, target, tuple(measured), tuple(sizes))
-
-
-def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:
-    """Names for each mode; the last one saves nothing."""
-    if request.saved is None:
-        return evenly(values.frontier(), modes)
-    demanded, nothing = (values.fixed(saved, ()) for saved in (request.saved, ()))
-    return [demanded, nothing] if demanded.names else [nothing]
-
-
 def _measured_stack(
     block: Any,
     params: Tree,
@@ -262,7 +201,8 @@ def _measured_stack(
             "offload= leaves to the planner what names= has decided: give the names to offload the "
             "place 'offload', or names= as a list."
         )
-    _check_modes(modes)
+    if modes is not None and modes < 2:
+        raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
     kind, target = _device(device, (params, x))
     if offload or request.offloaded:
         if target.platform == "cpu":
@@ -276,19 +216,12 @@ def _measured_stack(
             )
     stack = Stack(block, params, x, length, target, kind)
     wanted = () if isinstance(offload, bool) else offload
-    _warn([stack.named_values(request)], request, wanted)
+    _warn(stack.named_values(request), request, wanted)
     return stack, stack.candidates(request, offload, modes)
 
 
-def _check_modes(modes: int | None) -> None:
-    if modes is not None and modes < 2:
-        raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
-
-
-def _warn(
-    named: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
-) -> None:
-    known = {name for values in named for name in values.values}
+def _warn(values: NamedValues, request: NameRequest, offload: Collection[str]) -> None:
+    known = set(values.values)
     if not known:
         what = "no name that may be saved" if request.allowed is not None else "no named values"
         warn(
@@ -296,7 +229,7 @@ def _warn(
             "worth storing with jax.ad_checkpoint.checkpoint_name."
         )
     # MaxText's models name what only some of its presets save.
-    useless = sorted({name for values in named for name in values.useless()} - MAXTEXT_NAMES)
+    useless = sorted(set(values.useless()) - MAXTEXT_NAMES)
     if useless:
         warn(
             f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "

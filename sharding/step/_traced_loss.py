@@ -1,6 +1,5 @@
 """The loss of one device, traced once, and how it uses its parameters."""
 
-import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
 from sharding._types import Tree
-from sharding._user_line import is_users
+from sharding._user_line import line_of
 from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 from sharding.step._branches_by_device import collective_in, diverging
@@ -44,10 +43,8 @@ class Fetch(NamedTuple):
             return "as an output"
         name = eqn.primitive.name
         name = eqn.params["name"] if name in ("jit", "pjit") else name
-        trace = eqn.source_info.traceback
-        frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
-        own = [f for f in frames if is_users(f.filename)]
-        return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
+        line = line_of(eqn.source_info)
+        return f"in {name}" + (f" at {line}" if line else "")
 
 
 class TracedLoss:

@@ -1,4 +1,4 @@
-"""Plans within sharded steps: every stage, Flax modules, tensor parallelism."""
+"""Plans of stacks within sharded steps: every stage, Flax modules, tensor parallelism."""
 
 import dataclasses
 import functools
@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding
 
 import sharding as shd
 from sharding._jaxprs import inner_jaxprs
-from sharding.remat._chain_search import Kept, Rerun
 
 from .. import model
 
@@ -31,10 +30,6 @@ def init():
     rng = np.random.default_rng(0)
     shapes = {"up": (LENGTH, WIDTH, 4 * WIDTH), "down": (LENGTH, 4 * WIDTH, WIDTH)}
     return {k: jnp.asarray(rng.normal(size=s) / s[-2] ** 0.5) for k, s in shapes.items()}
-
-
-def layers(params):
-    return [jax.tree.map(lambda w, i=i: w[i], params) for i in range(LENGTH)]
 
 
 def data(step):
@@ -68,23 +63,15 @@ def assert_trained_as_alone(zero, fn, form=lambda params: params, param_specs=No
 
 @functools.cache
 def plans():
-    """Of a stack and of a chain: one that runs blocks again, and one that saves what it can."""
-    params, x = init(), jnp.ones((ROWS, WIDTH))
-    stack = shd.remat.plan(block, params, x, "1GiB", length=LENGTH)
-    chain = shd.remat.plan(block, layers(params), x, "1GiB")
-    segment = Rerun((Kept(0, 0), Rerun((Kept(1, -1),)), Kept(2, -1)))
-    return {
-        "stack": (dataclasses.replace(stack, lengths=(2, 2), names=()), stack),
-        "chain": (dataclasses.replace(chain, tree=(segment, Kept(3, 0))), chain),
-    }
+    """One that runs blocks again, and one that saves what it can."""
+    found = shd.remat.plan(block, init(), jnp.ones((ROWS, WIDTH)), "1GiB", length=LENGTH)
+    return dataclasses.replace(found, lengths=(2, 2), names=()), found
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("kind", "stage"), [("stack", 3), ("chain", 2)])
-def test_training_is_that_of_one_device(kind, stage):
-    form = layers if kind == "chain" else (lambda params: params)
-    zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
-    assert_trained_as_alone(zero, plans()[kind][0].apply(zero), form)
+def test_training_is_that_of_one_device():
+    zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=3)
+    assert_trained_as_alone(zero, plans()[0].apply(zero))
 
 
 def equations(jaxpr, name, in_loop=False):
@@ -107,7 +94,7 @@ def traced(zero, fn):
 def test_a_layer_gathers_and_reduces_as_by_hand(stage):
     """One ``jax.checkpoint``, and the collectives of ``zero.gathered`` within the loop."""
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
-    most = plans()["stack"][-1]
+    most = plans()[-1]
     planned = traced(zero, most.apply(zero)).jaxpr
 
     def by_hand(p, x):
@@ -126,7 +113,7 @@ def test_gathered_parameters_are_stored_without_resharding():
     """As by ``zero.gathered`` alone: the backward pass gathers nothing."""
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=3, reshard_after_forward=False)
     alone = traced(zero, lambda p, x: scan(zero.gathered(block), p, x)).jaxpr
-    for found in plans()["stack"]:
+    for found in plans():
         one_scan = dataclasses.replace(found, lengths=(LENGTH,))
         planned = traced(zero, one_scan.apply(zero)).jaxpr
         same = [list(equations(each, "all_gather")) for each in (planned, alone)]

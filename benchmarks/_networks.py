@@ -1,0 +1,190 @@
+"""Networks as plain losses: ``NETWORKS[name](scale)`` is (loss, params, batch).
+
+``scale`` divides widths and sizes, for a small one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+class Params:
+    """Parameters by the order in which a network asks for them: their types are collected."""
+
+    def __init__(self, given=None):
+        self.types, self._given, self._next = [], given, 0
+
+    def __call__(self, *shape):
+        self._next += 1
+        if self._given is None:
+            self.types.append(array(*shape))
+            return jnp.zeros(shape)
+        return self._given[self._next - 1]
+
+
+def conv(p, x, width, size=3, stride=1, act=jax.nn.relu):
+    """With a batch norm."""
+    x = jax.lax.conv_general_dilated(
+        x,
+        p(size, size, x.shape[-1], width),
+        (stride, stride),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    return act((x - mean) * jax.lax.rsqrt(var + 1e-5) * p(width) + p(width))
+
+
+def pool(x, size=2, kind=jax.lax.max, start=-jnp.inf):
+    window = (1, size, size, 1)
+    return jax.lax.reduce_window(x, start, kind, window, window, "SAME")
+
+
+def classes(p, x, count=1000):
+    logits = jnp.mean(x, (1, 2)) @ p(x.shape[-1], count)
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def identity(x):
+    return x
+
+
+def resnet50(p, x, scale):
+    width = 64 // scale
+    x = pool(conv(p, x, width, 7, 2))
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        for i in range(blocks):
+            stride, own = (2 if stage and not i else 1), width * 2**stage
+            y = conv(p, conv(p, conv(p, x, own, 1), own, 3, stride), 4 * own, 1, act=identity)
+            x = jax.nn.relu(y + (x if i else conv(p, x, 4 * own, 1, stride, identity)))
+    return classes(p, x)
+
+
+def densenet121(p, x, scale):
+    growth = 32 // scale
+    x = pool(conv(p, x, 2 * growth, 7, 2))
+    for stage, layers in enumerate((6, 12, 24, 16)):
+        for _ in range(layers):
+            x = jnp.concatenate([x, conv(p, conv(p, x, 4 * growth, 1), growth)], -1)
+        if stage < 3:
+            x = pool(conv(p, x, x.shape[-1] // 2, 1), 2, jax.lax.add, 0.0)
+    return classes(p, x)
+
+
+def attend(p, x, memory=None, heads=8, causal=False):
+    memory, width = x if memory is None else memory, x.shape[-1]
+    q, k, v = ((y @ p(width, width)).reshape(*y.shape[:2], heads, -1) for y in (x, memory, memory))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
+    if causal:
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
+    y = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+    return y.reshape(x.shape) @ p(width, width)
+
+
+def norm(p, x):
+    mean, var = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(var + 1e-5) * p(x.shape[-1])
+
+
+def feed(p, x):
+    width = x.shape[-1]
+    return jax.nn.gelu(x @ p(width, 4 * width)) @ p(4 * width, width)
+
+
+def unet(p, x, scale):
+    """With attention at the lowest of four resolutions."""
+    widths, skips, out = [64 // scale * k for k in (1, 2, 4, 8)], [], x
+    x = conv(p, x, widths[0])
+    for width in widths:
+        for _ in range(2):
+            x = conv(p, x, width)
+            skips.append(x)
+        x = pool(x) if width != widths[-1] else x
+    flat = x.reshape(x.shape[0], -1, x.shape[-1])
+    x = (flat + attend(p, norm(p, flat))).reshape(x.shape)
+    for width in reversed(widths):
+        if width != widths[-1]:
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+        for _ in range(2):
+            x = conv(p, jnp.concatenate([x, skips.pop()], -1), width)
+    return jnp.mean((x @ p(x.shape[-1], 3) - out) ** 2)
+
+
+def tokens_loss(x, table, tokens):
+    logits = jax.nn.log_softmax(x @ table.T)
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+
+def gpt2(p, tokens, scale):
+    """Twelve layers, unrolled."""
+    width = 768 // scale
+    table = p(50304 // scale, width)
+    x = table[tokens] + p(tokens.shape[1], width)
+    for _ in range(12):
+        x = x + attend(p, norm(p, x), causal=True)
+        x = x + feed(p, norm(p, x))
+    return tokens_loss(norm(p, x), table, tokens)
+
+
+def t5(p, tokens, scale):
+    """Six layers of an encoder, whose result all six of the decoder read."""
+    table = p(32128 // scale, 512 // scale)
+    memory, x = table[tokens], table[tokens[:, ::-1]]
+    for _ in range(6):
+        memory = memory + attend(p, norm(p, memory))
+        memory = memory + feed(p, norm(p, memory))
+    memory = norm(p, memory)
+    for _ in range(6):
+        x = x + attend(p, norm(p, x), causal=True)
+        x = x + attend(p, norm(p, x), memory)
+        x = x + feed(p, norm(p, x))
+    return tokens_loss(norm(p, x), table, tokens)
+
+
+def lstm(p, x, scale):
+    """Two layers, a scan over time each."""
+    for _ in range(2):
+        width = x.shape[-1]
+        w, u = p(width, 4 * width), p(width, 4 * width)
+
+        def step(carry, x, w=w, u=u):
+            h, c = carry
+            i, f, g, o = jnp.split(x @ w + h @ u, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zero = jnp.zeros(x.shape[1:])
+        x = jax.lax.scan(step, (zero, zero), x)[1]
+    return jnp.mean(x**2)
+
+
+def network(fn, batch):
+    def make(scale=1):
+        own = batch(scale)
+        types = Params()
+        jax.eval_shape(lambda batch: fn(types, batch, scale), own)
+        return lambda params, batch: fn(Params(params), batch, scale), types.types, own
+
+    return make
+
+
+def images(count, size):
+    return lambda scale: array(count // scale, size // scale, size // scale, 3)
+
+
+def tokens(count, length):
+    return lambda scale: array(count // scale, length // scale, dtype=jnp.int32)
+
+
+NETWORKS = {
+    "ResNet-50": network(resnet50, images(64, 224)),
+    "U-Net with attention": network(unet, images(16, 128)),
+    "DenseNet-121": network(densenet121, images(64, 224)),
+    "T5-like": network(t5, tokens(16, 512)),
+    "GPT-2, unrolled": network(gpt2, tokens(8, 1024)),
+    "LSTM": network(lstm, lambda scale: array(512 // scale, 64, 1024 // scale)),
+}

@@ -1,0 +1,240 @@
+"""A loss and its gradient as one graph: the values worth storing, and the steps of the gradient."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
+from sharding._jaxprs import inner_jaxprs
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._traced_model import Work, work_of_equation
+from sharding.remat._schedule_search import Step, Value
+
+_MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
+_OTHERS = """
+add_any concatenate dynamic_slice integer_pow iota one_minus_square pad random_fold_in random_seed
+random_split random_unwrap random_wrap rev slice
+"""
+# What XLA fuses with the operations that read it.
+_FUSED = _MOVES | ELEMENTWISE | frozenset(_OTHERS.split())
+# A fused operation has no place in memory if what it reads is hardly larger.
+_LARGER = 1.1
+
+
+class LossNode(NamedTuple):
+    """Operations that run together, and leave in memory what others read."""
+
+    equations: tuple[Equation, ...]
+    reads: frozenset[int]  # nodes
+    values: tuple[int, ...]  # results that others read
+    nbytes: float  # of these, without results of the function
+    inside: float  # bytes in memory while it runs, beside what it reads and its values
+    work: Work
+    in_place: bool  # whether its value may take the place of one that it reads
+
+
+class _FusedGroup(NamedTuple):
+    """What becomes a node, or is fused; equations and groups by their numbers."""
+
+    equations: set[int]
+    reads: set[int]
+
+
+class JointGraph:
+    """The operations of a loss, then those of its gradient, in the order that JAX has them.
+
+    Attributes:
+      results: values that the loss returns.
+      grads: values of the gradients of trained inputs.
+      nodes: of the loss, ``forward`` of them, then of the gradient.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[list[Any]], Sequence[Any]],  # of inputs; its first result is the loss
+        inputs: Sequence[Any],
+        trained: Sequence[bool],
+        kind: DeviceKind | None,
+        shards: int = 1,  # devices that share each value
+    ):
+        def joint(args: list[Any]) -> Any:
+            *args, cotangent = args
+
+            def loss(own: list[Any]) -> tuple[Any, list[Any]]:
+                given = iter(own)
+                mixed = [next(given) if t else x for x, t in zip(args, trained, strict=True)]
+                first, *others = fn(mixed)
+                return first, others
+
+            own = [x for x, t in zip(args, trained, strict=True) if t]
+            first, vjp, others = jax.vjp(loss, own, has_aux=True)
+            return [first, *others], vjp(cotangent)[0]
+
+        seed = jax.ShapeDtypeStruct((), jax.eval_shape(fn, list(inputs))[0].dtype)
+        deferred = [False] * len(inputs) + [True]
+        self.graph = Graph(joint, [*inputs, seed], deferred, exact=True)
+        self.seed, outputs = len(inputs), self.graph.outputs
+        count = len(outputs) - sum(trained)
+        self.results, self.grads = outputs[:count], outputs[count:]
+        equations = self.graph.needed(outputs, self.graph.constants)[0]
+        needed = [part for eqn in equations for part in _results_one_by_one(eqn, self.graph.types)]
+        # What does not depend on the cotangent belongs to the loss.
+        self._equations = sorted(needed, key=self._is_gradient)
+        self._uses = collections.Counter(v for e in needed for v in set(e.operands))
+        self._uses.update(2 * outputs)  # nothing is fused with what reads a result
+        self._returned = set(outputs)
+        groups = self._groups()
+        number = {k: n for n, k in enumerate(groups)}
+        self.nodes = [self._node(k, *groups[k], number, kind, shards) for k in groups]
+        self.forward = sum(not self._is_gradient(self._equations[k]) for k in groups)
+
+    def _is_gradient(self, eqn: Equation) -> bool:
+        return any(self.graph.reads[v] for v in eqn.results)
+
+    def _groups(self) -> dict[int, _FusedGroup]:
+        """Fuses operations; by the number of the last one."""
+        groups: dict[int, _FusedGroup] = {}
+        group_of: dict[int, int] = {}  # of values in memory
+        fused: dict[int, _FusedGroup] = {}  # of others: what computes them from values in memory
+        for i, eqn in enumerate(self._equations):
+            own = _FusedGroup({i}, set())
+            for v in eqn.operands:
+                if v in group_of:
+                    own.reads.add(group_of[v])
+                elif v in fused:
+                    own.equations.update(fused[v].equations)
+                    own.reads.update(fused[v].reads)
+            can_fuse = _is_fused(eqn) and len(eqn.results) == 1
+            before = next(reversed(groups), -1)  # nothing is computed between it and this one
+            takes = can_fuse and before in own.reads and self._is_read_by(before, eqn)
+            if takes:
+                part = groups.pop(before)
+                own = _FusedGroup(own.equations | part.equations, own.reads - {before} | part.reads)
+            size = self._nbytes(eqn) * _LARGER
+            small = sum(self._nbytes(self._equations[k]) for k in own.reads) <= size
+            returned = not self._returned.isdisjoint(eqn.results)
+            if can_fuse and small and not takes and not returned:
+                fused[eqn.results[0]] = own
+            else:
+                groups[i] = own
+                group_of |= dict.fromkeys(eqn.results, i)
+        return groups
+
+    def _values(self, eqn: Equation) -> tuple[int, ...]:
+        return tuple(v for v in eqn.results if self._uses[v])
+
+    def _nbytes(self, eqn: Equation) -> int:
+        return num_bytes([self.graph.types[v] for v in self._values(eqn)])
+
+    def _is_read_by(self, k: int, eqn: Equation) -> bool:
+        """Whether one operation alone reads a group, in the same pass, and can be fused with it."""
+        last = self._equations[k]
+        if self._is_gradient(last) != self._is_gradient(eqn):
+            return False
+        values = self._values(last)
+        alone = len(values) == 1 and self._uses[values[0]] == 1 and values[0] in eqn.operands
+        return alone and 2 * self._nbytes(last) > self._nbytes(eqn)  # and is no reduction
+
+    def _node(
+        self,
+        last: int,
+        own: set[int],
+        reads: set[int],
+        number: dict[int, int],
+        kind: DeviceKind | None,
+        shards: int,
+    ) -> LossNode:
+        graph, work, inside = self.graph, Work(0.0, 0.0), 0.0
+        equations = [self._equations[i] for i in sorted(own)]
+        made = {v: eqn for eqn in equations for v in eqn.results}
+        for eqn in equations:
+            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+            work = work + work_of_equation(eqn, operands, results, kind)
+            inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
+            if not (_is_fused(eqn) or eqn.primitive.name in REDUCTIONS | {"gather"}):
+                # What is computed for it is in memory.
+                given = {v for v in eqn.operands if v in made}
+                given = {v for v in given if made[v].primitive.name not in _MOVES}
+                inside += num_bytes([graph.types[v] for v in given])
+        eqn = self._equations[last]
+        values = self._values(eqn)
+        held = num_bytes([graph.types[v] for v in values if v not in self._returned])
+        return LossNode(
+            tuple(equations),
+            frozenset(number[k] for k in reads),
+            values,
+            held / shards,
+            inside / shards,
+            Work(*(x / shards for x in work)),
+            _is_fused(eqn),
+        )
+
+    @property
+    def work(self) -> Work:
+        """Of the loss and its gradient."""
+        return sum((node.work for node in self.nodes), Work(0.0, 0.0))
+
+    def returns(self, k: int) -> bool:
+        """Whether the loss returns what a node computes."""
+        return not set(self.results).isdisjoint(self.nodes[k].values)
+
+    def values(self) -> list[Value]:
+        """The values of the loss that may be stored."""
+        return [
+            Value(node.nbytes, node.work.seconds, tuple(node.reads), node.inside)
+            for node in self.nodes[: self.forward]
+        ]
+
+    def steps(self) -> list[Step]:
+        """The operations of the gradient, and what it holds beside values of the loss."""
+        gradient = list(enumerate(self.nodes))[self.forward :]
+        last = {k: i for i, node in gradient for k in node.reads if k >= self.forward}
+        steps, live = [], dict[int, float]()
+        for i, node in gradient:
+            before = sum(live.values())
+            ends = [live.pop(k) for k in node.reads if last.get(k) == i]
+            replaces = node.in_place and max(ends, default=0.0) >= node.nbytes
+            during = before + node.inside + (0.0 if replaces else node.nbytes)
+            reads = [k for k in node.reads if k < self.forward]
+            larger = [k for k in reads if self.nodes[k].nbytes >= node.nbytes > 0]
+            over = larger[0] if node.in_place and larger and not replaces else -1
+            steps.append(Step(tuple(reads), before, during, over, node.nbytes))
+            if i in last:
+                live[i] = node.nbytes
+        return steps
+
+
+def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equation]:
+    """The results of a split one by one, each with uses of its own; others as they are."""
+    if eqn.primitive is not lax.split_p:
+        yield eqn
+        return
+    shape, axis = types[eqn.operands[0]].shape, eqn.params["axis"]
+    start = 0
+    for v, length in zip(eqn.results, eqn.params["sizes"], strict=True):
+        starts = tuple(start if dim == axis else 0 for dim in range(len(shape)))
+        start += length
+        limits = (*shape[:axis], start, *shape[axis + 1 :])
+        params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+        yield dataclasses.replace(eqn, primitive=lax.slice_p, params=params, results=(v,))
+
+
+def _is_fused(eqn: Any) -> bool:
+    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
+        return all(_is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return eqn.primitive.name in _FUSED
+
+
+def _bytes_inside(jaxpr: Any) -> float:
+    """Bytes in memory while a body or a branch runs."""
+    inside = 0.0
+    for eqn in jaxpr.eqns:
+        inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
+        if not _is_fused(eqn):
+            inside += num_bytes([v.aval for v in eqn.outvars])
+    return inside

@@ -1,0 +1,405 @@
+"""A plan for any loss: a schedule of its graph, and the function that keeps to it."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import jaxpr_as_fun
+
+from optax_ext.traced_graph import Equation, Graph, bind, evaluate
+from sharding._types import Batch, Tree
+from sharding._user_line import line_of
+from sharding.placement._specs import path_str
+from sharding.plan._format import size
+from sharding.plan.machine._devices import DeviceKind
+from sharding.remat._block_costs import step_temporaries, types_of
+from sharding.remat._checkpoint import scan_in
+from sharding.remat._joint_graph import JointGraph
+from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
+from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
+from sharding.step._layer_hooks import scan_sizes
+
+_FLOAT0 = jax.dtypes.float0
+_LINES = 12  # of the user's code that a plan prints
+_FEW_STATES = 200  # to find the fewest bytes
+_FITS = 0.93  # of a budget: plans of more bytes are not looked for
+_NEAR = 0.6  # of what is needed to compute nothing again: from there on that is tried first
+_MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
+_POINTS = 8  # of a frontier
+# What loops compute again in their backward pass.
+_AS_IT_IS, _PRODUCTS, _LAYERS, _SEGMENTS = (
+    *("nothing", "all but products"),
+    *("each layer", "each layer, and segments of layers"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class LossPlan(RematPlan):
+    """A loss that keeps to a budget when it is differentiated: ``found(params, batch)``.
+
+    It returns what the loss returns, and has the same gradient with respect to parameters.
+    """
+
+    loss_fn: Callable[..., Any]  #: as it was given
+    loops: str  #: what loops compute again, such as ``"nothing"``
+    at_least: float  #: the least extra time of any schedule within these bytes, as far as known
+    _loss: "PlannableLoss"
+    _graph: JointGraph
+    _schedule: LossSchedule
+
+    def __call__(self, params: Tree, batch: Batch) -> Any:
+        """What the loss returns, for parameters and a batch of the planned types."""
+        outs = self._run(self._loss.inputs_of(params, batch))
+        return jax.tree.unflatten(self._loss.out_treedef, outs)
+
+    @functools.cached_property
+    def _run(self) -> Callable[[list[Any]], list[Any]]:
+        graph, loss = self._graph.graph, self._loss
+        if not any(self._schedule.again):
+            return functools.partial(loss.fn, loops=self.loops)
+        stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
+        forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
+
+        def fwd(inputs: list[Any]) -> tuple[list[Any], Any]:
+            loss.check_differentiated([x.perturbed for x in inputs])
+            given = [x.value for x in inputs]
+            values = graph.constants | dict(enumerate(given))
+            evaluate(forward, values)
+            return [values[v] for v in self._graph.results], (given, {v: values[v] for v in stored})
+
+        def bwd(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
+            seed, *others = cotangents
+            if any(not (isinstance(c, SymbolicZero) or c.dtype == _FLOAT0) for c in others):
+                raise ValueError(
+                    "a planned loss is differentiated by its first result alone: return the others "
+                    "as auxiliary ones (has_aux=True)."
+                )
+            if isinstance(seed, SymbolicZero):
+                return ([None] * len(kept[0]),)
+            inputs, stored = kept
+            grads = iter(self._gradient(inputs, stored, seed))
+            return ([next(grads) if t else None for t in loss.trained],)
+
+        run = jax.custom_vjp(lambda inputs: loss.fn(inputs))
+        run.defvjp(fwd, bwd, symbolic_zeros=True)
+        return run
+
+    def _gradient(self, inputs: list[Any], stored: dict[int, Any], seed: Any) -> list[Any]:
+        """Runs the steps, and in front of each what it needs again."""
+        joint, graph = self._graph, self._graph.graph
+        given = dict(enumerate(inputs))
+        values = dict(stored)  # of the loss
+        grads = {joint.seed: seed}  # of the gradient
+        after = seed  # what is complete before the next operation starts
+        on_cpu = self._loss.device.platform == "cpu"
+
+        def run(k: int) -> None:
+            nonlocal after
+            node, later = joint.nodes[k], k >= joint.forward
+            read = {v for eqn in node.equations for v in eqn.operands}
+            held = {v: x for v, x in (given | values).items() if v in read}
+
+            def compute(held: dict[int, Any]) -> dict[int, Any]:
+                known = graph.constants | grads | held
+                evaluate(node.equations, known)
+                return {v: known[v] for v in node.values}
+
+            if not on_cpu:  # cotangents are fused with what reads them: they do not wait
+                results = compute(lax.optimization_barrier((held, after))[0])
+            else:
+                results = compute(held) if later else _in_branch(compute, held, after)
+            after = next(iter(results.values()), after)
+            (grads if later else values).update(results)
+
+        for step, again in enumerate(self._schedule.again):
+            for k in again:
+                run(k)
+            run(joint.forward + step)
+        known = graph.constants | given | grads
+        evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
+        return [known[v] for v in joint.grads]
+
+    @property
+    def summary(self) -> str:
+        """How many values are stored, and how many are computed again."""
+        again = sum(map(len, self._schedule.again))
+        return f"{len(self._schedule.stored)} values, {again} again"
+
+    def choices(self) -> list[tuple[str, str, str]]:
+        """Lines of the loss, with what is stored of each and what is computed again."""
+        nodes = self._graph.nodes
+        stored, again = Counter[str](), Counter[str]()
+        for k in self._schedule.stored:
+            stored[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
+        for ks in self._schedule.again:
+            again.update(_line(nodes[k].equations[-1]) for k in ks)
+        rows = [("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations")]
+        if self.loops != _AS_IT_IS:
+            rows.append(("loops", self.loops, ""))
+        rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
+        rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
+        return rows
+
+
+def _in_branch(compute: Callable[[Any], Any], held: Any, after: jax.Array) -> Any:
+    """Computes in a branch that is always taken, and that the compiler does not know to be."""
+    # XLA on CPUs merges equal operations in spite of barriers, but none of two computations.
+    x = jnp.real(after[(0,) * after.ndim]) if after.size else jnp.zeros(())
+    x = x.astype(jnp.float32)
+    types = jax.eval_shape(compute, held)
+    zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros(t.shape, t.dtype), types)
+    return lax.cond((x == x) | (x != x), compute, lambda _: zeros(), held)
+
+
+def _line(eqn: Equation) -> str:
+    return f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+
+
+class PlannableLoss:
+    """A loss of inputs in a list, with its loops found."""
+
+    def __init__(self, loss_fn: Callable[..., Any], params: Tree, batch: Batch, device: jax.Device):
+        self.loss_fn, self.device = loss_fn, device
+        self.types: tuple[Any, Any] = types_of((params, batch))
+        self._named = jax.tree_util.tree_leaves_with_path(self.types)
+        self.leaves, self._treedef = jax.tree.flatten(self.types)
+        own = len(jax.tree.leaves(params))
+        self.trained = [
+            i < own and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(self.leaves)
+        ]
+        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
+        try:
+            self.graph = Graph(self._call, plain, [False] * len(plain), exact=True)
+        except NameError as error:
+            raise ValueError(f"a loss with collectives is not planned: {error}.") from error
+        self.out_treedef: Any = self.graph.out_treedef
+        self._check()
+
+    def _call(self, inputs: list[Any]) -> Any:
+        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+
+    def _check(self) -> None:
+        graph = self.graph
+        first = graph.types[graph.outputs[0]] if graph.outputs else None
+        if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss, the first result, must be a real number, but it is "
+                f"{first and first.str_short()}."
+            )
+        if not any(self.trained):
+            raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
+        for eqn in graph.equations:
+            values = (graph.types[v] for v in eqn.operands + eqn.results)
+            refs = any(hasattr(x, "inner_aval") for x in values)
+            if refs or any(word in eqn.primitive.name for word in ("callback", "print")):
+                what = "refs" if refs else "callbacks and prints"
+                raise ValueError(
+                    f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
+                    f"again: a loss with {what} is not planned."
+                )
+        if graph.jaxpr.effects:
+            raise ValueError(f"a loss with side effects is not planned: {graph.jaxpr.effects}.")
+
+    def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
+        """The leaves of arguments, which must be of the planned types."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten((params, batch))
+        if treedef != self._treedef:
+            raise ValueError(f"planned for arguments of the form {self._treedef}, got {treedef}.")
+        for (path, planned), x in zip(self._named, leaves, strict=True):
+            if (planned.shape, planned.dtype) != (jnp.shape(x), jnp.result_type(x)):
+                raise ValueError(
+                    f"{_name(path)}: planned for {planned.dtype}{list(planned.shape)}, got "
+                    f"{jnp.result_type(x)}{list(jnp.shape(x))}: plan for these types."
+                )
+        return leaves
+
+    def check_differentiated(self, perturbed: Sequence[bool]) -> None:
+        for (path, _), wanted, trained in zip(self._named, perturbed, self.trained, strict=True):
+            if wanted and not trained:
+                raise ValueError(
+                    f"a planned loss is differentiated by floating parameters, not by "
+                    f"{_name(path)}: give it as one of them."
+                )
+
+    @functools.cached_property
+    def loops(self) -> dict[tuple[int, ...], int]:
+        """How often each loop runs, by its results."""
+        needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
+        scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
+        return {eqn.results: eqn.params["length"] for eqn in scans if eqn.params["length"] > 1}
+
+    def fn(self, inputs: list[Any], loops: str = _AS_IT_IS) -> list[Any]:
+        """The loss; ``loops`` says what loops compute again."""
+        if loops == _AS_IT_IS:
+            return jax.tree.leaves(self._call(inputs))
+        values = self.graph.constants | dict(enumerate(inputs))
+        for eqn in self.graph.equations:
+            operands = [values[v] for v in eqn.operands]
+            is_loop = eqn.results in self.loops
+            outs = _loop(eqn, operands, loops) if is_loop else bind(eqn, operands)
+            values |= zip(eqn.results, outs, strict=True)
+        return [values[v] for v in self.graph.outputs]
+
+    @property
+    def shards(self) -> int:
+        """Devices that share the batch, and with it each value."""
+        batch = [x.sharding for (path, x) in self._named if path[0].idx and x.sharding is not None]
+        axes = {a for s in batch for a in jax.tree.leaves(tuple(s.spec)) if a is not None}
+        return math.prod(batch[0].mesh.shape[a] for a in axes) if axes else 1
+
+
+def _name(path: Any) -> str:
+    return "/".join([("params", "batch")[path[0].idx], *filter(None, [path_str(path[1:])])])
+
+
+def _loop(eqn: Equation, operands: list[Any], form: str) -> list[Any]:
+    """A loop whose backward pass computes its layers again, one by one or in segments."""
+    options, body = eqn.params, jaxpr_as_fun(eqn.params["jaxpr"])
+    num_consts, num_carry = scan_sizes(options)
+    consts, rest = operands[:num_consts], operands[num_consts:]
+    init, xs = rest[:num_carry], rest[num_carry:]
+    policy = jax.checkpoint_policies.dots_saveable if form == _PRODUCTS else None
+    layer = jax.checkpoint(lambda *args: body(*args), policy=policy, prevent_cse=False)
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = layer(*consts, *carry, *x)
+        return out[:num_carry], out[num_carry:]
+
+    length = options["length"]
+    inner = _inner_length(length) if form == _SEGMENTS else 1
+    lengths = (length // inner, inner)[: min(inner, 2)]
+    carry, outs = scan_in(step, init, xs, lengths, options["reverse"])
+    return [*carry, *outs]
+
+
+def _inner_length(length: int) -> int:
+    """Of segments; 1 if there are none of equal length."""
+    divisors = [i for i in range(1, length) if length % i == 0]
+    return min(divisors, key=lambda i: i + length // i)
+
+
+class LossSearch:
+    """Plans of a loss, each compiled for its bytes."""
+
+    def __init__(self, loss: PlannableLoss, kind: DeviceKind | None):
+        self._loss = loss
+        forms = [_AS_IT_IS]
+        if loss.loops:
+            forms += [_PRODUCTS, _LAYERS]
+        if any(_inner_length(length) > 1 for length in loss.loops.values()):
+            forms.append(_SEGMENTS)
+        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
+        self._searches: list[tuple[str, JointGraph, ScheduleSearch]] = []
+        for form in forms:
+            fn = functools.partial(loss.fn, loops=form)
+            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards)
+            results = [k for k in range(joint.forward) if joint.returns(k)]
+            search = ScheduleSearch(joint.values(), joint.steps(), results)
+            self._searches.append((form, joint, search))
+        self._plain = self._searches[0][1].work
+        self._known: dict[Any, float] = {}  # bytes of programs
+
+    def plan(self, planned: float) -> LossPlan | None:
+        """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
+        best: LossPlan | None = None
+        for form, joint, search in self._searches:
+            found = search.find(planned)
+            if found is None:
+                continue
+            again = [joint.nodes[k].work for ks in found.again for k in ks]
+            work = sum(again, joint.work)
+            if best is None or work.seconds < best.work.seconds:
+                least = joint.work.seconds + found.at_least - self._plain.seconds
+                best = LossPlan(
+                    peak=planned,
+                    saved=sum(joint.nodes[k].nbytes for k in found.stored),
+                    budget=planned,
+                    work=work,
+                    plain=self._plain,
+                    loss_fn=self._loss.loss_fn,
+                    loops=form,
+                    at_least=max(0.0, least / self._plain.seconds),
+                    _loss=self._loss,
+                    _graph=joint,
+                    _schedule=found,
+                )
+        return best
+
+    def compiled(self, planned: float) -> LossPlan | None:
+        """The same with the bytes of its program; infinite where the compiler gives up."""
+        plan = self.plan(planned)
+        if plan is None:
+            return None
+        key = plan.loops, plan._schedule[:2]
+        if key not in self._known:
+            first = functools.partial(_first, plan)
+            params, batch = self._loss.types
+            self._known[key] = step_temporaries(first, params, batch, self._loss.device)
+        return dataclasses.replace(plan, peak=self._known[key], budget=self._known[key])
+
+    def fastest(self, budget: float) -> LossPlan:
+        """The fastest plan whose program keeps to the budget."""
+        best: LossPlan | None = None
+        # Bytes that are planned are not those of programs: from above and below.
+        fits, fails, most = 0.0, self.most * 1.01, _MOST_PROGRAMS
+        planned = self.most if budget > _NEAR * self.most else budget
+        for _ in range(_TPU_PROGRAMS if self._loss.device.platform == "tpu" else most):
+            plan = self.compiled(planned)
+            if plan is None:  # fewer than the graph needs
+                planned = max(self.least, fits)
+                plan = self.compiled(planned)
+            assert plan is not None
+            if plan.peak > budget:
+                fails = min(fails, planned)
+            else:
+                fits = max(fits, planned)
+                if best is None or plan.work.seconds < best.work.seconds:
+                    best = plan
+                if plan.peak >= _FITS * budget or not any(plan._schedule.again):
+                    break
+            planned += budget - plan.peak
+            if not fits < planned < fails:
+                planned = (max(fits, self.least) + fails) / 2
+            if fails - fits < 0.01 * budget or fails <= self.least:
+                break
+        if best is None:
+            best = self.compiled(self.least)
+            if best is None or best.peak > budget:
+                raise no_plan_fits(budget, "this loss needs", best.peak if best else math.inf)
+        return dataclasses.replace(best, budget=budget)
+
+    @property
+    def most(self) -> float:
+        """Bytes with which nothing is computed again."""
+        return self._searches[0][2].most
+
+    @functools.cached_property
+    def least(self) -> float:
+        """About the fewest bytes for which there is a plan."""
+        low, high = 0.0, max(search.most for *_, search in self._searches)
+        while high - low > 0.02 * high:
+            middle = (low + high) / 2
+            if any(search.find(middle, _FEW_STATES) for *_, search in self._searches):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def frontier(self) -> list[LossPlan]:
+        planned = np.geomspace(self.most, self.least, _POINTS)
+        plans = [self.compiled(each) for each in map(float, planned)]
+        fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
+        return unbeaten(fastest_first)
+
+
+def _first(plan: LossPlan, params: Tree, batch: Batch) -> Any:
+    return jax.tree.leaves(plan(params, batch))[0]

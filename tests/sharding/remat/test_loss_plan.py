@@ -1,0 +1,261 @@
+"""Plans for any loss: its results and its gradient, less memory, clear errors."""
+
+import dataclasses
+import functools
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+
+import sharding as shd
+from sharding.remat._loss_plan import LossSearch, PlannableLoss
+
+from .. import model
+
+WIDTH, ROWS = 16, 512
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / shape[-2] ** 0.5)
+
+
+def mlp(w, x):
+    return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"])
+
+
+LAYERS = [{"up": draw(WIDTH, 64, seed=i), "down": draw(64, WIDTH, seed=i)} for i in range(6)]
+STACKED = jax.tree.map(lambda *ws: jnp.stack(ws), *LAYERS)
+X = draw(ROWS, WIDTH)
+
+
+def skips(params, x):
+    """As a U-Net: values with two uses, far from each other."""
+    kept = []
+    for w in params[:3]:
+        kept.append(x)
+        x = mlp(w, x)
+    for w in params[3:]:
+        x = mlp(w, x + kept.pop())
+    return jnp.sum(x**2)
+
+
+def with_dropout(params, batch):
+    x, key = batch
+    for i, w in enumerate(params):
+        x = mlp(w, x * jax.random.bernoulli(jax.random.fold_in(key, i), 0.7, x.shape))
+    return jnp.mean(x)
+
+
+def with_results(params, batch):
+    """The first result is the loss; a value that is also returned, integers, unused parameters."""
+    tokens, frozen = batch
+    x = params["table"][tokens] @ frozen
+    for w in params["layers"][:3]:
+        x = jax.jit(mlp)(w, x).astype(jnp.float32).astype(x.dtype)
+    return jnp.sum(jnp.sin(x)), {"x": x, "count": jnp.sum(tokens), "steps": params["steps"]}
+
+
+@jax.custom_vjp
+def doubled(x):
+    return jnp.sin(x)
+
+
+doubled.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (2 * ct * jnp.cos(x),))
+
+
+def with_rules(params, x):
+    """Rules of derivatives, branches, a loop that is not differentiated, a checkpoint, a sort."""
+    count = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, jnp.sum(x > 9))
+    for w in params[:2]:
+        x = jax.lax.cond(count > 2, mlp, lambda w, x: x, w, doubled(x))
+        x = jax.checkpoint(mlp)(w, jax.nn.relu(x) + jnp.sort(x))
+    return jnp.sum(jax.nn.softmax(x) * x)
+
+
+def scanned(params, x):
+    def step(x, w):
+        return mlp(w, x), jnp.sum(x)
+
+    x, sums = jax.lax.scan(step, x, params, reverse=True)
+    return jnp.sum(x**2) + jnp.sum(sums)
+
+
+LOSSES = {
+    "skips": (skips, LAYERS, X),
+    "dropout": (with_dropout, LAYERS, (X, jax.random.key(3))),
+    "results": (
+        with_results,
+        {"table": draw(10, WIDTH), "layers": LAYERS, "steps": 3},
+        (jnp.arange(ROWS) % 10, draw(WIDTH, WIDTH)),
+    ),
+    "rules": (with_rules, LAYERS, X),
+    "scan": (scanned, STACKED, X),
+}
+
+
+def search_of(loss, params, batch):
+    return LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), None)
+
+
+def gradients(loss, has_aux, *args):
+    results, grads = jax.jit(jax.value_and_grad(loss, has_aux=has_aux, allow_int=True))(*args)
+    return results, [g for g in jax.tree.leaves(grads) if g.dtype != jax.dtypes.float0]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_gradient_is_that_of_the_loss(name):
+    """However much is computed again."""
+    loss, params, batch = LOSSES[name]
+    params, batch = jax.tree.map(
+        lambda x: x.astype(jnp.float64) if jnp.result_type(x) == jnp.float32 else x, (params, batch)
+    )
+    search, has_aux = search_of(loss, params, batch), name == "results"
+    want = gradients(loss, has_aux, params, batch)
+    most = max(s.most for *_, s in search._searches)
+    again = set()
+    for planned in (most, (most + search.least) / 2, search.least):
+        found = search.plan(planned)
+        again.add(found.work.seconds)
+        got = gradients(found, has_aux, params, batch)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), got, want
+        )
+        jax.tree.map(np.testing.assert_array_equal, found(params, batch), loss(params, batch))
+    assert len(again) > 1
+
+
+def large(params, x):
+    """Values of 128 KiB, and blocks of half a MiB."""
+    for w in params:
+        x = mlp(w, x)
+    return jnp.mean(x)
+
+
+def test_a_budget_is_kept():
+    """By programs for CPUs, too."""
+    x = jnp.tile(X, (4, 1))
+    plain = jax.jit(jax.grad(large)).lower(LAYERS, x).compile().memory_analysis()
+    most, seconds = plain.temp_size_in_bytes, []
+    for share in (1.05, 0.8, 0.6):
+        found = shd.remat.plan(large, LAYERS, x, most * share)
+        compiled = jax.jit(jax.grad(found)).lower(LAYERS, x).compile()
+        assert found.check(compiled) == pytest.approx(found.peak, rel=0.02)
+        assert found.peak <= found.budget == most * share
+        assert 0 <= found.at_least <= found.extra_time
+        seconds.append(found.extra_time)
+    assert seconds[0] == 0 < seconds[1] < seconds[2] < 0.5
+    assert "test_loss_plan.py:" in str(found)
+    with pytest.raises(ValueError, match=r"this loss needs .* at least, [\d,]+ bytes") as error:
+        shd.remat.plan(large, LAYERS, x, most / 100)
+    least = int(error.value.args[0].split("at least, ")[1].split(" bytes")[0].replace(",", ""))
+    assert shd.remat.plan(large, LAYERS, x, least).peak <= least < most * 0.6
+
+
+@pytest.mark.parametrize(("loss", "params"), [(skips, LAYERS), (scanned, STACKED)])
+def test_the_frontier_trades_bytes_for_time(loss, params):
+    """Layers of loops are computed again one by one, or in segments."""
+    found = shd.remat.frontier(loss, params, jnp.tile(X, (4, 1)))
+    for less, more in itertools.pairwise(found):
+        assert less.peak < more.peak
+        assert less.extra_time > more.extra_time
+    assert found[-1].extra_time == 0
+    assert found[0].peak < 0.9 * found[-1].peak
+    assert (len({each.loops for each in found}) > 1) == (loss is scanned)
+    assert "values" in str(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("view", ["device", "global"])
+def test_training_is_that_of_one_device(stage, view):
+    """Of each device's rows, or of all; in micro-batches."""
+    rows, tx = ROWS // (4 if view == "device" else 1) // 2, optax.adam(1e-2)
+    search = search_of(large, LAYERS, X[:rows])
+    found = search.plan(search.least)
+    assert found.work.seconds > found.plain.seconds
+    zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage, view=view)
+    make = model.make_of(lambda: LAYERS, tx)
+
+    def data(step):
+        return draw(ROWS, WIDTH, seed=step)
+
+    states = [model.run(zero, make, tx, fn, data, 3, microbatches=2) for fn in (large, found)]
+    have, want = map(zero.full_params, states)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), have, want)
+
+
+def program(temporaries, tiled):
+    allocated = 2 * temporaries if tiled else temporaries
+    sizes = {"argument": 500, "output": 300, "alias": 100, "temp": allocated}
+    sizes |= {"host_argument": 0, "host_temp": 0}
+    memory = types.SimpleNamespace(**{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+    memory.peak_memory_in_bytes = temporaries + 500 + 300 - 100
+    text = "f32[8,128]{1,0:T(8,128)}" if tiled else "HloModule of a CPU"
+    return types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: text)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_check_compares_a_program(tiled):
+    """Of TPUs what is live at once, not the sum of what is allocated."""
+    found = dataclasses.replace(search_of(large, LAYERS, X).plan(1e9), budget=2**30, peak=1000)
+    assert found.check(program(1000, tiled)) == 1000
+    with pytest.raises(shd.remat.OverBudgetError, match="above its plan of"):
+        found.check(program(1100, tiled))
+    with pytest.raises(shd.remat.OverBudgetError, match="above its budget of"):
+        found.check(program(2**31, tiled), tolerance=1e9)
+
+
+def test_bad_input():
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def with_callback(params, x):
+        io_callback(lambda x: None, None, x[0, 0])
+        return large(params, x)
+
+    def with_print(params, x):
+        jax.debug.print("{}", x[0, 0])
+        return large(params, x)
+
+    def with_ref(params, x):
+        ref[...] = x[0, 0]
+        return large(params, x)
+
+    def with_loop(params, x):
+        return jnp.sum(jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: mlp(params[0], x), x))
+
+    for pattern, loss, args in (
+        ("callbacks and prints is not planned", with_callback, ()),
+        ("test_loss_plan.py:[0-9]+, would be done again", with_print, ()),
+        ("refs is not planned", with_ref, ()),
+        ("with collectives is not planned", lambda p, x: jax.lax.pmean(large(p, x), "data"), ()),
+        ("Reverse-mode differentiation does not work", with_loop, ()),
+        ("must be a real number, but it is int32", lambda p, x: jnp.sum(x > 0), ()),
+        (r"must be a real number, but it is float32\[512,16\]", lambda p, x: x, ()),
+        ("give the loss that calls them", [large], ()),
+        ("no parameter is of a floating dtype", lambda p, x: jnp.sum(x), ([1], X)),
+        ("names= and offload= are for stacks", large, (LAYERS, X, 1e9, "full")),
+        ("a text such as '8GiB', got '8 apples'", large, (LAYERS, X, "8 apples")),
+        ("must be above 0", large, (LAYERS, X, 0)),
+        (r"a number of bytes, a text .* got \[1\]", large, (LAYERS, X, [1])),
+    ):
+        params, x, budget, names = (*args, *(LAYERS, X, 1e9, None)[len(args) :])
+        with pytest.raises(ValueError, match=pattern):
+            shd.remat.plan(loss, params, x, budget, names=names)
+
+    search = search_of(lambda p, x: (large(p, x), x @ p[0]["up"]), LAYERS, X)
+    found = search.plan(search.least)
+    for pattern, fn in (
+        (r"batch: planned for float32\[512, 16\], got float32\[2, 16\]", lambda p: found(p, X[:2])),
+        ("planned for arguments of the form", lambda p: found(p[1:], X)),
+        ("not by batch: give it", lambda p: jax.grad(lambda x: found(p, x)[0])(X)),
+        ("by its first result alone", lambda p: jax.grad(lambda p: jnp.sum(found(p, X)[1]))(p)),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            fn(LAYERS)
+    texts = {"2KB": 2000, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
+    assert {text: shd.remat.in_bytes(text) for text in texts} == texts
