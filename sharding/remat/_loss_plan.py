@@ -158,10 +158,11 @@ class LossPlan(RematPlan):
 def _in_branch(compute: Callable[[Any], Any], held: Any, after: jax.Array) -> Any:
     """Computes in a branch that is always taken, and that the compiler does not know to be."""
     # XLA on CPUs merges equal operations in spite of barriers, but none of two computations.
-    x = jnp.real(after[(0,) * after.ndim]) if after.size else jnp.zeros(())
-    x = x.astype(jnp.float32)
+    sharded = any(entry is not None for entry in jax.typeof(after).sharding.spec)
+    one = after if sharded or not after.size else after[(0,) * after.ndim]
+    x = jnp.sum(jnp.real(one)).astype(jnp.float32)
     types = jax.eval_shape(compute, held)
-    zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros(t.shape, t.dtype), types)
+    zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros_like(t), types)
     return lax.cond((x == x) | (x != x), compute, lambda _: zeros(), held)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
+from jax.sharding import AxisType
 
 import sharding as shd
 from sharding.remat._loss_plan import LossSearch, PlannableLoss
@@ -255,6 +256,30 @@ def test_statistics_of_all_devices_are_not_planned():
     with pytest.raises(ValueError, match="had none when it was planned"):
         model.run(*args)
     model.run(*args, sync_batch_norm=False)
+
+
+def test_bytes_are_those_with_a_constant_cotangent():
+    """As of ``jax.grad``: the compiler copies that of a loop's result."""
+
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (mlp(w, x), None), x, params)[0])
+
+    search = search_of(loss, STACKED, X)
+    found = search.compiled(search.least)
+    compiled = jax.jit(jax.grad(found)).lower(STACKED, X).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= found.peak * 1.01
+
+
+@pytest.mark.usefixtures("x64")
+def test_arrays_of_explicit_sharding_are_planned():
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
+        x, params = jax.device_put((X, LAYERS), (jax.P("data"), jax.P()))
+        search = search_of(large, params, x)
+        found = search.plan(search.least)
+        assert any(found._schedule.again)
+        have, want = gradients(found, False, params, x), gradients(large, False, params, x)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(check, have, want)
 
 
 def program(temporaries, tiled):
