@@ -92,6 +92,7 @@ def size(nbytes: float) -> str:
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_UNITS |= {"T": 10**12, "TI": 2**40}
 
 
 def read_size(value: Any, name: str = "") -> float:
@@ -101,7 +102,7 @@ def read_size(value: Any, name: str = "") -> float:
     1536.0
     """
     text = value.upper() if isinstance(value, str) else ""
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", text)
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]I?)?B?\s*", text)
     if match is None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise ValueError(f"{name}expected bytes, or a text such as '8GiB', got {value!r}.")
     number = float(match[1]) * _UNITS[match[2] or ""] if match else float(value)

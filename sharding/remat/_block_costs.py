@@ -76,12 +76,13 @@ def _types_of_results(fn: Fn, params: Tree, x: Array) -> Any:
 
 def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> float:
     """Bytes of a compiled program that runs a function forward and backward."""
-    # As in a training step, the cotangent of the result is computed from the result, and that of
-    # the input is not returned. Infinite where the compiler gives up, as beyond a TPU's memory.
+    # As in a training step, the cotangent of the result is computed from the result, unless it is a
+    # loss, and that of the input is not returned. Infinite where the compiler gives up, as beyond a
+    # TPU's memory.
 
     def loss(params: Tree, x: Array) -> Any:
-        squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _floating(fn(params, x))]
-        return sum(squares)
+        results = [y.astype(jnp.float32) for y in _floating(fn(params, x))]
+        return sum(jnp.sum(jnp.square(y)) if y.ndim else y for y in results)
 
     def step(params: Tree, x: Array) -> Any:
         derivative = jax.vjp(lambda params: loss(params, x), params)[1]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind, evaluate
+from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.placement._specs import path_str
@@ -28,6 +30,7 @@ from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 from sharding.step._layer_hooks import scan_sizes
 
 _FLOAT0 = jax.dtypes.float0
+_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _LINES = 12  # of the user's code that a plan prints
 _FEW_STATES = 200  # to find the fewest bytes
 _FITS = 0.93  # of a budget: plans of more bytes are not looked for
@@ -57,7 +60,10 @@ class LossPlan(RematPlan):
 
     def __call__(self, params: Tree, batch: Batch) -> Any:
         """What the loss returns, for parameters and a batch of the planned types."""
-        outs = self._run(self._loss.inputs_of(params, batch))
+        inputs = self._loss.inputs_of(params, batch)
+        if any(self._schedule.again) or self.loops != _AS_IT_IS:
+            self._loss.check_as_planned(inputs)
+        outs = self._run(inputs)
         return jax.tree.unflatten(self._loss.out_treedef, outs)
 
     @functools.cached_property
@@ -152,15 +158,41 @@ class LossPlan(RematPlan):
 def _in_branch(compute: Callable[[Any], Any], held: Any, after: jax.Array) -> Any:
     """Computes in a branch that is always taken, and that the compiler does not know to be."""
     # XLA on CPUs merges equal operations in spite of barriers, but none of two computations.
-    x = jnp.real(after[(0,) * after.ndim]) if after.size else jnp.zeros(())
-    x = x.astype(jnp.float32)
+    sharded = any(entry is not None for entry in jax.typeof(after).sharding.spec)
+    one = after if sharded or not after.size else after[(0,) * after.ndim]
+    x = jnp.sum(jnp.real(one)).astype(jnp.float32)
     types = jax.eval_shape(compute, held)
-    zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros(t.shape, t.dtype), types)
+    zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros_like(t), types)
     return lax.cond((x == x) | (x != x), compute, lambda _: zeros(), held)
 
 
 def _line(eqn: Equation) -> str:
     return f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+
+
+def check_pure(graph: Graph) -> None:
+    """Raises if the operations do more than compute their results."""
+    with_refs = (
+        eqn
+        for eqn in graph.equations
+        if any(hasattr(graph.types[v], "inner_aval") for v in eqn.operands + eqn.results)
+    )
+    words = "callback", "print"
+    calls = (e for e in all_equations(graph.jaxpr) if any(w in e.primitive.name for w in words))
+    for eqns, what in ((with_refs, "refs"), (calls, "callbacks and prints")):
+        for eqn in eqns:
+            raise ValueError(
+                f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
+                f"again: a loss with {what} is not planned."
+            )
+    if graph.jaxpr.effects:
+        raise ValueError(f"a loss with side effects is not planned: {graph.jaxpr.effects}.")
+
+
+def check_arrays(params: Tree, batch: Batch) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path((params, batch)):
+        if not hasattr(x, "dtype") and not isinstance(x, numbers.Number):
+            raise ValueError(f"{_name(path)}: expected an array or a number, got {x!r:.80}.")
 
 
 class PlannableLoss:
@@ -196,17 +228,7 @@ class PlannableLoss:
             )
         if not any(self.trained):
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
-        for eqn in graph.equations:
-            values = (graph.types[v] for v in eqn.operands + eqn.results)
-            refs = any(hasattr(x, "inner_aval") for x in values)
-            if refs or any(word in eqn.primitive.name for word in ("callback", "print")):
-                what = "refs" if refs else "callbacks and prints"
-                raise ValueError(
-                    f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
-                    f"again: a loss with {what} is not planned."
-                )
-        if graph.jaxpr.effects:
-            raise ValueError(f"a loss with side effects is not planned: {graph.jaxpr.effects}.")
+        check_pure(graph)
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -229,6 +251,16 @@ class PlannableLoss:
                     f"a planned loss is differentiated by floating parameters, not by "
                     f"{_name(path)}: give it as one of them."
                 )
+
+    def check_as_planned(self, inputs: list[Any]) -> None:
+        """A loss that has collectives where it is called computes what has not been planned."""
+        planned, now = self.graph.jaxpr, jax.make_jaxpr(self._call)(inputs).jaxpr
+        if new := _collectives(now) - _collectives(planned):
+            raise ValueError(
+                f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
+                "the statistics of all devices, and had none when it was planned: pass "
+                "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
+            )
 
     @functools.cached_property
     def loops(self) -> dict[tuple[int, ...], int]:
@@ -259,6 +291,11 @@ class PlannableLoss:
 
 def _name(path: Any) -> str:
     return "/".join([("params", "batch")[path[0].idx], *filter(None, [path_str(path[1:])])])
+
+
+def _collectives(jaxpr: Any) -> set[str]:
+    names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
+    return {name for name in names if name.startswith(_COLLECTIVES)}
 
 
 def _loop(eqn: Equation, operands: list[Any], form: str) -> list[Any]:
@@ -302,6 +339,7 @@ class LossSearch:
         for form in forms:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards)
+            check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
             search = ScheduleSearch(joint.values(), joint.steps(), results)
             self._searches.append((form, joint, search))
@@ -319,6 +357,7 @@ class LossSearch:
             work = sum(again, joint.work)
             if best is None or work.seconds < best.work.seconds:
                 least = joint.work.seconds + found.at_least - self._plain.seconds
+                seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
                 best = LossPlan(
                     peak=planned,
                     saved=sum(joint.nodes[k].nbytes for k in found.stored),
@@ -327,7 +366,7 @@ class LossSearch:
                     plain=self._plain,
                     loss_fn=self._loss.loss_fn,
                     loops=form,
-                    at_least=max(0.0, least / self._plain.seconds),
+                    at_least=max(0.0, least / seconds),
                     _loss=self._loss,
                     _graph=joint,
                     _schedule=found,
@@ -372,9 +411,11 @@ class LossSearch:
             if fails - fits < 0.01 * budget or fails <= self.least:
                 break
         if best is None:
-            best = self.compiled(self.least)
+            ends = filter(None, map(self.compiled, (self.least, self.most)))
+            best = min(ends, key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
-                raise no_plan_fits(budget, "this loss needs", best.peak if best else math.inf)
+                least = min(self._known.values(), default=math.inf)
+                raise no_plan_fits(budget, "this loss needs", least)
         return dataclasses.replace(best, budget=budget)
 
     @property
@@ -395,11 +436,11 @@ class LossSearch:
         return high
 
     def frontier(self) -> list[LossPlan]:
-        planned = np.geomspace(self.most, self.least, _POINTS)
+        planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
         plans = [self.compiled(each) for each in map(float, planned)]
         fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
         return unbeaten(fastest_first)
 
 
 def _first(plan: LossPlan, params: Tree, batch: Batch) -> Any:
-    return jax.tree.leaves(plan(params, batch))[0]
+    return jnp.asarray(jax.tree.leaves(plan(params, batch))[0])

@@ -25,7 +25,7 @@ from sharding.remat._choose_saved_names import (
     Names,
     request_of,
 )
-from sharding.remat._loss_plan import LossSearch, PlannableLoss
+from sharding.remat._loss_plan import LossSearch, PlannableLoss, check_arrays
 from sharding.remat._remat_plan import Frontier
 from sharding.remat._stack_plan import Candidate, Stack
 
@@ -147,6 +147,7 @@ def loss_search(
         )
     if names is not None or offload:
         raise ValueError("names= and offload= are for stacks of blocks, with length=.")
+    check_arrays(params, batch)
     kind, target = _device(device, (params, batch))
     return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind)
 
@@ -248,7 +249,8 @@ def _device(device: Device, args: Any) -> tuple[DeviceKind | None, jax.Device]:
     if device is None:
         meshes = [x.sharding.mesh for x in jax.tree.leaves(types_of(args)) if is_sharded(x)]
         device = meshes[0].devices.flat[0] if meshes else jax.devices()[0]
-        assert isinstance(device, jax.Device)
+    if not isinstance(device, jax.Device):
+        raise ValueError(f"device is a target such as 'h100x1', or a device, got {device!r}.")
     return kind_of(device.device_kind), device
 
 

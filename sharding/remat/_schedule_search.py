@@ -93,7 +93,8 @@ class ScheduleSearch:
         self._values, self._num_steps = values, len(steps)
         order = sorted(range(len(values)), key=lambda k: values[k].nbytes)
         sums = np.cumsum([values[k].nbytes for k in order])
-        self._small = set(order[: np.searchsorted(sums, _SMALL * sums[-1], side="right")])
+        few = _SMALL * float(sums[-1]) if values else 0.0
+        self._small = set(order[: np.searchsorted(sums, few, side="right")])
         self._fixed = float(sum(values[k].nbytes for k in self._small))
         self._large = [k for k in range(len(values)) if k not in self._small]
         self._reads = [self._of_large(value.reads) for value in values]
@@ -119,7 +120,7 @@ class ScheduleSearch:
 
     def find(self, budget: float, most: int | None = None) -> LossSchedule | None:
         """None if no schedule is found, with ``most`` states."""
-        most = most or min(_MOST_STATES, _WORK // len(self._values))
+        most = most or min(_MOST_STATES, _WORK // max(1, len(self._values)))
         limit, none = budget - self._fixed, np.full(1, -1)
         masks, zero = np.zeros((1, self._words), np.uint64), np.zeros(1)
         states = _States(masks, np.zeros(1, np.uint64), zero, zero, none, none)
@@ -199,9 +200,14 @@ class ScheduleSearch:
         for _, step in reversed(self._steps):
             later |= set(step.reads)
             peak = max(peak, sum(self._values[k].nbytes for k in later) + step.during)
-        stored = sum(self._values[k].nbytes for k in later)
-        running = max(v.inside + v.nbytes for v in self._values)
-        return self._fixed + float(max(peak, stored + running))
+        live = later.union(self._results)  # as in the forward pass of ``find``
+        for k in reversed(self._large):
+            if k in live:
+                live.update(self._reads[k])
+                held = sum(self._values[i].nbytes for i in live)
+                peak = max(peak, held + self._values[k].inside)
+                live.remove(k)
+        return self._fixed + float(peak)
 
 
 def _distinct(states: _States) -> np.ndarray:

@@ -5,12 +5,14 @@ import functools
 import itertools
 import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.experimental import io_callback
+from jax.sharding import AxisType
 
 import sharding as shd
 from sharding.remat._loss_plan import LossSearch, PlannableLoss
@@ -96,6 +98,19 @@ LOSSES = {
     "rules": (with_rules, LAYERS, X),
     "scan": (scanned, STACKED, X),
 }
+
+
+@jax.custom_vjp
+def printing(x):
+    return x
+
+
+def print_forward(x):
+    jax.debug.print("{}", x[0, 0])
+    return x, None
+
+
+printing.defvjp(print_forward, lambda _, ct: (ct,))
 
 
 def search_of(loss, params, batch):
@@ -189,6 +204,84 @@ def test_training_is_that_of_one_device(stage, view):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), have, want)
 
 
+@pytest.mark.parametrize("loss", [lambda p, x: p, lambda p, x: 3.0, lambda p, x: p * p])
+def test_a_loss_that_stores_nothing(loss):
+    found = shd.remat.plan(loss, 2.0, X, "1GiB")
+    assert jax.value_and_grad(found)(2.0, X) == jax.value_and_grad(loss)(2.0, X)
+    assert len(shd.remat.frontier(loss, 2.0, X)) == 1
+
+
+def test_a_large_budget_computes_nothing_again():
+    """Of a forward pass that needs most bytes beside values that it does not store."""
+
+    def loss(params, x):
+        x = mlp(params[1], mlp(params[0], x))
+        largest = jnp.sum(jax.lax.top_k(x, 3)[0])
+        return largest + jnp.sum(jnp.sort(x @ params[0]["up"], axis=1)[:, :5])
+
+    assert shd.remat.plan(loss, LAYERS, X, "1TiB").extra_time == 0
+
+
+def test_the_least_bytes_are_those_of_any_program():
+    """That which computes nothing again may need the fewest."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w.T) ** 2)
+
+    search = search_of(loss, LAYERS[0]["up"], X)
+    with pytest.raises(ValueError, match="at least") as error:
+        search.fastest(1024)
+    plain = search.compiled(search.most).peak
+    assert search.compiled(search.least).peak > plain
+    assert f"{plain:,} bytes" in str(error.value)
+
+
+def test_statistics_of_all_devices_are_not_planned():
+    """A step over devices gives a BatchNorm collectives that the plan would leave out."""
+    layers = [[nn.Dense(32, use_bias=False), nn.BatchNorm(False), jnp.tanh] for _ in range(3)]
+    model_ = nn.Sequential([*itertools.chain(*layers)])
+    variables = model_.init(jax.random.key(0), X)
+    rest = {"batch_stats": variables["batch_stats"]}
+
+    def loss(params, x):
+        y = model_.apply({"params": params, **rest}, x, mutable=["batch_stats"])[0]
+        return jnp.mean(jnp.sin(y) ** 3)
+
+    params, tx = variables["params"], optax.sgd(0.1)
+    search = search_of(loss, params, X[: ROWS // 4])
+    found = search.plan(search.least)
+    assert any(found._schedule.again)
+    zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=2)
+    args = zero, model.make_of(lambda: params, tx), tx, found, lambda step: X, 1
+    with pytest.raises(ValueError, match="had none when it was planned"):
+        model.run(*args)
+    model.run(*args, sync_batch_norm=False)
+
+
+def test_bytes_are_those_with_a_constant_cotangent():
+    """As of ``jax.grad``: the compiler copies that of a loop's result."""
+
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (mlp(w, x), None), x, params)[0])
+
+    search = search_of(loss, STACKED, X)
+    found = search.compiled(search.least)
+    compiled = jax.jit(jax.grad(found)).lower(STACKED, X).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= found.peak * 1.01
+
+
+@pytest.mark.usefixtures("x64")
+def test_arrays_of_explicit_sharding_are_planned():
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
+        x, params = jax.device_put((X, LAYERS), (jax.P("data"), jax.P()))
+        search = search_of(large, params, x)
+        found = search.plan(search.least)
+        assert any(found._schedule.again)
+        have, want = gradients(found, False, params, x), gradients(large, False, params, x)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    jax.tree.map(check, have, want)
+
+
 def program(temporaries, tiled):
     allocated = 2 * temporaries if tiled else temporaries
     sizes = {"argument": 500, "output": 300, "alias": 100, "temp": allocated}
@@ -228,7 +321,20 @@ def test_bad_input():
     def with_loop(params, x):
         return jnp.sum(jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: mlp(params[0], x), x))
 
+    def with_printing_rule(params, x):
+        return large(params, printing(mlp(params[0], x)))
+
+    def with_scan(params, x):
+        def step(x, w):
+            jax.debug.print("{}", x[0, 0])
+            return mlp(w, x), None
+
+        return jnp.sum(jax.lax.scan(step, x, params)[0])
+
     for pattern, loss, args in (
+        (r"debug_print does, at .*test_loss_plan.py:[0-9]+", with_printing_rule, ()),
+        (r"debug_print does, at .*test_loss_plan.py:[0-9]+", with_scan, (STACKED, X)),
+        ("params/1: expected an array or a number, got 'relu'", large, ([X, "relu"], X)),
         ("callbacks and prints is not planned", with_callback, ()),
         ("test_loss_plan.py:[0-9]+, would be done again", with_print, ()),
         ("refs is not planned", with_ref, ()),
@@ -257,5 +363,7 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=pattern):
             fn(LAYERS)
-    texts = {"2KB": 2000, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
+    with pytest.raises(ValueError, match="or a device, got 5"):
+        shd.remat.plan(large, LAYERS, X, 1e9, device=5)
+    texts = {"2KB": 2000, "2 TiB": 2**41, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
     assert {text: shd.remat.in_bytes(text) for text in texts} == texts
