@@ -12,6 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Zero as large arrays are compared with it. XLA makes one array of all that are +0, also of those
+# that loops over layers start from, and reads it from memory; -0 is another one, a constant.
+ZERO = -0.0
+
 
 class _Map:
     zero = True
@@ -61,8 +65,9 @@ class DynamicMap(_Map):
             unit = jnp.where(level >= first, jnp.full([], 10.0 ** (i + 1 - self.exponents)), unit)
         out = unit * (0.1 + 0.9 * ((x + 0.5) * inverse - 1).astype(dtype))
         out = out * (1 / self._largest) if self.symmetric else out
-        out = jnp.where(level >= self.top, 1, out)
-        return jnp.where(level <= 0, 0, out).astype(dtype)
+        out = jnp.where(level >= self.top, 1, out).astype(dtype)
+        # Level 0 is 0; others are at least 1, and their magnitudes at most.
+        return jnp.minimum(out, level.astype(dtype))
 
     def position(self, y: jax.Array) -> jax.Array:
         y = y * self._largest if self.symmetric else y
@@ -81,7 +86,8 @@ class DynamicMap(_Map):
         # from below, it is 2.7, and to 1 it is 0.45; seen from above it is 0.54.
         beyond = inside - (parts - 1)
         above = parts - 1 + beyond * jnp.where(parts == highest, jnp.full([], 2.0, y.dtype), 1 / 3)
-        out = jnp.where(inside < 0, inside * (1 / 0.6), jnp.where(beyond > 0, above, inside))
+        out = jnp.where(beyond > ZERO, above, inside)
+        out = jnp.where(inside < ZERO, inside * (1 / 0.6), out)
         least = 10.0 ** (1 - self.exponents) * (0.1 + 0.45 / 2**self._shift)
         return jnp.where(y < least, y * (1 / least), out + (parts - self._shift))
 
@@ -99,7 +105,7 @@ class LinearMap(_Map):
         return (level + 1).astype(dtype) / (self.top + 1)
 
     def position(self, y: jax.Array) -> jax.Array:
-        return y * self.top if self.zero else jnp.maximum(y * (self.top + 1) - 1, 0)
+        return y * self.top if self.zero else jnp.maximum(y * (self.top + 1) - 1, ZERO)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_ext._leaves import at_least_float32
 from optax_ext._matrix_passes import sharded_as, splittable
 from optax_ext._types import DType
-from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map
+from optax_ext.low_precision._code_maps import ZERO, DynamicMap, Float8Map, LinearMap, Map
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
@@ -191,7 +191,7 @@ class _Scaled:
         return self.blocks.repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
 
     def position(self, y: jax.Array, power: Any) -> jax.Array:
-        return jnp.clip(self.map.position(y if power is None else y**power), 0, self.map.top)
+        return jnp.clip(self.map.position(y if power is None else y**power), ZERO, self.map.top)
 
     def value(self, level: jax.Array, power: Any, fine: bool) -> jax.Array:
         """Returns the magnitude of a level, which is in 256ths if ``fine``."""
@@ -243,7 +243,7 @@ def codes_of(
         return _split_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
     scaled = _Scaled(fmt, signed, tuple(x.shape), x.dtype, blocks)
     lowest = scaled.map.lowest
-    positive = x > 0
+    positive = x > ZERO
     x = scaled.normalize(x, scale)
     power = scaled.power(scale)
     position = scaled.position(jnp.abs(x), power)
@@ -254,7 +254,7 @@ def codes_of(
         level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
         level = jnp.minimum(level, scaled.map.top)
     if signed:
-        level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
+        level = jnp.maximum(jnp.where(x < ZERO, -level, level), -lowest) + lowest
     elif scaled.map.zero:
         level = jnp.where(positive, jnp.maximum(level, 1), level)
     # Integers of at most 16 bits: of 2^23 + level in float32 the lower bits are the level.
@@ -272,7 +272,7 @@ def codes_of(
 def _clipped(x: jax.Array, signed: bool) -> jax.Array:
     """Returns the numbers that are quantized: without a sign, none is negative."""
     x = x.astype(at_least_float32(x.dtype))
-    return x if signed else jnp.maximum(x, 0)
+    return x if signed else jnp.maximum(x, ZERO)
 
 
 def dequantize(q: Quantized, blocks: Any = None) -> jax.Array:
