@@ -232,7 +232,7 @@ def test_the_least_bytes_are_those_of_any_program():
     with pytest.raises(ValueError, match="at least") as error:
         search.fastest(1024)
     plain = search.compiled(search.most).peak
-    assert search.compiled(search.least).peak > plain
+    assert search.compiled(search.least).peak >= plain  # jax 0.10: above
     assert f"{plain:,} bytes" in str(error.value)
 
 
