@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from zero_memory import OPTIMIZERS
+from zero_memory import OPTIMIZERS, prepared
 
 import sharding as shd
 from sharding.plan import MODELS, Decoder, ParallelPlan, kind_of
@@ -109,16 +109,9 @@ def filled(x: jax.ShapeDtypeStruct, rng: np.random.Generator, is_param: bool) ->
 def run_one(case: Case, smoke: bool, rounds: int) -> dict[str, Any]:
     """Figures of a case: compiles, waits for a line of input, then takes steps."""
     zero, tx, model = case.zero(), case.tx(), model_of(case, smoke)
-    dtype = jnp.float32 if smoke else jnp.bfloat16
-    loss = model.make_loss(jax.checkpoint(model.apply_layer))
-    step = zero.train_step(loss, tx=tx, update=case.update, microbatches=case.microbatches)
-
-    def make() -> Any:
-        params = model.init(dtype)
-        return params, tx.init(params)
-
-    abstract = zero.abstract_state(make, tx=tx)
-    batch = model.batch(case.sequences * case.microbatches)
+    dtype, sequences = jnp.float32 if smoke else jnp.bfloat16, case.sequences * case.microbatches
+    how = case.update, case.microbatches, dtype, sequences
+    step, abstract, batch = prepared(zero, model, tx, *how)
     start = time.perf_counter()
     program = step.lower(abstract, batch).compile()
     seconds = time.perf_counter() - start

@@ -247,18 +247,26 @@ IN_BACKWARD = [
 ]
 
 
-def audited(zero: shd.Zero, model: Decoder, tx: Any, update: str, microbatches: int) -> Any:
-    """What a step in bfloat16 holds and sends; None if it does not fit."""
+def prepared(
+    zero: shd.Zero, model: Decoder, tx: Any, update: str, microbatches: int, dtype: Any, batch: int
+) -> tuple[Any, Any, Any]:
+    """A step that computes every layer again; its abstract state, and a batch."""
     loss = model.make_loss(jax.checkpoint(model.apply_layer))
     step = zero.train_step(loss, tx=tx, update=update, microbatches=microbatches)
 
     def make() -> Any:
-        params = model.init(jnp.bfloat16)
+        params = model.init(dtype)
         return params, tx.init(params)
 
-    batch = model.batch(microbatches * zero.num_devices)
+    return step, zero.abstract_state(make, tx=tx), model.batch(batch)
+
+
+def audited(zero: shd.Zero, model: Decoder, tx: Any, update: str, microbatches: int) -> Any:
+    """What a step in bfloat16 holds and sends; None if it does not fit."""
+    sequences = microbatches * zero.num_devices
+    step, *args = prepared(zero, model, tx, update, microbatches, jnp.bfloat16, sequences)
     try:
-        program = step.lower(zero.abstract_state(make, tx=tx), batch).compile()
+        program = step.lower(*args).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -39,7 +39,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing later")
     parser.add_argument("--at-once", type=int, default=10, help="processes")
     parser.add_argument("--rows", type=pathlib.Path, help="file of the runs")
-    parser.add_argument("--commit", help="of the code, where there is no repository")
     parser.add_argument("--smoke", action="store_true", help="tiny, seconds; keeps nothing")
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # this is a worker
     return parser.parse_args()
@@ -57,7 +56,7 @@ def work(chosen: argparse.Namespace, folder: pathlib.Path, scale: _fine_study.Sc
     import jax
 
     backend, end = jax.default_backend(), time.monotonic() + 60 * chosen.minutes
-    path, commit = chosen.rows or rows_of(backend), chosen.commit or _results.commit()
+    path, commit = chosen.rows or rows_of(backend), _results.commit()
     windows, starts, checksum = _fine_starts.load(folder)
     for name, mode in _fine_study.programs(scale, chosen.contenders):
         of, lanes = (scale, _fine_study.DTYPES[backend], name, mode), None
@@ -79,7 +78,7 @@ def smoke(chosen: argparse.Namespace, folder: pathlib.Path) -> None:
     import _fine_report
 
     scale = _fine_study.SCALES["smoke"]
-    chosen.rows, chosen.commit, chosen.contenders = folder / "rows.jsonl", "smoke", ["adamw"]
+    chosen.rows, chosen.contenders = folder / "rows.jsonl", ["adamw"]
     _fine_starts.prepare(folder, scale.size, _fine_data.texts(FEW), part=20)
     work(chosen, folder, scale)
     rows = _rows.finished(chosen.rows)

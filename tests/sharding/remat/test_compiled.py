@@ -6,6 +6,7 @@ What XLA does with ``jax.checkpoint`` on an accelerator cannot be seen in progra
 import jax
 import jax.numpy as jnp
 import pytest
+from activation_memory import unet
 from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
@@ -61,15 +62,6 @@ def test_programs_of_stacks_hold_what_is_planned(target):
         host = program.memory_analysis().host_temp_size_in_bytes
         assert host == pytest.approx(each.host, rel=1e-3)
     assert found[0].extra_flops > found[1].extra_flops > found[2].extra_flops == 0
-
-
-def unet(params, x):
-    """Skips over blocks; a value has 4 MiB, the inside of a block 16."""
-    skips, half = [], len(params) // 2
-    for i, p in enumerate(params):
-        skips += [x] if i < half else []
-        x = jnp.tanh(jnp.tanh((x if i < half else x + skips.pop()) @ p["a"]) @ p["b"])
-    return jnp.sum(x**2)
 
 
 @pytest.mark.parametrize(("budget", "most"), [(140, 0.12), (100, 0.15), (80, 0.25), (62, 0.55)])
