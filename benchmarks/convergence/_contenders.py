@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_ext
 
 Hyper = Mapping[str, Any]  # learning_rate and weight_decay, which may be traced, and the betas
+Make = Callable[[optax.Schedule, Hyper], optax.GradientTransformation]
 
 
 def is_matrix(params: Any) -> Any:
@@ -68,11 +70,6 @@ def came(
     )
 
 
-def came_debiased(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
-    """CAME without the early spike."""
-    return came(schedule, hyper, debias=True)
-
-
 def lamb(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
     """By the paper: neither scales of norms nor biases have a trust ratio or decay."""
     return optax_ext.lamb(schedule, b2=hyper["b2"], weight_decay=hyper["weight_decay"])
@@ -107,19 +104,24 @@ def lion(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation
     return optax.lion(schedule, b1=hyper["b1"], b2=hyper["b2"], weight_decay=wd, mask=is_matrix)
 
 
-def adamw_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
-    """AdamW whose moments are kept in 8 bits."""
-    return optax_ext.low_precision_state(adamw(schedule, hyper))
+def in_8_bits(make: Make) -> Make:
+    """The optimizer with its moments in 8 bits."""
+    return lambda schedule, hyper: optax_ext.low_precision_state(make(schedule, hyper))
 
 
-def came_debiased_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
-    """Debiased CAME whose momentum is kept in 8 bits."""
-    return optax_ext.low_precision_state(came_debiased(schedule, hyper))
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs ``inner`` in float32 on parameters of fewer bits; whoever adds the updates rounds."""
 
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
-def came_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
-    """CAME whose momentum is kept in 8 bits."""
-    return optax_ext.low_precision_state(came(schedule, hyper))
+    def init(params: Any) -> Any:
+        return inner.init(wide(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return inner.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(init, update)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +130,18 @@ class Contender:
 
     Attributes:
       make: the transformation of a schedule and the other hyperparameters.
-      budget: runs of the search.
+      budget: runs of the search; 0 where a study searches on its own.
       learning_rate: the centre of the grid of learning rates, an exponent of 10.
       betas: what the authors advise, the first from the start of the search.
       weight_decays: values searched, the first from the start of the search.
-      shifts: decades by which the learning rate moves with each of the betas; none if empty.
+      shifts: decades by which the learning rate moves with each of the betas, where they change
+        the size of updates; none if empty.
       parent: the same in float32; the finals are also run with what its search chose.
       wrap: what is around the optimizer and its clipping.
       param_dtype: of the parameters.
     """
 
-    make: Callable[[optax.Schedule, Hyper], optax.GradientTransformation]
+    make: Make
     budget: int
     learning_rate: float
     betas: tuple[dict[str, float], ...]
@@ -154,6 +157,7 @@ _CAME = ({"b2": 0.999, "b3": 0.9999}, {"b2": 0.999, "b3": 0.995}, {"b2": 0.95, "
 # Updates of CAME as published are 1 / sqrt(1 - b3**t) times too large: over 300 steps 11.5 times on
 # average for 0.9999 and 1.8 times for 0.995, 0.8 decades less.
 _SHIFTS = (0.0, 0.75, 0.75)
+_DEBIASED = functools.partial(came, debias=True)  # without the early spike
 _MUON = ({"momentum": 0.95}, {"momentum": 0.9}, {"momentum": 0.98})
 _LION = ({"b1": 0.9, "b2": 0.99}, {"b1": 0.95, "b2": 0.98})
 
@@ -161,20 +165,46 @@ CONTENDERS = {
     "adamw": Contender(adamw, 12, -2.5, _B2),
     "adafactor": Contender(adafactor, 12, -2.5, _B2),
     "came": Contender(came, 12, -3.0, _CAME, shifts=_SHIFTS),
-    "came_debiased": Contender(came_debiased, 12, -2.5, _CAME),
+    "came_debiased": Contender(_DEBIASED, 12, -2.5, _CAME),
     "lamb": Contender(lamb, 12, -2.0, _B2),
     "muon": Contender(muon, 12, -2.0, _MUON),
     "lion": Contender(lion, 6, -3.5, _LION, (1.0, 0.1, 10.0)),
-    "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2, parent="adamw"),
-    "came_8bit": Contender(came_8bit, 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
+    "adamw_8bit": Contender(in_8_bits(adamw), 6, -2.5, _B2, parent="adamw"),
+    "came_8bit": Contender(in_8_bits(came), 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
 }
-# Of the studies of long runs, of GPT-2 and of fine-tuning alone, which search on their own.
-LONG_ONLY = {
+# State in few bits by rounding, and what is behind an optimizer of bfloat16 parameters.
+_FORMATS = {
+    **{
+        f"{bits}bit_{rounding}": functools.partial(
+            optax_ext.low_precision_state, bits=bits, rounding=rounding
+        )
+        for bits in (8, 4)
+        for rounding in ("nearest", "stochastic", "compensated")
+    },
+    "bf16_master": optax_ext.master_weights,
+    "bf16_stochastic": optax_ext.stochastic_rounding,
+    "bf16_nearest": in_float32,
+}
+FORMATS = {
+    f"{parent}_{name}": dataclasses.replace(
+        CONTENDERS[parent],
+        budget=0,
+        parent=parent,
+        wrap=wrap,
+        param_dtype="bfloat16" if name.startswith("bf16") else "float32",
+    )
+    for parent in ("adamw", "came")
+    for name, wrap in _FORMATS.items()
+}
+# All, with those of the studies of long runs, of GPT-2 and of fine-tuning alone.
+EVERY = {
+    **CONTENDERS,
     "adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},)),
     "adafactor_plain": Contender(
         functools.partial(adafactor_momentum, momentum=None), 0, -2.5, ({},)
     ),
-    "came_debiased_8bit": Contender(came_debiased_8bit, 0, -2.5, _CAME),
+    "came_debiased_8bit": Contender(in_8_bits(_DEBIASED), 0, -2.5, _CAME),
+    **FORMATS,
 }
 
 
@@ -187,6 +217,17 @@ def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
         return learning_rate * jnp.minimum((count + 1) / jnp.maximum(warmup, 1), cosine)
 
     return at
+
+
+def growth(config: Mapping[str, Any]) -> float:
+    """How many times larger CAME's updates are as published than debiased, over a run.
+
+    The mean of 1 / sqrt(1 - b3**t), weighted by the learning rate.
+    """
+    steps = np.arange(config["steps"])
+    rate = np.asarray(schedule(1.0, config["warmup"], config["steps"])(steps))
+    factor = (1 - config["hyper"]["b3"] ** (steps + 1.0)) ** -0.5
+    return float((factor * rate).sum() / rate.sum())
 
 
 def transformation(

@@ -4,7 +4,6 @@ import math
 import time
 from typing import Any
 
-import _contenders
 import _models
 import _rows
 import _runs
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _every import EVERY
+from _contenders import EVERY, transformation
 from _fine_data import SPLITS, STARTS, TASKS
 from _fine_study import Scale
 
@@ -93,7 +92,7 @@ class Lanes:
 
     def _tx(self, rate: Any, warmup: Any, steps: Any) -> optax.GradientTransformation:
         hyper = {**self.betas, "learning_rate": rate}
-        return _contenders.transformation(self.contender, hyper, warmup, steps)
+        return transformation(self.contender, hyper, warmup, steps)
 
     def _losses(self, params: Any, base: Any, task: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         """Cross entropies and hits, (windows,), of a linear head on the mean of the last layer."""

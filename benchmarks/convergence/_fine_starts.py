@@ -5,9 +5,8 @@ import zlib
 from typing import Any
 
 import _fine_data
-import _lengths
+import _long
 import _models
-import _results
 import _rows
 import _runs
 import _sizes
@@ -50,10 +49,9 @@ def _start(size: str, name: str, texts: _fine_data.Texts) -> Any:
 
 def _recipe(size: str, name: str) -> dict[str, Any]:
     """The configuration of the first final run; without rows that from which a search starts."""
-    rows = _rows.finished(_results.RESULTS / "convergence" / f"runs_{size}.jsonl")
-    steps = _lengths.LENGTHS[size][-1 if rows else 0]
-    cell = _lengths.cell(rows, size, "masked", name, steps)
-    return cell.finals[0] if rows else cell.searching[0]
+    rows = _rows.finished(_rows.path(size))
+    cell = _long.cell(rows, size, "masked", name, _long.LENGTHS[size][-1 if rows else 0])
+    return (cell.finals or cell.wanted)[0]
 
 
 def load(folder: pathlib.Path) -> tuple[dict[str, np.ndarray], list[np.ndarray], int]:

@@ -1,15 +1,15 @@
 """What is fine-tuned, and what must be run next, from the rows that are there."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import _fine_data
 import _search
 import _studies
-from _every import EVERY
+from _contenders import EVERY
 from _rows import key_of
-from _studies import Config, Rows
+from _studies import Cell, Config, Rows
 
 CONTENDERS = (
     "adamw",
@@ -51,34 +51,29 @@ SCALES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One optimizer on one task from one start: its search, and its final runs once that ends."""
-
-    found: dict[_search.Trial, float]
-    wanted: list[Config]
-    finals: list[Config]
-    config: Callable[[_search.Trial], Config]
-
-
 def cells(
     rows: Rows, scale: Scale, dtype: str, contender: str, mode: str, steps: int
 ) -> list[Cell]:
-    """In the order of CELLS, as far as the rows go."""
-    one, out = EVERY[contender], []
-    centre = one.learning_rate + CENTRES[mode]
-    space = _search.Space(scale.budgets[mode], centre, one.weight_decays[:1], one.betas[:1])
+    """Of one optimizer, in the order of CELLS, as far as the rows go."""
+    one = EVERY[contender]
+    space = dataclasses.replace(
+        one,
+        budget=scale.budgets[mode],
+        learning_rate=one.learning_rate + CENTRES[mode],
+        weight_decays=one.weight_decays[:1],
+        betas=one.betas[:1],
+        shifts=(),
+    )
     run = {"study": "fine_tuning", "size": f"{scale.size}_long", "dtype": dtype, "mode": mode}
     run |= {"steps": steps, "warmup": steps // 10, "batch": BATCH, "window": _fine_data.WINDOW}
+    out = []
     for task, start in CELLS:
         of = {**run, "contender": contender, "task": task, "start": start}
 
-        def config(trial: _search.Trial, seed: int = 0, of: Config = of) -> Config:
+        def config(trial: _search.Trial, seed: int, of: Config = of) -> Config:
             return {**of, "seed": seed, "hyper": trial.hyper}
 
-        found, wanted = _studies.searched(rows, space, config)
-        best = [] if wanted else [config(_search.best(found), seed) for seed in scale.seeds]
-        out.append(Cell(found, wanted, best, config))
+        out.append(_studies.searched(rows, _search.search(space), config, scale.seeds))
     return out
 
 

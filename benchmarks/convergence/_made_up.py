@@ -4,14 +4,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import _format_study
-import _lengths
+import _long
 import _rows
 import _runs
 import _studies
 import numpy as np
-from _contenders import CONTENDERS
-from _every import EVERY
+from _contenders import CONTENDERS, EVERY
 
 CORPUS = 1
 
@@ -60,7 +58,7 @@ def row(config: dict[str, Any]) -> _rows.Row:
 
 def rows(
     size: str,
-    studies: Sequence[str] = tuple(_studies.STUDIES),
+    studies: Sequence[str] = _studies.STUDIES,
     tasks: Sequence[str] = ("next_token",),
     contenders: Sequence[str] = tuple(CONTENDERS),
 ) -> dict[str, _rows.Row]:
@@ -68,16 +66,14 @@ def rows(
     return _all(lambda found: _studies.plans(found, size, studies, tasks, contenders))
 
 
-def length_rows(size: str) -> dict[str, _rows.Row]:
-    """All runs of the study of lengths, and of that of formats."""
-    return _all(lambda found: [*_lengths.plans(found, size), *_format_study.plans(found, size)])
+def long_rows(size: str) -> dict[str, _rows.Row]:
+    """All long runs."""
+    return _all(lambda found: _long.plans(found, size))
 
 
 def _all(plans: Callable[[dict[str, _rows.Row]], Iterable[_studies.Plan]]) -> dict[str, _rows.Row]:
     """All that is ready, until nothing is."""
     found: dict[str, _rows.Row] = {}
-    while True:
-        ready = [config for plan in plans(found) for config in plan.ready]
-        if not ready:
-            return found
+    while ready := [config for plan in plans(found) for config in plan.ready]:
         found |= {_rows.key_of(config): row(config) for config in ready}
+    return found

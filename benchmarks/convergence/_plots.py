@@ -2,7 +2,7 @@
 
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import _search
@@ -10,7 +10,9 @@ import _studies
 import _summary
 import matplotlib
 import numpy as np
-from _summary import BASELINE, Final, Rows
+from _contenders import CONTENDERS
+from _studies import Rows
+from _summary import BASELINE, Finals
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -26,23 +28,23 @@ STYLE = {
     "lion": ("#56B4E9", "X", "-"),
     "adamw_8bit": ("#000000", "o", ":"),
     "came_8bit": ("#D55E00", "^", ":"),
+    "adafactor_momentum": ("#8C6D31", "s", "--"),
+    "adafactor_plain": ("#E69F00", "s", ":"),
 }
 TOP = 0.5  # nats above the worst of the contenders' best runs that a picture shows
 ABOVE = 0.02  # between the triangles of contenders that are above it
 
 
-def look(name: str, styles: Mapping[str, tuple[str, str, str]] = STYLE) -> dict[str, Any]:
+def look(name: str) -> dict[str, Any]:
     """Of a contender's lines and markers."""
-    colour, marker, line = styles[name]
-    face = "none" if name.endswith("8bit") else colour
+    colour, marker, line = STYLE[name]
     style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5}
-    return {**style, "markerfacecolor": face}
+    return {**style, "markerfacecolor": "none" if name.endswith("8bit") else colour}
 
 
-def _top(losses: Sequence[float], room: float = TOP) -> float:
+def _top(losses: Iterable[float], room: float = TOP) -> float:
     """Of a picture of which these must be seen."""
-    finite = [loss for loss in losses if math.isfinite(loss)]
-    return max(finite) + room if finite else 10.0
+    return max(filter(math.isfinite, losses), default=10.0) + room
 
 
 def _above(ax: Any, x: np.ndarray, top: float, place: int, colour: str) -> None:
@@ -74,17 +76,12 @@ def save(figure: Any, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
-def label_ends(
-    ax: Any,
-    ends: Mapping[str, tuple[float, float]],
-    styles: Mapping[str, tuple[str, str, str]] = STYLE,
-) -> None:
+def label_ends(ax: Any, ends: Mapping[str, tuple[float, float]]) -> None:
     """Names at the right of lines, each at its line's end unless another is there.
 
     Args:
       ax: whose limits are set.
       ends: x and y of the last point, by name.
-      styles: whose colours they have.
     """
     if not ends:
         return
@@ -100,24 +97,19 @@ def label_ends(
         places[:-1] -= short
         places[1:] += short
         places = np.clip(places, bottom, top)
+    arrow = {"arrowstyle": "-", "alpha": 0.4, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
     for name, place in zip(order, places, strict=True):
+        colour, (x, y) = STYLE[name][0], ends[name]
         ax.annotate(
             name,
-            xy=(ends[name][0], min(max(ends[name][1], low), high)),
+            xy=(x, min(max(y, low), high)),
             xytext=(1.03, back(place)),
             textcoords=ax.get_yaxis_transform(),
-            color=styles[name][0],
+            color=colour,
             fontsize=8,
             va="center",
             annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": styles[name][0],
-                "alpha": 0.4,
-                "linewidth": 0.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 0,
-            },
+            arrowprops={**arrow, "color": colour},
         )
 
 
@@ -134,34 +126,31 @@ def _stacked(runs: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([run[:length] for run in runs])
 
 
-def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
+def finals(found: Mapping[str, Finals], path: pathlib.Path) -> None:
     """Final losses of all seeds, best contender on top; a bar at their mean."""
     figure, axes = new_axes(len(found))
     for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
-        order = sorted(contenders, key=lambda name: -float(np.mean(contenders[name].losses)))
-        baseline = contenders.get(BASELINE, contenders[order[-1]])
-        top = float(np.mean(baseline.losses)) + TOP
+        means = {name: float(one.losses.mean()) for name, one in contenders.items()}
+        order = sorted(means, key=lambda name: -means[name])
+        baseline = means.get(BASELINE, means[order[-1]])
         for place, name in enumerate(order):
-            losses = contenders[name].losses
-            shown = losses[losses < top]
-            colour = STYLE[name][0]
+            losses, colour = contenders[name].losses, STYLE[name][0]
+            shown = losses[losses < baseline + TOP]
             ax.plot(shown, np.full(len(shown), place), **{**look(name), "linestyle": "none"})
             if len(shown) == len(losses):
-                ax.plot([losses.mean()] * 2, [place - 0.3, place + 0.3], color=colour)
+                ax.plot([means[name]] * 2, [place - 0.3, place + 0.3], color=colour)
             else:
                 text = f"{len(losses) - len(shown)} of {len(losses)} diverged or above"
                 style = {"ha": "right", "fontsize": 7, "color": colour}
                 ax.annotate(text, (0.98, place + 0.3), xycoords=("axes fraction", "data"), **style)
-        if BASELINE in contenders:
-            mean = float(np.mean(contenders[BASELINE].losses))
-            if math.isfinite(mean):
-                ax.axvline(mean, color="black", linewidth=0.8, alpha=0.5)
+        if math.isfinite(baseline):
+            ax.axvline(baseline, color="black", linewidth=0.8, alpha=0.5)
         ax.set_yticks(range(len(order)), order)
         ax.set(title=task, xlabel="validation loss at the end, nats")
     save(figure, path)
 
 
-def curves(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
+def curves(found: Mapping[str, Finals], path: pathlib.Path) -> None:
     """Validation loss against step: mean over the seeds, and between which values they lie."""
     figure, axes = new_axes(len(found))
     for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
@@ -191,9 +180,9 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
     """
     figure, axes = new_axes(len(tasks))
     for ax, task in zip(axes.flat, tasks, strict=True):
-        searches = {name: _studies.tuned(rows, size, task, name)[0] for name in STYLE}
+        searches = {n: _studies.cell(rows, size, task, n).found for n in CONTENDERS}
         searches = {name: found for name, found in searches.items() if found}
-        top = _top([min(found.values()) for found in searches.values()])
+        top = _top(min(found.values()) for found in searches.values())
         for place, (name, found) in enumerate(searches.items()):
             first = next(iter(found))
             line = sorted(
@@ -217,24 +206,24 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
     save(figure, path)
 
 
-def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
+def batches(found: Mapping[str, Sequence[_summary.AtBatch]], path: pathlib.Path) -> None:
     """Loss against batch at equal tokens: the best, the lead over AdamW, and by two rules.
 
     A triangle at the top stands for a run that is above the picture or diverged.
     """
     figure, axes = new_axes(2, 2)
-    found = {name: _summary.batches(rows, size, name) for name in _studies.MAIN}
-    found = {name: points for name, points in found.items() if points}
     sizes = sorted({at.batch for points in found.values() for at in points})
     known = [at.best for points in found.values() for at in points if at.best is not None]
-    low = min(known)
-    fields = {
-        "best": "best learning rate",
-        "linear": "linear rule from the smallest batch",
-        "square_root": "square-root rule from the smallest batch",
-    }
-    for ax, (field, title) in zip(axes.flat[[0, 2, 3]], fields.items(), strict=True):
-        ends, top = {}, _top(known, 0.05 if field == "best" else TOP)
+    for ax, field, title in (
+        (axes[0, 0], "best", "best learning rate"),
+        (axes[0, 1], "lead", "best, minus AdamW's"),
+        (axes[1, 0], "linear", "linear rule from the smallest batch"),
+        (axes[1, 1], "square_root", "square-root rule from the smallest batch"),
+    ):
+        ends = {}
+        if field == "lead":
+            ax.axhline(0, color=STYLE[BASELINE][0], linewidth=1)
+        top = math.inf if field == "lead" else _top(known, 0.05 if field == "best" else TOP)
         for place, (name, points) in enumerate(found.items()):
             there = [(at.batch, getattr(at, field)) for at in points]
             there = [(x, y) for x, y in there if y is not None]
@@ -247,28 +236,17 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
             if inside.any():
                 ends[name] = (float(x[inside][-1]), float(y[inside][-1]))
         ax.set(title=title, ylabel="validation loss, nats")
-        ax.set_ylim(low - 0.05 if math.isfinite(low) else None, top + ABOVE * (len(found) + 1))
+        if field == "lead":
+            ax.set_ylabel("nats; below 0 is better than AdamW")
+        else:
+            low = min(known) - 0.05 if math.isfinite(min(known)) else None
+            ax.set_ylim(low, top + ABOVE * (len(found) + 1))
+        ax.set(xscale="log", xlabel="batch, windows")
         ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
-        _sizes_axis(ax, sizes)
+        ax.set_xticks(sizes, [str(x) for x in sizes])
+        ax.minorticks_off()
         label_ends(ax, ends)
-    ax, ends = axes[0, 1], {}
-    ax.axhline(0, color=STYLE[BASELINE][0], linewidth=1)
-    for name in found:
-        leads = _summary.lead(rows, size, name)
-        if leads:
-            ax.plot(list(leads), list(leads.values()), **look(name))
-            ends[name] = (max(leads), leads[max(leads)])
-    ax.set(title="best, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
-    ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
-    _sizes_axis(ax, sizes)
-    label_ends(ax, ends)
     save(figure, path)
-
-
-def _sizes_axis(ax: Any, sizes: Sequence[int]) -> None:
-    ax.set(xscale="log", xlabel="batch, windows")
-    ax.set_xticks(sizes, [str(x) for x in sizes])
-    ax.minorticks_off()
 
 
 def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
@@ -277,26 +255,23 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
     Where betas change the spike, with those that the search started with.
     """
     figure, axes = new_axes(2, 2, sharex=True, sharey="row")
-    ends: list[dict[str, tuple[float, float]]] = [{} for _ in range(4)]
-    for column, warm in enumerate((True, False)):
-        for name in _studies.SPIKE:
-            hypers = _studies.spike_hypers(rows, size, task, name)
-            found = _summary.spike(rows, size, task, name, hypers[-1], warm) if hypers else []
-            if not found:
-                continue
-            for line, field in enumerate(("early_loss", "early_update_rms")):
+    ends: dict[Any, dict[str, tuple[float, float]]] = {ax: {} for ax in axes.flat}
+    for name in _studies.SPIKE:
+        for column, configs in enumerate([*_studies.spike(rows, size, task, name)][-2:]):
+            found = _studies.there(rows, configs).values()
+            for ax, field in zip(axes[:, column], ("early_loss", "early_update_rms"), strict=True):
+                if not found:
+                    continue
                 values = _stacked([_summary.numbers(row[field]) for row in found])
-                _band(axes[line, column], name, np.arange(1, values.shape[1] + 1), values)
+                _band(ax, name, np.arange(1, values.shape[1] + 1), values)
                 last = float(values[:, -1].mean())
                 if np.isfinite(last):
-                    ends[2 * line + column][name] = (float(values.shape[1]), last)
+                    ends[ax][name] = (float(values.shape[1]), last)
     for column, title in enumerate(("with warm-up", "without warm-up")):
         axes[0, column].set(title=title)
         axes[1, column].set(xlabel="step", yscale="log")
     axes[0, 0].set_ylabel("training loss, nats")
     axes[1, 0].set_ylabel("update of matrices, RMS")
-    for ax, at in zip(axes.flat, ends, strict=True):
-        if not ax.lines:
-            ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
+    for ax, at in ends.items():
         label_ends(ax, at)
     save(figure, path)

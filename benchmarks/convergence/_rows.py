@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import _results
+
+FOLDER = _results.RESULTS / "convergence"
+
 Row = dict[str, Any]
+
+
+def path(size: str) -> pathlib.Path:
+    """Of the runs of a size."""
+    return FOLDER / f"runs_{size}.jsonl"
 
 
 def key_of(config: dict[str, Any]) -> str:

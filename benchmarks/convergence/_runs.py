@@ -3,14 +3,14 @@
 import datetime
 import functools
 import importlib.metadata
+import json
 import math
 import pathlib
+import pickle
 import platform
 import time
 from typing import Any
 
-import _checkpoints
-import _contenders
 import _models
 import _results
 import _rows
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _every import EVERY
+from _contenders import EVERY, transformation
 from _tasks import TASKS, VOCABULARY, Corpus
 
 POINTS = 20  # of the curves of validation loss
@@ -47,7 +47,7 @@ class Program:
             return _models.loss_fn(model, params, batch, causal)
 
         def make(traced: dict[str, jax.Array]) -> Any:
-            return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
+            return transformation(contender, {**betas, **traced}, warmup, steps)
 
         def init(params: Any, traced: dict[str, jax.Array]) -> Any:
             params = jax.tree.map(lambda x: x.astype(contender.param_dtype), params)
@@ -81,10 +81,9 @@ def _matrix_rms(updates: Any) -> jax.Array:
 
 
 def signature(config: Config) -> str:
-    """The same for configurations that one program runs."""
-    fixed = {k: v for k, v in config.items() if k not in ("seed", "hyper")}
-    betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
-    return _rows.key_of({**fixed, "betas": betas})
+    """Of the program of a run, which learning rates, weight decays and seeds share."""
+    hyper = {name: x for name, x in config["hyper"].items() if name not in TRACED}
+    return json.dumps({**config, "hyper": hyper, "seed": None})
 
 
 class Trainer:
@@ -92,50 +91,30 @@ class Trainer:
 
     Args:
       path: of the text, as Corpus takes it.
-      programs: how many are kept.
       speed: whether rows also have the speed of training and the peak of the device's memory.
     """
 
-    def __init__(self, path: Any = None, programs: int = 3, speed: bool = False):
+    def __init__(self, path: Any = None, speed: bool = False):
         self._speed = speed
-        self._path = path
-        self._programs: dict[str, Program] = {}
-        self._keep = programs
         self._commit = _results.commit()  # as the code was when it was loaded
         self.corpus = functools.cache(lambda context: Corpus(path, context))
-
-    def program(self, config: Config) -> Program:
-        """The program of a configuration."""
-        name = signature(config)
-        program = self._programs.pop(name, None) or Program(config)
-        self._programs[name] = program
-        while len(self._programs) > self._keep:
-            del self._programs[next(iter(self._programs))]
-        return program
-
-    def checkpoints(self, config: Config, folder: pathlib.Path) -> _checkpoints.Checkpoints:
-        """Of a run on this text."""
-        text = self.corpus(config["context"]).checksum
-        return _checkpoints.Checkpoints(folder / f"{_rows.key_of(config)}-{text}")
+        self._program = functools.lru_cache(3)(lambda text: Program(json.loads(text)))
 
     def run(
-        self,
-        config: Config,
-        saved: _checkpoints.Checkpoints | None = None,
-        until: float = math.inf,
+        self, config: Config, folder: pathlib.Path | None = None, until: float = math.inf
     ) -> _rows.Row | None:
         """Trains; ends early where the loss is no number any more.
 
         Args:
           config: of the run.
-          saved: where it goes on from, and where it is saved every minute.
-          until: when to stop, as time.monotonic() counts; needs ``saved``.
+          folder: where it is saved every minute, and goes on from.
+          until: when to stop, as time.monotonic() counts; needs ``folder``.
 
         Returns:
           The row; None if the run was stopped, and saved.
         """
         started, worked = time.perf_counter(), time.process_time()
-        program, task = self.program(config), TASKS[config["task"]]
+        program, task = self._program(signature(config)), TASKS[config["task"]]
         corpus = self.corpus(config["context"])
         size, steps = _sizes.SIZES[config["size"]], config["steps"]
         traced = {name: jnp.float32(config["hyper"][name]) for name in TRACED}
@@ -147,9 +126,10 @@ class Trainer:
         log: dict[str, Any] = {"curve": [], "loss": [], "rms": [], "commits": []}
         log |= {"train_seconds": [], "peak_bytes": 0}
         log |= {"seconds": 0.0, "cpu_seconds": 0.0}
-        if saved is not None:
-            state, restored = saved.restore(state, log)
-            log |= restored
+        saved = folder and folder / f"{_rows.key_of(config)}-{corpus.checksum}"
+        if saved and saved.exists():
+            leaves, log = pickle.loads(saved.read_bytes())
+            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
         log["commits"] = list(dict.fromkeys([*log["commits"], self._commit]))
 
         def note_time() -> None:
@@ -175,36 +155,44 @@ class Trainer:
                 break
             now = time.monotonic()
             stop = now + 1.5 * (now - begun) > until
-            if saved is not None and (stop or now > last_save + SAVE_EVERY):
+            if saved and (stop or now > last_save + SAVE_EVERY):
                 note_time()
-                saved.save(start + each, state, log)
+                _save(saved, state, log)
                 last_save = time.monotonic()
                 if stop:
                     return None
         large = _sliced(task.validation(corpus, size.final_windows), size.slice)
         final = float(program.evaluate(state[0], large))
         note_time()
+        if saved:
+            saved.unlink(missing_ok=True)
         losses, rms = log["loss"], log["rms"]
-        return (
-            {
-                "key": _rows.key_of(config),
-                "config": config,
-                "loss": number(final),
-                "diverged": not final < math.log(VOCABULARY),  # no better than chance
-                "curve": [(step, number(loss)) for step, loss in log["curve"]],
-                "train": _thinned(losses, each),
-                "early_loss": [number(x) for x in losses[:EARLY]],
-                "early_update_rms": [number(x) for x in rms[:EARLY]],
-                "num_params": num_params,
-                "state_bytes": sizes[1],
-                "tokens": steps * config["batch"] * config["context"],
-                "seconds": round(log["seconds"], 2),
-                "cpu_seconds": round(log["cpu_seconds"], 2),
-                "commit": ", ".join(log["commits"]),
-            }
-            | about(corpus.checksum)
-            | (_speed(log, each * config["batch"] * config["context"]) if self._speed else {})
-        )
+        return {
+            "key": _rows.key_of(config),
+            "config": config,
+            "loss": number(final),
+            "diverged": not final < math.log(VOCABULARY),  # no better than chance
+            "curve": [(step, number(loss)) for step, loss in log["curve"]],
+            "train": _thinned(losses, each),
+            "early_loss": [number(x) for x in losses[:EARLY]],
+            "early_update_rms": [number(x) for x in rms[:EARLY]],
+            "num_params": num_params,
+            "state_bytes": sizes[1],
+            "tokens": steps * config["batch"] * config["context"],
+            "seconds": round(log["seconds"], 2),
+            "cpu_seconds": round(log["cpu_seconds"], 2),
+            "commit": ", ".join(log["commits"]),
+            **about(corpus.checksum),
+            **(_speed(log, each * config["batch"] * config["context"]) if self._speed else {}),
+        }
+
+
+def _save(path: pathlib.Path, state: Any, log: dict[str, Any]) -> None:
+    """What was saved before goes only once this is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_bytes(pickle.dumps((jax.device_get(jax.tree.leaves(state)), log)))
+    new.replace(path)
 
 
 def about(corpus: int) -> _rows.Row:

@@ -1,34 +1,18 @@
-"""The search for hyperparameters: one fixed procedure for all, and the same number of runs.
+"""Searches for hyperparameters: one fixed procedure for all, and one from a good start.
 
-It is a generator of rounds: it yields configurations and is sent their losses. It decides by these
-alone, so that a search that was stopped is replayed from what is known.
+Each is a generator of rounds: it yields trials, is sent their losses, and returns all. It decides
+by these alone, so that a search that was stopped is replayed from what is known.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 
-Hyper = dict[str, float]
+from _contenders import Contender
 
+LIMIT = 16  # trials of a walk; one that needs more has no optimum on this grid
 
-@dataclasses.dataclass(frozen=True)
-class Space:
-    """What is searched.
-
-    Attributes:
-      budget: runs.
-      centre: of the grid of learning rates, an exponent of 10.
-      weight_decays: values, the first from the start.
-      betas: the other hyperparameters together, the first from the start.
-      shifts: decades by which the learning rate moves with each of these, where they change the
-        size of updates; none if empty.
-    """
-
-    budget: int
-    centre: float
-    weight_decays: tuple[float, ...]
-    betas: tuple[dict[str, float], ...]
-    shifts: tuple[float, ...] = ()
+Betas = tuple[tuple[str, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +21,30 @@ class Trial:
 
     exponent: float
     weight_decay: float
-    betas: tuple[tuple[str, float], ...]
+    betas: Betas
 
     @property
-    def hyper(self) -> Hyper:
+    def hyper(self) -> dict[str, float]:
         """As a contender takes it."""
         rate = float(f"{10**self.exponent:.3g}")
         return {"learning_rate": rate, "weight_decay": self.weight_decay, **dict(self.betas)}
 
+    def move(self, decades: float) -> "Trial":
+        """At another learning rate."""
+        return dataclasses.replace(self, exponent=self.exponent + decades)
 
-def search(space: Space) -> Generator[list[Trial], list[float], dict[Trial, float]]:
-    """Yields rounds of trials and is sent their losses; returns all.
+
+Found = dict[Trial, float]
+Search = Generator[list[Trial], list[float], Found]
+
+
+def start(of: Contender) -> Trial:
+    """Where searches start."""
+    return Trial(of.learning_rate, of.weight_decays[0], tuple(of.betas[0].items()))
+
+
+def search(of: Contender) -> Search:
+    """With a contender's number of runs, in the order that it lists weight decays and betas.
 
     1. Learning rates half a decade apart around the centre: five, or three if the budget is below
        ten. While the best is the smallest or the largest, one more beyond it.
@@ -58,34 +55,34 @@ def search(space: Space) -> Generator[list[Trial], list[float], dict[Trial, floa
 
     The budget is kept exactly: what it cannot pay for is left out, in this order.
     """
-    found: dict[Trial, float] = {}
-    start = Trial(space.centre, space.weight_decays[0], tuple(space.betas[0].items()))
+    found: Found = {}
+    first = start(of)
 
     def trials(wanted: Iterable[Trial]) -> list[Trial]:
         new = [trial for trial in dict.fromkeys(wanted) if trial not in found]
-        return new[: space.budget - len(found)]
+        return new[: of.budget - len(found)]
 
     def run(wanted: Iterable[Trial]) -> Generator[list[Trial], list[float], None]:
         new = trials(wanted)
         if new:
             found.update(zip(new, (yield new), strict=True))
 
-    reach = 2 if space.budget >= 10 else 1
-    yield from run(_move(start, 0.5 * i) for i in range(-reach, reach + 1))
-    while (exponent := _beyond(found)) is not None and len(found) < space.budget:
-        yield from run([dataclasses.replace(start, exponent=exponent)])
+    reach = 2 if of.budget >= 10 else 1
+    yield from run(first.move(0.5 * i) for i in range(-reach, reach + 1))
+    while (exponent := _beyond(found)) is not None and len(found) < of.budget:
+        yield from run([dataclasses.replace(first, exponent=exponent)])
     at = best(found)
-    yield from run(dataclasses.replace(at, weight_decay=wd) for wd in space.weight_decays)
+    yield from run(dataclasses.replace(at, weight_decay=wd) for wd in of.weight_decays)
     at = best(found)
-    for_betas = zip(space.betas, space.shifts or [0.0] * len(space.betas), strict=True)
+    for_betas = zip(of.betas, of.shifts or [0.0] * len(of.betas), strict=True)
     yield from run(
-        dataclasses.replace(_move(at, shift), betas=tuple(betas.items()))
+        dataclasses.replace(at.move(shift), betas=tuple(betas.items()))
         for betas, shift in for_betas
     )
     step = 0.25
-    while len(found) < space.budget:
+    while len(found) < of.budget:
         at = best(found)
-        around = trials([_move(at, step), _move(at, -step)])
+        around = trials([at.move(step), at.move(-step)])
         if around:
             yield from run(around)
         else:
@@ -93,16 +90,12 @@ def search(space: Space) -> Generator[list[Trial], list[float], dict[Trial, floa
     return found
 
 
-def best(found: dict[Trial, float]) -> Trial:
+def best(found: Found) -> Trial:
     """The trial of the lowest loss; of equal ones the first."""
     return min(found, key=lambda trial: found[trial])
 
 
-def _move(trial: Trial, decades: float) -> Trial:
-    return dataclasses.replace(trial, exponent=trial.exponent + decades)
-
-
-def _beyond(found: dict[Trial, float]) -> float | None:
+def _beyond(found: Found) -> float | None:
     """The learning rate half a decade beyond the best if that is an edge."""
     exponents, at = [trial.exponent for trial in found], best(found)
     if not math.isfinite(found[at]) or at.exponent == min(exponents):
@@ -110,7 +103,7 @@ def _beyond(found: dict[Trial, float]) -> float | None:
     return max(exponents) + 0.5 if at.exponent == max(exponents) else None
 
 
-def edges(space: Space, found: dict[Trial, float]) -> list[str]:
+def edges(of: Contender, found: Found) -> list[str]:
     """Names of the hyperparameters whose best value has no worse one beyond it.
 
     No weight decay at all is no edge: there is nothing beyond. What the budget left out is named,
@@ -127,41 +120,88 @@ def edges(space: Space, found: dict[Trial, float]) -> list[str]:
     decays = {trial.weight_decay for trial in found}
     if at.weight_decay == max(decays) and len(decays) > 1:
         names.append("weight_decay")
+    names += edges_of_betas(found)
     betas = {trial.betas for trial in found}
-    for name, value in at.betas:
-        values = {dict(one)[name] for one in betas}
-        if len(values) > 1 and value in (min(values), max(values)):
-            names.append(name)
     for name, tried, all_of in (
-        ("weight decays", decays, space.weight_decays),
-        ("betas", betas, space.betas),
+        ("weight decays", decays, of.weight_decays),
+        ("betas", betas, of.betas),
     ):
         if len(tried) < len(all_of):
             names.append(f"{len(tried)} of {len(all_of)} {name} tried")
     return names
 
 
-def replay(
-    space: Space, loss_of: Callable[[Trial], float | None]
-) -> tuple[dict[Trial, float], list[Trial]]:
+def edges_of_betas(found: Found) -> list[str]:
+    """The same of betas alone."""
+    names = []
+    for name, value in best(found).betas:
+        values = {dict(trial.betas)[name] for trial in found}
+        if len(values) > 1 and value in (min(values), max(values)):
+            names.append(name)
+    return names
+
+
+def walk(
+    first: Trial, strides: Sequence[float], others: Sequence[tuple[Betas, float]] = ()
+) -> Search:
+    """From a good start, in a third of the runs: along learning rates to a bracketed one.
+
+    1. From ``first`` the learning rate moves by the first stride while a neighbour is better, the
+       lower one asked first; then the next stride from there. It ends at a rate whose neighbours
+       are both known and no better.
+    2. Each of the ``others`` once, at that learning rate times what they ask for.
+    3. If one of them is better, its learning rate moves by the last stride, to a bracketed one.
+
+    Args:
+      first: where it begins.
+      strides: decades of learning rate, the coarsest first.
+      others: other betas, and decades by which the learning rate moves with them.
+    """
+    found: Found = {}
+
+    def run(trial: Trial) -> Generator[list[Trial], list[float], None]:
+        if trial not in found:
+            found[trial] = (yield [trial])[0]
+
+    def bracket(at: Trial, stride: float) -> Generator[list[Trial], list[float], Trial]:
+        yield from run(at)
+        while len(found) < LIMIT:
+            for side in (-stride, stride):
+                near = at.move(side)
+                yield from run(near)
+                lost = math.isinf(found[at]) and side < 0  # lower ones might not diverge
+                if lost or found[near] < found[at]:
+                    at = near
+                    break
+            else:
+                break
+        return at
+
+    at = first
+    for stride in strides:
+        at = yield from bracket(at, stride)
+    for betas, shift in others:
+        yield from run(dataclasses.replace(at.move(shift), betas=betas))
+    if best(found).betas != first.betas:
+        yield from bracket(best(found), strides[-1])
+    return found
+
+
+def bracketed(found: Found, stride: float) -> bool:
+    """Whether both neighbours of the best learning rate are known, at the best betas."""
+    at = best(found)
+    return math.isfinite(found[at]) and all(at.move(x) in found for x in (-stride, stride))
+
+
+def follow(steps: Search, loss_of: Callable[[Trial], float | None]) -> tuple[Found, list[Trial]]:
     """Goes as far as losses are known: what was found, and what must be run next, if anything."""
-    return follow(search(space), loss_of)
-
-
-def follow(
-    steps: Generator[list[Trial], list[float], dict[Trial, float]],
-    loss_of: Callable[[Trial], float | None],
-) -> tuple[dict[Trial, float], list[Trial]]:
-    """The same of any search."""
-    found: dict[Trial, float] = {}
+    found: Found = {}
     try:
         wanted = next(steps)
         while True:
-            losses = {trial: loss_of(trial) for trial in wanted}
-            known = {trial: loss for trial, loss in losses.items() if loss is not None}
-            found |= known
-            if len(known) < len(wanted):
-                return found, [trial for trial in wanted if trial not in known]
-            wanted = steps.send([known[trial] for trial in wanted])
+            found |= {t: loss for t in wanted if (loss := loss_of(t)) is not None}
+            if missing := [trial for trial in wanted if trial not in found]:
+                return found, missing
+            wanted = steps.send([found[trial] for trial in wanted])
     except StopIteration as done:
         return done.value, []

@@ -22,7 +22,6 @@ class Size:
       final_windows: held-out windows at the end.
       slice: windows that are evaluated at once.
       dtype: of activations; parameters are float32.
-      resumes: whether runs are so long that they are saved on the way.
       vocabulary: of the model; what is above the tokens of the text is never a target.
       remat: whether blocks are run again in the backward pass.
     """
@@ -37,7 +36,6 @@ class Size:
     final_windows: int = 512
     slice: int = 8
     dtype: str = "float32"
-    resumes: bool = False
     vocabulary: int = VOCABULARY
     remat: bool = False
 
@@ -51,15 +49,8 @@ SIZES = {
     # The study of lengths: 0.25M parameters, of which 10,000 steps have 20 bytes each.
     "smoke_long": Size(2, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
     "cpu_long": Size(2, 96, 3, 64, 8, 300, curve_windows=64, final_windows=1024, slice=16),
-    # On one GPU: 14.3M parameters, 16.6M in the encoder-decoder; 33M bytes.
-    "gpu": Size(8, 384, 6, 512, 64, 1000, 64, 512, slice=64, dtype="bfloat16", resumes=True),
-    "gpu_batch": Size(
-        6, 256, 4, 256, 8, 12800, 128, 1024, slice=128, dtype="bfloat16", resumes=True
-    ),
     # GPT-2 small: its vocabulary padded to a multiple of 64, 123.6M parameters; 16M bytes.
-    "smoke_gpt2": Size(
-        2, 32, 2, 32, 4, 40, 8, 16, dtype="bfloat16", resumes=True, vocabulary=512, remat=True
-    ),
+    "smoke_gpt2": Size(2, 32, 2, 32, 4, 40, 8, 16, dtype="bfloat16", vocabulary=512, remat=True),
     "gpt2_small": Size(
         layers=12,
         width=768,
@@ -67,17 +58,12 @@ SIZES = {
         context=1024,
         batch=16,
         steps=1000,
-        curve_windows=32,
-        final_windows=512,
         slice=16,
         dtype="bfloat16",
-        resumes=True,
         vocabulary=50304,
         remat=True,
     ),
 }
-# Of the command line; the others belong to one of them.
-CHOICES = tuple(name for name in SIZES if name in ("smoke", "cpu", "gpu"))
 
 
 def config(

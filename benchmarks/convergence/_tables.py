@@ -1,37 +1,55 @@
-"""Markdown tables of the report."""
+"""Markdown tables of the reports, and what is around them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import _growth
+import _results
 import _sizes
 import _studies
 import _summary
 import numpy as np
-from _contenders import CONTENDERS
-from _summary import BASELINE, Final, Rows, Spread
+from _contenders import CONTENDERS, growth
+from _studies import Rows
+from _summary import BASELINE, Difference, Final, Finals
 
-Ratios = Mapping[str, Sequence[float]]
+METHOD = "Method: [benchmarks/convergence](../../convergence/README.md)."
+
+
+def write(name: str, title: str, rows: Rows, about: str, *parts: str, script: str) -> None:
+    """Writes a report, which says what machines, commits and text its rows come from."""
+
+    def all_of(name: str) -> str:
+        return ", ".join(sorted({str(row[name]) for row in rows.values() if name in row}))
+
+    hours = sum(row["cpu_seconds"] for row in rows.values()) / 3600
+    commits = Counter(row["commit"] for row in rows.values()).most_common()
+    of_commits = ", ".join(f"{name} ({number} runs)" for name, number in commits)
+    where = (
+        f"{len(rows)} runs, {hours:.1f} hours of CPU time, on {all_of('machine')}; commits "
+        f"{of_commits}, jax {all_of('jax')}, optax {all_of('optax')}, Python {all_of('python')}, "
+        f"checksum of the text {all_of('corpus')}. {about}"
+    )
+    _results.write(f"convergence/{name}", title, where, *parts, script=f"convergence/{script}")
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rule = "|" + "---|" * len(header)
-    cells = [" | ".join(line) for line in lines]
-    return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {line} |" for line in cells)])
+    """Empty without lines."""
+    cells = [f"| {' | '.join(line)} |" for line in lines]
+    head = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return "\n".join([*head, *cells]) if cells else ""
 
 
-def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
+def losses(found: Finals, ratios: Mapping[str, Sequence[float]]) -> str:
     """Final losses, what they took, and what the optimizer keeps; best first."""
-    baseline, apart = found.get(BASELINE), _summary.spread_of(found)
     lines = []
     for name, one in sorted(found.items(), key=lambda item: float(np.mean(item[1].losses))):
-        against = steps = "-"
-        if baseline is not None and name != BASELINE:
-            less = _summary.difference(one, baseline)
-            against = _interval(less, _half_width(apart, less))
-            steps = _steps(_summary.steps_to_baseline(one, baseline), one)
+        other = name != BASELINE and BASELINE in found
+        against = difference_cell(_summary.difference(found, name)) if other else "-"
+        steps = _steps(one, found[BASELINE]) if other else "-"
+        state = one.first["state_bytes"] / one.first["num_params"]
         cells = [f"`{name}`", spread_cell(one.losses), str(len(one.rows)), against, steps]
-        lines.append([*cells, f"{one.state_bytes:.2f}", _ratio(ratios.get(name))])
+        lines.append([*cells, f"{state:.2f}", _ratio(ratios.get(name))])
     header = [
         "contender",
         "validation loss, mean ± sd",
@@ -52,72 +70,51 @@ def spread_cell(values: np.ndarray) -> str:
     return f"{np.mean(values):.3f}{deviation}"
 
 
-def _interval(values: np.ndarray, half_width: float | None) -> str:
-    """Mean of differences, and the interval around it if there is one."""
-    if not values.size or not np.isfinite(values).all():
+def difference_cell(of: Difference | None, digits: int = 3) -> str:
+    """A difference, and the interval around it if there is one."""
+    if of is None:
         return "-"
-    mean = float(np.mean(values))
-    if half_width is None:
-        return f"{mean:+.3f}"
-    return f"{mean:+.3f} ({mean - half_width:+.3f} to {mean + half_width:+.3f})"
-
-
-def _half_width(apart: Spread | None, differences: np.ndarray) -> float | None:
-    """Of the interval of their mean."""
-    return apart.half_width(len(differences)) if apart and differences.size else None
+    mean, half = of
+    interval = f" ({mean - half:+.{digits}f} to {mean + half:+.{digits}f})" if half else ""
+    return f"{mean:+.{digits}f}{interval}"
 
 
 def _ratio(quartiles: Sequence[float] | None) -> str:
-    if quartiles is None:
-        return "-"
-    low, middle, high = quartiles
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+    return "{1:.2f} ({0:.2f}-{2:.2f})".format(*quartiles) if quartiles else "-"
 
 
-def _steps(counts: np.ndarray, one: Final) -> str:
-    """Median of the seeds, and which part of them got there."""
+def _steps(one: Final, baseline: Final) -> str:
+    """To the baseline's loss: the median of the seeds, and which part of them got there."""
+    counts = _summary.steps_to_baseline(one, baseline)
     if not counts.size:
         return "-"
-    row = next(iter(one.rows.values()))
-    steps, missed = row["config"]["steps"], int(np.isinf(counts).sum())
+    steps, missed = one.first["config"]["steps"], int(np.isinf(counts).sum())
     if missed == len(counts):
         return f"> {steps}"
     middle = float(np.median(counts))
-    tokens = middle / steps * row["tokens"]
+    tokens = middle / steps * one.first["tokens"]
     text = f"> {steps}" if np.isinf(middle) else f"{middle:.0f} ({tokens / 1e3:.0f}k)"
     return text + (f"; {missed} of {len(counts)} not" if missed else "")
 
 
-def chosen(found: Mapping[str, Final]) -> str:
+def chosen(found: Finals) -> str:
     """What the search chose, after how many runs, and which of it lies on an edge."""
-    lines = []
-    for name, one in found.items():
-        edges = ", ".join(one.edges) or "-"
-        lines.append([f"`{name}`", *hyper_cells(one.hyper), str(one.searched), edges])
+    lines = [
+        [f"`{name}`", *hyper_cells(one.hyper), str(one.searched), ", ".join(one.edges) or "-"]
+        for name, one in found.items()
+    ]
     header = ["contender", "learning rate", "weight decay", "others", "runs", "on an edge"]
     return table(header, lines)
 
 
 def hyper_cells(hyper: Mapping[str, float]) -> list[str]:
+    """Learning rate, weight decay, and the others."""
     others = {k: v for k, v in hyper.items() if k not in ("learning_rate", "weight_decay")}
     return [
         f"{hyper['learning_rate']:g}",
         f"{hyper['weight_decay']:g}",
         ", ".join(f"{key} {value:g}" for key, value in others.items()),
     ]
-
-
-def searching(rows: Rows, size: str, task: str) -> str:
-    """The best so far of searches that no final run followed yet; empty if there are none."""
-    lines = []
-    for name, one in CONTENDERS.items():
-        found, _ = _studies.tuned(rows, size, task, name)
-        if found and _summary.final(rows, size, task, name) is None:
-            hyper, runs = _studies.best_known(rows, size, task, name)
-            loss = _cell(min(found.values()))
-            lines.append([f"`{name}`", f"{runs} of {one.budget}", loss, *hyper_cells(hyper)])
-    header = ["contender", "runs", "best so far", "learning rate", "weight decay", "others"]
-    return table(header, lines) if lines else ""
 
 
 def parents(rows: Rows, size: str, task: str) -> str:
@@ -131,50 +128,55 @@ def parents(rows: Rows, size: str, task: str) -> str:
         if less.size:
             each = ", ".join(f"{x:+.4f}" for x in less)
             lines.append([f"`{name}`", f"`{one.parent}`", f"{less.mean():+.4f}", each])
-    header = ["contender", "parent", "minus the parent's loss, mean", "by seed"]
-    return table(header, lines) if lines else ""
+    return table(["contender", "parent", "minus the parent's loss, mean", "by seed"], lines)
 
 
-def batches(rows: Rows, size: str) -> str:
+def batches(found: Mapping[str, Sequence[_summary.AtBatch]]) -> str:
     """Losses by batch with each rule; empty where nothing is known."""
     lines = []
-    for name in _studies.MAIN:
-        leads = _summary.lead(rows, size, name)
-        for at in _summary.batches(rows, size, name):
+    for name, points in found.items():
+        for at in points:
             rate = "-" if at.learning_rate is None else f"{at.learning_rate:g}"
-            values = [_cell(x) for x in (at.linear, at.square_root, at.best)]
+            values = [loss_cell(x) for x in (at.linear, at.square_root, at.best)]
             edge = "learning rate" if at.on_edge else "-"
-            less = f"{leads[at.batch]:+.3f}" if at.batch in leads else "-"
+            less = "-" if at.lead is None else f"{at.lead:+.3f}"
             lines.append([f"`{name}`", str(at.batch), str(at.steps), *values, less, rate, edge])
     header = ["contender", "batch", "steps", "linear rule", "square-root rule", "best"]
-    header += ["best, minus AdamW's", "its learning rate", "on an edge"]
-    return table(header, lines) if lines else ""
+    return table([*header, "best, minus AdamW's", "its learning rate", "on an edge"], lines)
 
 
-def batch_finals(rows: Rows, size: str) -> str:
+def batch_finals(found: Mapping[str, Sequence[_summary.AtBatch]]) -> str:
     """The best of the smallest and of the largest batch on other seeds; empty without runs."""
+    by_batch: dict[int, dict[str, np.ndarray]] = {}
+    for name, points in found.items():
+        for at in points:
+            if len(at.others) == len(_studies.BATCH_SEEDS) and np.isfinite(at.others).all():
+                by_batch.setdefault(at.batch, {})[name] = at.others
     lines = []
-    for batch, found in _summary.batch_finals(rows, size).items():
-        apart, base = _summary.spread(list(found.values())), found.get(BASELINE)
-        for name, losses in sorted(found.items(), key=lambda item: float(item[1].mean())):
-            other = name != BASELINE and base is not None
-            less = _interval(losses - base, _half_width(apart, losses)) if other else "-"
-            lines.append([str(batch), f"`{name}`", str(len(losses)), spread_cell(losses), less])
+    for batch, of in by_batch.items():
+        half = _summary.half_width(list(of.values()))
+        for name, losses in sorted(of.items(), key=lambda item: float(item[1].mean())):
+            less = None
+            if name != BASELINE and BASELINE in of:
+                less = Difference(float((losses - of[BASELINE]).mean()), half)
+            cells = [str(batch), f"`{name}`", str(len(losses)), spread_cell(losses)]
+            lines.append([*cells, difference_cell(less)])
     header = ["batch", "contender", "seeds", "validation loss, mean ± sd"]
-    return table([*header, "minus AdamW's (95 % interval)"], lines) if lines else ""
+    return table([*header, "minus AdamW's (95 % interval)"], lines)
 
 
 def growths(size: str) -> str:
     """How much larger CAME's updates are as published, by the steps of a run."""
     out = []
-    for times in _studies.BATCH_BUDGETS:
+    for times in _studies.BATCHES:
         hyper = {"b3": CONTENDERS["came"].betas[0]["b3"]}
         config = _sizes.config(f"{size}_batch", "next_token", "came", 0, hyper, times)
-        out.append(f"{_growth.growth(config):.1f} in {config['steps']} steps")
+        out.append(f"{growth(config):.1f} in {config['steps']} steps")
     return ", ".join(out)
 
 
-def _cell(loss: float | None) -> str:
+def loss_cell(loss: float | None) -> str:
+    """Of one run."""
     if loss is None:
         return "-"
     return f"{loss:.3f}" if np.isfinite(loss) else "diverged"
@@ -184,34 +186,38 @@ def spike(rows: Rows, size: str, task: str) -> str:
     """Final losses and the largest early update with warm-up and without; empty without runs."""
     lines = []
     for name in _studies.SPIKE:
-        for hyper in _studies.spike_hypers(rows, size, task, name):
-            for warm in (True, False):
-                found = _summary.spike(rows, size, task, name, hyper, warm)
-                if not found:
-                    continue
-                values = np.array([_summary.loss(row) for row in found])
-                updates = [_summary.numbers(row["early_update_rms"]) for row in found]
-                largest = max(float(np.nanmax(run)) for run in updates)
-                rate, _, others = hyper_cells(hyper)
-                kind = "10 % of the steps" if warm else "none"
-                cells = [f"`{name}`", others, rate, kind, str(len(found)), spread_cell(values)]
-                relative = largest / hyper["learning_rate"]
-                lines.append([*cells, f"{largest:.2g}", f"{relative:.2g}"])
+        for configs in _studies.spike(rows, size, task, name):
+            found = list(_studies.there(rows, configs).values())
+            if not found:
+                continue
+            hyper, values = configs[0]["hyper"], np.array([_studies.loss(row) for row in found])
+            updates = [_summary.numbers(row["early_update_rms"]) for row in found]
+            largest = max(float(np.nanmax(run)) for run in updates)
+            rate, _, others = hyper_cells(hyper)
+            kind = "10 % of the steps" if configs[0]["warmup"] else "none"
+            cells = [f"`{name}`", others, rate, kind, str(len(found)), spread_cell(values)]
+            relative = largest / hyper["learning_rate"]
+            lines.append([*cells, f"{largest:.2g}", f"{relative:.2g}"])
     header = ["contender", "betas", "peak learning rate", "warm-up", "seeds"]
     header += ["validation loss, mean ± sd", "largest early update, RMS", "/ peak learning rate"]
-    return table(header, lines) if lines else ""
+    return table(header, lines)
 
 
 def rerun(known: Rows, fresh: Rows, size: str) -> str:
     """The reruns beside the committed rows, and whether they agree."""
-    lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)
-    for one in _summary.reruns(known, fresh, size, _studies.RERUN):
-        committed = "-" if one.committed is None else spread_cell(one.committed.losses)
-        against = "-" if one.expected is None else _interval(one.expected, one.half_width)
-        budget = CONTENDERS[one.name].budget
-        cells = [f"`{one.name}`", f"{one.searched} of {budget}", committed, _cell(one.loss)]
-        difference = "-" if one.difference is None else f"{one.difference:+.3f}"
-        lines.append([*cells, against, difference, one.verdict])
+    lines, every = [], _summary.finals(known, size, "next_token")
+    ends = {n: _studies.loss_of(fresh, _studies.rerun(known, size, n)) for n in _studies.RERUN}
+    for name, end in ends.items():
+        runs = f"{every[name].searched} of {CONTENDERS[name].budget}"
+        less, of, agrees = None, None, "-"
+        if name != BASELINE:
+            of = _summary.difference(every, name, further=True)
+            if None not in (of, end, ends[BASELINE]):
+                less = end - ends[BASELINE]
+                agrees = "yes" if abs(less - of.mean) <= of.half_width else "no"
+        cells = [f"`{name}`", runs, spread_cell(every[name].losses), loss_cell(end)]
+        rerun_less = "-" if less is None else f"{less:+.3f}"
+        lines.append([*cells, difference_cell(of), rerun_less, agrees])
     header = ["contender", "runs of the search", "committed loss", "loss of the rerun"]
     header += ["committed, minus AdamW's (interval)", "rerun, minus AdamW's", "agrees"]
     notes = [
@@ -219,7 +225,7 @@ def rerun(known: Rows, fresh: Rows, size: str) -> str:
         "agrees where its difference to AdamW lies in the interval that holds 19 of 20 further "
         "seeds if the committed ones are typical."
     ]
-    if not same and _summary.corpus(known) is not None:
+    if {row["corpus"] for row in known.values()} != {row["corpus"] for row in fresh.values()}:
         notes += [
             "This Python's library is another text than that of the committed rows: compare "
             "differences, not losses."
@@ -227,22 +233,18 @@ def rerun(known: Rows, fresh: Rows, size: str) -> str:
     return "\n\n".join([*notes, table(header, lines)])
 
 
-def missing(rows: Rows, size: str, tasks: Sequence[str]) -> str:
-    """What is not there yet, a line for each study and task; empty if nothing is missing."""
+def missing(plans: Iterable[_studies.Plan]) -> str:
+    """What is not there yet, a line for each kind of run; empty if nothing is missing."""
+    kinds: dict[str, dict[str, Any]] = {}
+    for plan in plans:
+        kind, _, contender = plan.name.rpartition(" ")
+        if plan.total:
+            kinds.setdefault(kind, {})[contender] = plan
     lines = []
-    for task in tasks:
-        for study, plan in _studies.STUDIES.items():
-            plans: dict[str, Any] = {name: plan(rows, size, task, name) for name in CONTENDERS}
-            plans = {name: one for name, one in plans.items() if one.total}
-            begun = [
-                f"{name} {one.done} of {one.total}"
-                for name, one in plans.items()
-                if 0 < one.done < one.total
-            ]
-            none = [name for name, one in plans.items() if not one.done]
-            if begun or none:
-                done = sum(one.done == one.total for one in plans.values())
-                cells = [study, task, f"{done} of {len(plans)}"]
-                lines.append([*cells, ", ".join(begun) or "-", ", ".join(none) or "-"])
-    header = ["study", "task", "contenders done", "begun, runs", "not begun"]
-    return table(header, lines) if lines else ""
+    for kind, of in kinds.items():
+        begun = [f"{n} {p.done} of {p.total}" for n, p in of.items() if 0 < p.done < p.total]
+        none = [name for name, plan in of.items() if not plan.done]
+        if begun or none:
+            done = f"{len(of) - len(begun) - len(none)} of {len(of)}"
+            lines.append([kind, done, ", ".join(begun) or "-", ", ".join(none) or "-"])
+    return table(["runs", "contenders done", "begun, runs", "not begun"], lines)

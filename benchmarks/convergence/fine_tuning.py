@@ -46,7 +46,7 @@ def options() -> argparse.Namespace:
 
 def rows_of(backend: str) -> pathlib.Path:
     """The record of a platform."""
-    return _results.RESULTS / "convergence" / f"fine_tuning_{backend}.jsonl"
+    return _rows.FOLDER / f"fine_tuning_{backend}.jsonl"
 
 
 def work(chosen: argparse.Namespace, folder: pathlib.Path, scale: _fine_study.Scale) -> None:
@@ -99,7 +99,7 @@ def main() -> int:
     elif chosen.report:
         import _fine_report  # draws, which workers need not
 
-        _fine_report.write(rows_of(chosen.report), chosen.report)
+        _fine_report.write_of(chosen.report, rows_of(chosen.report))
     elif chosen.core is not None:
         work(chosen, FOLDER, _fine_study.SCALES["cpu"])
     else:

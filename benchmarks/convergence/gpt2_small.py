@@ -11,20 +11,34 @@ minute, as long as runs/ is there.
 """
 
 import argparse
+import dataclasses
+import functools
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-import _gpt2
 import _results
 import _rows
-import report
+import _search
+import _sizes
+import _studies
+import _tables
 import run
+from _contenders import EVERY
+from _studies import Rows
 
+CONTENDERS = ("adamw", "came_debiased", "adafactor_momentum", "came_debiased_8bit")
+EXPONENTS = (-3.0, -3.25, -2.75)  # of the learning rate; all contenders at one before the next
+SEED = 1
 LEAST = 1.0  # minutes that are worth a start
+ABOUT = """One seed. Loss in nats on 512 held-out windows, at the best of the learning rates that
+were run; speed and memory are of that run. Tokens per second are of training alone, the median
+twentieth of the run. Peak memory is that which the device reports for the process of the run,
+activations included."""
 
 
 def options() -> argparse.Namespace:
@@ -38,14 +52,23 @@ def options() -> argparse.Namespace:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # a run's process
     chosen = parser.parse_args()
     chosen.size = "smoke_gpt2" if chosen.smoke else "gpt2_small"
-    chosen.rows = chosen.rows or _results.RESULTS / "convergence" / f"runs_{chosen.size}.jsonl"
+    chosen.rows = chosen.rows or _rows.path(chosen.size)
     return chosen
 
 
-def wanted(chosen: argparse.Namespace, rows: dict[str, _rows.Row]) -> list:
-    """Plans; two of --smoke."""
-    found = list(_gpt2.plans(rows, chosen.size))
-    return found[:2] if chosen.smoke else found
+def config(size: str, contender: str, exponent: float) -> _studies.Config:
+    """A run, with weight decay and betas from which the searches of the small model start."""
+    trial = dataclasses.replace(_search.start(EVERY[contender]), exponent=exponent)
+    return _sizes.config(size, "next_token", contender, SEED, trial.hyper)
+
+
+def plans(rows: Rows, size: str) -> list[_studies.Plan]:
+    """In the order of work: every contender has a run before any has a second one."""
+    every = [(exponent, contender) for exponent in EXPONENTS for contender in CONTENDERS]
+    return [
+        _studies.plan(f"at 1e{e:g} {contender}", rows, [config(size, contender, e)], 1)
+        for e, contender in (every[:2] if size.startswith("smoke") else every)
+    ]
 
 
 def one_run(chosen: argparse.Namespace) -> None:
@@ -54,13 +77,14 @@ def one_run(chosen: argparse.Namespace) -> None:
 
     programs = _results.ROOT / "runs" / "convergence" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    run.work(chosen, lambda rows: wanted(chosen, rows), with_parent=False, runs=1, speed=True)
+    asked = functools.partial(plans, size=chosen.size)
+    run.work(chosen, asked, with_parent=False, runs=1, speed=True)
 
 
 def all_runs(chosen: argparse.Namespace) -> int:
     """A process for each run, until all are there, the time is over or one fails."""
     end = time.monotonic() + 60 * chosen.minutes
-    while any(plan.ready for plan in wanted(chosen, _rows.finished(chosen.rows))):
+    while any(plan.ready for plan in plans(_rows.finished(chosen.rows), chosen.size)):
         left = (end - time.monotonic()) / 60
         if left < LEAST:
             break
@@ -73,21 +97,41 @@ def all_runs(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def lines(rows: Rows, size: str) -> Iterator[list[str]]:
+    """One for each contender with a run, at its best learning rate."""
+    for contender in CONTENDERS:
+        configs = [config(size, contender, exponent) for exponent in EXPONENTS]
+        there = list(_studies.there(rows, configs).values())
+        if not there:
+            continue
+        best = min(there, key=_studies.loss)
+        rates = [f"{row['config']['hyper']['learning_rate']:g}" for row in there]
+        losses = [_tables.loss_cell(_studies.loss(row)) for row in there]
+        speed, peak = best["tokens_per_second"], best["peak_bytes"]
+        yield [
+            f"`{contender}`",
+            losses[there.index(best)],
+            rates[there.index(best)],
+            ", ".join(f"{rate}: {loss}" for rate, loss in zip(rates, losses, strict=True)),
+            f"{len(there)} of {len(EXPONENTS)}",
+            "-" if speed is None else f"{speed:,.0f}",
+            "-" if peak is None else f"{peak / 2**30:.2f}",
+            f"{best['state_bytes'] / 2**30:.2f}",
+        ]
+
+
 def write(chosen: argparse.Namespace) -> None:
-    """Prints the table, and keeps it at whole size."""
+    """Prints the table and what is missing, and keeps it at whole size."""
     rows = _rows.finished(chosen.rows)
-    text = _gpt2.report(rows, chosen.size)
+    header = ["contender", "validation loss", "at learning rate", "all learning rates", "runs"]
+    header += ["tokens/s", "peak memory, GiB", "optimizer state, GiB"]
+    text = _tables.table(header, lines(rows, chosen.size))
+    if todo := _tables.missing(plans(rows, chosen.size)):
+        text += f"\n\n## Not there yet\n\n{todo}"
     print(text)
     if rows and not chosen.smoke:
-        about = (
-            f"{report.where(rows)} One seed. Loss in nats on 512 held-out windows, at the best of "
-            "the learning rates that were run; speed and memory are of that run. Tokens per second "
-            "are of training alone, the median twentieth of the run. Peak memory is that which the "
-            "device reports for the process of the run, activations included."
-        )
         title = "GPT-2 small: loss, speed and memory"
-        name = "convergence/gpt2_small"
-        _results.write(name, title, about, text, script=name)
+        _tables.write("gpt2_small", title, rows, ABOUT, text, script="gpt2_small")
 
 
 def main() -> int:

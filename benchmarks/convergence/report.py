@@ -2,7 +2,7 @@
 
 It takes what is there, and says what is missing.
 
-  python benchmarks/convergence/report.py --size cpu    # writes benchmarks/results/convergence/
+  python benchmarks/convergence/report.py            # writes benchmarks/results/convergence/
   python benchmarks/convergence/report.py --smoke       # of made-up rows, prints only
 """
 
@@ -11,61 +11,27 @@ import json
 import pathlib
 import sys
 import tempfile
-from collections import Counter
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-import _format_report
-import _format_study
-import _length_report
-import _lengths
+import _long_report
 import _made_up
 import _plots
-import _results
 import _rows
-import _sizes
 import _studies
 import _summary
 import _tables
 from _contenders import CONTENDERS
+from _studies import Rows
 from _tasks import TASKS
 
-METHOD = "[benchmarks/convergence](../../convergence/README.md)"
-FOLDER = _results.RESULTS / "convergence"
 
-
-def where(rows: _summary.Rows) -> str:
-    """Which machines, commits and text the rows come from."""
-
-    def all_of(name: str) -> str:
-        return ", ".join(sorted({str(row[name]) for row in rows.values() if name in row}))
-
-    hours = sum(row["cpu_seconds"] for row in rows.values()) / 3600
-    commits = Counter(row["commit"] for row in rows.values()).most_common()
-    of_commits = ", ".join(f"{name} ({number} runs)" for name, number in commits)
-    return (
-        f"{len(rows)} runs, {hours:.1f} hours of CPU time, on {all_of('machine')}; commits "
-        f"{of_commits}, jax {all_of('jax')}, optax {all_of('optax')}, Python {all_of('python')}, "
-        f"checksum of the text {all_of('corpus')}."
-    )
-
-
-def times(size: str, folder: pathlib.Path) -> dict[str, Any]:
-    """What step_ratios.py measured; without ratios if it has not."""
-    path = folder / f"time_{size}.json"
-    return json.loads(path.read_text()) if path.exists() else {"ratios": {}}
-
-
-def parts(
-    rows: _summary.Rows, size: str, folder: pathlib.Path, measured: dict[str, Any]
-) -> list[str]:
+def parts(rows: Rows, size: str, folder: pathlib.Path, measured: dict[str, Any]) -> list[str]:
     """The report's parts in order; draws its pictures into ``folder``."""
-    every = {task: _summary.finals(rows, size, task, list(CONTENDERS)) for task in TASKS}
+    every = {task: _summary.finals(rows, size, task) for task in TASKS}
     found = {task: contenders for task, contenders in every.items() if contenders}
-    out = []
-    todo = _tables.missing(rows, size, list(TASKS))
-    if todo:
-        out += ["**Not finished**: what is missing is listed at the end."]
+    todo = _tables.missing(_studies.plans(rows, size, _studies.STUDIES, TASKS, CONTENDERS))
+    out = ["**Not finished**: what is missing is listed at the end."] if todo else []
     if found:
         _plots.finals(found, folder / f"finals_{size}.png")
         _plots.curves(found, folder / f"curves_{size}.png")
@@ -79,26 +45,17 @@ def parts(
             "Steps to AdamW's loss are read from the curves, which have fewer windows.",
             f"![Final losses](finals_{size}.png)",
         ]
-        if measured["ratios"]:
-            out += [f"Time of a training step: {measured['about']}"]
-        else:
-            out += ["Time of a training step: not measured yet (step_ratios.py)."]
-    for task, contenders in every.items():
-        searching = _tables.searching(rows, size, task)
-        if not contenders and not searching:
-            continue
-        out += [f"### {task}"]
-        if contenders:
-            out += [_tables.losses(contenders, measured["ratios"])]
-            out += ["What the search chose:", _tables.chosen(contenders)]
-            few = _tables.parents(rows, size, task)
-            out += ["State in 8 bits at the hyperparameters of float32:", few] if few else []
-        if searching:
-            out += ["No final runs yet; the lowest loss of the search, on its one seed:", searching]
+        about = measured.get("about", "not measured yet (step_ratios.py).")
+        out += [f"Time of a training step: {about}"]
+    for task, contenders in found.items():
+        out += [f"### {task}", _tables.losses(contenders, measured.get("ratios", {}))]
+        out += ["What the search chose:", _tables.chosen(contenders)]
+        few = _tables.parents(rows, size, task)
+        out += ["State in 8 bits at the hyperparameters of float32:", few] if few else []
     if found:
         text = "Mean over the seeds, on fewer held-out windows; the band is from lowest to highest."
         out += ["## Learning curves", text, f"![Validation loss](curves_{size}.png)"]
-    searched = [t for t in TASKS if any(_studies.tuned(rows, size, t, c)[0] for c in CONTENDERS)]
+    searched = [t for t in TASKS if any(_studies.cell(rows, size, t, c).found for c in CONTENDERS)]
     if searched:
         _plots.sensitivity(rows, size, searched, folder / f"learning_rates_{size}.png")
         text = (
@@ -106,16 +63,16 @@ def parts(
             "stars are the best of all; triangles at the top are runs that diverged or are above."
         )
         out += ["## Learning rates", text, f"![Loss](learning_rates_{size}.png)"]
-    table = _tables.batches(rows, size)
-    if table:
-        _plots.batches(rows, size, folder / f"batch_{size}.png")
+    if at_batches := _summary.batches(rows, size):
+        _plots.batches(at_batches, folder / f"batch_{size}.png")
         text = (
             "One seed. As published CAME's updates are larger than debiased, which counts for more "
             f"the fewer steps there are: {_tables.growths(size)} (mean of 1 / sqrt(1 - b3^t), "
             "weighted by the schedule). Triangles at the top are runs that diverged or are above."
         )
-        out += ["## Batches at equal tokens", text, table, f"![Loss](batch_{size}.png)"]
-        others = _tables.batch_finals(rows, size)
+        out += ["## Batches at equal tokens", text, _tables.batches(at_batches)]
+        out += [f"![Loss](batch_{size}.png)"]
+        others = _tables.batch_finals(at_batches)
         of_others = "The best learning rates on seeds that did not choose them:"
         out += [of_others, others] if others else []
     for task in searched:
@@ -131,60 +88,30 @@ def parts(
     return out + (["## Not there yet", todo] if todo else [])
 
 
-def write(rows: _summary.Rows, size: str) -> None:
-    """Writes the report of one size and its pictures."""
-    text = "\n\n".join(parts(rows, size, FOLDER, times(size, FOLDER)))
-    print(text)
-    about = f"{where(rows)} Method: {METHOD}."
+def write(size: str = "cpu") -> None:
+    """Writes all reports of one size and their pictures."""
+    rows, path = _rows.finished(_rows.path(size)), _rows.FOLDER / f"time_{size}.json"
+    measured = json.loads(path.read_text()) if path.exists() else {}
+    text = parts(rows, size, _rows.FOLDER, measured)
+    print("\n\n".join(text))
     title = f"Optimizers compared, size {size}"
-    _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
-    write_long(rows, size)
-
-
-def write_long(rows: _summary.Rows, size: str) -> None:
-    """Writes the reports of the studies of long runs, where there are any."""
-    if size not in _lengths.LENGTHS:
-        return
-    for name, title, found, used in (
-        (
-            "lengths",
-            "How long until CAME has Adam's quality?",
-            _length_report.parts,
-            _lengths.used,
-        ),
-        (
-            "formats",
-            "State and parameters in few bits, in long runs",
-            _format_report.parts,
-            _format_study.used,
-        ),
-    ):
-        text = "\n\n".join(found(rows, size, FOLDER))
-        if text:
-            about = f"{where(used(rows, size))} Method: {METHOD}."
-            to = f"convergence/{name}_{size}"
-            _results.write(to, title, about, text, script="convergence/report")
+    _tables.write(size, title, rows, _tables.METHOD, *text, script="report")
+    _long_report.write_both(rows, size)
 
 
 def main() -> None:
     """Writes the report, or prints that of made-up rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--smoke", action="store_true", help="of made-up rows; keeps nothing")
     chosen = parser.parse_args()
-    if chosen.smoke:
-        with tempfile.TemporaryDirectory() as folder:
-            none: dict[str, Any] = {"ratios": {}}
-            to = pathlib.Path(folder)
-            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", to, none)))
-            long = _made_up.length_rows("smoke")
-            for study in (_length_report, _format_report):
-                print("\n\n".join(study.parts(long, "smoke", to)))
+    if not chosen.smoke:
+        write()
         return
-    rows = _rows.finished(FOLDER / f"runs_{chosen.size}.jsonl")
-    if not rows:
-        raise SystemExit(f"{FOLDER} has no runs of size {chosen.size}: run.py makes them.")
-    write(rows, chosen.size)
+    with tempfile.TemporaryDirectory() as folder:
+        to, rows, long = pathlib.Path(folder), _made_up.rows("smoke"), _made_up.long_rows("smoke")
+        text = parts(rows, "smoke", to, {})
+        text += _long_report.lengths(long, "smoke", to) + _long_report.formats(long, "smoke", to)
+        print("\n\n".join(text))
 
 
 if __name__ == "__main__":

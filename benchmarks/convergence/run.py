@@ -1,10 +1,11 @@
 """Trains what the comparison of optimizers needs and what is not there yet.
 
-Each finished run is a line of benchmarks/results/convergence/runs_<size>.jsonl. The command can be
-stopped at any moment and given again, and several may run at once: none repeats a run.
+Each finished run is a line of benchmarks/results/convergence/runs_cpu.jsonl. The command can be
+stopped at any moment and given again, and several may run at once: none repeats a run, and one that
+was under way goes on from its last minute.
 
-  python benchmarks/convergence/run.py --size cpu --study tuning final --tasks next_token
-  python benchmarks/convergence/run.py --size cpu --study tuning --minutes 8
+  python benchmarks/convergence/run.py --study tuning final --tasks next_token
+  python benchmarks/convergence/run.py --study tuning --minutes 8
   python benchmarks/convergence/run.py --smoke    # a tiny model, seconds, prints only
 """
 
@@ -14,45 +15,39 @@ import fcntl
 import os
 import pathlib
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
 import _rows
-import _sizes
 import _studies
 from _contenders import CONTENDERS
 from _tasks import TASKS
 
 CLAIMS = _results.ROOT / "runs" / "convergence"
-MARGIN = 1.25  # a run is expected to take this times the median of its like
 
 
 def options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--study", nargs="+", default=["tuning"], choices=_studies.STUDIES)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument(
-        "--minutes", type=float, help="start nothing, or save, that would end later"
-    )
+    parser.add_argument("--minutes", type=float, help="stop, and save, after these")
     parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
     parser.add_argument("--corpus", type=pathlib.Path, help="text; the standard library's source")
     parser.add_argument("--rows", type=pathlib.Path, help="file of the runs")
     parser.add_argument("--smoke", action="store_true", help="tiny, seconds; keeps no rows")
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # this is a worker
     chosen = parser.parse_args()
+    chosen.size = "smoke" if chosen.smoke else "cpu"
     if chosen.smoke:
-        chosen.size, chosen.study, chosen.contenders = "smoke", ["tuning", "final"], ["lion"]
-    results = _results.RESULTS / "convergence" / f"runs_{chosen.size}.jsonl"
-    chosen.rows = chosen.rows or results
+        chosen.study, chosen.contenders = ["tuning", "final"], ["lion"]
+    chosen.rows = chosen.rows or _rows.path(chosen.size)
     return chosen
 
 
@@ -88,24 +83,7 @@ def claimed(name: str) -> Iterator[bool]:
             yield True
 
 
-def expected(rows: dict, config: dict) -> float:
-    """Seconds that a run may take, by those of its like."""
-    like = ("task", "contender", "batch", "steps")
-    times = [
-        row["seconds"]
-        for row in rows.values()
-        if all(row["config"][name] == config[name] for name in like)
-    ]
-    return MARGIN * statistics.median(times or [row["seconds"] for row in rows.values()] or [0.0])
-
-
-Plans = Callable[[dict[str, _rows.Row]], list[_studies.Plan]]
-
-
-def resumes(config: dict) -> bool:
-    """Whether a run is so long that it is saved on the way."""
-    size = _sizes.SIZES[config["size"]]
-    return size.resumes or config["steps"] * config["batch"] > size.steps * size.batch
+Plans = Callable[[dict[str, _rows.Row]], Iterable[_studies.Plan]]
 
 
 def work(
@@ -125,39 +103,32 @@ def work(
       speed: whether rows also have speed and memory, which needs a process for each run.
     """
     import _runs  # after the process has its core
+    import _sizes
 
     trainer = _runs.Trainer(chosen.corpus, speed=speed)
-    size = _sizes.SIZES[chosen.size]
-    checksum = trainer.corpus(size.context).checksum
+    checksum = trainer.corpus(_sizes.SIZES[chosen.size].context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
     last, parent = "", os.getppid()
-    while not with_parent or os.getppid() == parent:
-        rows = _rows.finished(chosen.rows, checksum)
-        asked = plans(rows)
+    while runs > 0 and not (with_parent and os.getppid() != parent):
+        asked = list(plans(_rows.finished(chosen.rows, checksum)))
         ready = [(plan, config) for plan in asked for config in plan.ready]
-        affordable = [
-            pair
-            for pair in ready
-            if time.monotonic() + (0 if resumes(pair[1]) else expected(rows, pair[1])) < end
-        ]
-        if not affordable:
-            report_end(asked, ready)
+        if not ready or time.monotonic() > end:
+            for plan in asked:
+                if plan.waits:
+                    print(f"{plan.name} waits for {plan.waits}.", flush=True)
             return
         # What is compiled already goes first.
-        affordable.sort(key=lambda pair: _runs.signature(pair[1]) != last)
-        for plan, config in affordable:
+        ready.sort(key=lambda pair: _runs.signature(pair[1]) != last)
+        for plan, config in ready:
             with claimed(_rows.key_of(config)) as mine:
                 if not mine or _rows.key_of(config) in _rows.finished(chosen.rows, checksum):
                     continue
-                saved = trainer.checkpoints(config, CLAIMS / "saved") if resumes(config) else None
-                row = trainer.run(config, saved, end)
+                row = trainer.run(config, CLAIMS / "saved", end)
                 if row is None:
                     print(f"{plan.name}, seed {config['seed']}: saved, goes on later.", flush=True)
                     return
                 _rows.append(chosen.rows, row)
-                if saved:
-                    saved.delete()
-            last = _runs.signature(config)
+            last, runs = _runs.signature(config), runs - 1
             values = ", ".join(f"{name} {value:g}" for name, value in config["hyper"].items())
             print(
                 f"{time.strftime('%H:%M:%S')} {plan.name}, seed {config['seed']}, {values}: "
@@ -165,21 +136,9 @@ def work(
                 f"({plan.done + 1} of {plan.total})",
                 flush=True,
             )
-            runs -= 1
-            if runs <= 0:
-                return
             break
         else:
             time.sleep(2)  # what is left is being run by others
-
-
-def report_end(plans: list, ready: list) -> None:
-    """Says why there is nothing to do."""
-    if ready:
-        print(f"No time is left for the next of {len(ready)} runs.", flush=True)
-    for plan in plans:
-        if plan.waits:
-            print(f"{plan.name} waits for {plan.waits}.", flush=True)
 
 
 def main() -> int:
@@ -191,10 +150,10 @@ def main() -> int:
             return start_workers(chosen.workers)
     if chosen.core is None:
         return start_workers(chosen.workers)
-    if chosen.size == "cpu":
+    if not chosen.smoke:
         os.sched_setaffinity(0, {chosen.core})
     asked = chosen.size, chosen.study, chosen.tasks, chosen.contenders
-    work(chosen, lambda rows: list(_studies.plans(rows, *asked)))
+    work(chosen, lambda rows: _studies.plans(rows, *asked))
     return 0
 
 

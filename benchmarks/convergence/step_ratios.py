@@ -1,10 +1,10 @@
 """Time of a training step of each contender, beside AdamW's, on this machine.
 
 The model and the batch are those of the comparison, next token. All take steps in rounds, each in
-an order of its own, on one core where the runs have one.
+an order of its own, on one core.
 
-  python benchmarks/convergence/step_ratios.py --size cpu   # results/convergence/time_<size>.json
-  python benchmarks/convergence/step_ratios.py --smoke      # tiny, seconds; prints only
+  python benchmarks/convergence/step_ratios.py           # results/convergence/time_cpu.json
+  python benchmarks/convergence/step_ratios.py --smoke   # tiny, seconds; prints only
 """
 
 import argparse
@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
+import _rows
+import _search
 import _sizes
 import numpy as np
 from _contenders import CONTENDERS
@@ -29,11 +31,10 @@ def one(size: str, contender: str, corpus: Corpus, steps: int) -> Callable[[], N
     """Takes some training steps and waits for them."""
     import _models
     import _runs
-    import _studies
     import jax
     import jax.numpy as jnp
 
-    hyper, _ = _studies.best_known({}, size, "next_token", contender)
+    hyper = _search.start(CONTENDERS[contender]).hyper
     config = _sizes.config(size, "next_token", contender, 0, hyper)
     program = _runs.Program(config)
     traced = {name: jnp.float32(hyper[name]) for name in _runs.TRACED}
@@ -66,12 +67,10 @@ def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[s
     corpus = Corpus(None, _sizes.SIZES[size].context)
     steppers = {name: one(size, name, corpus, steps) for name in names}
     times = time_alternately(steppers, rounds, warm_up=1)
-    of = f"{rounds} rounds of {steps} steps"
-    core = "one core of " if size != "gpu" else ""
-    where = core + _results.machine(jax.devices()[0].device_kind)
     about = (
-        f"{of} on {where}; commit {_results.commit()}, {datetime.date.today()}, "
-        f"jax {importlib.metadata.version('jax')}."
+        f"{rounds} rounds of {steps} steps on one core of "
+        f"{_results.machine(jax.devices()[0].device_kind)}; commit {_results.commit()}, "
+        f"{datetime.date.today()}, jax {importlib.metadata.version('jax')}."
     )
     milliseconds = {name: round(1e3 * float(np.median(x)) / steps, 3) for name, x in times.items()}
     return {"about": about, "milliseconds": milliseconds, "ratios": ratios(times)}
@@ -80,24 +79,21 @@ def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[s
 def main() -> None:
     """Measures, and keeps what was measured at whole size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="of a round")
     parser.add_argument("--smoke", action="store_true", help="tiny, seconds; keeps nothing")
     chosen = parser.parse_args()
-    names = list(CONTENDERS)
+    size, names = "cpu", list(CONTENDERS)
     if chosen.smoke:
-        chosen.size, chosen.rounds, chosen.steps, names = "smoke", 2, 2, ["adamw", "came"]
-    if chosen.size != "gpu":  # before jax starts its threads
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
-    found = measured(chosen.size, names, chosen.rounds, chosen.steps)
-    print(json.dumps(found, indent=1))
+        size, chosen.rounds, chosen.steps, names = "smoke", 2, 2, ["adamw", "came"]
+    # Before jax starts its threads.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    text = json.dumps(measured(size, names, chosen.rounds, chosen.steps), indent=1)
+    print(text)
     if not chosen.smoke:
-        path = _results.RESULTS / "convergence" / f"time_{chosen.size}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        (_rows.FOLDER / f"time_{size}.json").write_text(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """The reports: right numbers from made-up rows."""
 
 import _contenders
-import _growth
-import _length_summary
-import _length_tables
+import _long_report
 import _made_up
 import _studies
 import _summary
@@ -11,6 +9,7 @@ import _tables
 import jax
 import numpy as np
 import pytest
+from scipy import stats
 
 import optax_ext
 
@@ -22,8 +21,8 @@ def rows():
     return _made_up.rows(SIZE)
 
 
-def final(rows, contender):
-    return _summary.final(rows, SIZE, TASK, contender)
+def finals(rows):
+    return _summary.finals(rows, SIZE, TASK)
 
 
 def test_intervals_hold_what_they_say():
@@ -33,23 +32,35 @@ def test_intervals_hold_what_they_say():
     for _ in range(2000):
         seeds = rng.normal(size=n + 1)  # what all contenders have in common
         losses = np.arange(5.0)[:, None] + seeds + 0.1 * rng.normal(size=(5, n + 1))
-        apart = _summary.spread(list(losses[:, :n]))
-        assert apart.freedom == 8
+        runs = list(losses[:, :n])
         found = (losses[4] - losses[0])[:n].mean()
-        inside += abs(found - 4) <= apart.half_width(n)
-        further += abs(losses[4, n] - losses[0, n] - found) <= apart.half_width(n, further=True)
+        inside += abs(found - 4) <= _summary.half_width(runs)
+        rest = losses[4, n] - losses[0, n] - found
+        further += abs(rest) <= _summary.half_width(runs, further=True)
     assert 0.935 < inside / 2000 < 0.965
     assert 0.935 < further / 2000 < 0.965
+    # Of 8 degrees of freedom; wider for a mean over fewer seeds.
+    left = losses[:, :n] - losses[:, :n].mean(0)
+    left -= left.mean(1, keepdims=True)
+    want = stats.t.ppf(0.975, 8) * np.sqrt((left**2).sum() / 8 * 2 / n)
+    assert _summary.half_width(runs) == pytest.approx(want)
+    assert _summary.half_width(runs, seeds=1) == pytest.approx(want * n**0.5)
+    assert _summary.half_width(runs[:1]) is None
 
 
 def test_differences_are_taken_seed_by_seed(rows):
-    one, base = final(rows, "came"), final(rows, "adamw")
-    want = [one.rows[s]["loss"] - base.rows[s]["loss"] for s in (1, 2, 3)]
-    np.testing.assert_allclose(_summary.difference(one, base), want)
-    # A seed that one of them lacks is left out.
-    less = {key: row for key, row in rows.items() if key != one.rows[2]["key"]}
-    found = _summary.difference(final(less, "came"), base)
-    np.testing.assert_allclose(found, [want[0], want[2]])
+    found = finals(rows)
+    one, base = found["came"].rows, found["adamw"].rows
+    want = [one[s]["loss"] - base[s]["loss"] for s in (1, 2, 3)]
+    assert _summary.difference(found, "came").mean == pytest.approx(np.mean(want))
+    # A seed that one of them lacks is left out, here and of the width of the interval.
+    less = finals({key: row for key, row in rows.items() if key != one[2]["key"]})
+    got = _summary.difference(less, "came")
+    assert got.mean == pytest.approx((want[0] + want[2]) / 2)
+    whole = [of.losses for name, of in found.items() if name != "came"]
+    assert got.half_width == pytest.approx(_summary.half_width(whole, 2))
+    lost = {key: {**row, "diverged": row["key"] == one[2]["key"]} for key, row in rows.items()}
+    assert _summary.difference(finals(lost), "came") is None
 
 
 def test_growth_is_what_debiasing_takes_away():
@@ -72,39 +83,35 @@ def test_growth_is_what_debiasing_takes_away():
     large, small = updates_of(grads)
     factors = np.median(np.asarray(large) / np.asarray(small), axis=(1, 2))
     weights = [float(rate(i)) for i in range(steps)]
-    got = _growth.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
+    got = _contenders.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
     assert got == pytest.approx(np.average(factors, weights=weights), rel=1e-4)
 
 
 def test_a_rerun_agrees_if_its_difference_does(rows):
     # All losses 3 nats higher, as on another text, but CAME's 1 nat higher still.
-    means, fresh = {name: final(rows, name).losses.mean() for name in _studies.RERUN}, {}
+    known, fresh = finals(rows), {}
+    means = {name: known[name].losses.mean() for name in _studies.RERUN}
     for name, mean in means.items():
-        row = _made_up.row(_studies.rerun(rows, {}, SIZE, name).ready[0])
+        row = _made_up.row(_studies.rerun(rows, SIZE, name))
         fresh[row["key"]] = {**row, "corpus": 2, "loss": 3 + mean + (name == "came")}
-    found = {one.name: one for one in _summary.reruns(rows, fresh, SIZE, _studies.RERUN)}
+    text = _tables.rerun(rows, fresh, SIZE)
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if "`" in line]
     verdicts = {"adamw": "-", "adafactor": "yes", "came": "no", "lamb": "yes", "muon": "yes"}
-    assert {name: one.verdict for name, one in found.items()} == verdicts
+    assert {line[0].strip("`"): line[-1] for line in cells} == verdicts
     want = means["came"] + 1 - means["adamw"]
-    assert found["came"].difference == pytest.approx(want)
-    assert "another text" in _tables.rerun(rows, fresh, SIZE)
+    assert [line[-2] for line in cells if line[0] == "`came`"] == [f"{want:+.3f}"]
+    assert "another text" in text
     same = {key: {**row, "corpus": _made_up.CORPUS} for key, row in fresh.items()}
     assert "another text" not in _tables.rerun(rows, same, SIZE)
 
 
 def test_differences_of_lengths_and_their_contrasts():
-    long_rows = _made_up.length_rows(SIZE)
-    every = _length_summary.every(long_rows, SIZE, "masked")
-    point = _length_summary.points(every, "came", "adamw")[1]
-    one, base = (
-        _length_summary.final(long_rows, SIZE, "masked", name, 80).rows
-        for name in ("came", "adamw")
-    )
+    found = _long_report.finals(_made_up.long_rows(SIZE), SIZE, "masked")
+    one, base = (found[80][name].rows for name in ("came", "adamw"))
     want = [one[seed]["loss"] - base[seed]["loss"] for seed in (1, 2, 3)]
-    assert (point.steps, point.seeds) == (80, 3)
-    assert point.mean == pytest.approx(np.mean(want))
-    text = _length_tables.contrasts(every, SIZE)
+    assert _long_report.difference(found, 80, "came").mean == pytest.approx(np.mean(want))
+    text = _long_report._contrasts(found)
     line = next(line for line in text.splitlines() if line.startswith("| debiasing |"))
     assert "`came_debiased` minus `came`" in line
-    debiasing = _length_summary.points(every, "came_debiased", "came")[0]
+    debiasing = _long_report.difference(found, 40, "came_debiased", "came")
     assert f"{debiasing.mean:+.3f} (" in line

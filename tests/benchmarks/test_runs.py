@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import optax
 from _corpus import Corpus
-from _every import EVERY
 from _tasks import TASKS
 
 HYPER = {"learning_rate": 0.00316, "weight_decay": 0.1, **_contenders.CONTENDERS["came"].betas[0]}
@@ -21,9 +20,8 @@ def plain_losses(config, text):
     task, corpus = TASKS[config["task"]], Corpus(text, config["context"])
     model = _sizes.model(config)
     params = _models.init(model, config["seed"], task.encoder_decoder)
-    tx = _contenders.transformation(
-        EVERY[config["contender"]], config["hyper"], config["warmup"], config["steps"]
-    )
+    contender = _contenders.EVERY[config["contender"]]
+    tx = _contenders.transformation(contender, config["hyper"], config["warmup"], config["steps"])
 
     @jax.jit
     def step(params, state, batch):

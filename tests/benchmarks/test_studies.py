@@ -2,9 +2,9 @@
 
 import math
 
-import _format_study
-import _formats
-import _lengths
+import _contenders
+import _long
+import _long_report
 import _made_up
 import _rows
 import _studies
@@ -48,23 +48,23 @@ def test_final_takes_the_best_on_other_seeds_after_its_tuning():
 
 def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
     options = {"tasks": ("masked",), "contenders": ("adamw", "came_debiased")}
-    rows = complete(lambda rows: _lengths.plans(rows, "smoke", **options))
+    rows = complete(lambda rows: _long.length_plans(rows, "smoke", (40, 80), **options))
     steps = [row["config"]["steps"] for row in rows.values()]
     assert steps == sorted(steps)
     for length, b3 in ((40, 0.9999), (80, 0.999)):
-        cell = _lengths.cell(rows, "smoke", "masked", "came_debiased", length)
+        cell = _long.cell(rows, "smoke", "masked", "came_debiased", length)
         assert [config["seed"] for config in cell.finals] == [1, 2, 3]
         assert {config["hyper"]["b3"] for config in cell.finals} == {b3}
 
 
 def test_a_format_differs_from_float32_in_its_name_alone():
-    rows = _made_up.length_rows("smoke")
+    rows = _made_up.long_rows("smoke")
     for name in ("came_4bit_nearest", "adamw_bf16_master"):
-        parent = _formats.FORMATS[name].parent
-        cell = _lengths.cell(rows, "smoke", "next_token", parent, 80)
-        got = _format_study.configs(rows, "smoke", name)
+        parent = _contenders.FORMATS[name].parent
+        cell = _long.cell(rows, "smoke", "next_token", parent, 80)
+        got = _long.formats(rows, "smoke", name)
         assert [config["seed"] for config in got] == [1, 2, 3]
         assert [{**config, "contender": parent} for config in got] == cell.finals
         losses = [[rows[_rows.key_of(c)]["loss"] for c in of] for of in (got, cell.finals)]
-        drift = _format_study.drift(rows, "smoke", name)
+        drift = _long_report.drift(rows, "smoke", name)
         np.testing.assert_allclose(drift.end, np.subtract(*losses))
