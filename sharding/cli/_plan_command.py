@@ -157,8 +157,10 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
 
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "no_remat")
-_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype")
-_NOT_HERE += ("update_on_host",)
+_NOT_HERE = (
+    *("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype"),
+    "update_on_host",
+)
 
 
 def run_pipeline(options: Namespace) -> int:

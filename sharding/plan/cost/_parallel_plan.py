@@ -202,7 +202,7 @@ def short(plan: ParallelPlan) -> str:
     words += [f"{plan.microbatches} {noun} of {plan.microbatch}", f"recompute {plan.recompute}"]
     weights = {"master": "master weights", "stochastic": "stochastic rounding"}
     words += [
-        "update on the host" if plan.offload == "update" else "offload" * plan.offload,
+        {False: "", True: "offload", "update": "update on the host"}[plan.offload],
         "update in the backward pass" * plan.update_in_backward,
         f"state in {plan.state_format}" if plan.state_format else "",
         weights.get(plan.weights, ""),

@@ -388,15 +388,16 @@ def test_audit_of_offloaded_state(figures, monkeypatch):
     monkeypatch.setitem(MODELS, "gpt2-small", Decoder(8, 64, 4, 4, 256, 64, 32, scan=True))
     given = f"audit {GPT2} --target v5e:1x1 --batch 1 --stage 0 --dtype bfloat16"
     in_backward, on_cpu = " --update-in-backward", " --offload --update-on-host"
-    plain, streamed, updated = (
-        figures(given + options)["plans"][0]["memory"]
+    rows = [
+        figures(given + options)["plans"][0]
         for options in (in_backward, f"{in_backward} --offload", on_cpu)
-    )
+    ]
+    plain, streamed, updated = (row["memory"] for row in rows)
     assert streamed["params"] < 0.2 * plain["params"] == 0.2 * updated["params"]
-    (plan,) = figures(f"{given}{on_cpu}")["plans"]
-    assert plan["plan"]["offload"] == "update"
-    assert plan["program"]["memory"] == pytest.approx(plan["program"]["expected_memory"], rel=0.1)
     assert max(streamed["state"], updated["state"]) < 0.2 * plain["state"]
+    assert [row["plan"]["offload"] for row in rows] == [False, True, "update"]
+    planned = rows[2]["program"]["expected_memory"]  # without the tables of so small arrays
+    assert 0.88 < planned / rows[2]["program"]["memory"] < 1
 
 
 def test_audit_of_a_model(figures, monkeypatch):
