@@ -279,6 +279,9 @@ def test_an_update_on_the_host_waits_for_gradients_and_parameters_for_it():
     assert found.update == least.update == 0
     streamed = step_seconds(SMALL, dataclasses.replace(plan, offload=True), machine)
     assert found.seconds - found.host == pytest.approx(streamed.seconds - streamed.host)
+    unknown = Machine(dataclasses.replace(H100, host_bandwidth=None), 8)
+    with pytest.raises(ValueError, match="the host bandwidth of an h100 is not known"):
+        step_seconds(SMALL, plan, unknown)
 
 
 LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
