@@ -319,7 +319,7 @@ def with_state(
     # and in the one that updates them.
     host = 0.0
     if plan.offload:
-        speed = _known(device, "host_link") * (1.0 if ideal else _HOST_LINK)
+        speed = _host_figure(device, "host_link") * (1.0 if ideal else _HOST_LINK)
         linked = params / shards * plan.state_bytes
         if plan.update_in_backward:
             read = (1 + plan.microbatches) * plan.param_bytes
@@ -329,7 +329,7 @@ def with_state(
             linked = params / shards * (plan.grad_bytes + plan.param_bytes) / (1 + ideal)
         host = linked / speed
     if on_cpu:
-        speed = _known(device, "host_bandwidth") * (1.0 if ideal else _HOST_MEMORY)
+        speed = _host_figure(device, "host_bandwidth") * (1.0 if ideal else _HOST_MEMORY)
         host = (max if ideal else operator.add)(host, params * touched / shards / speed)
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
@@ -349,7 +349,7 @@ def with_state(
     )
 
 
-def _known(device: DeviceKind, name: str) -> float:
+def _host_figure(device: DeviceKind, name: str) -> float:
     figure: float | None = getattr(device, name)
     if figure is None:
         words = "the " + name.replace("_", " ")
