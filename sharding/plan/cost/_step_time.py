@@ -300,7 +300,7 @@ def with_state(
 
     The update reads and writes parameters, gradients and state once, or ``moved`` bytes for each
     parameter if these are more, and has ``products``. On the CPU it does so in host memory, which
-    11 cores of each device keep busy; what goes back to the device for sums is not counted.
+    its share of the cores keeps busy; what goes back to the device for sums is not counted.
     """
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
