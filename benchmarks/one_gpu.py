@@ -182,14 +182,14 @@ def predicted(row: dict[str, Any]) -> tuple[float, float] | None:
     """Bytes and seconds that the planner says; None for what it has no plan of."""
     case = Case(**{f.name: row[f.name] for f in dataclasses.fields(Case)})
     kind = kind_of(row["device"])
-    if kind is None or case.clip or case.host in ("all", "update"):
+    if kind is None or case.clip or case.host == "all":
         return None
     model, target = model_of(case, False), f"{kind.name}x1"
     costs = PlanCosts(model, case.tx(), machine_of(target, kind), length=case.length)
     plan = ParallelPlan(
         microbatch=case.sequences,
         microbatches=case.microbatches,
-        offload=case.host == "optimizer",
+        offload="update" if case.host == "update" else case.host == "optimizer",
         update_in_backward=case.update == "backward",
         state_bytes=costs.state_bytes_in(),
     )

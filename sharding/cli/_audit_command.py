@@ -235,7 +235,7 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
     loss = model.make_loss(layer, stack)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=setup.update)
     expected = plan.stage(plan.requested)
-    is_planned = expected.activations is not None and not options.update_on_host
+    is_planned = expected.activations is not None
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     return audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),

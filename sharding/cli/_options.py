@@ -109,6 +109,7 @@ _PIPELINE = {
 
 _IN_BACKWARD = "update each layer once its gradient exists; in the global view"
 _AND_LAYERS = "; with --update-in-backward, layers"
+_ON_HOST = {"--update-on-host": "with --offload, update the state on the CPU"}
 
 
 def plan_options(parser: ArgumentParser) -> None:
@@ -116,6 +117,7 @@ def plan_options(parser: ArgumentParser) -> None:
         "--state": "format of large leaves of the optimizer state (default: as the optimizer has "
         "them)",
         "--offload": "keep the optimizer state in host memory" + _AND_LAYERS,
+        **_ON_HOST,
         "--update-in-backward": _IN_BACKWARD,
     }
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
@@ -142,7 +144,7 @@ def audit_options(parser: ArgumentParser) -> None:
         "--no-remat": "at stages 0 to 2 keep all activations of a layer",
         "--update-in-backward": _IN_BACKWARD,
         "--offload": "keep the optimizer state in host memory" + _AND_LAYERS,
-        "--update-on-host": "with --offload, update the state on the CPU",
+        **_ON_HOST,
         "--remat BYTES": f"layers store the fastest choice of activations within bytes {_REMAT}",
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
         "--batch on",
@@ -167,6 +169,7 @@ def search_options(parser: ArgumentParser) -> None:
         **_LENGTH,
         "--keep NAME=VALUE": f"compare only plans with this value; names are {', '.join(KEPT)}",
         "--no-offload": "keep the optimizer state in device memory",
+        "--update-on-host": "compare plans that update state in host memory on the CPU, too",
         "--state": "compare plans with this lossy format of the optimizer state, too",
         "--stochastic-rounding": "compare plans with lossy stochastic rounding of the parameters, "
         "too",

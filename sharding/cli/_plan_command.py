@@ -94,7 +94,8 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     """What the optimizer saves beside AdamW; where it saves nothing, why."""
     adamw = optax.adamw(1e-3)
     adamw = optax_ext.master_weights(adamw) if options.master else adamw
-    other = setup.plan(dataclasses.replace(setup.zero, offload=None), adamw)
+    on_device = dataclasses.replace(setup.zero, offload=None, update_on="device")
+    other = setup.plan(on_device, adamw)
     mine, theirs = plan.stage(plan.recommended), other.stage(plan.recommended)
     saved, name = theirs.memory - mine.memory, options.optimizer
     share = abs(saved) / theirs.memory
@@ -156,7 +157,10 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
 
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "no_remat")
-_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype")
+_NOT_HERE = (
+    *("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype"),
+    "update_on_host",
+)
 
 
 def run_pipeline(options: Namespace) -> int:

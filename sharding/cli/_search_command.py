@@ -21,6 +21,8 @@ from sharding.plan.search._verify import Verification, verify
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
     target, device = opts.target_of(options), opts.known_device(options)
+    if options.no_offload and options.update_on_host:
+        raise ValueError("--update-on-host is offload, and --no-offload none: give one of them.")
     if options.verify and not target.compiles:
         raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
     if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
@@ -38,7 +40,7 @@ def run_search(options: Namespace) -> int:
         dtype=dtype,
         device=device,
         keep=_kept_values(options.keep),
-        offload=not options.no_offload,
+        offload="update" if options.update_on_host else not options.no_offload,
         asynchronous=options.asynchronous,
         update_in_backward=in_backward,
         state_formats=(None, *options.state),

@@ -83,7 +83,7 @@ class Setup:
             replicas=zero.num_devices // shards,
             spread=zero.shard_state_over_replicas,
             recompute="full" if self.recompute else "none",
-            offload=zero.offload is not None,
+            offload="update" if zero.update_on == "host" else zero.offload is not None,
             param_bytes=num_bytes(params) / num_params,
             grad_bytes=num_bytes(params) / num_params,
             state_bytes=num_bytes(state) / num_params,

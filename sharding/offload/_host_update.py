@@ -3,6 +3,9 @@
 The CPU computes each element by itself. Sums and products over an array, whose shards may be on
 several devices, are computed on the devices: an update that needs them of what the CPU computed, as
 CAME does, goes on there after them.
+
+There is no delay by one step, which would let the CPU update while the devices compute the next
+gradients: programs for TPUs (libtpu 0.0.51) end each call of the CPU before they go on.
 """
 
 import functools

@@ -36,8 +36,9 @@ class ParallelPlan:
     #: what the backward pass computes again: ``"none"``; ``"selective"``, scores and their product
     #: with values; ``"full"``, each layer; or what a preset of MaxText does not save
     recompute: str = "full"
-    #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``
-    offload: bool = False
+    #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``;
+    #: ``"update"``: where the CPU updates it, ``Zero(update_on="host")``
+    offload: bool | str = False
     param_bytes: float = 2.0  #: of a parameter as it is gathered
     grad_bytes: float = 2.0  #: of a gradient as it is reduced
     state_bytes: float = 12.0  #: of optimizer state and master weights, for one parameter
@@ -116,6 +117,11 @@ class ParallelPlan:
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
         check_choice("weights", self.weights, WEIGHTS)
+        check_choice("offload", self.offload, (False, True, "update"))
+        if self.update_in_backward and self.offload == "update":
+            raise ValueError(
+                "update_in_backward is on the device, and offload='update' on the CPU."
+            )
         if self.update_in_backward and not self.can_update_in_backward:
             raise ValueError(
                 "update_in_backward is for plans without pipe, tensor and sync, and with "
@@ -164,6 +170,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
     zero += ", spread" if plan.spread else ""
     zero += ", host" if plan.offload else ", in backward" if plan.update_in_backward else ""
+    zero += " updates" if plan.offload == "update" else ""
     zero += ", master" if plan.weights == "master" else ""
     lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
     zero += "".join(f", {word} (lossy)" for word in lossy if word)
@@ -195,7 +202,7 @@ def short(plan: ParallelPlan) -> str:
     words += [f"{plan.microbatches} {noun} of {plan.microbatch}", f"recompute {plan.recompute}"]
     weights = {"master": "master weights", "stochastic": "stochastic rounding"}
     words += [
-        "offload" * plan.offload,
+        {False: "", True: "offload", "update": "update on the host"}[plan.offload],
         "update in the backward pass" * plan.update_in_backward,
         f"state in {plan.state_format}" if plan.state_format else "",
         weights.get(plan.weights, ""),

@@ -305,6 +305,14 @@ class PlanCosts:
         equal, fastest = (self.passes(dataclasses.replace(plan, even=x)) for x in (True, False))
         return max(equal.chunks) < max(fastest.chunks)
 
+    def updates_on_host(self, plan: ParallelPlan) -> bool:
+        """Whether the CPU can update the state: beside TPUs not that of 8 bits."""
+        state = jax.eval_shape(
+            self._tx(plan.state_format, plan.weights).init, self.model.abstract(self.dtype)
+        )
+        narrow = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(state))
+        return not (narrow and self.machine.device.tile)
+
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
@@ -433,6 +441,7 @@ def zero_of(plan: ParallelPlan) -> Zero:
         replica_axis="replica" if plan.replicas > 1 else None,
         shard_state_over_replicas=plan.spread,
         offload=("all" if plan.update_in_backward else "optimizer") if plan.offload else None,
+        update_on="host" if plan.offload == "update" else "device",
         sync=sync_of(plan.sync) if plan.sync else None,
         view="global" if plan.update_in_backward else "device",
     )
@@ -463,7 +472,7 @@ class TracedCosts(PlanCosts):
 
     def zero(self, plan: ParallelPlan) -> Zero:
         zero: Zero = self.model.placed(zero_of(plan))
-        return zero
+        return dataclasses.replace(zero, update_on=zero_of(plan).update_on)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         names = self.model.names

@@ -43,7 +43,8 @@ class StagePlan:
     synced: float  #: gradients that ``Zero.sync`` takes; with its temporaries where they are known
     layer: float  #: parameters of the largest layer, if layers are known
     outside: float  #: parameters outside of the layers, if these are known
-    new_params: float  #: new parameters of the group that is gathered beside the old ones
+    #: new parameters of the group that is gathered beside the old ones, and those from the host
+    new_params: float
     share: float  #: the share of the parameters that the device stores; below 1 it gathers them
     #: micro-batches that a layer has before its update, in the backward pass; 0: it is after that
     in_backward: int = 0
@@ -341,12 +342,19 @@ def stage_plan(
     # Streamed parameters are read in each forward pass, and in the one that updates them.
     read = sum(x.bytes_per_device for x in placed.rows if (x.part, x.memory) == ("params", "host"))
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
+    linked = 2 * memory["host"] + microbatches * read
+    if zero.update_on == "host":  # gradients go there, parameters come back
+        shards = zero.num_shards if zero.stage == 1 else 1
+        sent = [x for x in placed.rows if x.part == "grads"]
+        back = sum(x.bytes_per_device / (1 if x.note else shards) for x in sent)
+        memory["new_params"] = back + max(0.0, memory["new_params"] - memory["updated"])
+        linked = 2 * back
     return StagePlan(
         name=name,
         batch=batch,
         **memory,
         **_wire(zero, placed, local, *options),
-        host_wire=2 * memory["host"] + microbatches * read,
+        host_wire=linked,
         moved=3 * microbatches * memory["full_grads"] + 2 * updated,
     ).with_activations(activations)
 

@@ -11,7 +11,7 @@ from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._wire_and_flops import SCALAR, SyncWork, tensor_sums
 from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
-from sharding.plan.machine._devices import achieved
+from sharding.plan.machine._devices import DeviceKind, achieved
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Implementation,
@@ -43,7 +43,9 @@ class StepSeconds:
     transfers: float  #: of messages between stages
     data: float  #: of gathering parameters and reducing gradients over data-parallel devices
     update: float  #: of the optimizer, with its products
-    host: float  #: of moving optimizer state, and streamed layers, to and from host memory
+    #: of moving optimizer state, and streamed layers, to and from host memory; of an update there,
+    #: and of moving gradients and parameters
+    host: float
     hideable: float  #: of computing that can run at the same time as ``data``
     interference: bool  #: whether computing and sending slow each other down, as on GPUs
     exposed: float = 0.0  #: of ``data``, what nothing can hide: compressed gradients
@@ -101,6 +103,9 @@ _ITEM = 2  # bytes of an activation
 _GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 # The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
 _HOST_LINK = 0.88
+# The share of the bandwidth of host memory that CPUs reach: STREAM on a socket of DGX A100 by 32
+# threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
+_HOST_MEMORY = 0.72
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,7 +299,8 @@ def with_state(
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
 
     The update reads and writes parameters, gradients and state once, or ``moved`` bytes for each
-    parameter if these are more, and has ``products``.
+    parameter if these are more, and has ``products``. On the CPU it does so in host memory, which
+    its share of the cores keeps busy; what goes back to the device for sums is not counted.
     """
     wire, device = _wire_of(plan, machine, ideal), machine.device
     work, params = step_passes.work, step_passes.params
@@ -304,24 +310,27 @@ def with_state(
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     touched = touched if ideal else max(touched, moved)
-    update = params * touched / shards + (sync.moved if sync and not ideal else 0.0)
+    on_cpu = plan.offload == "update"
+    update = 0.0 if on_cpu else params * touched / shards
+    update += sync.moved if sync and not ideal else 0.0
     update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
     update += products / Roofline(device, COMPILED, ideal=ideal).flops
     # State from host memory, and back at the same time; streamed parameters in each forward pass
     # and in the one that updates them.
     host = 0.0
     if plan.offload:
-        if device.host_link is None:
-            raise ValueError(
-                f"the host link of {with_article(device.name)} is not known; offload needs it."
-            )
-        speed = device.host_link * (1.0 if ideal else _HOST_LINK)
+        speed = _host_figure(device, "host_link") * (1.0 if ideal else _HOST_LINK)
         linked = params / shards * plan.state_bytes
         if plan.update_in_backward:
             read = (1 + plan.microbatches) * plan.param_bytes
             read /= plan.shards if plan.stage == 3 else 1
             linked = (params - step_passes.outside) * (plan.state_bytes / shards + read)
+        if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
+            linked = params / shards * (plan.grad_bytes + plan.param_bytes) / (1 + ideal)
         host = linked / speed
+    if on_cpu:
+        speed = _host_figure(device, "host_bandwidth") * (1.0 if ideal else _HOST_MEMORY)
+        host = (max if ideal else operator.add)(host, params * touched / shards / speed)
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -338,6 +347,14 @@ def with_state(
         hideable=hideable * work.seconds,
         interference=not machine.torus,
     )
+
+
+def _host_figure(device: DeviceKind, name: str) -> float:
+    figure: float | None = getattr(device, name)
+    if figure is None:
+        words = "the " + name.replace("_", " ")
+        raise ValueError(f"{words} of {with_article(device.name)} is not known; offload needs it.")
+    return figure
 
 
 def _launched(work: KernelSeconds, launch: float, sent: float) -> KernelSeconds:

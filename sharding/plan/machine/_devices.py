@@ -22,6 +22,8 @@ class DeviceKind:
     tile: tuple[int, int] | None = None  #: rows and columns of the tiles of its memory, if any
     #: to its host's memory in one direction, in bytes per second; None where not published
     host_link: float | None = None
+    #: its share of the bandwidth of its host's memory, in bytes per second; None where not known
+    host_bandwidth: float | None = None
     num_links: int = 1  #: that ``link`` is the sum of: two for each axis of a torus
     node_size: int = 8  #: devices that ``link`` joins by a switch, without a torus
 
@@ -50,11 +52,22 @@ _NVL72 = "NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C
 _AMD = "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together"
 
 
+# Of hosts, GB/s. DGX A100: two EPYC 7742 of 204.8, for 128 cores. DGX H100 and B200: two Xeons with
+# 8 channels of DDR5-4800 and 5600. GB200: its data sheet, two GPUs. Of TPUs' hosts cores alone are
+# published, half the vCPUs of Google's machine types: each is taken for 3.2, as in DGX A100.
+_OF_HOST = {
+    **{"a100-40": 2 * 204.8 / 8, "a100-80": 2 * 204.8 / 8, "h100": 2 * 307.2 / 8},
+    **{"h200": 2 * 307.2 / 8, "b200": 2 * 358.4 / 8, "gb200": 512 / 2},
+    **{"v4": 3.2 * 120 / 4, "v5e": 3.2 * 56 / 4, "v5p": 3.2 * 104 / 4, "v6e": 3.2 * 90 / 4},
+}
+
+
 def _kind(name: str, *figures: float | None, source: str, **others: Any) -> DeviceKind:
     """A kind by figures in the order and the units of ``_UNITS``."""
     pairs = zip(_UNITS.items(), figures, strict=True)
     scaled: dict[str, Any] = {key: value and value * unit for (key, unit), value in pairs}
-    return DeviceKind(name, **scaled, source=source, **others)
+    host = _OF_HOST[name] * 1e9 if name in _OF_HOST else None
+    return DeviceKind(name, **scaled, source=source, host_bandwidth=host, **others)
 
 
 def _tpu_kind(name: str, *figures: float | None, num_links: int) -> DeviceKind:

@@ -208,6 +208,7 @@ class PlanFile:
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
         fields += [f"offload={zero_of(plan).offload!r}"] if plan.offload else []
+        fields += ["update_on='host'"] if plan.offload == "update" else []
         fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
         fields += ["view='global'"] if self.view == "global" else []
         lines = [

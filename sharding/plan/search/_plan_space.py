@@ -58,7 +58,7 @@ class PlanSpace:
     num_devices: int  # of the machine
     sequences: int  # of all devices in a step
     recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
-    offload: tuple[bool, ...] = (False, True)  # whether optimizer state may be in host memory
+    offload: tuple[bool | str, ...] = (False, True)  # whether state may be in host memory
     asynchronous: bool = False  # whether pipelines may run without a flush, which is lossy
     state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
@@ -68,6 +68,8 @@ class PlanSpace:
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
+    # whether the CPU can update the state of a plan; if not, it is left out
+    updates_on_host: Callable[[ParallelPlan], bool] = lambda plan: True
     gathers_again: bool = False  # whether layers gather again that do not compute again
     param_bytes: float = 2.0  # of a parameter
     # of the state for one parameter, by its format and by what updates parameters
@@ -130,6 +132,10 @@ class PlanSpace:
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
             every = (stage, replicas, spread, *values)
             variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
+            on_host = variant["offload"] == "update"
+            placed = ParallelPlan(**{x: variant[x] for x in ("state_format", "weights")})
+            if on_host and (variant["update_in_backward"] or not self.updates_on_host(placed)):
+                continue
             # A compressed sync is that of replicas, or of stages without gathered layers.
             if sync := variant["sync"]:
                 plan = ParallelPlan(data, stage=stage, replicas=replicas, sync=sync)

@@ -15,6 +15,7 @@ from sharding._types import DType
 from sharding.plan._format import (
     Printed,
     Table,
+    check_choice,
     count,
     document,
     entry,
@@ -218,7 +219,7 @@ def search(
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
     recompute: Sequence[str] = SEARCHED,
-    offload: bool = True,
+    offload: bool | str = True,
     asynchronous: bool = False,
     update_in_backward: bool = False,
     state_formats: Sequence[str | None] = (None,),
@@ -246,7 +247,8 @@ def search(
       device: other figures than those of the target's kind.
       keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``; one of a tuple.
       recompute: what backward passes may compute again; see ``ParallelPlan``.
-      offload: whether optimizer state may be in host memory.
+      offload: whether optimizer state may be in host memory; ``"update"``: and also where the CPU
+        updates it, ``Zero(update_on="host")``.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
         are one update late (PipeDream-2BW), which is lossy.
       update_in_backward: whether each layer may be updated in the backward pass, where its gradient
@@ -283,6 +285,7 @@ def search(
             "asynchronous pipelines need a Decoder whose embedding is not its output matrix, which "
             "the first and the last stage would update independently."
         )
+    check_choice("offload", offload, (False, True, "update"))
     machine = machine_of(target, device)
     if isinstance(model, Decoder):
         _check_dtype(target, jnp.dtype(dtype), weights)
@@ -292,12 +295,13 @@ def search(
     sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
     costs = _costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
     forms = itertools.product(state_formats, weights)
+    places = (False, True, "update") if offload == "update" else (False, True)
     space = PlanSpace(
         model,
         machine.num_devices,
         sequences,
         recompute=costs.forms(recompute),
-        offload=(False, True) if offload and machine.device.host_link else (False,),
+        offload=places if offload and machine.device.host_link else (False,),
         asynchronous=asynchronous,
         state_formats=tuple(state_formats),
         weights=tuple(weights),
@@ -305,6 +309,7 @@ def search(
         in_backward=(False, True) if update_in_backward else (False,),
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
+        updates_on_host=costs.updates_on_host,
         gathers_again=isinstance(model, TracedModel) and model.trace.has_loops,
         param_bytes=costs.param_bytes,
         state_bytes={form: costs.state_bytes_in(*form) for form in forms},
@@ -449,7 +454,8 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     """What orders plans of equal time: the exact, the simpler one first, the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
     devices = (plan.update_in_backward, plan.pipe, plan.tensor, plan.replicas)
-    return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
+    host = [False, True, "update"].index(plan.offload)
+    return (plan.lossy, host, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:

@@ -79,6 +79,9 @@ def test_options_reach_the_plan(figures):
     assert 0.25 < stages("--state 4bit")[third]["opt_state"] / plain[third]["opt_state"] < 0.28
     # All but arrays smaller than offload_min_size.
     assert 0.99 < stages("--offload")[third]["host"] / plain[third]["opt_state"] < 1
+    updated = stages("--offload --update-on-host --master")[third]
+    there_and_back = 2 * plain[third]["params"]  # gradients, parameters
+    assert updated["host_wire"] == pytest.approx(there_and_back, rel=0.01)
     assert "3 hybrid" not in stages("--mesh x=16")
     swapped = stages("--replica-axis y --axis x --mesh x=8,y=2")["3 hybrid"]
     assert swapped["params"] == pytest.approx(plain["stage 0"]["params"] / 8, rel=0.01)
@@ -225,6 +228,7 @@ WRONG = [
     ("plan --model 7e9 --target h100x8 --pipeline 2", "needs a model whose layers are known"),
     (f"plan {CPU} --pipeline 2", "needs --memory, --bandwidth, --tflops, --link of a device of"),
     (f"plan {LLAMA} --pipeline 4 --mesh x=8", "--mesh cannot be combined"),
+    (f"plan {LLAMA} --pipeline 4 --offload --update-on-host", "--update-on-host cannot be"),
     (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline.$"),
     (f"plan {LLAMA} --pipeline 3", "pipe=3 is none of 1, 2, 4, 8"),
     (
@@ -384,12 +388,16 @@ def test_audit_of_offloaded_state(figures, monkeypatch):
     monkeypatch.setitem(MODELS, "gpt2-small", Decoder(8, 64, 4, 4, 256, 64, 32, scan=True))
     given = f"audit {GPT2} --target v5e:1x1 --batch 1 --stage 0 --dtype bfloat16"
     in_backward, on_cpu = " --update-in-backward", " --offload --update-on-host"
-    plain, streamed, updated = (
-        figures(given + options)["plans"][0]["memory"]
+    rows = [
+        figures(given + options)["plans"][0]
         for options in (in_backward, f"{in_backward} --offload", on_cpu)
-    )
+    ]
+    plain, streamed, updated = (row["memory"] for row in rows)
     assert streamed["params"] < 0.2 * plain["params"] == 0.2 * updated["params"]
     assert max(streamed["state"], updated["state"]) < 0.2 * plain["state"]
+    assert [row["plan"]["offload"] for row in rows] == [False, True, "update"]
+    planned = rows[2]["program"]["expected_memory"]  # without the tables of so small arrays
+    assert 0.88 < planned / rows[2]["program"]["memory"] < 1
 
 
 def test_audit_of_a_model(figures, monkeypatch):

@@ -1,5 +1,6 @@
 """State in host memory: the same numbers, and never much of it on the device."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -402,22 +403,32 @@ def test_memory_of_a_program_for_tpus(monkeypatch):
     tx = optax_ext.master_weights(optax.adamw(1e-3))
     make = model.make_of(lambda: {"w": jnp.ones((layers, *shape), jnp.bfloat16)}, tx)
 
-    def memory(offload, **options):
-        zero = shd.Zero(mesh, 3, offload=offload, **options)
+    def program(zero):
         state = zero.abstract_state(make, tx=tx)
         placed = jax.tree.map(lambda x: x.sharding, state)
         update = functools.partial(zero.apply_gradients, tx=tx)
         step = jax.jit(update, donate_argnums=0, out_shardings=placed)
-        return step.lower(state, state[0]).compile().memory_analysis()
+        return step.lower(state, state[0]).compile()
 
-    plain, found = memory(None), memory("optimizer")
+    plain, streamed = (shd.Zero(mesh, 3, offload=x) for x in (None, "optimizer"))
+    plain, found = (program(zero).memory_analysis() for zero in (plain, streamed))
     each = 12 * np.prod(shape) / 8  # a layer's state on a device, in bytes
     moved = layers * each
     assert plain.argument_size_in_bytes - found.argument_size_in_bytes == moved
     assert found.host_argument_size_in_bytes == moved == found.host_alias_size_in_bytes
     assert found.host_temp_size_in_bytes == 0
     assert found.temp_size_in_bytes < 3.5 * each
-    on_cpu = memory("optimizer", update_on="host")
+    zero = dataclasses.replace(streamed, update_on="host")
+    compiled = program(zero)
+    on_cpu = compiled.memory_analysis()
     assert on_cpu.host_alias_size_in_bytes == moved
     assert on_cpu.host_temp_size_in_bytes == 0
     assert on_cpu.temp_size_in_bytes < 2.1 * moved / 6  # in bfloat16, of gradients and parameters
+    # All of them at the ends of one call, as planned: nothing runs beside the update.
+    (call,) = re.findall(r"= (.*)call-start\(", compiled.as_text())
+    sent = re.findall(r"bf16\[([\d,]+)\]", call)
+    nbytes = sum(2 * math.prod(map(int, shape.split(","))) for shape in sent)
+    params = jax.eval_shape(make)[0]
+    planned = shd.plan.estimate(params, tx, zero, gathered_once="").stage("stage 3")
+    assert nbytes == planned.host_wire == moved / 3
+    assert planned.moments["update"]["gathered"] == moved / 6

@@ -13,12 +13,13 @@ import pytest
 import optax_ext
 from sharding.plan import MODELS, activations_of, estimate, kind_of, layer_costs, search
 from sharding.plan.cost import _pipeline_schedules as by_name
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._layer_costs import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import work_of
+from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._plan_space import PlanSpace
 from sharding.plan.search._search import _simpler_first, machine_of
 
@@ -39,7 +40,8 @@ def test_memory_is_that_of_estimate(target):
     device, memory = kind_of(target), memory_of(target=target)
     params = SMALL.abstract(jnp.bfloat16)
     formats = {"state_formats": (None, "bfloat16"), "weights": ("plain", "master")}
-    plans = list(PlanSpace(SMALL, 8, 16, offload=(False, True), **formats).plans({"pipe": 1}))
+    places = (False, True, "update")
+    plans = list(PlanSpace(SMALL, 8, 16, offload=places, **formats).plans({"pipe": 1}))
     random.Random(0).shuffle(plans)
     kinds = ([p for p in plans if (p.stage, p.spread) == kind] for kind in [(0, False), *SHARDED])
     for plan in itertools.chain(*(alike[:4] for alike in kinds)):
@@ -250,6 +252,29 @@ def test_of_equal_plans_the_simpler_one_is_first():
         ParallelPlan(data=8, stage=3, replicas=2, sync="qsgd(8)"),
     ]
     assert sorted([*plans[5:], *plans[2:5], *plans[:2]], key=_simpler_first) == plans
+
+
+def test_updates_on_the_host_where_they_are_asked_for():
+    """The fastest offload over a slow link; beside TPUs not of state in 8 bits."""
+    keep = {"pipe": 1, "tensor": 1, "offload": (True, "update"), "recompute": "full"}
+    best = {}
+    for asked, link in ((True, 5e9), ("update", 5e9), ("update", H100.host_link)):
+        options = {"device": dataclasses.replace(H100, host_link=link), "keep": keep}
+        found = search(
+            SMALL, TX, "h100x8", sequences=16, offload=asked, weights=("master",), **options
+        )
+        best[asked, link] = found.best.plan.offload
+    assert list(best.values()) == [True, "update", True]
+    options = {"optimizer": "adamw", "target": "h100x8", "length": 512, "dtype": "bfloat16"}
+    plan = ParallelPlan(data=8, stage=2, offload="update")
+    file = PlanFile(model="llama2-7b", layers=(8,), plan=plan, promised={}, **options)
+    assert "offload='optimizer', update_on='host'" in "".join(file.code())
+    assert short(plan).endswith("update on the host")
+    for target, narrow in (("h100x8", True), ("v5e:2x4", False)):
+        costs = memory_of(target=target)
+        formats = ({"state_format": x} for x in (None, "bfloat16", "8bit"))
+        places = [costs.updates_on_host(ParallelPlan(**x)) for x in formats]
+        assert places == [True, True, narrow]
 
 
 def test_lossy_plans_only_where_they_are_asked_for():

@@ -268,6 +268,22 @@ def test_streamed_layers_are_read_in_each_forward_pass_and_in_the_update():
         assert step.host == pytest.approx(of_layers * moved / H100.host_link)
 
 
+def test_an_update_on_the_host_waits_for_gradients_and_parameters_for_it():
+    machine = Machine(H100, 8)
+    plan = ParallelPlan(data=8, stage=2, offload="update", weights="master", state_bytes=12.0)
+    found, least = (step_seconds(SMALL, plan, machine, ideal=x) for x in (False, True))
+    params = (SMALL.layers * SMALL.layer_elements + 2 * SMALL.vocabulary * SMALL.width) / 8
+    linked, updated = params * 4 / H100.host_link, params * 30 / H100.host_bandwidth
+    assert found.host == pytest.approx(linked / 0.88 + updated / 0.72)
+    assert least.host == pytest.approx(max(linked / 2, updated))
+    assert found.update == least.update == 0
+    streamed = step_seconds(SMALL, dataclasses.replace(plan, offload=True), machine)
+    assert found.seconds - found.host == pytest.approx(streamed.seconds - streamed.host)
+    unknown = Machine(dataclasses.replace(H100, host_bandwidth=None), 8)
+    with pytest.raises(ValueError, match="the host bandwidth of an h100 is not known"):
+        step_seconds(SMALL, plan, unknown)
+
+
 LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
 
 
@@ -285,6 +301,8 @@ LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
         (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
         (ParallelPlan(data=8, offload=True), "the host link of an h100 is not known"),
+        (ParallelPlan(data=8, offload="all"), "offload must be one of .* got 'all'"),
+        (ParallelPlan(update_in_backward=True, offload="update"), "offload='update' on the CPU"),
         (ParallelPlan(data=4, tensor=2, update_in_backward=True), "is for plans without pipe"),
     ],
 )
