@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.recovery._checksum import host_checksum
-from sharding.recovery._stored_leaf import StoredLeaf, leaves_from_json
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum, leaves_from_json
 
 _MAGIC = b"optaxsnp"
 # Magic, version, attempt, step, bytes of data, bytes and CRC-32 of the table; then their CRC-32.
