@@ -130,12 +130,9 @@ class Slot:
 
     def clear(self) -> None:
         """Discards the snapshot: the first thing that changes when it is written over."""
-        size = _HEADER.size + _CRC.size
-        if self._memory is not None:
-            self._memory[:size] = 0
-        elif self.path.exists():
+        if self.path.exists():
             with open(self.path, "r+b", opener=open_own) as file:
-                file.write(bytes(size))
+                file.write(bytes(_HEADER.size + _CRC.size))
         self.snapshot = None
 
     def reserve(self, num_bytes: int) -> np.ndarray:
