@@ -238,11 +238,15 @@ class Schedule:
 
     def without_backward(self) -> "Schedule":
         """The table of an evaluation: forward passes alone, in order, as early as possible."""
+        return self._retimed(f"{self.name}-forward", [Op.FORWARD])
+
+    def _retimed(self, name: str, ops: Sequence[Op]) -> "Schedule":
+        """The table of some operations, in order, as early as possible."""
         orders: list[list[Entry]] = [[] for _ in range(self.num_stages)]
         for tick, stage, task in self.tasks():
-            if task.op == Op.FORWARD:
+            if task.op in ops:
                 orders[stage].append((task.op, task.microbatch, int(self.chunk[tick, stage])))
-        return Schedule.from_orders(f"{self.name}-forward", orders, self.routes, self.route_of)
+        return Schedule.from_orders(name, orders, self.routes, self.route_of)
 
     @staticmethod
     def from_orders(
@@ -289,12 +293,9 @@ class Schedule:
           ScheduleError: if an entry cannot be read, naming its row and column, or the table does
             not pass ``check``.
         """
-        orders, table, routes, route_of = read_csv(text, name)
-        if retime:
-            schedule = Schedule.from_orders(name, orders, routes, route_of)
-        else:
-            op, microbatch, chunk = table
-            schedule = Schedule(name, op, microbatch, chunk, routes, route_of)
+        table, routes, route_of = read_csv(text, name)
+        schedule = Schedule(name, *table, routes, route_of)
+        schedule = schedule._retimed(name, schedule._OPS) if retime else schedule
         try:
             schedule.check()
         except ScheduleError as error:
