@@ -293,8 +293,8 @@ class Schedule:
           ScheduleError: if an entry cannot be read, naming its row and column, or the table does
             not pass ``check``.
         """
-        table, routes, route_of = read_csv(text, name)
-        schedule = Schedule(name, *table, routes, route_of)
+        (op, microbatch, chunk), routes, route_of = read_csv(text, name)
+        schedule = Schedule(name, op, microbatch, chunk, routes, route_of)
         schedule = schedule._retimed(name, schedule._OPS) if retime else schedule
         try:
             schedule.check()
