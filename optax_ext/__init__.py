@@ -12,11 +12,6 @@ from optax_ext._delays import pipeline_delays as pipeline_delays
 from optax_ext._describe_factoring import FactoringRow as FactoringRow
 from optax_ext._describe_factoring import FactoringTable as FactoringTable
 from optax_ext._describe_factoring import describe_factoring as describe_factoring
-from optax_ext._discrepancy_correction import (
-    DiscrepancyCorrectionState as DiscrepancyCorrectionState,
-)
-from optax_ext._discrepancy_correction import backward_params as backward_params
-from optax_ext._discrepancy_correction import discrepancy_correction as discrepancy_correction
 from optax_ext._factoring import Factoring as Factoring
 from optax_ext._factoring import FactoringRule as FactoringRule
 from optax_ext._factoring import by_path as by_path
@@ -45,8 +40,11 @@ from optax_ext._parameter_masks import hidden_matrices as hidden_matrices
 from optax_ext._params_history import ParamsHistoryState as ParamsHistoryState
 from optax_ext._params_history import delayed_params as delayed_params
 from optax_ext._params_history import params_history as params_history
-from optax_ext._scale_by_delay import ScaleByDelayState as ScaleByDelayState
-from optax_ext._scale_by_delay import scale_by_delay as scale_by_delay
+from optax_ext._pipemare import DiscrepancyCorrectionState as DiscrepancyCorrectionState
+from optax_ext._pipemare import ScaleByDelayState as ScaleByDelayState
+from optax_ext._pipemare import backward_params as backward_params
+from optax_ext._pipemare import discrepancy_correction as discrepancy_correction
+from optax_ext._pipemare import scale_by_delay as scale_by_delay
 from optax_ext._version import __version__ as __version__
 from optax_ext.low_precision._bfloat16_params import (
     StochasticRoundingState as StochasticRoundingState,

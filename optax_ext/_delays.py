@@ -1,7 +1,6 @@
 """Delays of asynchronous pipelines: how many updates old the parameters of each stage are."""
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -129,12 +128,12 @@ def numbers_in(delays: Any) -> list[Any]:
     return jax.tree.leaves(delays)
 
 
-def check_delays(name: str, delays: Any) -> None:
+def check_delays(delays: Any) -> None:
     for value in numbers_in(delays):
-        check_number(name, value)
+        check_number("delays", value)
 
 
-def delays_of(name: str, delays: Any, leaves: Leaves) -> list[Any]:
+def delays_of(delays: Any, leaves: Leaves) -> list[Any]:
     """Returns the delay of every leaf: a number, or an array of the leaf's rank."""
     if isinstance(delays, delays_by_path):
         own = [delays.resolve(path) for path in leaves.paths]
@@ -146,21 +145,21 @@ def delays_of(name: str, delays: Any, leaves: Leaves) -> list[Any]:
             own = list(map(unboxed, leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))))
         except ValueError as error:
             raise ValueError(
-                f"{name} does not fit the parameters; it needs a number or an array for each of "
+                "delays does not fit the parameters; it needs a number or an array for each of "
                 f"them, or for each subtree: {error}"
             ) from None
     shapes = [tuple(x.shape) for x in leaves.arrays]
-    return list(map(functools.partial(_fit, name), leaves.paths, own, shapes))
+    return list(map(_fit, leaves.paths, own, shapes))
 
 
-def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
+def _fit(path: str, delay: Any, shape: tuple[int, ...]) -> Any:
     """Returns the delay with a dim of size 1 for each trailing dim of ``shape`` that it lacks."""
     own = np.shape(delay)
     if not own:
         return delay
     if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=False)):
         raise ValueError(
-            f"{name} has an array of shape {own} for parameter {path!r} of shape {shape}; an array "
+            f"delays has an array of shape {own} for parameter {path!r} of shape {shape}; an array "
             "must broadcast against the leading dims of its parameter. Choose others for this one "
             "with delays_by_path."
         )
@@ -209,16 +208,16 @@ def map_slots(
     return leaves.unflatten([p if slot is None else fn(p, slot) for p, slot in pairs])
 
 
-def whole_number(name: str, value: Any) -> np.ndarray:
+def whole_number(value: Any) -> np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"{name} sets the shapes of the state and must be known while tracing, got {value}. "
-            f"Under optax.inject_hyperparams name it in static_args."
+            f"delays sets the shapes of the state and must be known while tracing, got {value}. "
+            "Under optax.inject_hyperparams name it in static_args."
         )
     array = np.asarray(value, np.float64)
     if (array != np.floor(array)).any():
         raise ValueError(
-            f"{name} must be whole numbers of updates, got {value}. Round them, for example with "
+            f"delays must be whole numbers of updates, got {value}. Round them, for example with "
             "np.round."
         )
     return array.astype(np.int64)

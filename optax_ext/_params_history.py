@@ -80,14 +80,12 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       >>> print(delayed, params)
       4.0 -2.0
     """
-    check_delays("delays", delays)
+    check_delays(delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.
-    num_versions = max(
-        (int(whole_number("delays", d).max(initial=0)) for d in numbers_in(delays)), default=0
-    )
+    num_versions = max((int(whole_number(d).max(initial=0)) for d in numbers_in(delays)), default=0)
 
     def lags_of(leaves: Leaves) -> list[np.ndarray]:
-        return [whole_number("delays", delay) for delay in delays_of("delays", delays, leaves)]
+        return [whole_number(delay) for delay in delays_of(delays, leaves)]
 
     def init(params: optax.Params) -> ParamsHistoryState:
         leaves = Leaves.of(params)

@@ -13,9 +13,9 @@ from sharding.pipeline._schedules import one_f_one_b as one_f_one_b
 from sharding.pipeline._schedules import zb_h1 as zb_h1
 from sharding.pipeline._schedules import zb_v as zb_v
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule as AsyncSchedule
-from sharding.pipeline.asynchronous._async_schedules import pipedream as pipedream
-from sharding.pipeline.asynchronous._async_schedules import pipedream_2bw as pipedream_2bw
-from sharding.pipeline.asynchronous._async_schedules import pipemare as pipemare
+from sharding.pipeline.asynchronous._async_schedule import pipedream as pipedream
+from sharding.pipeline.asynchronous._async_schedule import pipedream_2bw as pipedream_2bw
+from sharding.pipeline.asynchronous._async_schedule import pipemare as pipemare
 
 _INTERNAL = {"asynchronous"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]

@@ -5,16 +5,14 @@ import re
 
 import numpy as np
 
-from sharding.pipeline._operations import Entry, Op, Place, Route, ScheduleError
+from sharding.pipeline._operations import Op, Place, Route, ScheduleError
 
 _ENTRY = re.compile(r"(\d+)([FBIW])(\d+)")
 _OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
 
 
-def read_csv(
-    text: str, name: str
-) -> tuple[list[list[Entry]], np.ndarray, tuple[Route, ...], tuple[int, ...]]:
-    """The orders of the stages, the table [3, ticks, stages], the routes, and which each takes."""
+def read_csv(text: str, name: str) -> tuple[np.ndarray, tuple[Route, ...], tuple[int, ...]]:
+    """The table [3, ticks, stages], the routes, and which one each micro-batch takes."""
     rows = [line.split(",") for line in text.strip().splitlines()]
     parsed: list[tuple[int, int, Op, int, int]] = []  # stage, tick, op, micro-batch, virtual stage
     first: dict[str, tuple[int, int, str]] = {}  # of each letter: stage, tick, entry
@@ -62,10 +60,7 @@ def read_csv(
     chunks = [itertools.count() for _ in rows]
     routes = tuple(tuple(Place(s, next(chunks[s])) for s in route) for route in distinct)
 
-    orders: list[list[Entry]] = [[] for _ in rows]
     table = np.zeros((3, max(map(len, rows)), len(rows)), np.int32)
     for stage, tick, op, microbatch, v in parsed:
-        operation = (op, microbatch, routes[route_of[microbatch]][v].chunk)
-        orders[stage].append(operation)
-        table[:, tick, stage] = operation
-    return orders, table, routes, route_of
+        table[:, tick, stage] = op, microbatch, routes[route_of[microbatch]][v].chunk
+    return table, routes, route_of

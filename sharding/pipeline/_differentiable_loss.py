@@ -48,7 +48,6 @@ def _loss_forward(pipeline: "Pipeline", params: Tree, microbatches: Any, key: An
 
 
 def _loss_backward(pipeline: "Pipeline", residuals: Tree, cotangents: Tree) -> Any:
-    del pipeline
     grads, like = residuals
     (of_sum, _), _ = cotangents  # weight and aux do not depend on the parameters
     if isinstance(of_sum, SymbolicZero):

@@ -245,7 +245,6 @@ class Executor:
         return read(self.buffers.messages, column["input"])
 
     def _params(self, code: Code, column: Column) -> Params:
-        del code
         return self._chunk_of(self.layers, column), self.shared
 
     def _chunk_of(self, tree: Tree, column: Column) -> Any:
@@ -271,7 +270,6 @@ class Executor:
 
     def _sums_of(self, column: Column) -> Any:
         """The index of a micro-batch's sum and weight in the totals, which are scalars."""
-        del column
         return ...
 
     # --- Shapes -----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sharding.pipeline._csv import read_csv
-from sharding.pipeline._draw import draw
 from sharding.pipeline._operations import (
     LETTERS,
     Costs,
@@ -22,6 +21,9 @@ from sharding.pipeline._operations import (
     table_from_orders,
     virtual_stages,
 )
+
+# The colours of the papers: forward blue, backward green, weights orange; updates red.
+_COLORS = dict(zip(list(Op)[1:], ("#4c78c8", "#59a868", "#e0913a", "#c0504d"), strict=True))
 
 
 class Figures(NamedTuple):
@@ -188,14 +190,12 @@ class Schedule:
                     f"stages on stages below {self.num_stages}, got {route}."
                 )
         places = [place for route in self.routes for place in route]
-        if len(set(places)) != len(places):
-            raise ScheduleError(f"{self.name}: two virtual stages are in one place: {places}.")
         for stage in range(self.num_stages):
             chunks = sorted(place.chunk for place in places if place.stage == stage)
             if chunks != list(range(len(chunks))):
                 raise ScheduleError(
-                    f"{self.name}: the chunks of stage {stage} must be numbered from 0, got "
-                    f"{chunks}."
+                    f"{self.name}: the chunks of stage {stage} must be numbered from 0, each once, "
+                    f"got {chunks}."
                 )
 
     def live(self) -> np.ndarray:
@@ -238,11 +238,15 @@ class Schedule:
 
     def without_backward(self) -> "Schedule":
         """The table of an evaluation: forward passes alone, in order, as early as possible."""
+        return self._retimed(f"{self.name}-forward", [Op.FORWARD])
+
+    def _retimed(self, name: str, ops: Sequence[Op]) -> "Schedule":
+        """The table of some operations, in order, as early as possible."""
         orders: list[list[Entry]] = [[] for _ in range(self.num_stages)]
         for tick, stage, task in self.tasks():
-            if task.op == Op.FORWARD:
+            if task.op in ops:
                 orders[stage].append((task.op, task.microbatch, int(self.chunk[tick, stage])))
-        return Schedule.from_orders(f"{self.name}-forward", orders, self.routes, self.route_of)
+        return Schedule.from_orders(name, orders, self.routes, self.route_of)
 
     @staticmethod
     def from_orders(
@@ -289,12 +293,9 @@ class Schedule:
           ScheduleError: if an entry cannot be read, naming its row and column, or the table does
             not pass ``check``.
         """
-        orders, table, routes, route_of = read_csv(text, name)
-        if retime:
-            schedule = Schedule.from_orders(name, orders, routes, route_of)
-        else:
-            op, microbatch, chunk = table
-            schedule = Schedule(name, op, microbatch, chunk, routes, route_of)
+        (op, microbatch, chunk), routes, route_of = read_csv(text, name)
+        schedule = Schedule(name, op, microbatch, chunk, routes, route_of)
+        schedule = schedule._retimed(name, schedule._OPS) if retime else schedule
         try:
             schedule.check()
         except ScheduleError as error:
@@ -308,7 +309,35 @@ class Schedule:
         ``costs`` are the widths of the boxes, for lockstep time; None draws all ticks alike.
         Returns the matplotlib axes, which are ``ax`` if it is given.
         """
-        return draw(self, ax, costs)
+        import matplotlib.pyplot as plt
+        from matplotlib.colors import to_rgb
+
+        num_ticks, num_stages = self.op.shape
+        if ax is None:
+            width = max(4.0, min(18.0, 0.28 * num_ticks))
+            _, ax = plt.subplots(figsize=(width, 0.6 + 0.35 * num_stages))
+        lengths = np.ones(num_ticks) if costs is None else self._tick_times(costs)
+        starts = np.concatenate([[0.0], np.cumsum(lengths)])
+        for tick, stage, (op, microbatch, _) in self.tasks():
+            length = lengths[tick] if costs is None else costs.of(op)
+            # Chunks are told apart by their lightness.
+            lighter = 0.55 * int(self.chunk[tick, stage]) / max(1, self.num_chunks - 1)
+            color = tuple(c + (1 - c) * lighter for c in to_rgb(_COLORS[op]))
+            span = [(starts[tick], length)]
+            ax.broken_barh(span, (stage - 0.45, 0.9), facecolors=[color], edgecolor="white")
+            style = {"color": "white" if lighter < 0.4 else "black", "fontsize": 7}
+            at = starts[tick] + length / 2, stage
+            ax.text(*at, str(microbatch), ha="center", va="center", **style)
+        ax.set(
+            xlim=(0, starts[-1]),
+            ylim=(num_stages - 0.5, -0.5),
+            yticks=range(num_stages),
+            xlabel="ticks" if costs is None else "time",
+            ylabel="stage",
+            title=self.name,
+        )
+        ax.set_facecolor("#ececec")  # the bubble
+        return ax
 
     def __str__(self) -> str:
         """A line of figures, then a row per stage: operation, micro-batch, letter of the chunk."""

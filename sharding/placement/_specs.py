@@ -71,10 +71,10 @@ def path_str(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def first_names(names: Iterable[str], most: int = 4) -> str:
+def first_names(names: Iterable[str]) -> str:
     """The first of some names, for an error or a table."""
     names = list(names)
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def parameter_path(path: KeyPath) -> str:

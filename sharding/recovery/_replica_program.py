@@ -12,14 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding._types import Tree
 from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.recovery._checksum import as_words, checksum
 from sharding.recovery._machines import Holders, Machines, is_compile_only
 from sharding.recovery._stored_leaf import (
     BlockPlacement,
     StoredLeaf,
     as_data,
+    as_words,
     block_placement,
     check_on_mesh,
+    checksum,
     stored_dtype,
 )
 

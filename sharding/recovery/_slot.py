@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.recovery._checksum import host_checksum
-from sharding.recovery._stored_leaf import StoredLeaf, leaves_from_json
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum, leaves_from_json
 
 _MAGIC = b"optaxsnp"
 # Magic, version, attempt, step, bytes of data, bytes and CRC-32 of the table; then their CRC-32.
@@ -131,12 +130,9 @@ class Slot:
 
     def clear(self) -> None:
         """Discards the snapshot: the first thing that changes when it is written over."""
-        size = _HEADER.size + _CRC.size
-        if self._memory is not None:
-            self._memory[:size] = 0
-        elif self.path.exists():
+        if self.path.exists():
             with open(self.path, "r+b", opener=open_own) as file:
-                file.write(bytes(size))
+                file.write(bytes(_HEADER.size + _CRC.size))
         self.snapshot = None
 
     def reserve(self, num_bytes: int) -> np.ndarray:

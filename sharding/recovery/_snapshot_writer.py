@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from sharding._user_line import warn
-from sharding.recovery._checksum import WORDS
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, Transfer
 from sharding.recovery._slot import BLOCK, Slot, SlotTable, SnapshotId, lock_file, make_private
+from sharding.recovery._stored_leaf import WORDS
 
 _ALIGN = 8
 OWN = -1  # in place of a round

@@ -64,7 +64,6 @@ def transformation(
     def update(
         updates: optax.Updates, state: Tree, params: optax.Params | None = None
     ) -> tuple[optax.Updates, Any]:
-        del params
         mean, new = sync.all_reduce(updates, jax.tree.map(lambda x: x[0], state), axis)
         return mean, jax.tree.map(lambda x: x[None], new)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharding._types import Array, Tree
-from sharding.placement._specs import Axis, check_patterns, plain_path
+from sharding.placement._specs import Axis, check_patterns, first_names, plain_path
 from sharding.sync._dense import dense
 from sharding.sync._interface import GradientSync, RowMethod, is_none, named_leaves, with_all_reduce
 
@@ -54,12 +54,10 @@ def by_path(
         groups = split(flat)
         for pattern, group in zip(rules, groups[:-1], strict=True):
             if not group:
-                paths = [path for path, _ in flat]
-                more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
                 raise ValueError(
                     f"by_path: pattern {pattern!r} is the first match of no path. Remove it, "
                     "correct it, or move it before the others; the paths are "
-                    f"{', '.join(map(repr, paths[:8]))}{more}."
+                    f"{first_names(repr(path) for path, _ in flat)}."
                 )
         return tuple(sync.init(group) for sync, group in zip(syncs, groups, strict=True))
 

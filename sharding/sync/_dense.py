@@ -35,7 +35,6 @@ def dense(dtype: DType = None) -> GradientSync:
 
 def dense_method(dtype: DType = None) -> Method:
     def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
-        del context
         return dense_mean(x.astype(dtype or x.dtype), axes, dim or None)
 
     return stateless(mean, is_linear=True, in_full=True)

@@ -233,7 +233,6 @@ def row_method(
         return jnp.moveaxis(mean(rows_of(jnp.moveaxis(x, dim, 1)), axes, 1), 1, dim)
 
     def of_array(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
-        del context
         if flat and not dim:
             return mean(rows_of_array(x.reshape(x.shape[0], -1)), axes, None).reshape(x.shape)
         return mean_of(x, rows_of_array, axes, dim)

@@ -97,7 +97,6 @@ def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
         return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
     def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
-        del context
         m = form.to_matrices(to_sum_dtype(x) + state["error"]).reshape(count, rows, cols)
         mean, own, q = _power_iteration(m, state["q"], axes)
         mean, error = (form.from_matrices(y.reshape(form.shape), x) for y in (mean, m - own))

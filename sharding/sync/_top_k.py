@@ -137,7 +137,6 @@ def top_k(
 
     def all_reduce_small(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         """The full mean of a small array, with momentum."""
-        del context
         new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
         return new, {"momentum": new}
 

@@ -103,7 +103,6 @@ class AsyncExecutor(Executor):
         return LayerParams(layers), LayerParams(shared)
 
     def _update(self, code: Code, column: Column) -> Result:
-        del code
         buffers = self.buffers
         with jax.named_scope("update"):
             leaves, state = read(buffers.versions, column["version"]), read(buffers.opt_state)

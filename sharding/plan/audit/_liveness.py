@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from sharding.plan.audit._hlo import (
     ARITHMETIC,
@@ -21,23 +21,14 @@ _ALIASES = frozenset(("bitcast", "opt-barrier", "while", "add-dependency"))
 _ELEMENTWISE = ARITHMETIC | {"select", "convert", "copy", "negate", "compare", "and", "or", "not"}
 
 
-class Buffer(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Buffer:
     """Memory that one instruction allocates."""
 
     name: str  # the instruction
-    scope: str  # the operation it was compiled from
     nbytes: float  # without padding
-    readers: tuple[str, ...]  # the scopes of the instructions that read it
-    copy_of: str  # the argument that it is a copy of; empty where it is none
-
-
-@dataclasses.dataclass(eq=False)
-class _Allocation:
-    """Memory that one instruction of a computation allocates."""
-
-    name: str
-    instr: Instruction
-    nbytes: float
+    scope: str = ""  # the operation it was compiled from
+    copy_of: str = ""  # the argument that it is a copy of; empty where it is none
     last: int = 0  # the index of the last instruction that reads it
     readers: set[str] = dataclasses.field(default_factory=set)  # the scopes of all
 
@@ -59,8 +50,8 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
     freed_after = collections.defaultdict(list)
     for buffer in (buffer for buffers in made for buffer in buffers):
         freed_after[buffer.last].append(buffer)
-    live: dict[_Allocation, float] = {}
-    peak, at_peak, of_callee = 0.0, list[_Allocation](), list[Buffer]()
+    live: dict[Buffer, float] = {}
+    peak, at_peak = 0.0, list[Buffer]()
     for i, instr in enumerate(table.values()):
         # Allocate: an in-place instruction takes over an operand of its size that ends here.
         allocated = {buffer: buffer.nbytes for buffer in made[i] if buffer not in results}
@@ -77,36 +68,32 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
         callee_peak, buffers = max(callees, default=(0.0, []), key=lambda callee: callee[0])
         total = sum(live.values()) + callee_peak
         if total > peak:
-            peak, at_peak, of_callee = total, list(live), buffers
+            peak, at_peak = total, [*sorted(live, key=lambda x: x.name), *buffers]
 
         # Free.
         for buffer in freed_after[i]:
             live.pop(buffer, None)
-
-    def buffer_of(x: _Allocation) -> Buffer:
-        readers, copied = tuple(sorted(x.readers)), copied_argument(x.instr, table)
-        return Buffer(x.name, program.scope(x.instr, table), x.nbytes, readers, copied)
-
-    return peak, [*map(buffer_of, sorted(at_peak, key=lambda x: x.name)), *of_callee]
+    return peak, at_peak
 
 
-def _lifetimes(program: Program, table: Table) -> tuple[list[list[_Allocation]], dict[str, Any]]:
+def _lifetimes(program: Program, table: Table) -> tuple[list[list[Buffer]], dict[str, Any]]:
     """What each instruction of a computation allocates, and its value as ``_value`` has it."""
-    made: list[list[_Allocation]] = []
+    made: list[list[Buffer]] = []
     values: dict[str, Any] = {}
     for i, instr in enumerate(table.values()):
         made.append([])
         values[instr.name] = _value(instr, values, made[-1], table, program)
+        scope, copied = program.scope(instr, table), copied_argument(instr, table)
         for buffer in made[-1]:
-            buffer.last = i
+            buffer.scope, buffer.copy_of, buffer.last = scope, copied, i
         # An instruction that renames a buffer does not use it, its users do.
         for buffer in (buffer for name in instr.operands for buffer in _leaves(values.get(name))):
-            buffer.readers.add(program.scope(instr, table))
+            buffer.readers.add(scope)
             buffer.last = buffer.last if instr.op in _RENAMES else i
     return made, values
 
 
-def _leaves(value: Any) -> Iterator[_Allocation]:
+def _leaves(value: Any) -> Iterator[Buffer]:
     if isinstance(value, list):
         for part in value:
             yield from _leaves(part)
@@ -115,13 +102,9 @@ def _leaves(value: Any) -> Iterator[_Allocation]:
 
 
 def _value(
-    instr: Instruction,
-    values: dict[str, Any],
-    made: list[_Allocation],
-    table: Table,
-    program: Program,
+    instr: Instruction, values: dict[str, Any], made: list[Buffer], table: Table, program: Program
 ) -> Any:
-    """What holds a result, with new ones in ``made``: an allocation or None; of a tuple a list."""
+    """What holds a result, with new ones in ``made``: a buffer or None; of a tuple a list."""
     operands = [values.get(name) for name in instr.operands]
 
     # Results without memory of their own.
@@ -141,7 +124,7 @@ def _value(
     if instr.op.endswith("-start"):
         # The type lists the operands as well, before or after the results.
         own = main_bytes(instr.type) - sum(main_bytes(table[name].type) for name in instr.operands)
-        made.append(_Allocation(instr.name, instr, max(own, 0.0)))
+        made.append(Buffer(instr.name, max(own, 0.0)))
         return made[0]
 
     # All others: a buffer for each array that is not an operand updated in place.
@@ -152,7 +135,7 @@ def _value(
             results.append(operands[changed[0]])
         else:
             name = instr.name if len(sizes) == 1 else f"{instr.name}/{i}"
-            made.append(_Allocation(name, instr, size))
+            made.append(Buffer(name, size))
             results.append(made[-1])
     return results if instr.type.startswith("(") else (results or [None])[0]
 

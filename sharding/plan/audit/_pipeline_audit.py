@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sharding.pipeline._instructions import Instructions
@@ -22,9 +22,6 @@ from sharding.plan.audit._hlo import (
     arrays,
     behind,
     bytes_of,
-)
-from sharding.plan.audit._hlo import (
-    Table as Computation,
 )
 from sharding.plan.audit._program_collectives import axes_of_groups, collective_op, device_groups
 from sharding.plan.cost._wire_and_flops import num_permutes
@@ -50,24 +47,10 @@ class TickLoop(NamedTuple):
     runs: int  # how often it starts in a step
     trips: int | None  # its iterations; None where that is not constant
     messages: list[list[Array]]  # the arrays that an iteration permutes, by message
-    kept: tuple[KeptArray, ...] = ()  # the arrays that it keeps
-
-
-def tick_loops(
-    program: Program, mesh: AnyMesh, axis: str, microbatches: int, rows: int
-) -> list[TickLoop]:
-    """The innermost loops that permute along the mesh axis of the stages, in program order.
-
-    Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
-    ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
-    """
-    loops = list(_sending(Frame(program, program.entry), 1, mesh, axis))
-    reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
-    return [loop._replace(kept=tuple(reader.kept(loop.instr.name))) for loop in loops]
 
 
 def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[TickLoop]:
-    """The loops that permute, of a computation that runs so often, and of its callees."""
+    """The innermost loops that permute along an axis, of a frame that runs so often; in order."""
     for instr in frame.instructions.values():
         loops = instr.op == "while"
         trips = frame.trip_count(instr) if loops else 1
@@ -108,7 +91,7 @@ def _add_messages(
                     messages[key] += arrays(table[name].type)
 
 
-def _source(table: Computation, name: str) -> str:
+def _source(table: Mapping[str, Instruction], name: str) -> str:
     """The instruction that made a value, perhaps in a tuple, before it was renamed or cast."""
     instr = table[name]
     while len(instr.operands) == 1 and instr.operands[0] in table:
@@ -127,8 +110,8 @@ class _CarryReader:
 
     program: Program
     loops: dict[str, TickLoop]
-    microbatches: int
-    rows: int
+    microbatches: int  # activations with such a dim 0 are kept, if they are computed before
+    rows: int  # the layers of a stage: dim 0 of its stacked parameters
 
     def kept(self, name: str) -> Iterator[KeptArray]:
         """The arrays that a loop keeps: they change in it, or were made for it before."""
@@ -192,7 +175,7 @@ class _CarryReader:
             return False
         return self._is_computed(table, instr)
 
-    def _is_computed(self, table: Computation, instr: Instruction) -> bool:
+    def _is_computed(self, table: Mapping[str, Instruction], instr: Instruction) -> bool:
         """Whether a value is more than an argument that was moved, cast or gathered."""
         for _ in range(len(table)):
             called = [self.program.computations[name] for name in instr.callees("calls")]
@@ -359,15 +342,16 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
     schedule = pipeline.schedule
     figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
     num_layers = max(pipeline.layer_counts)
-    sizes = {"microbatches": schedule.num_microbatches, "rows": schedule.num_chunks * num_layers}
-    loops = tick_loops(program, mesh, pipeline.axis, **sizes)
+    loops = list(_sending(Frame(program, program.entry), 1, mesh, pipeline.axis))
+    sizes = schedule.num_microbatches, schedule.num_chunks * num_layers
+    reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, *sizes)
     sent = [message for loop in loops for message in loop.messages]
     message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
     sums, stored = list[KeptArray](), list[KeptArray]()
     for loop in loops:  # loops run one after the other: those that hold most
-        returned = [kept for kept in loop.kept if kept.returned]
-        results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
-        others = [kept for kept in loop.kept if kept not in results]
+        found = list(reader.kept(loop.instr.name))
+        results = [x for x in found if x.returned and not _is_aux(x.array, pipeline, message)]
+        others = [x for x in found if x not in results]
         sums, stored = max(sums, results, key=_held), max(stored, others, key=_held)
     result = PipelineAudit(
         schedule=schedule.name,

@@ -264,32 +264,11 @@ def _fill(group: Any, filled: Any, load: Any, period: float) -> tuple[Any, Any]:
     return np.where(fits, group, group + 1), np.where(fits, filled + load, load)
 
 
-def _least_period(
-    loads: Sequence[float],
-    static: Sequence[float],  # bytes of each stage that do not depend on the period
-    stored: Sequence[float],  # bytes of activations of one micro-batch, by stage
-    limits: Sequence[float],
-) -> float:
-    """The least period of a partition whose stages fit their memory, which the largest does."""
-
-    def fits(period: float) -> bool:
-        needs = zip(static, _activation_groups(loads, period), stored, limits, strict=True)
-        return all(fixed + group * each <= limit for fixed, group, each, limit in needs)
-
-    # Groups change only at periods that are sums of consecutive loads, added as groups are filled.
-    chain = loads[::-1]
-    sums = {x for i in range(len(chain)) for x in itertools.accumulate(chain[i:])}
-    candidates = sorted(x for x in sums if x >= max(chain))
-    # Longer periods have no larger groups.
-    return candidates[bisect.bisect_left(candidates, True, key=fits)]
-
-
 def memory_aware_stages(
     layers: Sequence[LayerCost],
     num_stages: int,
     *,
     memory: float | Sequence[float],
-    speeds: Sequence[float] | None = None,
     links: float | Sequence[float] | None = None,
     param_factor: float = 4.0,
 ) -> GroupedStages:
@@ -304,16 +283,15 @@ def memory_aware_stages(
     """
     check_layers(layers, num_stages)
     limits = per_stage("memory", memory, num_stages, math.inf)
-    speeds = per_stage("speeds", speeds, num_stages, 1.0)
     links = per_stage("links", links, num_stages - 1, math.inf)
     # Memory without activations, and of those of one micro-batch.
     idle = [0] * num_stages
-    compute, transfer, static = stage_tables(layers, speeds, links, idle, param_factor)
+    compute, transfer, static = stage_tables(layers, [1.0] * num_stages, links, idle, param_factor)
     stored = over_ranges(np.add, [layer.activation_bytes for layer in layers])  # (L + 1, L + 1)
     none = 2 * num_stages + 1.0  # a group that no stage has
 
-    def found_at(period: float) -> GroupedStages | None:
-        """A partition with this period, or with a shorter one, at its own least period."""
+    def boundaries_at(period: float) -> tuple[int, ...] | None:
+        """A partition with this period, or with a shorter one, if there is any."""
         # By the first layer of a suffix: its first group, how full it is, and the next boundary. A
         # smaller pair, in lexicographic order, is never worse for the stages before.
         groups = np.full(len(layers) + 1, none)
@@ -327,33 +305,29 @@ def memory_aware_stages(
             choice = np.lexsort((full, found))[:, :1]
             groups, filled = (np.take_along_axis(x, choice, 1)[:, 0] for x in (found, full))
             choices.append(choice[:, 0])
-        if groups[0] >= none:
-            return None
-        boundaries = path(choices[::-1], 0)
-        ranges = stages_of(boundaries)
-        loads = [float(x) for s, i, j in ranges for x in (compute[s, i, j], transfer[s, j])][:-1]
-        fixed = [float(static[index]) for index in ranges]
-        each = [float(stored[i, j]) for _, i, j in ranges]
-        least = _least_period(loads, fixed, each, limits)
-        numbers = _activation_groups(loads, least)
-        held = zip(fixed, numbers, each, strict=True)
-        return GroupedStages(boundaries, numbers, tuple(x + g * a for x, g, a in held), least)
+        return path(choices[::-1], 0) if groups[0] < none else None
 
     # All layers and links in one group: the longest period that can help.
     slowest = np.diagonal(compute, 1, 1, 2).max(0).sum()
-    best = found_at(float(slowest + transfer.max(1).sum()))
-    if best is None:
+    longest = np.float64(slowest + transfer.max(1).sum())
+    if boundaries_at(longest) is None:
         excess, _ = least_maximum(static + stored - np.array(limits)[:, None, None])
         raise ValueError(
             f"no partition into {num_stages} stages fits, even with one micro-batch in flight: the "
             f"one that exceeds the memory least lacks {size(excess)} on one device."
         )
-    # Each partition that is found lowers the bound to its own least period.
-    low = 0.0
-    while best.period - low > 1e-3 * best.period:
-        middle = (low + best.period) / 2
-        shorter = found_at(middle)
-        low, best = (middle, best) if shorter is None else (low, shorter)
-    while shorter := found_at(math.nextafter(best.period, 0.0)):
-        best = shorter
-    return best
+
+    # The least period to the last bit: floats from 0 on are in the order of their bits.
+    def period_of(bits: int) -> float:
+        return float(np.int64(bits).view(np.float64))
+
+    shorter = range(int(longest.view(np.int64)))
+    bits = bisect.bisect_left(shorter, True, key=lambda x: bool(boundaries_at(period_of(x))))
+    boundaries = boundaries_at(period_of(bits))
+    assert boundaries is not None
+    ranges = stages_of(boundaries)
+    loads = [float(x) for s, i, j in ranges for x in (compute[s, i, j], transfer[s, j])][:-1]
+    groups = _activation_groups(loads, period_of(bits))
+    pairs = zip(ranges, groups, strict=True)
+    held = (float(static[index] + group * stored[index[1:]]) for index, group in pairs)
+    return GroupedStages(boundaries, groups, tuple(held), period_of(bits))

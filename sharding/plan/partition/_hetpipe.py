@@ -114,7 +114,6 @@ def hetpipe(
     network: float,
     policies: Sequence[str] = POLICIES,
     num_workers: int | None = None,
-    max_concurrent: int | None = None,
     clock_distance: int = 0,
     param_factor: float = 4.0,
     search_order: bool = True,
@@ -124,9 +123,10 @@ def hetpipe(
     A virtual worker with N minibatches in its pipeline finishes min(1 / period, N / latency) of
     them per second: the period is that of its slowest stage or link, the latency the sum of all.
     Throughput is the number of workers times the rate of the slowest; N is the smallest with the
-    highest. A stage stores the activations of N minibatches, the last one those of one. Local
-    staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1. The time of pushing and pulling
-    parameters is not counted (Park et al., HetPipe, USENIX ATC 2020).
+    highest, at most twice the number of stages. A stage stores the activations of N minibatches,
+    the last one those of one. Staleness is s = N - 1 locally and (D + 1)(s + 1) + s - 1 globally.
+    The time of pushing and pulling parameters is not counted (Park et al., HetPipe, USENIX ATC
+    2020).
 
     Args:
       layers: costs of one minibatch.
@@ -134,7 +134,6 @@ def hetpipe(
       network: bytes per second between two nodes.
       policies: allocations to try; those that cannot share the devices equally are left out.
       num_workers: of the policy ``"equal"``; None: as many as nodes.
-      max_concurrent: the largest N; None: twice the number of stages.
       clock_distance: D, waves by which the fastest worker may be ahead.
       param_factor: bytes of parameters, versions, gradients and state for a byte of parameters.
       search_order: whether to try all orders of a worker's devices; else the given one.
@@ -162,8 +161,7 @@ def hetpipe(
         if longest > len(layers):
             reasons.append(f"{policy}: {longest} devices of a worker share {len(layers)} layers.")
             continue
-        most = max_concurrent or 2 * longest
-        candidate, reason = _best_of(allocation, most, fastest, search_order)
+        candidate, reason = _best_of(allocation, 2 * longest, fastest, search_order)
         if candidate is None:
             reasons.append(f"{policy}: {reason}")
         elif best is None or candidate[0] > best[0] * (1 + 1e-12):

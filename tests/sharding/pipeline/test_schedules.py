@@ -138,7 +138,7 @@ def test_orders_that_wait_for_each_other():
     [
         ([ROUTE], [1], "one of the 1 routes"),
         ([(Place(0, 0), Place(2, 0))], [0], "on stages below 2"),
-        ([ROUTE, ROUTE], [0], "two virtual stages are in one place"),
+        ([ROUTE, ROUTE], [0], "chunks of stage 0 must be numbered from 0, each once"),
         ([(Place(0, 0), Place(1, 1))], [0], "chunks of stage 1 must be numbered from 0"),
     ],
 )

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from sharding.recovery import _find_snapshot, _load_state
-from sharding.recovery._checksum import host_checksum
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint, find_snapshot
 from sharding.recovery._load_state import Request, exchange
 from sharding.recovery._slot import BLOCK, OpenSlot, Slot, SlotTable, SnapshotId
-from sharding.recovery._stored_leaf import StoredLeaf
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum
 
 from .states import damage
 

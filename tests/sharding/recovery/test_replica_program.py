@@ -12,12 +12,11 @@ from jax.sharding import NamedSharding
 import sharding as shd
 from sharding.plan.audit._program_collectives import collectives
 from sharding.recovery import _replica_program
-from sharding.recovery._checksum import as_words
 from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, _boxes
 from sharding.recovery._slot import OpenSlot, SlotTable
 from sharding.recovery._snapshot_writer import SlotLayout
-from sharding.recovery._stored_leaf import leaf_paths
+from sharding.recovery._stored_leaf import as_words, leaf_paths
 
 from .states import adamw, box_of, invented_machines, make_state, random_like
 

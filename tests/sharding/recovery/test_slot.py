@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from sharding.recovery import _slot
-from sharding.recovery._checksum import host_checksum
 from sharding.recovery._slot import BLOCK, Slot, SlotTable, SnapshotId, open_slot, slots_in
-from sharding.recovery._stored_leaf import StoredLeaf
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum
 
 HEADER = _slot._HEADER.size + _slot._CRC.size
 LEAVES = [

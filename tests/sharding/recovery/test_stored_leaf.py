@@ -14,11 +14,18 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from sharding.recovery import _checksum, _machines
-from sharding.recovery._checksum import as_words, checksum, host_checksum
+from sharding.recovery import _machines, _stored_leaf
 from sharding.recovery._machines import machines_of, this_machine
 from sharding.recovery._peer_placement import place_replicas
-from sharding.recovery._stored_leaf import SPLIT_BYTES, StoredLeaf, block_placement, stored_dtype
+from sharding.recovery._stored_leaf import (
+    SPLIT_BYTES,
+    StoredLeaf,
+    as_words,
+    block_placement,
+    checksum,
+    host_checksum,
+    stored_dtype,
+)
 
 from .states import box_of, random_bits
 
@@ -165,7 +172,7 @@ DTYPES = [
     *["float8_e4m3", "float8_e4m3b11fnuz", "float8_e8m0fnu"],
 ]
 # The last one in two chunks of a host.
-CHECKED_SHAPES = [(), (3, 0, 2), (3, 5, 7, 2), (3, _checksum._CHUNK // 3 + 5)]
+CHECKED_SHAPES = [(), (3, 0, 2), (3, 5, 7, 2), (3, _stored_leaf._CHUNK // 3 + 5)]
 
 
 def test_devices_compute_what_hosts_do(x64):
@@ -204,10 +211,10 @@ def corrupted(block, at):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_flipped_bits_and_swapped_words_are_seen(size):
     """In all chunks of a host, and between them."""
-    chunk, short = _checksum._CHUNK, random_bits(_checksum.WORDS[size], (24,))
+    chunk, short = _stored_leaf._CHUNK, random_bits(_stored_leaf.WORDS[size], (24,))
     for at in range(short.nbytes):
         assert host_checksum(short) not in list(corrupted(short, at)), at
-    block = random_bits(_checksum.WORDS[size], (chunk + 40,))
+    block = random_bits(_stored_leaf.WORDS[size], (chunk + 40,))
     expected = host_checksum(block)
     for at in (chunk * size - 1, chunk * size, block.nbytes - 1):
         assert expected not in list(corrupted(block, at)), at
