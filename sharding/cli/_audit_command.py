@@ -22,6 +22,7 @@ from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_batch, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
+from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS
 
 # Options about a named model, which a step of the user's own does not read.
@@ -44,7 +45,7 @@ def run_audit(options: Namespace) -> int:
     _check_options(options)
 
     # Compile: each step once, or with several batches.
-    headroom = 0.1 if options.headroom is None else options.headroom
+    headroom = HEADROOM if options.headroom is None else options.headroom
     device, audits, searches = opts.device_of(options), dict[str, Audit](), dict[str, FoundBatch]()
     setup, steps, batch, unit = _steps(options, target)
     for name, step in steps.items():

@@ -8,9 +8,9 @@ from typing import Any
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
 from sharding.plan.cost._pipeline_schedules import SCHEDULES
+from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
-from sharding.plan.search._search import HEADROOM
 from sharding.remat._plan_activations import in_bytes
 
 
@@ -83,7 +83,7 @@ _FIGURES = {
     "--bandwidth GB/S": "of that memory",
     "--tflops": "of dense bfloat16 matrix products",
     "--link GB/S": "what it sends at best",
-    "--network GB/S": "what it sends to other hosts or slices",
+    "--network GB/S": "what it sends to other hosts or slices: its share of the host's network",
 }
 _OF_ALL = (
     "of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units of "
@@ -149,7 +149,7 @@ def audit_options(parser: ArgumentParser) -> None:
         "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
         "--batch on",
         "--headroom SHARE": "with --find-batch: the share of the memory that is left free "
-        "(default: 0.1)",
+        f"(default: {HEADROOM})",
     }
     _add(parser, "model and optimizer", _MODEL | _DTYPES | step)
     stages = {"action": "append"} | _one_of(_STAGES)

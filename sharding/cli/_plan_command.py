@@ -142,7 +142,12 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
     # Less state on the same devices.
     came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
     offloaded = dataclasses.replace(zero, offload="optimizer")
+    in_backward = dataclasses.replace(setup, update="backward")
+    one_view = dataclasses.replace(zero, view="global")
+    by_layer = optimizer_of(options.optimizer, by_layer=True)
+    by_layer = optax_ext.master_weights(by_layer) if options.master else by_layer
     changes: list[tuple[str, Callable[[], Plan]]] = [
+        ("--update-in-backward", lambda: in_backward.plan(one_view, by_layer, state)),
         ("--state 8bit", lambda: setup.plan(zero, state_format="8bit")),
         ("--offload", lambda: setup.plan(offloaded, state_format=state)),
         ("CAME with a bfloat16 momentum and no master weights", lambda: setup.plan(zero, came)),

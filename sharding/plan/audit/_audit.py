@@ -26,10 +26,7 @@ from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._warnings import warnings_of
-from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
-
-# Less than this share of the memory left, and a warning is issued.
-_LEAST_LEFT = 0.1
+from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +154,7 @@ class Audit(Printed):
         if self.host:
             rows.append(("in host memory", size(self.host)))
         if self.kind is not None:
-            tight = (self.headroom or 0) < _LEAST_LEFT
+            tight = (self.headroom or 0) < HEADROOM
             verdict = ("fits, barely" if tight else "fits") if self.fits else "DOES NOT FIT"
             rows.append((f"{with_article(self.kind.name)} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
@@ -287,7 +284,7 @@ def audit(
         tokens=tokens,
         pipeline=of_pipeline,
     )
-    if result.headroom is not None and result.headroom < _LEAST_LEFT:
+    if result.headroom is not None and result.headroom < HEADROOM:
         warnings.insert(0, _tight(result))
     return dataclasses.replace(result, warnings=tuple(warnings))
 

@@ -9,7 +9,7 @@ import jax
 
 from sharding.plan._format import Printed, Table, size
 from sharding.plan.audit._audit import Audit, audit
-from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 
 _LARGEST_STEP = 8  # the next size, in units of the largest that fits
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -62,7 +62,7 @@ def find_batch(
     *,
     device: DeviceKind | str | None = None,
     memory: float | None = None,
-    headroom: float = 0.1,
+    headroom: float = HEADROOM,
     start: int = 1,
     limit: int = 1 << 16,
     unit: int = 1,

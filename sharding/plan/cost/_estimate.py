@@ -23,7 +23,7 @@ from sharding.plan._format import (
     with_article,
 )
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
-from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.model._layer_costs import Activations
 
 _NO_ACTIVATIONS = (
@@ -254,8 +254,6 @@ def with_state_format(
 
 
 _ROOM = 0.2  # the share of the memory that a recommended stage leaves for activations
-# Less than this share left free is warned of; what is recommended where activations are counted.
-_TIGHT = 0.1
 
 
 def activations_counted(stages: Sequence[StagePlan]) -> bool:
@@ -270,7 +268,7 @@ def _recommend(
     if device is None:
         return "", ["What fits is not known: nothing is known of the device's memory."]
     counted = activations_counted(stages)
-    room, use = (_TIGHT, "free") if counted else (_ROOM, "for activations")
+    room, use = (HEADROOM, "free") if counted else (_ROOM, "for activations")
     fitting = [stage for stage in stages if stage.peak <= device.memory]
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
@@ -296,12 +294,12 @@ def _recommend(
             f"({left} here); ties go to the smaller."
         )
     notes = [f"{best.name} is recommended: {why}"]
-    tight = [stage.name for stage in fitting if stage.peak > (1 - _TIGHT) * device.memory]
+    tight = [stage.name for stage in fitting if stage.peak > (1 - HEADROOM) * device.memory]
     if tight:
         leave = "leaves" if len(tight) == 1 else "leave"
         uses = "free: hardly enough for what the allocator loses"
         if not counted:
             uses = "for activations and for what the allocator loses: hardly enough to train"
         names = ", ".join(tight)
-        notes.append(f"warning: {names} {leave} less than {_TIGHT:.0%} of the memory {uses}.")
+        notes.append(f"warning: {names} {leave} less than {HEADROOM:.0%} of the memory {uses}.")
     return best.name, notes

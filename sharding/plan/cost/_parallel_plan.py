@@ -169,8 +169,8 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
     zero += ", spread" if plan.spread else ""
-    zero += ", host" if plan.offload else ", in backward" if plan.update_in_backward else ""
-    zero += " updates" if plan.offload == "update" else ""
+    zero += {False: "", True: ", host", "update": ", host updates"}[plan.offload]
+    zero += ", in backward" if plan.update_in_backward else ""
     zero += ", master" if plan.weights == "master" else ""
     lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
     zero += "".join(f", {word} (lossy)" for word in lossy if word)

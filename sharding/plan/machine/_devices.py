@@ -40,6 +40,8 @@ class DeviceKind:
         return bounds | ({"network": slow / self.network} if slow and self.network else {})
 
 
+# The share of a device's memory that plans leave to its allocator; less is warned of.
+HEADROOM = 0.08
 _UNITS = {"memory": 1, "bandwidth": 1e9, "flops": 1e12}
 _UNITS |= dict.fromkeys(("link", "network", "host_link"), 1e9)
 _A100 = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"

@@ -11,10 +11,10 @@ from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, cells
 from sharding.plan.cost._pipeline_schedules import bubble_share
 from sharding.plan.cost._plan_costs import PipelineStage, PlanCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP
-from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import divisors
-from sharding.plan.search._search import HEADROOM, ChosenPlan, NoPlanFits, machine_of, search
+from sharding.plan.search._search import ChosenPlan, NoPlanFits, machine_of, search
 
 # What a pipeline and the plan without one have in common, if it is kept.
 _OF_BOTH = ("tensor", "offload", "state_format", "weights")

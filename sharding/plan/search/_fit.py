@@ -28,12 +28,12 @@ from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of, zero_of
-from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._fit_machine import FitMachine
 from sharding.plan.search._plan_file import PlanFile
-from sharding.plan.search._search import HEADROOM, ChosenPlan, NoPlanFits, SearchResult, search
+from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.step._checks import check_batch
 from sharding.step._loss import Loss, check_arguments, loss_args
 from sharding.step._rng import microbatch_key

@@ -29,14 +29,12 @@ from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
-from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.model._layer_costs import COMPILED, Implementation
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 
-# The share of device memory that is left to the allocator.
-HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")

@@ -544,7 +544,7 @@ def needing(nbytes):
 @pytest.mark.parametrize(("memory", "unit"), [(10, 1), (1000, 1), (1000, 8), (20_000, 1)])
 def test_find_batch(nbytes, most, memory, unit):
     make, requested = needing(nbytes)
-    found = find_batch(make, memory=memory / 0.9, start=unit, limit=5000, unit=unit)
+    found = find_batch(make, memory=memory / 0.92, start=unit, limit=5000, unit=unit)
     fitting = [b for b in range(unit, 5001, unit) if nbytes(b) <= memory + 1e-6]
     assert found.batch == max(fitting, default=0)
     assert [each.batch for each in found.tried] == requested
