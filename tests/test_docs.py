@@ -4,10 +4,13 @@ The blocks of a page run in order and share their names, as a reader would paste
 """
 
 import ast
+import importlib
+import inspect
 import pathlib
 import pydoc
 import re
 import runpy
+import textwrap
 
 import jax
 import pytest
@@ -27,6 +30,7 @@ PAGES = [ROOT / "README.md", DOCS / "index.md"]
 PAGES += [page for part in PARTS for page in sorted(DOCS.glob(f"{part}/*.md"))]
 # A second or less each; the others are left to CI, and to `make check` when they change.
 QUICK = ("README", "first_run", "factored_moments", "plan", "clusters", "random_keys")
+CONSTRUCTORS = ("__init__", "__post_init__")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -95,6 +99,42 @@ def test_the_api_pages_have_every_public_name():
         exec(f"from {module.__name__} import *", star)
         assert set(dir(module)) == set(star) - {"__builtins__"} == public, module
         assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module
+
+
+def documented():
+    """What the API pages describe, and its public methods."""
+    for page in sorted(DOCS.glob("api/*.rst")):
+        for kind, name in re.findall(r"^\.\. (\w+):: ([\w.]+)$", page.read_text(), re.M):
+            if kind == "currentmodule":
+                module = importlib.import_module(name)
+            if kind in ("autoclass", "autofunction"):
+                found = getattr(module, name)
+                yield found
+                for name, value in vars(found).items() if inspect.isclass(found) else ():
+                    value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+                    if not name.startswith("_") and inspect.isfunction(value) and value.__doc__:
+                        yield value
+
+
+def test_docstrings_have_the_errors_that_are_raised_and_of_functions_arguments_and_an_example():
+    docs = {x: inspect.getdoc(x) for x in documented()}
+    examples = "".join(re.findall(r"(?:>>>|\.\.\.) .*", "\n".join(docs.values())))
+    lacking = []
+    for x, doc in docs.items():
+        words = set(re.findall(r"\w+", doc))
+        parts = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(x)))).body
+        if inspect.isclass(x):
+            parts = [part for part in parts[0].body if getattr(part, "name", "") in CONSTRUCTORS]
+        raised = [n.exc for part in parts for n in ast.walk(part) if isinstance(n, ast.Raise)]
+        raised = {getattr(getattr(error, "func", None), "id", "") for error in raised} - {""}
+        if not re.search(r"[Ee]rrors(, are|\b.* are) those", doc):
+            lacking += [(x, error) for error in raised - words]
+        if "." not in x.__qualname__ and not inspect.isclass(x):
+            lacking += [] if f"{x.__name__}(" in examples else [(x, "example")]
+            if not re.search(r"[Aa]rguments.* are those|arguments it takes|same arguments", doc):
+                lacking += [(x, arg) for arg in inspect.signature(x).parameters if arg not in words]
+    assert len(docs) > 300
+    assert not lacking, lacking
 
 
 def messages():

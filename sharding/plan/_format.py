@@ -175,13 +175,16 @@ def text_of(tables: Sequence[Table]) -> str:
 
 
 def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = None) -> None:
-    """Prints tables, such as the ``tables()`` of a ``Plan``, and sentences below them.
+    """Prints tables, such as the ``tables()`` of a ``Plan``, and ``notes`` below them.
 
     A column whose name ends in ``*`` is highlighted. The ``rich.console.Console`` to print on is by
     default one as wide as the terminal.
 
     Raises:
       ValueError: rich is not installed.
+
+    >>> show([], ["activations are not counted"])
+    activations are not counted
     """
     try:
         from rich import box
