@@ -4,7 +4,7 @@ The blocks of a page run in order and share their names, as a reader would paste
 """
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pathlib
 import pydoc
@@ -39,6 +39,8 @@ def run_blocks(page):
     text = page.read_text()
     names = {"__name__": "__main__"}
     for block in BLOCK.finditer(text):
+        if "import keras" in block[1] and not importlib.util.find_spec("keras"):
+            continue  # no test needs it otherwise
         before = "\n" * text[: block.start(1)].count("\n")
         exec(compile(before + block[1], page, "exec"), names)
 
@@ -156,6 +158,7 @@ def messages():
 def test_the_messages_of_the_error_index_are_raised():
     """With the pages that the index links; pages are named in one form, in the changelog too."""
     raised, changelog = messages(), (ROOT / "CHANGELOG.md").read_text()
+    listed = []
     for named in re.findall(r"\S*docs:\s*\S+", "\n".join([*raised, changelog])):
         page = re.fullmatch(r"`?\(docs: (\w+/\w+)\)[`.,;]?", named)
         assert page is not None, named
@@ -170,6 +173,9 @@ def test_the_messages_of_the_error_index_are_raised():
         links = {link if "/" in link else f"reference/{link}" for link in links}
         assert found, shown
         assert set(re.findall(r"\(docs: (.*?)\)", "".join(found))) == links, shown
+        listed += found
+    unlisted = {m for m in raised if "(docs: " in m} - set(listed)
+    assert not [m for m in unlisted if not any(m in message for message in listed)]
 
 
 def test_the_page_of_versions_has_those_that_are_asked_for_and_tested():
