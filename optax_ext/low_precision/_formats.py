@@ -43,7 +43,7 @@ class Dynamic(_Steps):
       rank1: as for ``Linear``, for rows and columns whose magnitudes differ by decades.
 
     Raises:
-      ValueError: if ``bits`` is neither, or ``block_size`` no power of two of 16 or more.
+      ValueError: if ``bits`` is neither, or ``block_size`` no power of two from 16 on.
 
     Example:
       >>> import optax, optax_ext
@@ -63,9 +63,6 @@ class Linear(_Steps):
       rank1: instead of blocks, an element's scale is the minimum of the maxima of its row, its
         column, and every other dim; arrays of one dim have blocks.
 
-    Raises:
-      ValueError: as ``Dynamic``.
-
     Example:
       >>> import optax, optax_ext
       >>> formats = {"nu": optax_ext.Linear(4, rank1=True)}
@@ -83,9 +80,6 @@ class Float8(_Coded):
     Attributes:
       block_size: elements that share a float32 scale and an exponent of 8 bits.
       expand: whether to raise to a power; if not, a block is only scaled.
-
-    Raises:
-      ValueError: as ``Dynamic``.
 
     Example:
       >>> import optax, optax_ext

@@ -275,11 +275,7 @@ def make_schedule(name: str, *sizes: int) -> Schedule:
 
 
 def schedule_call(name: str, *sizes: int) -> str:
-    """The call that makes it, as code.
-
-    >>> schedule_call("1f1b", 4, 8)
-    'one_f_one_b(4, 8, aligned=False)'
-    """
+    """The call that makes it, as code: ``one_f_one_b(4, 8, aligned=False)``."""
     constructor, options = SCHEDULES[name]
     arguments = [*map(str, sizes), *(f"{key}={value!r}" for key, value in options.items())]
     return f"{constructor.__name__}({', '.join(arguments)})"

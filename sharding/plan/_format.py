@@ -96,11 +96,7 @@ _UNITS |= {"T": 10**12, "TI": 2**40}
 
 
 def read_size(value: Any, name: str = "") -> float:
-    """Reads a number of bytes of something, or a text such as ``"8GiB"``.
-
-    >>> read_size("1.5KiB")
-    1536.0
-    """
+    """Reads a number of bytes of something, or a text such as ``"8GiB"``."""
     text = value.upper() if isinstance(value, str) else ""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]I?)?B?\s*", text)
     if match is None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):

@@ -46,9 +46,6 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
 def plot_audits(audits: Mapping[str, Audit]) -> Any:
     """A stacked bar for each of the ``audits``, by name, as a ``matplotlib.figure.Figure``.
 
-    Raises:
-      ValueError: matplotlib is not installed.
-
     >>> import jax, sharding as shd
     >>> found = shd.audit(jax.jit(lambda x: 2 * x).lower(jax.numpy.ones(1024)))
     >>> plot_audits({"doubled": found}).axes[0].get_title()
@@ -64,9 +61,6 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 
 def plot_search(found: SearchResult) -> Any:
     """Memory and time of the plans ``found``, and their frontier: a ``matplotlib.figure.Figure``.
-
-    Raises:
-      ValueError: matplotlib is not installed.
 
     >>> import optax
     >>> from sharding.plan import MODELS, search

@@ -235,9 +235,7 @@ class Activations(NamedTuple):
 def activations_of(
     model: Decoder, device: DeviceKind, costs: Sequence["LayerCost"], tensor: int = 1
 ) -> Activations:
-    """Bytes of activations in a program without a pipeline, from the ``layer_costs`` of a model.
-
-    ``model``, ``device`` and ``tensor`` are those of the ``costs``.
+    """Activations without a pipeline: ``model``, ``device``, ``tensor`` are those of the ``costs``.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> model, device = MODELS["llama2-7b"], kind_of("h100")
