@@ -50,7 +50,11 @@ class Factoring:
         return bool(self.rows)
 
     def resolve(self, path: str, shape: Dims) -> "Factoring":
-        """Returns the same dims for an array of this shape, counted from the front."""
+        """Returns the same dims for an array of this shape, counted from the front.
+
+        Raises:
+          ValueError: if the array lacks a dim, or two of them are the same.
+        """
         ndim = len(shape)
         for dim in self.rows + self.cols + self.batch:
             if not -ndim <= dim < ndim:

@@ -126,6 +126,12 @@ def noise_scale(state: optax.OptState) -> jax.Array:
 
     Raises:
       ValueError: if the state contains none of ``gradient_noise_scale``, or several.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax.chain(optax_ext.gradient_noise_scale(batch_size=64), optax.sgd(0.1))
+      >>> print(optax_ext.noise_scale(tx.init(jnp.ones(3))))
+      nan
     """
     states = states_of(GradientNoiseScaleState, state)
     if len(states) != 1:

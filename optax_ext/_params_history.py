@@ -136,6 +136,13 @@ def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     r"""Returns each parameter as it was :math:`\tau` updates ago, from ``params_history``.
 
     Arguments and errors are those of ``backward_params``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx, params = optax_ext.params_history(1), jnp.asarray(8.0)
+      >>> _, state = tx.update(jnp.asarray(-2.0), tx.init(params), params)
+      >>> print(optax_ext.delayed_params(params - 2, state))
+      8.0
     """
 
     def oldest(own: ParamsHistoryState) -> Any:

@@ -171,6 +171,13 @@ def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params
     Raises:
       ValueError: if the state contains none of ``discrepancy_correction``, several for a parameter,
         or one of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx, params = optax_ext.discrepancy_correction(1.0, decay=0.0), jnp.asarray(10.0)
+      >>> _, state = tx.update(jnp.asarray(-2.0), tx.init(params))
+      >>> print(optax_ext.backward_params(params - 2, state))  # those of one update ago
+      10.0
     """
     names, state_type = ("backward_params", "discrepancy_correction"), DiscrepancyCorrectionState
 

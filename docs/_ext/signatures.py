@@ -55,7 +55,9 @@ def _fields(cls):
                 if isinstance(item, ast.AnnAssign):
                     default = f" = {_text(_default(item.value))}" if item.value else ""
                     found[item.target.id] = f"{_text(item.annotation)}{default}"
-    return "(" + ", ".join(f"{name}: {text}" for name, text in found.items()) + ")"
+    # ``_: dataclasses.KW_ONLY`` is the star of a signature.
+    shown = ("*" if name == "_" else f"{name}: {text}" for name, text in found.items())
+    return f"({', '.join(shown)})"
 
 
 def _has_source(function):

@@ -42,6 +42,13 @@ class Dynamic(_Steps):
         bits, 128 for 4 bits.
       rank1: as for ``Linear``, for rows and columns whose magnitudes differ by decades.
 
+    Raises:
+      ValueError: if ``bits`` is neither, or ``block_size`` no power of two from 16 on.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax_ext.low_precision_state(optax.adam(1e-3), optax_ext.Dynamic(8, block_size=64))
+
     References:
       Dettmers et al.: 8-bit Optimizers via Block-wise Quantization, ICLR 2022, arXiv 2110.02861.
     """
@@ -56,6 +63,11 @@ class Linear(_Steps):
       rank1: instead of blocks, an element's scale is the minimum of the maxima of its row, its
         column, and every other dim; arrays of one dim have blocks.
 
+    Example:
+      >>> import optax, optax_ext
+      >>> formats = {"nu": optax_ext.Linear(4, rank1=True)}
+      >>> tx = optax_ext.low_precision_state(optax.adam(1e-3), formats=formats)
+
     References:
       Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States, NeurIPS 2023, arXiv 2309.01507.
     """
@@ -69,6 +81,10 @@ class Float8(_Coded):
       block_size: elements that share a float32 scale and an exponent of 8 bits.
       expand: whether to raise to a power; if not, a block is only scaled.
 
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax_ext.low_precision_state(optax.adamw(1e-3), optax_ext.Float8(expand=False))
+
     References:
       Xi et al.: COAT: Memory-Efficient FP8 Training, ICLR 2025, arXiv 2410.19313.
     """
@@ -81,7 +97,12 @@ class Float8(_Coded):
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16:
-    """Float32 without the lower 16 bits of its fraction; there are no scales."""
+    """Float32 without the lower 16 bits of its fraction; there are no scales.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax_ext.low_precision_state(optax.adam(1e-3), optax_ext.BFloat16())
+    """
 
     bits = 16
 

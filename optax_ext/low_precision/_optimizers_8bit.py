@@ -33,7 +33,7 @@ def _in_8_bits(
     make_8_bits.__doc__ = f"""{described} with moments in 8 bits.
 
     Takes the same arguments and wraps it in ``low_precision_state``: {bytes_per_parameter} of state
-    per parameter of a large matrix, rounded stochastically.
+    per parameter of a large matrix, rounded stochastically. Errors are those of both.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext

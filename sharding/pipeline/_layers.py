@@ -47,10 +47,9 @@ class StageRows:
     """Which layers of stacked arrays [layers, ...] are the rows of which stage.
 
     Where all virtual stages have as many layers, arrays are in the order of the stages, and sharded
-    over them along dim 0. Otherwise they are in the order of the model, so that no optimizer sees
-    padding: stages pad their rows within the loss. If the stages divide the layers, arrays are
-    sharded along dim 0, and stages send each other the layers that are elsewhere; if not, along
-    another dim, and an all-to-all sends each stage its layers. Gradients take the way back.
+    over them along dim 0. Otherwise they are in the order of the model, and stages pad their rows
+    within the loss. If the stages divide the layers, arrays are sharded along dim 0, and stages
+    send each other layers that are elsewhere; if not, along another dim, with an all-to-all.
     """
 
     axis: str  # of the mesh

@@ -49,6 +49,15 @@ class Schedule:
     it depends on: ``FORWARD`` on that of the virtual stage before, ``BACKWARD`` on its own forward
     pass and on the backward pass of the virtual stage after, ``WEIGHT`` on its own ``BACKWARD``.
     ``print`` shows the table.
+
+    Raises:
+      ScheduleError: if the tables differ in shape.
+
+    Example:
+      >>> from sharding.pipeline import gpipe
+      >>> schedule = gpipe(stages=2, microbatches=1)
+      >>> schedule.num_ticks, schedule.check().bubble, schedule.to_csv().splitlines()
+      (4, 0.5, ['0F0,,,0B0', ',1F0,1B0,'])
     """
 
     name: str  #: of the family, such as ``"1f1b"``
@@ -113,7 +122,7 @@ class Schedule:
         return not np.any(self.op == Op.BACKWARD)
 
     def tasks(self) -> Iterator[tuple[int, int, Task]]:
-        """Every operation as (tick, stage, task), tick by tick."""
+        """Every operation as (tick, stage, task), by tick; a ``ScheduleError`` at a bad one."""
         at = virtual_stages(self.routes)
         table = np.stack([self.op, self.microbatch, self.chunk], -1)
         for tick, stage in np.argwhere(self.op != Op.IDLE).tolist():
@@ -273,6 +282,9 @@ class Schedule:
 
         An entry is virtual stage, operation and micro-batch; ``I`` is the backward pass of the
         input alone, ``W`` that of the parameters.
+
+        Raises:
+          ScheduleError: if the table has updates, for which the format has no entry.
         """
         if Op.UPDATE in self._OPS:
             raise ScheduleError(f"{self.name}: PyTorch's format has no updates and no versions.")

@@ -98,6 +98,12 @@ def interleaved(
     Raises:
       ValueError: if a number is below 1, or the micro-batches are not a multiple of the stages.
 
+    Example:
+      >>> print(interleaved(stages=2, microbatches=2, chunks=2, aligned=False))
+      interleaved-2: 2 stages, 2 micro-batches, 10 ticks, bubble 20.0 %, live activations 4 3
+      0  F0a F1a F0b F1b .   B0b .   B1b B0a B1a
+      1  .   F0a F1a F0b B0b F1b B1b B0a B1a .
+
     References:
       Narayanan et al.: Efficient Large-Scale Language Model Training on GPU Clusters Using
       Megatron-LM, SC 2021, arXiv 2104.04473.
@@ -132,6 +138,12 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     ``BACKWARD`` is the gradient of the input, ``WEIGHT`` that of the parameters. Bubble
     (S - 1) (F + B - W); every stage stores the activations of up to S micro-batches until
     ``WEIGHT``. Arguments and errors are those of ``gpipe``.
+
+    Example:
+      >>> print(zb_h1(stages=2, microbatches=3))
+      zb-h1: 2 stages, 3 micro-batches, 10 ticks, bubble 10.0 %, live activations 2 2
+      0  F0 F1 .  B0 W0 F2 B1 W1 B2 W2
+      1  .  F0 B0 F1 B1 W0 F2 B2 W1 W2
 
     References:
       Qi, Wan, Huang, Lin: Zero Bubble (Almost) Pipeline Parallelism, ICLR 2024, arXiv 2401.10241.
@@ -207,10 +219,16 @@ def chimera(stages: int, microbatches: int) -> Schedule:
 
     Of every S micro-batches the first half runs down the stages and the second half up. Bubble
     (S - 2) / (2M + S - 2); a stage stores the activations of at most S micro-batches, and twice the
-    parameters.
+    parameters. Arguments are those of ``gpipe``.
 
     Raises:
       ValueError: if the stages are not even, or do not divide the micro-batches.
+
+    Example:
+      >>> print(chimera(stages=2, microbatches=2))
+      chimera: 2 stages, 2 micro-batches, 4 ticks, bubble 0.0 %, live activations 2 2
+      0  F0a F1b B1b B0a
+      1  F1b F0a B0a B1b
 
     References:
       Li, Hoefler: Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
@@ -257,11 +275,7 @@ def make_schedule(name: str, *sizes: int) -> Schedule:
 
 
 def schedule_call(name: str, *sizes: int) -> str:
-    """The call that makes it, as code.
-
-    >>> schedule_call("1f1b", 4, 8)
-    'one_f_one_b(4, 8, aligned=False)'
-    """
+    """The call that makes it, as code: ``one_f_one_b(4, 8, aligned=False)``."""
     constructor, options = SCHEDULES[name]
     arguments = [*map(str, sizes), *(f"{key}={value!r}" for key, value in options.items())]
     return f"{constructor.__name__}({', '.join(arguments)})"

@@ -96,11 +96,7 @@ _UNITS |= {"T": 10**12, "TI": 2**40}
 
 
 def read_size(value: Any, name: str = "") -> float:
-    """Reads a number of bytes of something, or a text such as ``"8GiB"``.
-
-    >>> read_size("1.5KiB")
-    1536.0
-    """
+    """Reads a number of bytes of something, or a text such as ``"8GiB"``."""
     text = value.upper() if isinstance(value, str) else ""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]I?)?B?\s*", text)
     if match is None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
@@ -175,13 +171,16 @@ def text_of(tables: Sequence[Table]) -> str:
 
 
 def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = None) -> None:
-    """Prints tables, such as the ``tables()`` of a ``Plan``, and sentences below them.
+    """Prints tables, such as the ``tables()`` of a ``Plan``, and ``notes`` below them.
 
     A column whose name ends in ``*`` is highlighted. The ``rich.console.Console`` to print on is by
     default one as wide as the terminal.
 
     Raises:
       ValueError: rich is not installed.
+
+    >>> show([], ["activations are not counted"])
+    activations are not counted
     """
     try:
         from rich import box

@@ -22,7 +22,17 @@ _TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 def plot_plans(plans: Mapping[str, Plan]) -> Any:
     """A panel for each plan with a stacked bar for each stage, as a ``matplotlib.figure.Figure``.
 
-    A line shows the memory of the device; much higher bars are clipped and labelled.
+    ``plans`` are by name. A line shows the memory of the device; much higher bars are clipped and
+    labelled.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+
+    >>> import jax, optax, sharding as shd
+    >>> zero = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)))
+    >>> params = {"w": jax.ShapeDtypeStruct((2**15, 2**15), "bfloat16")}
+    >>> plot_plans({"adam": shd.plan.estimate(params, optax.adam(1e-3), zero)}).axes[0].get_title()
+    'adam: 1.07B parameters'
     """
     figure, panels = _figure([len(plan.stages) for plan in plans.values()])
     for axes, (name, plan) in zip(panels, plans.items(), strict=True):
@@ -34,7 +44,13 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
 
 
 def plot_audits(audits: Mapping[str, Audit]) -> Any:
-    """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
+    """A stacked bar for each of the ``audits``, by name, as a ``matplotlib.figure.Figure``.
+
+    >>> import jax, sharding as shd
+    >>> found = shd.audit(jax.jit(lambda x: 2 * x).lower(jax.numpy.ones(1024)))
+    >>> plot_audits({"doubled": found}).axes[0].get_title()
+    'compiled'
+    """
     figure, (axes,) = _figure([len(audits)])
     bars = {name: audited.by_part for name, audited in audits.items()}
     kinds = {audited.kind.memory for audited in audits.values() if audited.kind}
@@ -44,7 +60,14 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 
 
 def plot_search(found: SearchResult) -> Any:
-    """Memory and time of a search's plans and their frontier, as a ``matplotlib.figure.Figure``."""
+    """Memory and time of the plans ``found``, and their frontier: a ``matplotlib.figure.Figure``.
+
+    >>> import optax
+    >>> from sharding.plan import MODELS, search
+    >>> found = search(MODELS["gpt2-small"], optax.adam(1e-3), "h100x1", sequences=8)
+    >>> plot_search(found).axes[0].get_title()
+    'h100x1'
+    """
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:

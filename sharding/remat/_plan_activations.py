@@ -124,6 +124,16 @@ def frontier(
     The arguments are those of ``plan``. Of a loss eight plans are compiled. Of a stack all
     candidates are, seconds each on GPUs, up to a minute on TPUs, with at most ``modes`` choices of
     names. ``print`` shows a table.
+
+    Raises:
+      ValueError: as ``plan``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+      >>> plans = shd.remat.frontier(loss, jnp.ones((64, 64)), jnp.ones((512, 64)))
+      >>> shd.remat.plot({"loss": plans}).axes[0].get_xlabel()
+      'peak of activations and temporaries, GiB'
     """
     if length is None:
         return Frontier(loss_search(loss_fn, params, batch, device, names, offload).frontier())
@@ -153,7 +163,10 @@ def loss_search(
 
 
 def in_bytes(budget: Budget) -> float:
-    """Reads a number of bytes, a text such as ``"8GiB"``, or what a plan leaves of its device.
+    """Reads a number of bytes, a text such as ``"8GiB"``, or what a ``Plan`` leaves of its device.
+
+    Raises:
+      ValueError: if a ``budget`` is none of these, or the plan knows no device or leaves nothing.
 
     >>> in_bytes("1.5KiB")
     1536.0

@@ -132,7 +132,8 @@ class Frontier(list[Any]):
 def plot(frontiers: Mapping[str, Sequence[RematPlan]], others: Any = None) -> Any:
     """A ``matplotlib.figure.Figure`` of bytes against time, a line for each frontier by its name.
 
-    ``others`` are, by name, plans to be shown as points, such as those of presets.
+    ``frontiers`` are as of ``frontier``, whose example draws one. ``others`` are, by name, plans to
+    be shown as points, such as those of presets.
 
     Raises:
       ValueError: matplotlib is not installed.

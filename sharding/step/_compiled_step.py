@@ -33,17 +33,11 @@ class CompiledStep:
 
     Another structure or other shapes compile again, as in ``jax.jit``. ``TrainStep``, ``EvalStep``
     and ``ValueAndGrad`` define ``compile``, where a step is jitted, and may define ``select`` and
-    ``signature``.
-
-    Attributes:
-      zero: the mesh and the stage.
-      microbatches: by which rows must divide, beside the devices.
-      donates: whether the function donates the state.
-      snapshot: the store whose snapshots of the state the function copies.
+    ``signature``. Rows must divide by ``microbatches`` times the devices.
     """
 
-    donates = updates_in_backward = False
-    snapshot: PeerCheckpoints | None = None
+    donates = updates_in_backward = False  # ``donates``: the state
+    snapshot: PeerCheckpoints | None = None  # the store whose snapshots the function copies
 
     def __init__(self, zero: Any, microbatches: int = 1):
         if not self.updates_in_backward:

@@ -93,13 +93,9 @@ class GlobalLoss:
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
     ) -> Any:
-        """What the loss returns.
+        """What the loss returns for ``params``, as between steps, and ``args`` of ``specs``.
 
-        Args:
-          params: as they are held between steps.
-          taps: what is differentiated in the place of the trained ones, as their gradients.
-          args: of the loss, after the parameters.
-          specs: of ``args``.
+        ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
         held = self.cast(params)
         if not self._typed:

@@ -69,9 +69,8 @@ def gradients(
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
     Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros. With
-    ``early_shards`` it returns the shards of the parameters too: an update that waits for all
-    gradients would hold all unsharded parameters until then, only to take its shards of them. (An
-    update that does not wait holds one at a time, and shards beside them are additional.)
+    ``early_shards`` it returns the shards of the parameters too, for an update that waits for all
+    gradients and would hold all unsharded parameters until then.
     """
     if layout.view == "global":
         return Gradients(*global_gradients(layout, spec, loss, params, inputs))

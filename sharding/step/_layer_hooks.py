@@ -60,12 +60,9 @@ class HookedLoss:
     """A traced loss of parameters, which come first, and of other arguments."""
 
     def __init__(self, closed: Any, hook: Hook, recompute: bool):
-        """Of a trace.
+        """Of a trace, made while calls of ``gather`` mark arrays.
 
-        Args:
-          closed: the trace, made while calls of ``gather`` mark arrays.
-          hook: of the parameters.
-          recompute: whether loops fetch again in the backward pass, and store what is held.
+        With ``recompute`` loops fetch again in the backward pass, and store what is held.
         """
         self.closed, self.hook, self.recompute = closed, hook, recompute
         self.eqn: Any = None  # that is being evaluated

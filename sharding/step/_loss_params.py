@@ -52,13 +52,9 @@ def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
 def call_loss(
     plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array], args: tuple[Any, ...]
 ) -> Any:
-    """What the loss returns.
+    """What the loss returns for ``params``, as the device holds them, and ``args``.
 
-    Args:
-      plan: of the step.
-      inputs: the differentiated ones, and in their places the parameters without a gradient.
-      params: as the device holds them.
-      args: of the loss, after its parameters.
+    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
     """
     loss, dtypes = plan.loss, [param.loss_dtype for param in plan.params]
     syncs = _backward_syncs(plan)

@@ -78,11 +78,7 @@ class _Device:
     ) -> tuple[Sums, Any, Any]:
         """Loss and gradients of a micro-batch, the model state after it, and its aux.
 
-        Args:
-          microbatch: of the batch.
-          index: its number.
-          model_state: before it.
-          sums: refs to which gradients are added, in place of returning them.
+        ``sums`` are refs to which gradients are added, in place of returning them.
         """
         plan, loss = self.plan, self.loss
         trained = [x for x, param in zip(self.inputs, plan.params, strict=True) if param.trained]
@@ -126,14 +122,7 @@ class _Device:
 
 
 def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs) -> Accumulated:
-    """Runs the micro-batches one after the other.
-
-    Args:
-      plan: of the step.
-      loss: that of the plan, and its options.
-      params: as this device holds them.
-      inputs: of the loss.
-    """
+    """Runs the micro-batches one after the other, with ``params`` as this device holds them."""
     steps = loss.microbatches
     taps = differentiated(plan, params, accumulates=IN_PLACE and steps > 1)
     device = _Device(plan, loss, params, taps, inputs.key)

@@ -57,14 +57,7 @@ class TracedLoss:
     def __init__(
         self, layout: Layout, fn: Callable[..., Any], params: Tree, specs: Tree, args: Any
     ):
-        """Traces.
-
-        Args:
-          layout: the mesh.
-          fn: of the tree of parameters, and ``args``.
-          params: types, as the loss gets them.
-          specs: of ``params``, between steps.
-          args: types.
+        """Traces ``fn(params, *args)`` of types; ``specs`` are those of ``params`` between steps.
 
         Raises:
           ValueError: if devices could wait for each other in a collective of the loss.

@@ -58,16 +58,9 @@ def update(
     """A train state after one step: the shards are updated, then the parameters gathered.
 
     The transformation sees arrays with their global shapes; the partitioner inserts the sums over
-    shards. Untrained parameters stay unchanged. Runs inside ``on_mesh``.
-
-    Args:
-      layout: the mesh and the stage.
-      spec: how the parameters are placed and trained.
-      opt_specs: the specs of the optimizer state.
-      state: a ``TrainState``, or a pair ``(params, opt_state)``.
-      grads: placed as ``spec.placed.shards``.
-      transform: the ``shard_update``, with its extra arguments.
-      shards: of the parameters, if they are taken already.
+    shards. Untrained parameters stay unchanged. Runs inside ``on_mesh``. ``opt_specs`` place the
+    optimizer state, ``spec.placed.shards`` the ``grads``. ``transform`` is the ``shard_update``
+    with its extra arguments; ``shards`` are those of the parameters, if they are taken already.
     """
     placed = spec.placed
     params, opt_state = state if isinstance(state, tuple) else (state.params, state.opt_state)

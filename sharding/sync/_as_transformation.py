@@ -71,10 +71,16 @@ def transformation(
 
 
 def resize(state: Tree, num_devices: int) -> Any:
-    """The state of a gradient sync, arrays (devices, ...), for another number of devices.
+    """The state of a gradient sync, arrays (devices, ...), for ``num_devices`` others.
 
     Every device starts with the mean of the residuals, so that what is sent later stays the same on
     average; integers are those of the first device. Runs inside ``jit`` too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sharding import sync
+      >>> sync.resize({"error": jnp.array([[1.0], [3.0]])}, 3)["error"].tolist()
+      [[2.0], [2.0], [2.0]]
     """
 
     def resize_array(x: Array) -> jax.Array:

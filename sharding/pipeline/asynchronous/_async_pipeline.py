@@ -51,7 +51,7 @@ class AsyncPipeline:
     The optimizer of a stage sees the parameters of that stage, and those that all stages share:
     ``{"layers": [layers of the stage, ...], ...}``. Shared parameters have one owner: the first
     stage where ``embed`` uses them, the last one where ``head`` does. To change a hyperparameter in
-    the state, pass one for each stage.
+    the state, pass one for each stage. :doc:`/understand/asynchronous` has an example.
 
     Raises:
       ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or

@@ -23,6 +23,9 @@ class AsyncSchedule(Schedule):
     ``microbatch`` is the last one of its minibatch, makes version t + 1 of a stage's parameters
     from version t. Forward and backward passes read the version that the table names. One route
     leads through one group of layers per stage.
+
+    Raises:
+      ScheduleError: as ``Schedule``; also if the last minibatch is not complete.
     """
 
     #: how many updates are in the parameters that an operation reads, and for ``UPDATE`` in those

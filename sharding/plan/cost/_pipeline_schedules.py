@@ -92,9 +92,10 @@ def max_in_flight(
 ) -> int:
     """How many micro-batches have activations on a stage at once; chunks where it has several.
 
-    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``;
-    2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for
-    ``interleaved``; up to S for ``zb-h1``, and 2 S chunks for ``zb-v``; at most all.
+    By the name of a ``schedule``, with S = ``num_stages`` and M = ``microbatches``, on stage s:
+    M for ``gpipe``; S - s for ``1f1b``; 2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``;
+    2 (S - 1 - s) + (V - 1) S + 1 of V ``chunks`` for ``interleaved``; up to S for ``zb-h1``, and
+    2 S chunks for ``zb-v``; at most all.
     Sources: GPipe, NeurIPS 2019; DAPPLE, PPoPP 2021; Megatron-LM, SC 2021; Zero Bubble, ICLR 2024.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
@@ -129,8 +130,9 @@ def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1)
 
 
 def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The idle share of a step whose operations take equal times.
+    """The idle share of a step whose operations take equal times, by the name of a ``schedule``.
 
+    With S = ``num_stages``, M = ``microbatches`` and V = ``chunks`` on each device it is
     (S - 1) / (V M + S - 1), of many micro-batches whose backward passes are split
     (S - 1) / (3 V M + S - 1); 0 without a flush.
 
@@ -153,17 +155,17 @@ def lockstep_seconds(
     weight: float = 0.0,
     last: tuple[float, float] | None = None,
 ) -> float:
-    """The time of a step whose ticks end on all devices at once, without transfers.
+    """The time of a ``schedule`` whose ticks end on all devices at once, without transfers.
 
-    A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
-    device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
-    ``interleaved`` take (V M + S - 1) (F + B); where the last chunk runs both of its own in one
-    tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b``
-    takes S F + (2 M + S - 2) max(F, B); those that split the backward pass about
+    A tick lasts as long as its slowest operation. With S = ``num_stages``, M = ``microbatches``,
+    V = ``chunks`` on each device, and F, B and W seconds of the slowest chunk, ``gpipe``,
+    ``aligned`` and ``interleaved`` take (V M + S - 1) (F + B); where the last chunk runs both of
+    its own in one tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1)
+    B. ``1f1b`` takes S F + (2 M + S - 2) max(F, B); those that split the backward pass about
     (3 V M + S - 1) max(F, B, W); ``2bw`` M (F + B) between two updates.
 
-    ``weight`` is W, the second half of a split backward pass; ``last`` B and W of the last chunk
-    where its forward pass is in B, as in ``Pipeline``.
+    F is ``forward``, B ``backward`` and W ``weight``, the second half of a split backward pass;
+    ``last`` are B and W of the last chunk where its forward pass is in B, as in ``Pipeline``.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)

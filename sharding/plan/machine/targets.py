@@ -151,7 +151,7 @@ def topology(name: str) -> list[jax.Device]:
 
 
 def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """A mesh of Auto axes over all devices of a target, in an order that suits its links.
+    """A mesh of Auto axes over the devices of the target ``name``, ordered to suit its links.
 
     Over several slices the first axis runs across them, and its size is a multiple of their number.
 

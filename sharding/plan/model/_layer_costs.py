@@ -235,7 +235,13 @@ class Activations(NamedTuple):
 def activations_of(
     model: Decoder, device: DeviceKind, costs: Sequence["LayerCost"], tensor: int = 1
 ) -> Activations:
-    """The activations of ``layer_costs``, in a program without a pipeline."""
+    """Activations without a pipeline: ``model``, ``device``, ``tensor`` are those of the ``costs``.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> model, device = MODELS["llama2-7b"], kind_of("h100")
+    >>> round(activations_of(model, device, layer_costs(model, device)).stored / 2**20)
+    528
+    """
     first, *layers, last = costs
     stored, working = sum(x.activation_bytes for x in costs), max(x.working_bytes for x in layers)
     logits = first.activation_bytes * (model.vocabulary // model.shards_of_tokens(tensor))

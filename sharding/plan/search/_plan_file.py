@@ -150,14 +150,14 @@ class PlanFile:
         return None
 
     def schedule(self) -> Schedule:
-        """The schedule of its pipeline; of an asynchronous one that of an evaluation."""
+        """That of its pipeline, or of an evaluation without a flush; else a ``ValueError``."""
         plan = self.plan
         if plan.pipe == 1:
             raise ValueError("the plan has no pipeline, and so no schedule.")
         return schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
 
     def async_schedule(self, updates: int) -> AsyncSchedule:
-        """The schedule of so many updates without a flush."""
+        """The schedule of so many updates without a flush; a ``ValueError`` if it has flushes."""
         plan = self.plan
         if not plan.asynchronous:
             raise ValueError("the plan has no asynchronous pipeline.")
@@ -169,7 +169,7 @@ class PlanFile:
         return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
 
     def pipeline(self, mesh: Any, model: AnyModel) -> Pipeline:
-        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
+        """Its pipeline of a ``Decoder``, else a ``ValueError``, on a mesh with ``mesh_axes``."""
         if not isinstance(model, Decoder):
             raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
         stored: Any = jax.checkpoint(model.block, policy=self.policy)

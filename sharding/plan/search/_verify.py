@@ -90,11 +90,21 @@ def verify(
 ) -> Verification:
     """Compiles the step of a plan for its target, and compares; nothing is run.
 
-    ``tx`` is the transformation without the format of the plan's state and its weights; a plan may
-    take ``memory`` bytes of a device.
+    ``file`` is of a plan for ``model``, ``tx`` the transformation without the format of the plan's
+    state and its weights; a plan may take ``memory`` bytes of a ``device``.
 
     Raises:
       ValueError: the target cannot be compiled for, or the model does not fit the plan.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from sharding.plan import ParallelPlan, TracedModel, kind_of
+    >>> init = lambda dtype: {"w": jnp.zeros((256, 256), dtype)}
+    >>> batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    >>> model = TracedModel(lambda params, x: jnp.mean((x @ params["w"]) ** 2), init, batch)
+    >>> plan = ParallelPlan(microbatch=8, recompute="none", param_bytes=4, grad_bytes=4)
+    >>> file = PlanFile("mine", "adam", "cpu:1", 1, "float32", (), plan, {"memory": 2**20})
+    >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
+    ()
     """
     plan = file.plan
     tx = transformation_of(plan, tx)
