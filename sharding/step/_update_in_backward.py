@@ -290,8 +290,8 @@ def _most_params(graph: Graph, num_params: int) -> str:
     for eqn in graph.equations:
         count = len({views[v][0] for v in eqn.operands if v in views})
         if 2 * count > num_params > 1:
-            at = f"{eqn.primitive.name} at {line_of(eqn.source_info)}"
-            return f"But {count} of {num_params} parameters are operands of one {at}. "
+            one = " at ".join(filter(None, (eqn.primitive.name, line_of(eqn.source_info))))
+            return f"But {count} of {num_params} parameters are operands of one {one}. "
     return ""
 
 
