@@ -28,6 +28,18 @@ class Microbatches(NamedTuple):
 
     number: int
     sum_dtype: Callable[[Any], Any]  # in which gradients of a dtype are accumulated
+    in_turn: bool  # whether one runs forward before the next does
+
+    @property
+    def dims(self) -> int:
+        """How many dims of stacked values are before those of one."""
+        return int(self.number > 1)
+
+    def each(self, one: Callable[[Any], Any], given: Any) -> Any:
+        """The results of each micro-batch, stacked."""
+        if self.number == 1:
+            return one(given)
+        return lax.scan(lambda _, x: (None, one(x)), None, given, self.number)[1]
 
     def zeros(self, x: jax.Array) -> jax.Array:
         """The start of a sum of gradients of an array."""
@@ -89,27 +101,56 @@ class LayerScan(NamedTuple):
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
-        self, loss: GlobalLoss, read: Read, operands: dict[int, Any]
+        self,
+        loss: GlobalLoss,
+        read: Read,
+        operands: dict[int, Any],
+        stacked: set[int],
+        microbatches: Microbatches,
     ) -> tuple[list[Any], dict[int, Any]]:
-        """The results, and what enters each layer, stacked."""
+        """The results, and what enters each layer, stacked; see ``backward``."""
         carried = self.carried
-        consts = {k: x for k, x in operands.items() if k < carried.start}
 
-        def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], Any]:
-            layer, slices = x
-            out = self.layer(loss.use, read(layer), {}, consts | carry | slices)
-            return dict(zip(carried, out, strict=False)), (carry, out[len(carried) :])
+        def step(carry: dict[int, Any], layer: jax.Array) -> tuple[dict[int, Any], Any]:
+            held = read(layer)
+            same, own = self._of_layer(layer, operands, stacked, microbatches)
 
-        xs = {k: x for k, x in operands.items() if k >= carried.stop}
+            def one(each: Any) -> Any:
+                out = self.layer(loss.use, held, {}, same | each)
+                return dict(zip(carried, out, strict=False)), out[len(carried) :]
+
+            after, outs = microbatches.each(one, own | carry)
+            return after, (carry, outs)
+
         start = {k: operands[k] for k in carried}
-        carry, (entered, outs) = self._scan(step, start, xs, backward=False)
+        for k in carried if microbatches.dims else ():
+            if k not in stacked:
+                start[k] = jnp.broadcast_to(start[k], (microbatches.number, *start[k].shape))
+        carry, (entered, outs) = self._scan(step, start, backward=False)
+        outs = [jnp.moveaxis(x, 0, microbatches.dims) for x in outs]
         return [*carry.values(), *outs], entered
 
-    def _scan(self, step: Any, carry: Any, xs: Any, backward: bool) -> Any:
+    def _of_layer(
+        self,
+        layer: jax.Array,
+        operands: dict[int, Any],
+        stacked: set[int],
+        microbatches: Microbatches,
+    ) -> tuple[dict[int, Any], dict[int, Any]]:
+        """What a layer gets, but for what is carried: the same, and one each of micro-batches."""
+        args = {
+            k: x if k < self.carried.start else _at(layer, x, microbatches.dims * (k in stacked))
+            for k, x in operands.items()
+            if k not in self.carried
+        }
+        own = {k: args.pop(k) for k in stacked & args.keys()}
+        return args, own
+
+    def _scan(self, step: Any, carry: Any, backward: bool) -> Any:
         options = self.eqn.params
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
-        xs = jnp.arange(options["length"]), xs
-        return scan_streamed(self.streamed, step, carry, xs, writes=backward, **order)
+        layers = jnp.arange(options["length"])
+        return scan_streamed(self.streamed, step, carry, layers, writes=backward, **order)
 
     def backward(
         self,
@@ -136,26 +177,21 @@ class LayerScan(NamedTuple):
           stacked: the operands that micro-batches have one each of; so they have of all else.
           microbatches: how many.
         """
-        carried, dim = self.carried, int(microbatches.number > 1)
+        carried, dim = self.carried, microbatches.dims
+        entered_dim = dim * microbatches.in_turn
         inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         consts = {k: x for k, x in operands.items() if k < carried.start}
-        sliced = {k: x for k, x in operands.items() if k >= carried.stop}
         shared = operands.keys() - stacked
         of_outs = {j: x for j, x in cotangents.items() if j >= len(carried)}
         chosen = [*(k - carried.start for k in sorted(inner)), *of_outs]
 
-        def at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
-            return lax.dynamic_index_in_dim(x, layer, dim, keepdims=False)
-
-        def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            (layer, _), (after, sums) = x, carry
+        def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
+            after, sums = carry
             held = read(layer)
             taps = {i: loss.tap(i, x.shape) for i, x in held.items()}
-            args = consts | {k: at(layer, x, dim * (k in stacked)) for k, x in sliced.items()}
-            same = {k: x for k, x in args.items() if k in shared}
-            each = {k: x for k, x in args.items() if k in stacked}
-            each |= {k: at(layer, x, dim) for k, x in entered.items()}
-            later = {j: at(layer, x, dim) for j, x in of_outs.items()}
+            same, each = self._of_layer(layer, operands, stacked, microbatches)
+            each |= {k: _at(layer, x, entered_dim) for k, x in entered.items()}
+            later = {j: _at(layer, x, dim) for j, x in of_outs.items()}
 
             def one(each: Any) -> tuple[Any, Any]:
                 each, after, later = each
@@ -183,13 +219,13 @@ class LayerScan(NamedTuple):
             after = {k: given[k] for k in after}
             return (after, sums), (
                 take(layer, grads),
-                {k: given[k] for k in wanted & sliced.keys()},
+                {k: given[k] for k in wanted - consts.keys()},
             )
 
         after = {
             k: cotangents[k - carried.start]
             if k - carried.start in cotangents
-            else jnp.zeros_like(lax.index_in_dim(entered[k], 0, dim, keepdims=False))
+            else jnp.zeros_like(lax.index_in_dim(entered[k], 0, entered_dim, keepdims=False))
             for k in sorted(inner)
         }
         sums = {
@@ -197,9 +233,13 @@ class LayerScan(NamedTuple):
             for k, x in consts.items()
             if k in wanted
         }
-        (after, sums), (taken, slices) = self._scan(step, (after, sums), {}, backward=True)
+        (after, sums), (taken, slices) = self._scan(step, (after, sums), backward=True)
         slices = {k: jnp.moveaxis(x, 0, dim * (k in stacked)) for k, x in slices.items()}
         return after | sums | slices, taken
+
+
+def _at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
+    return lax.dynamic_index_in_dim(x, layer, dim, keepdims=False)
 
 
 def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:

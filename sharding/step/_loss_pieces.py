@@ -169,55 +169,84 @@ class LossPieces:
           model_state: the first.
           each: of the micro-batches, stacked if there are several.
         """
-        if self.microbatches.number == 1:
-            return self._forward(read, jax.tree.leaves(arguments(model_state, each)))
+        many = self.microbatches
+        if many.number == 1 or not many.in_turn:
+            args = many.each(lambda x: jax.tree.leaves(arguments(model_state, x)), each)
+            values, pieces = self._earlier(read, args, many)
+            each = {v: values[v] for v in self.pieces[-1].given}
+            values = self._kept(values)
+        if many.number == 1:
+            results, cotangents, grads = self._last(each)
+            return results, ForwardPass(values, pieces, cotangents, grads)
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            model_state, sums = carry
-            results, kept = self._forward(read, jax.tree.leaves(arguments(model_state, x)))
-            total, weight, model_state, more = results
-            for i, g in kept.grads.items():
+            (model_state, sums), kept = carry, None
+            if many.in_turn:
+                args = jax.tree.leaves(arguments(model_state, x))
+                x, pieces = self._earlier(read, args, many._replace(number=1))
+                kept = self._kept(x), pieces
+            (total, weight, model_state, more), cotangents, grads = self._last(x)
+            for i, g in grads.items():
                 sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
-            return (model_state, sums), ((total, weight, more), kept._replace(grads={}))
+            return (model_state, sums), ((total, weight, more), cotangents, kept)
 
-        zeros = self._by_param(self._taps(self.pieces[-1], self.microbatches.sum_dtype))
-        (model_state, grads), (results, kept) = jax.lax.scan(step, (model_state, zeros), each)
-        total, weight, more = results
+        zeros = self._by_param(self._taps(self.pieces[-1], many.sum_dtype))
+        carry, (results, cotangents, kept) = jax.lax.scan(step, (model_state, zeros), each)
+        (model_state, grads), (total, weight, more) = carry, results
+        if many.in_turn:
+            values, pieces = kept
         weights = to_sum_dtype(weight)
         share = weights * inverse_weight(jnp.sum(weights))
 
         def scale(x: jax.Array) -> jax.Array:
             return x * jnp.expand_dims(share, range(1, x.ndim)).astype(x.dtype)
 
-        cotangents = {v: scale(x) for v, x in kept.cotangents.items()}
+        cotangents = {v: scale(x) for v, x in cotangents.items()}
         grads = {i: g * inverse_weight(jnp.sum(weights)).astype(g.dtype) for i, g in grads.items()}
-        kept = kept._replace(cotangents=cotangents, grads=grads)
-        return (total, weight, model_state, more), kept
+        return (total, weight, model_state, more), ForwardPass(values, pieces, cotangents, grads)
 
-    def _forward(self, read: Sequence[Read], args: Any) -> tuple[Any, ForwardPass]:
+    def _kept(self, values: dict[int, Any]) -> dict[int, Any]:
+        return {v: values[v] for piece in self.pieces[:-1] for v in piece.given}
+
+    def _earlier(
+        self, read: Sequence[Read], args: Any, microbatches: Microbatches
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """The values of all pieces but the last, and what each stores."""
         values = dict(zip(range(len(self.held), len(self.graph.types)), args, strict=False))
-        *earlier, last = self.pieces
         pieces: list[Any] = []
-        for piece in earlier:
+        for piece in self.pieces[:-1]:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                outs, kept = piece.loop.forward(self.loss, read[piece.loop.number], operands)
+                loop = piece.loop
+                outs, kept = loop.forward(
+                    self.loss, read[loop.number], operands, self._stacked(loop), microbatches
+                )
             elif self._stores_derivatives:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
                 )
             else:  # computed again
-                outs, kept = self._run(piece, {}, values), None
+                given = {v: values[v] for v in piece.given}
+                run = functools.partial(self._run, piece, {})
+                outs, kept = microbatches.each(run, given), None
             values |= zip(piece.results, outs, strict=True)
             pieces.append(kept)
+        return values, pieces
+
+    def _last(self, values: dict[int, Any]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+        """The results of the loss, the cotangents of earlier values, and gradients."""
+        last = self.pieces[-1]
         outs, derivative = self._derivative(last, values, {last.values[0]})
         results = jax.tree.unflatten(self.graph.out_treedef, outs)
         total, weight = results[:2]
         # Divided before it is differentiated: float16 overflows in sums.
         seed = inverse_weight(jnp.asarray(weight, total.dtype))
         grads, cotangents = derivative({last.values[0]: seed})
-        values = {v: values[v] for piece in earlier for v in piece.given}
-        return results, ForwardPass(values, pieces, cotangents, self._by_param(grads))
+        return results, cotangents, self._by_param(grads)
+
+    def _stacked(self, loop: LayerScan) -> set[int]:
+        """The operands that micro-batches have one each of."""
+        return {k for k, v in loop.others.items() if v in self._of_batch}
 
     def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[int, jax.Array]:
         """What is differentiated in the place of parameters: zeros."""
@@ -321,7 +350,7 @@ class LossPieces:
             entered,
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
-            {k for k, v in others.items() if v in self._of_batch},
+            self._stacked(loop),
             self.microbatches,
         )
         cotangents: dict[int, Any] = {}

@@ -17,6 +17,7 @@ from jax import lax
 
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
+from sharding._user_line import line_of
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.offload._streamed_layers import HostStack
@@ -32,7 +33,7 @@ from sharding.step._global_gradients import (
     names_types,
     split_rows,
 )
-from sharding.step._layer_scan import Microbatches, find_loops
+from sharding.step._layer_scan import Microbatches, cast_params, find_loops
 from sharding.step._layer_updates import (
     OTHERWISE,
     LayerState,
@@ -99,15 +100,18 @@ def update_in_backward(
         for loop, stack in zip(loops, stacks, strict=True)
         if stack
     ]
-    microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator)
+    in_turn = bool(jax.tree.leaves(inputs.model_state))
+    microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
     pieces = LossPieces(run, cast, traced, loops, microbatches)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
             "gradients at its end. It looks for loops, lax.scan (nn.scan of Flax), that slice "
             "stacked parameters along their first dim, and for parameters that are used one after "
-            "the other. What is inside of jax.checkpoint, lax.cond and other loops does not count: "
-            f"put jax.checkpoint around each layer, {OTHERWISE}."
+            f"the other. {_most_params(traced, len(leaves))}What is inside of jax.checkpoint, of "
+            "lax.cond and other loops, and of a loss by remat.plan that computes operations again, "
+            "does not count: pass the loss itself, with jax.checkpoint around each layer, "
+            f"{OTHERWISE}."
         )
 
     def gradient(i: int, x: jax.Array) -> jax.Array:
@@ -278,6 +282,17 @@ def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
             "update='backward' traces it for Auto axes. Use jax.lax.with_sharding_constraint, "
             f"{OTHERWISE}. jax says: {error}"
         ) from error
+
+
+def _most_params(graph: Graph, num_params: int) -> str:
+    """A sentence about the operation that takes most of several parameters, if one does."""
+    views = cast_params(graph, num_params)
+    for eqn in graph.equations:
+        count = len({views[v][0] for v in eqn.operands if v in views})
+        if 2 * count > num_params > 1:
+            one = " at ".join(filter(None, (eqn.primitive.name, line_of(eqn.source_info))))
+            return f"But {count} of {num_params} parameters are operands of one {one}. "
+    return ""
 
 
 def _squares(grads: dict[int, jax.Array]) -> Any:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext import Factoring, by_path, last_two_dims
+from sharding._jaxprs import inner_jaxprs
 
 from .. import model
 from . import runs
@@ -61,12 +62,12 @@ def two_stacks(p, batch, key):
     return (losses.sum(), weight.sum() * WIDTH), {"norms": jnp.mean(norms), "x": x[:, 0, 0]}
 
 
-def numbered(p, batch, wrap=lambda layer: layer):
-    """Layers without a loop, one used twice, which share biases."""
+def numbered(p, batch):
+    """Layers without a loop, one used twice and one computed again, which share biases."""
     x = p["embed"][batch["tokens"]]
-    layer = wrap(lambda x, w, b: x + jnp.tanh(x @ w["in"] + b[None]) @ w["out"])
+    layer = lambda x, w, b: x + jnp.tanh(x @ w["in"] + b[None]) @ w["out"]  # noqa: E731
     for i in (0, 1, 2, 0):
-        x = layer(x, p["layers"][i], p["b"])
+        x = (jax.checkpoint(layer) if i == 1 else layer)(x, p["layers"][i], p["b"])
     return cross_entropy(p, x, batch["tokens"]).mean()
 
 
@@ -246,6 +247,23 @@ def test_streamed_from_host_memory(tx, loss_fn, microbatches, stage, mesh, kind)
     assert described == sum(x.nbytes for x in shards)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_layers_are_streamed_once_for_all_microbatches(microbatches):
+    def moved(jaxpr):
+        puts = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "device_put")
+        inside = (
+            eqn.params.get("length", 1) * sum(map(moved, inner_jaxprs(eqn))) for eqn in jaxpr.eqns
+        )
+        return sum(inside) + sum(x.aval.size for eqn in puts for x in eqn.outvars)
+
+    zero = runs.zero_of(2, "one", view="global", **ON_HOST)
+    make = runs.make_train_state_of(lambda: make_params(scanned), ADAMW)
+    step = zero.train_step(scanned, tx=ADAMW, update="backward", microbatches=microbatches)
+    traced = jax.make_jaxpr(step)(zero.abstract_state(make, tx=ADAMW), zero.put(data(0)))
+    # The stack and its moments, there and back, and the stack once more in the forward pass.
+    assert moved(traced.jaxpr) == 7 * LAYERS * WIDTH**2
+
+
 OTHERS = [
     (AxisType.Auto, 1, jnp.float32, 2, "one"),
     (AxisType.Explicit, 2, jnp.float64, 3, "tensor"),
@@ -340,6 +358,7 @@ def unsliced(p, b):
 
 REFUSED = [
     *({"loss_fn": fn, "match": "found no layers in the loss: the back"} for fn in NO_LAYERS),
+    {"loss_fn": NO_LAYERS[1], "match": r"3 of 3 parameters are .* one \w+ at .*backward.py:\d+"},
     {
         "tx": optax.stateless(by_smallest),
         "match": "'0/w' depends on the gradient of '0/embed' too, in",
