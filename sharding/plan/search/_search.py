@@ -305,7 +305,6 @@ def search(
         in_backward=(False, True) if update_in_backward else (False,),
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
-        gathers_again=isinstance(model, TracedModel) and model.trace.has_loops,
         param_bytes=costs.param_bytes,
         state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
