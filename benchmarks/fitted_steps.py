@@ -113,9 +113,9 @@ def main() -> None:
             "fitted_steps",
             "Steps that fit chose, beside settings written by hand",
             f"Adam, 8 virtual devices of {_results.machine('cpu')}. By hand: stages 0 to 3 with 1 "
-            "and 2 micro-batches, and with all computed again, every parameter sharded; those count "
-            "that need no more than the median of the twelve, which is the limit of fit, too. "
-            "Settings take turns, 4 steps each; medians of 25 rounds.",
+            "and 2 micro-batches, and with all computed again, every parameter sharded. Limit of "
+            "memory, also of fit: the median of the twelve; those count that fit. Settings take "
+            "turns, 4 steps each; medians of 25 rounds.",
             table,
         )
 
