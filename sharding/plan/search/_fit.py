@@ -220,8 +220,6 @@ def fit(
     ):
         if not valid:
             raise ValueError(f"{words}, got {value!r}.")
-    if measure and target is not None:
-        raise ValueError("measure runs steps on the devices of this process: leave target out.")
     if zero and (target is not None or zero.sync):
         raise ValueError(
             "zero has devices in its mesh, and fit chooses: leave out target and sync."
@@ -382,7 +380,7 @@ class _FitRequest:
         """The fastest plans of so many planned bytes."""
         asked = self.asked | more
         if largest:
-            asked["keep"] = asked["keep"] | {"microbatches": 1}
+            asked["keep"] = {"microbatches": 1} | asked["keep"]
         device, (computing, others) = self.machine.kind, self.slower
         slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
         speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
