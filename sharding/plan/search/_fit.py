@@ -228,7 +228,7 @@ def fit(
     asked = {"keep": dict(keep or {}), "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
-        raise ValueError(f"measure runs steps, which {machine.target} does not: it only compiles.")
+        raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
     own = zero, param_specs
     request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
     largest = examples == "largest"
@@ -299,9 +299,9 @@ def fit(
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([dataclasses.asdict(proof) for proof in proofs], indent=2))
+        _write(path, [dataclasses.asdict(proof) for proof in proofs])
         if measure and speeds:
-            speeds.write_text(json.dumps(request.slower))
+            _write(speeds, request.slower)
     return request.fitted(proofs)
 
 
@@ -585,6 +585,13 @@ def _check_trace(model: TracedModel) -> None:
         raise ValueError(
             f"the loss calls functions of the host ({', '.join(calls)}): leave them out."
         )
+
+
+def _write(path: pathlib.Path, value: Any) -> None:
+    """Writes a file that is whole, whenever this process ends."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2))
+    part.replace(path)
 
 
 def _of_all(value: float) -> np.ndarray:

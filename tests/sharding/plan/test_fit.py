@@ -439,7 +439,7 @@ LOSS, STATE, BATCH = small()
         ({"target": 8}, "target must be a name such as 'h100x8', got 8"),
         ({"target": "cpu:16"}, "'cpu:16' was requested, 8 CPU devices were found"),
         ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
-        ({"target": "h100x8", "measure": True}, "which h100x8 does not: it only compiles"),
+        ({"target": "l40sx8", "measure": True}, "and l40sx8 is another machine"),
         ({"zero": 2}, "zero must be a Zero on a mesh of devices, got 2"),
         *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
         ({"examples": "largest", "keep": {"microbatches": 2}}, "microbatches=2 is none of 1"),
