@@ -457,7 +457,8 @@ class _FitRequest:
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted, times, (least, most) = self.fitted([proof]), [], _RUNS
+        fitted, (least, most) = self.fitted([proof]), _RUNS
+        times: list[float] = []
         batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
         state = fitted.init(*self.args)
         runs = least + 1  # the first one compiles
