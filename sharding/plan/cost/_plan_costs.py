@@ -486,7 +486,10 @@ class TracedCosts(PlanCosts):
 
     def activations(self, plan: ParallelPlan) -> Activations:
         traced, kept = (self.traced(n, plan.recompute) for n in (plan.microbatch / plan.tensor, 0))
-        return Activations(traced.stored - kept.stored, traced.working, copied=kept.stored)
+        # Programs may hold what layers gathered to the end, where these are no loop.
+        again = plan.stage < 3 or plan.recompute != "none" or self.model.trace.has_loops
+        held = 0.0 if again else sum(self._sizes) * self.param_bytes / plan.tensor
+        return Activations(traced.stored - kept.stored + held, traced.working, copied=kept.stored)
 
     def batch(self, plan: ParallelPlan) -> float:
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))

@@ -159,7 +159,7 @@ class TracedModel:
     loss_fn: Callable[..., Any]  #: ``loss_fn(params, batch)``, a mean over dim 0 of all arrays
     init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
     example: Any  #: a batch, real or abstract: how many examples it has does not matter
-    tokens: int = 1  #: of one example
+    length: int = 1  #: tokens of an example
     zero: Any = None  #: a ``Zero`` of one's own, whose mesh and axes plans keep
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
 
@@ -201,11 +201,6 @@ class TracedModel:
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         return jax.tree.map(of_size, self.example)
-
-    @property
-    def length(self) -> int:
-        """Tokens of an example, as a model of sequences has it."""
-        return self.tokens
 
     @property
     def size(self) -> int:

@@ -39,11 +39,16 @@ from sharding.step._loss import Loss, check_arguments, loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step._train_step import TrainStep
 
+_TRIES = 6  # plans that are compiled to find the fastest
 # A faster plan is compiled only if it is predicted to save this share of a step.
 _WORTH = 0.02
-_RUNS = 5  # steps of a plan that are timed
+_RUNS = 5, 200  # steps of a plan that are timed: at least, and at most
+_TIMED = 0.3  # seconds of these
+_ROUNDS = 2
 _MEASURED = 6  # plans that are run
-_WIDER = 1.5  # planned bytes of those that are compiled for that, beside those that fit
+_COMPILED = 5  # that are compiled for each of them
+_WIDER = 1.5  # planned bytes of these, beside those that fit
+_EVERY = 10**6  # plans of a search
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +148,9 @@ def fit(
     zero: Zero | None = None,
     param_specs: Tree = None,
     lossy: Sequence[str] = (),
-    offload: bool = True,
     headroom: float = HEADROOM,
     measure: bool | int = False,
     folder: str | pathlib.Path | None = None,
-    tries: int = 6,
     **options: Any,
 ) -> FittedPlan:
     """The fastest step of any loss that fits its machine, proven by compiling it.
@@ -168,21 +171,19 @@ def fit(
       memory: bytes of a device, or a text such as ``"8GiB"``, where they are not known or others
         share it.
       device: figures of a device that is not known.
-      keep: values that plans must have, as for ``search``. A loss that couples examples needs
-        ``{"microbatches": 1}``, which is kept with a ``model_state``: else its micro-batches have
-        another loss.
+      keep: values that plans must have, such as ``{"offload": False}``, as for ``search``. A loss
+        that couples examples needs ``{"microbatches": 1}``, which is kept with a ``model_state``:
+        else its micro-batches have another loss.
       zero: a ``Zero`` on a mesh of one's own, which plans keep with its axes, dtypes and whatever
         else they do not choose: they do stage, offload, sync and whether replicas share state.
       param_specs: of the parameters on other axes of that mesh; None takes their metadata.
       lossy: what may approximate the step: formats of ``optax_ext.STATE_FORMATS``, ``"stochastic"``
         rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``.
-      offload: whether optimizer state may be in host memory.
       headroom: the share of a device's memory that stays free.
       measure: how many of the fastest plans to run, each for some steps on a state of its own; True
         for 6. The one measured fastest is taken.
       folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
         that are there are not searched and compiled again.
-      tries: how many plans to compile at most.
       **options: of ``Zero.train_step``, such as ``has_aux``, ``rngs`` or ``model_state``.
 
     Raises:
@@ -213,26 +214,21 @@ def fit(
         (zero, is_real, "zero must be a Zero on a mesh of devices"),
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
-        (offload, isinstance(offload, bool), "offload must be True or False"),
         (headroom, share, "headroom must be from 0 to below 1"),
         (measure, some, "measure must be True, or how many plans to run"),
-        (tries, _is_count(tries, 1), "tries must be at least 1"),
         (folder, not (folder and pathlib.Path(folder).is_file()), "folder must be no file"),
     ):
         if not valid:
             raise ValueError(f"{words}, got {value!r}.")
-    if measure and target is not None:
-        raise ValueError("measure runs steps on the devices of this process: leave target out.")
     if zero and (target is not None or zero.sync):
         raise ValueError(
             "zero has devices in its mesh, and fit chooses: leave out target and sync."
         )
     _check_step_options(options)
-    asked = {"keep": dict(keep or {}), "offload": offload, "update_in_backward": True}
-    asked |= _lossy(lossy)
+    asked = {"keep": dict(keep or {}), "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
-        raise ValueError(f"measure runs steps, which {machine.target} does not: it only compiles.")
+        raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
     own = zero, param_specs
     request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
     largest = examples == "largest"
@@ -251,7 +247,7 @@ def fit(
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
     proofs, best = [], None
     low, high, budget = 0.0, math.inf, machine.usable
-    while len(proofs) < tries:
+    while len(proofs) < _TRIES:
         try:
             chosen = request.search(int(count), budget, largest=largest).best
         except NoPlanFits as error:
@@ -276,30 +272,36 @@ def fit(
         raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
     known = {proof.plan: proof for proof in proofs}
     if measure:
-        # Programs may need less than planned; those that fit are run, one of those that differ in
-        # replicas alone.
-        budget = _WIDER * machine.usable * best.planned / best.memory
-        top, ran = _MEASURED if measure is True else int(measure), [request.measured(best)]
-        known[best.plan] = ran[0]
-        for chosen in request.search(best.plan.sequences, budget, top=8 * top).plans:
-            if len(ran) == top:
+        # Programs may need less than planned, those of some forms more than those of others. One is
+        # run of plans that differ in replicas alone, or are one program.
+        budget = _WIDER * machine.usable * max(proof.planned / proof.memory for proof in proofs)
+        top = _MEASURED if measure is True else int(measure)
+        ran = [proof for proof in proofs[::-1] if proof.memory <= machine.usable][:top]
+        for chosen in request.search(best.plan.sequences, budget, top=_EVERY).plans:
+            if len(ran) == top or len(known) > _COMPILED * top:
                 break
-            if any(_unreplicated(chosen.plan) == _unreplicated(x.plan) for x in ran):
+            plan = _unreplicated(chosen.plan)
+            alike = [x for x in known.values() if _unreplicated(x.plan) == plan]
+            if any(x.memory <= machine.usable or x.planned <= chosen.memory for x in alike):
                 continue
-            proof = known.get(chosen.plan) or request.prove(chosen)
+            proof = request.prove(chosen)
             if proof is None:
                 continue
-            fits = proof.memory <= machine.usable
-            known[chosen.plan] = request.measured(proof) if fits else proof
-            ran += [known[chosen.plan]] * fits
+            known[chosen.plan] = proof
+            programs = [request.programs[x.plan] for x in ran]
+            if proof.memory <= machine.usable and request.programs[chosen.plan] not in programs:
+                ran.append(proof)
+        for _ in range(_ROUNDS):  # in turns: what else the machine does slows all of them
+            ran = [request.measured(proof) for proof in ran]
+        known |= {proof.plan: proof for proof in ran}
         best = min(ran, key=lambda proof: proof.measured or 0.0)
         request.compare(ran)
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     if path and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([dataclasses.asdict(proof) for proof in proofs], indent=2))
+        _write(path, [dataclasses.asdict(proof) for proof in proofs])
         if measure and speeds:
-            speeds.write_text(json.dumps(request.slower))
+            _write(speeds, request.slower)
     return request.fitted(proofs)
 
 
@@ -321,6 +323,8 @@ class _FitRequest:
         self.machine, self.options, self.asked = machine, options, asked
         self.loss_fn = loss_fn
         self._made: dict[ParallelPlan, FittedPlan] = {}
+        self.programs: dict[ParallelPlan, int] = {}  # of plans that were proven
+        self._memory: dict[int, float] = {}  # of a device in each of them
         self.slower = 1.0, 1.0  # than by the figures: operations, and all else
         check_batch(batch, zero.num_devices if zero else machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
@@ -376,7 +380,7 @@ class _FitRequest:
         """The fastest plans of so many planned bytes."""
         asked = self.asked | more
         if largest:
-            asked["keep"] = asked["keep"] | {"microbatches": 1}
+            asked["keep"] = {"microbatches": 1} | asked["keep"]
         device, (computing, others) = self.machine.kind, self.slower
         slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
         speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
@@ -406,15 +410,18 @@ class _FitRequest:
             return proof
         state = fitted.abstract_state(*self.args)
         batch = self.model.batch(chosen.plan.sequences)
-        lower = lambda _: fitted.step.lower(state, batch, self.key)  # noqa: E731
         try:
-            _, memory = audited(lower, 0, self.machine.kind, {})
+            lowered = fitted.step.lower(state, batch, self.key)
         except ValueError:
             if not chosen.plan.update_in_backward or "update_in_backward" in self.asked["keep"]:
                 raise
             self.asked["update_in_backward"] = False
             return None
-        return dataclasses.replace(proof, memory=memory)
+        # Where no parameter is large enough to be sharded, several stages are one program.
+        program = self.programs[chosen.plan] = hash(lowered.as_text())
+        if program not in self._memory:
+            self._memory[program] = audited(lambda _: lowered, 0, self.machine.kind, {})[1]
+        return dataclasses.replace(proof, memory=self._memory[program])
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
         """The step of the first plan."""
@@ -450,15 +457,19 @@ class _FitRequest:
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted, times = self.fitted([proof]), []
+        fitted, (least, most) = self.fitted([proof]), _RUNS
+        times: list[float] = []
         batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
         state = fitted.init(*self.args)
-        for _ in range(_RUNS + 1):
+        runs = least + 1  # the first one compiles
+        while len(times) < runs:
             start = time.perf_counter()
             state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
             times.append(time.perf_counter() - start)
-        took = _of_all(min(times[1:])).max()  # the first one compiles; all processes choose alike
-        return dataclasses.replace(proof, measured=float(took))
+            if len(times) == least:  # all processes run as many
+                runs = min(max(int(_TIMED / _of_all(min(times[1:])).max()), runs), most)
+        took = _of_all(min(times[1:])).max()  # all processes choose alike
+        return dataclasses.replace(proof, measured=min(float(took), proof.measured or math.inf))
 
     def compare(self, proofs: Sequence[Proof]) -> None:
         """Takes from steps that ran how much slower the machine is than by its figures."""
@@ -482,7 +493,6 @@ class _FitRequest:
         # Slower choices, then lossy ones; the first of each that fits.
         slower: list[Any] = [("keep={}", count, {"keep": self.fixed})]
         slower *= self.asked["keep"] != self.fixed
-        slower += [("offload=True", count, {"offload": True})] * (not self.asked["offload"])
         fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
         slower += [(f"examples={n}", n, {}) for n in fewer]
         names = (name for name in STATE_FORMATS if name not in self.asked["state_formats"])
@@ -576,6 +586,13 @@ def _check_trace(model: TracedModel) -> None:
         raise ValueError(
             f"the loss calls functions of the host ({', '.join(calls)}): leave them out."
         )
+
+
+def _write(path: pathlib.Path, value: Any) -> None:
+    """Writes a file that is whole, whenever this process ends."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2))
+    part.replace(path)
 
 
 def _of_all(value: float) -> np.ndarray:

@@ -70,7 +70,6 @@ class PlanSpace:
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the CPU can update the state of a plan; if not, it is left out
     updates_on_host: Callable[[ParallelPlan], bool] = lambda plan: True
-    gathers_again: bool = False  # whether layers gather again that do not compute again
     param_bytes: float = 2.0  # of a parameter
     # of the state for one parameter, by its format and by what updates parameters
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
@@ -87,11 +86,12 @@ class PlanSpace:
             check_choice("what is kept", name, KEPT)
         of_state = {name: values for name, values in kept.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
+        named = isinstance(self.model, Decoder)
         for passes in self._passes():
             if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
-            # Layers that gather their parameters are computed again, or gathered again at least.
-            gathers = passes.pipe == 1 and passes.recompute == "none" and not self.gathers_again
+            # Layers of a Decoder that gather their parameters are computed again.
+            gathers = passes.pipe == 1 and passes.recompute == "none" and named
             alone = passes.pipe * passes.tensor == 1
             can_update = passes.can_update_in_backward
             possible = tuple(

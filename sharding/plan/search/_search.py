@@ -308,7 +308,6 @@ def search(
         spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
         updates_on_host=costs.updates_on_host,
-        gathers_again=isinstance(model, TracedModel) and model.trace.has_loops,
         param_bytes=costs.param_bytes,
         state_bytes={form: costs.state_bytes_in(*form) for form in forms},
     )
