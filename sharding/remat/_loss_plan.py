@@ -91,7 +91,8 @@ class LossPlan(RematPlan):
                 )
             if isinstance(seed, SymbolicZero):
                 return ([None] * len(kept[0]),)
-            grads = iter(self._gradient(*kept, seed))
+            inputs, stored = kept
+            grads = iter(self._gradient(inputs, stored, seed))
             return ([next(grads) if t else None for t in loss.trained],)
 
         run = jax.custom_vjp(lambda inputs: loss.fn(inputs))
@@ -420,7 +421,7 @@ class LossSearch:
                     best = plan
                 if plan.peak >= _FITS * budget or not any(plan._schedule.again):
                     break
-            planned *= budget / plan.peak
+            planned += budget - plan.peak
             if not fits < planned < fails:
                 planned = (max(fits, self.least) + fails) / 2
             if fails - fits < 0.01 * budget or fails <= self.least:
