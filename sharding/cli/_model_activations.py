@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
-from sharding.remat._block_costs import types_of
 from sharding.remat._choose_saved_names import NameRequest
 from sharding.remat._plan_activations import device_of_target, in_bytes
+from sharding.remat._program_bytes import types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan
 

@@ -1,28 +1,26 @@
-"""Chooses which named values of one block are saved: the least time for their bytes.
-
-A chain of blocks is solved in ``_chain_search``, a stack of equal ones in ``_stack_plan``.
-"""
+"""Chooses which named values of a block are saved: the least time for their bytes."""
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from optax_ext.traced_graph import Graph
+from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import PRESETS
-from sharding.plan.model._traced_model import work_of_equation
-from sharding.remat._checkpoint import Fn
+from sharding.plan.model._traced_model import Work, work_of, work_of_equation
+from sharding.remat._checkpoint import Fn, policy_of
+from sharding.remat._program_bytes import device_bytes, is_sharded, types_of
 
-# Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
-_TIE = 1e-7
 MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
 _PLACES = ("device", "offload", "remat")
+_MOST_NAMES = 14  # whose choices are compared
 
 Names = Collection[str] | Mapping[str, str] | str | None
 
@@ -83,24 +81,27 @@ class SavedNames(NamedTuple):
     host_bytes: int = 0  # that they take
 
 
-@dataclasses.dataclass(frozen=True)
-class NamedValues:
-    """A block's forward pass, as far as its backward pass needs it.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedBlock:
+    """A block, and what its backward pass reads.
 
     A value that the backward pass reads is saved, if it has a name that is chosen, or is computed
-    again from what is saved, the parameters and the block's input: an integer program.
+    again from what is saved, the parameters and the block's input.
     """
 
+    fn: Fn  # ``fn(params, x) -> y``
+    params: Any  # abstract
+    x: Any  # abstract
+    kind: DeviceKind | None
     graph: Graph  # from parameters and input to what the backward pass reads
     seconds: tuple[float, ...]  # of each operation
     values: dict[str, tuple[int, ...]]  # for each name, the values that have it
+    nbytes: dict[int, int]  # of one device, of these
     inputs: frozenset[int]  # the block's input, beside its parameters
 
     @staticmethod
-    def of(
-        fn: Fn, params: Tree, x: Array, kind: DeviceKind | None, names: Collection[str] | None
-    ) -> "NamedValues":
-        """Traces ``fn(params, x)`` and what its backward pass stores; ``names`` None takes all."""
+    def of(fn: Fn, params: Tree, x: Array, kind: DeviceKind | None) -> "TracedBlock":
+        params, x = types_of(params), types_of(x)
         treedef: Any
         leaves, treedef = jax.tree.flatten((params, x))
 
@@ -112,24 +113,53 @@ class NamedValues:
         seconds: list[float] = []
         values: dict[str, tuple[int, ...]] = {}
         for eqn in graph.equations:
-            operands, results = ([graph.types[x] for x in xs] for xs in (eqn.operands, eqn.results))
-            work = work_of_equation(eqn, operands, results, kind)
-            seconds.append(work.seconds)
+            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+            seconds.append(work_of_equation(eqn, operands, results, kind).seconds)
             if eqn.primitive.name == "name":
                 name = eqn.params["name"]
-                if names is None or name in names:
-                    values[name] = (*values.get(name, ()), *eqn.results)
+                values[name] = (*values.get(name, ()), *eqn.results)
+        named = [v for each in values.values() for v in each]
+
+        def compute(inputs: list[Any]) -> list[Any]:
+            known = graph.constants | dict(enumerate(inputs))
+            evaluate(graph.needed(named, known)[0], known)
+            return [known[v] for v in named]
+
+        types = jax.eval_shape(compute, leaves)
+        if is_sharded(leaves):  # as the compiler has it
+            shardings = jax.jit(compute).lower(leaves).compile().output_shardings
+            types = jax.tree.map(lambda t, s: t.update(sharding=s), types, shardings)
+        nbytes = dict(zip(named, map(device_bytes, types), strict=True))
         inputs = frozenset(range(len(jax.tree.leaves(params)), len(leaves)))
-        return NamedValues(graph, tuple(seconds), values, inputs)
+        return TracedBlock(fn, params, x, kind, graph, tuple(seconds), values, nbytes, inputs)
 
-    def nbytes(self, name: str) -> int:
-        return num_bytes([self.graph.types[x] for x in self.values[name]])
+    @functools.cached_property
+    def forward(self) -> Work:
+        return work_of(self.fn, self.params, self.x, kind=self.kind)
 
-    def recompute_seconds(self, saved: Collection[str]) -> float:
-        """Time of the operations that run again if these names are saved, and no others."""
-        stored = {value for name in saved for value in self.values[name]}
-        run, _ = self.graph.needed(self.graph.outputs, stored)
-        return sum(self.seconds[self.graph.producer[eqn.results[0]]] for eqn in run)
+    @functools.cached_property
+    def step(self) -> Work:
+        """Of the forward and the backward pass, without what runs again."""
+        return self._step(self.fn)
+
+    def recompute(self, names: Collection[str]) -> Work:
+        """Operations that run again if the named values alone are stored."""
+        return self._step(jax.checkpoint(self.fn, policy=policy_of(names))) - self.step
+
+    def _step(self, fn: Fn) -> Work:
+        def step(params: Tree, x: Array, cotangent: Tree) -> Any:
+            y, vjp = jax.vjp(fn, params, x)
+            grads = jax.tree.leaves(vjp(cotangent))
+            return y, [g for g in grads if jnp.issubdtype(g.dtype, jnp.inexact)]
+
+        y = jax.eval_shape(fn, self.params, self.x)
+        return work_of(step, self.params, self.x, y, kind=self.kind)
+
+    def only(self, names: Collection[str] | None) -> "TracedBlock":
+        """With these names alone; None for all."""
+        known = self.values.items()
+        values = {name: vs for name, vs in known if names is None or name in names}
+        return dataclasses.replace(self, values=values)
 
     def of_input(self) -> list[str]:
         graph = self.graph
@@ -143,115 +173,76 @@ class NamedValues:
     def useless(self) -> list[str]:
         """Names that spare no operation, alone or beside all others; that of the input aside."""
         every = set(self.values)
-        nothing, everything = self.recompute_seconds(()), self.recompute_seconds(every)
+
+        def seconds(names: Collection[str]) -> float:
+            return self._again(names)[0]
+
         return [
             name
             for name in self.values
             if name not in self.of_input()
-            and self.recompute_seconds({name}) >= nothing
-            and self.recompute_seconds(every - {name}) <= everything
+            and seconds({name}) >= seconds(())
+            and seconds(every - {name}) <= seconds(every)
         ]
 
-    def choose_names(self, budget: float, host: HostCopies | None = None) -> SavedNames:
-        """The names of least time whose values take at most ``budget`` bytes of the device."""
-        # With ``host``, values may be copied to host memory as well.
-        from scipy import sparse
-        from scipy.optimize import Bounds, LinearConstraint, milp
+    def _again(self, names: Iterable[str]) -> tuple[float, dict[str, int]]:
+        """Time of what runs again if these names are stored, and bytes of each that is read."""
+        stored = {v: name for name in names for v in self.values[name]}
+        run, _ = self.graph.needed(self.graph.outputs, stored)
+        seconds = sum(self.seconds[self.graph.producer[eqn.results[0]]] for eqn in run)
+        read = {*self.graph.outputs, *(v for eqn in run for v in eqn.operands)}
+        nbytes = dict.fromkeys(stored.values(), 0)
+        for v in stored.keys() & read:
+            nbytes[stored[v]] += self.nbytes[v]
+        return seconds, nbytes
 
-        graph, names = self.graph, list(self.values)
-        sizes = [self.nbytes(name) for name in names]
-        scale = max(self.seconds, default=0.0) or 1.0
-        # Columns: operations that run again, names that are saved, names that are offloaded, and
-        # the times that copies take beyond the forward and the backward pass.
-        num_equations, num_names = len(graph.equations), len(names)
-        saves, offloads = num_equations, num_equations + num_names
-        waits = offloads + num_names
-        column = {value: i for i, name in enumerate(names) for value in self.values[name]}
-        entries: list[tuple[int, int, float]] = []  # row, column, value
-        least: list[float] = []
-        most: list[float] = []
-
-        def add(terms: dict[int, float], at_least: float, at_most: float = np.inf) -> None:
-            entries.extend((len(least), at, value) for at, value in terms.items())
-            least.append(at_least)
-            most.append(at_most)
-
-        def available(value: int, unless: int | None) -> None:
-            """A row: the value is stored or computed again, unless operation ``unless`` is not."""
-            if value not in graph.producer:
-                return
-            terms = {graph.producer[value]: 1.0}
-            if value in column:
-                terms |= {saves + column[value]: 1.0, offloads + column[value]: 1.0}
-            if unless is not None:
-                terms[unless] = -1.0
-            add(terms, 0.0 if unless is not None else 1.0)
-
-        for value in set(graph.outputs):
-            available(value, None)
-        for i, eqn in enumerate(graph.equations):
-            for operand in set(eqn.operands):
-                available(operand, i)
-        unit = math.gcd(*sizes) or 1
-        add({saves + i: size / unit for i, size in enumerate(sizes)}, -np.inf, budget / unit)
-        if host is not None:
-            copies = {offloads + i: -s / host.bandwidth / scale for i, s in enumerate(sizes)}
-            copied = host.input_bytes / host.bandwidth
-            add(copies | {waits: 1.0}, (copied - host.forward) / scale)
-            again = {i: seconds / scale for i, seconds in enumerate(self.seconds)}
-            add(copies | again | {waits + 1: 1.0}, (copied - host.backward) / scale)
-
-        cost = np.full(waits + 2, _TIE)
-        cost[:num_equations] += np.array(self.seconds) / scale
-        cost[offloads:waits] += _TIE  # of equal times, that which stays on the device
-        cost[waits:] = 1.0
-        upper = np.ones(waits + 2)
-        upper[offloads:waits] = [host is not None and name in host.names for name in names]
-        upper[waits:] = np.inf
-        rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
-        matrix = sparse.csr_array((coefficients, (rows, columns)), shape=(len(least), waits + 2))
-        solution = milp(
-            cost,
-            constraints=LinearConstraint(matrix, np.array(least), np.array(most)),
-            integrality=np.append(np.ones(waits), [0, 0]),
-            bounds=Bounds(0, upper),
-            options={"mip_rel_gap": 1e-9},
-        )
-        chosen = solution.x > 0.5
-        saved, offloaded = (
-            tuple(n for n, c in zip(names, chosen[start : start + num_names], strict=True) if c)
-            for start in (saves, offloads)
-        )
-        seconds = float(np.sum(np.array(self.seconds)[chosen[:num_equations]]))
-        return self._choice(saved, offloaded, seconds, host)
+    def choices(
+        self, stored: Collection[str], moves: Iterable[Collection[str]], host: HostCopies | None
+    ) -> Iterator[SavedNames]:
+        """Stores values, of which some are on the host."""
+        seconds, nbytes = self._again(stored)
+        for moved in moves:
+            kept = tuple(name for name in stored if name not in moved)
+            on_host = sum(nbytes[name] for name in moved)
+            wait = host.wait(on_host, seconds) if host else 0.0
+            on_device = sum(nbytes[name] for name in kept)
+            yield SavedNames(kept, on_device, seconds + wait, tuple(moved), on_host)
 
     def fixed(
         self, saved: Collection[str], offloaded: Collection[str], host: HostCopies | None = None
     ) -> SavedNames:
         """Takes the choice of others, as far as this block has their names."""
-        saved, offloaded = (
-            tuple(n for n in self.values if n in names) for names in (saved, offloaded)
-        )
-        seconds = self.recompute_seconds((*saved, *offloaded))
-        return self._choice(saved, offloaded, seconds, host)
-
-    def _choice(
-        self,
-        saved: tuple[str, ...],
-        offloaded: tuple[str, ...],
-        seconds: float,
-        host: HostCopies | None,
-    ) -> SavedNames:
-        nbytes, host_bytes = (sum(map(self.nbytes, names)) for names in (saved, offloaded))
-        wait = host.wait(host_bytes, seconds) if host else 0.0
-        return SavedNames(saved, nbytes, seconds + wait, offloaded, host_bytes)
+        moved = [name for name in self.values if name in offloaded]
+        stored = [name for name in self.values if name in saved or name in moved]
+        return next(self.choices(stored, [moved], host))
 
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
-        choices = [self.choose_names(float("inf"), host)]
-        while choices[-1].nbytes:
-            # Below the last choice by more than the solver's tolerance.
-            choices.append(self.choose_names(choices[-1].nbytes * (1 - 1e-5), host))
-        slower = [*(choice.seconds for choice in choices[1:]), math.inf]
-        pairs = zip(choices, slower, strict=True)
-        return [choice for choice, other in pairs if choice.seconds < other * (1 - 1e-9)]
+        # With ``host``, values may be copied to host memory as well.
+        if len(self.values) > _MOST_NAMES:
+            raise ValueError(
+                f"the blocks have {len(self.values)} names: give at most {_MOST_NAMES} of them as "
+                "names= (docs: how_to/recompute)."
+            )
+        best: dict[int, SavedNames] = {}  # by bytes
+        for stored in _subsets(self.values):
+            moves = _subsets([name for name in stored if host and name in host.names])
+            for choice in self.choices(stored, moves, host):
+                # Of equal ones the first stays, which has the fewest names.
+                if choice.seconds < _least(best.get(choice.nbytes)):
+                    best[choice.nbytes] = choice
+        kept: list[SavedNames] = []
+        for _, choice in sorted(best.items()):
+            if choice.seconds < _least(kept[-1] if kept else None):
+                kept.append(choice)
+        return kept[::-1]
+
+
+def _least(choice: SavedNames | None) -> float:
+    """Seconds below which another choice is faster."""
+    return choice.seconds * (1 - 1e-9) if choice else math.inf
+
+
+def _subsets(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(names) + 1):
+        yield from itertools.combinations(names, count)

@@ -22,9 +22,9 @@ from sharding._user_line import line_of
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
-from sharding.remat._block_costs import step_temporaries, types_of
 from sharding.remat._checkpoint import scan_in
 from sharding.remat._joint_graph import JointGraph
+from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 from sharding.step._layer_hooks import scan_sizes
@@ -37,6 +37,7 @@ _FITS = 0.93  # of a budget: plans of more bytes are not looked for
 _NEAR = 0.6  # of what is needed to compute nothing again: from there on that is tried first
 _MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
+_LAST = 4  # values of a forward pass that its gradient waits for
 # What loops compute again in their backward pass.
 _AS_IT_IS, _PRODUCTS, _LAYERS, _SEGMENTS = (
     *("nothing", "all but products"),
@@ -104,31 +105,46 @@ class LossPlan(RematPlan):
         given = dict(enumerate(inputs))
         values = dict(stored)  # of the loss
         grads = {joint.seed: seed}  # of the gradient
-        after = seed  # what is complete before the next operation starts
+        order = [
+            k
+            for step, again in enumerate(self._schedule.again)
+            for k in (*again, joint.forward + step)
+        ]
+        # What is complete before the next operation starts: first the last values that the forward
+        # pass stores. XLA drops from a barrier what nothing else reads.
+        read = {v for k in order for eqn in joint.nodes[k].equations for v in eqn.operands}
+        last = [x for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
+        after = last[-_LAST:] or [seed]
         on_cpu = self._loss.device.platform == "cpu"
 
-        def run(k: int) -> None:
+        def run(k: int, replaced: set[int]) -> None:
             nonlocal after
             node, later = joint.nodes[k], k >= joint.forward
             read = {v for eqn in node.equations for v in eqn.operands}
             held = {v: x for v, x in (given | values).items() if v in read}
+            # The zeros of a scatter are made when it needs them.
+            for eqn in node.equations:
+                if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
+                    (v,) = eqn.operands
+                    held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
+            # XLA writes a result in the place of what it reads, but not through a barrier.
+            places = {v for i in replaced for v in joint.nodes[i].values} & held.keys()
+            free = {v: held.pop(v) for v in places}
 
             def compute(held: dict[int, Any]) -> dict[int, Any]:
-                known = graph.constants | grads | held
+                known = graph.constants | grads | free | held
                 evaluate(node.equations, known)
                 return {v: known[v] for v in node.values}
 
             if not on_cpu:  # cotangents are fused with what reads them: they do not wait
                 results = compute(lax.optimization_barrier((held, after))[0])
             else:
-                results = compute(held) if later else _in_branch(compute, held, after)
-            after = next(iter(results.values()), after)
+                results = compute(held) if later else _in_branch(compute, held, after[-1])
+            after = [*results.values()][:1] or after
             (grads if later else values).update(results)
 
-        for step, again in enumerate(self._schedule.again):
-            for k in again:
-                run(k)
-            run(joint.forward + step)
+        for k, replaced in zip(order, joint.replaced(order), strict=True):
+            run(k, replaced)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]

@@ -16,16 +16,16 @@ from sharding.plan import targets
 from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.remat._block_costs import is_sharded, types_of
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
-    NamedValues,
     NameRequest,
     Names,
+    TracedBlock,
     request_of,
 )
 from sharding.remat._loss_plan import LossSearch, PlannableLoss, check_arrays
+from sharding.remat._program_bytes import is_sharded, types_of
 from sharding.remat._remat_plan import Frontier
 from sharding.remat._stack_plan import Candidate, Stack
 
@@ -230,12 +230,12 @@ def _measured_stack(
             )
     stack = Stack(block, params, x, length, target, kind)
     wanted = () if isinstance(offload, bool) else offload
-    _warn(stack.named_values(request), request, wanted)
+    _warn(stack.block.only(request.allowed), request, wanted)
     return stack, stack.candidates(request, offload, modes)
 
 
-def _warn(values: NamedValues, request: NameRequest, offload: Collection[str]) -> None:
-    known = set(values.values)
+def _warn(block: TracedBlock, request: NameRequest, offload: Collection[str]) -> None:
+    known = set(block.values)
     if not known:
         what = "no name that may be saved" if request.allowed is not None else "no named values"
         warn(
@@ -243,7 +243,7 @@ def _warn(values: NamedValues, request: NameRequest, offload: Collection[str]) -
             "worth storing with jax.ad_checkpoint.checkpoint_name."
         )
     # MaxText's models name what only some of its presets save.
-    useless = sorted(set(values.useless()) - MAXTEXT_NAMES)
+    useless = sorted(set(block.useless()) - MAXTEXT_NAMES)
     if useless:
         warn(
             f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "

@@ -11,7 +11,7 @@ import numpy as np
 
 _MOST_STATES = 2000  # from which the search goes on, of small graphs
 _WORK = 80_000  # states times values of large ones
-_FEW = 40  # values for which no steps are joined
+_FEW = 40  # values for which no steps are joined, and all schedules are compared
 _SMALL = 0.005  # of the bytes of all values
 _SIZES = 100  # numbers of bytes that are told apart if there are more
 
@@ -84,8 +84,8 @@ class ScheduleSearch:
     A state is the set of values that must be in memory at some point. From the last step to the
     first, and in each from the last value to the first, a value that must be there either has been
     there before the step, or is computed in it from what it reads. The least time to each state is
-    found, which is the optimum, unless states are left out at some point:
-    of those with about as many bytes the slowest. Values of ``_SMALL`` bytes are always stored.
+    found: the optimum of few values, unless states are left out at some point, of those with about
+    as many bytes the slowest. Values of ``_SMALL`` bytes are always stored.
     """
 
     def __init__(self, values: Sequence[Value], steps: Sequence[Step], results: Sequence[int] = ()):
@@ -124,17 +124,20 @@ class ScheduleSearch:
         limit, none = budget - self._fixed, np.full(1, -1)
         masks, zero = np.zeros((1, self._words), np.uint64), np.zeros(1)
         states = _States(masks, np.zeros(1, np.uint64), zero, zero, none, none)
-        trace, exact = _Trace(), True
+        trace, exact = _Trace(), len(self._values) <= _FEW
         for t, step in reversed(self._steps):
             replaced = ~self._has(states, step.over) if step.over >= 0 else False
             states = self._require(states, step.reads)
             states = states.at(states.nbytes + step.during - step.own * replaced <= limit)
+            # Of many values, those that the step, or what is computed in front of it, reads.
+            used = set(step.reads if len(self._values) > _FEW else self._large)
             for k in reversed(self._large):
                 rows = self._has(states, k)
-                if not rows.any():
+                if used.isdisjoint((k, *self._reads[k])) or not rows.any():
                     continue
                 new = self._compute(states.at(rows), k, limit - step.before)
                 if len(new.last):
+                    used.update(self._reads[k])
                     later, own = trace.add(t, k, new.last), self._values[k].seconds
                     new = new._replace(seconds=new.seconds + own, last=later)
                     states = states.joined(new)

@@ -6,20 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding
 
 from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._traced_model import Work
-from sharding.remat._block_costs import (
-    TracedBlock,
-    device_bytes,
-    evenly,
-    one_of,
-    step_temporaries,
-    types_of,
-)
 from sharding.remat._checkpoint import INPUT, Fn, policy_of, scanned
-from sharding.remat._choose_saved_names import HostCopies, NamedValues, NameRequest, SavedNames
+from sharding.remat._choose_saved_names import HostCopies, NameRequest, SavedNames, TracedBlock
+from sharding.remat._program_bytes import device_bytes, step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 
 if TYPE_CHECKING:
@@ -117,78 +111,71 @@ class Stack:
                     f"length={length}: parameters must be stacked, {length} layers in the first "
                     f"dim, but {name} has the shape {tuple(leaf.shape)}."
                 )
-        self._traced = TracedBlock.of(fn, one_of(params), x, device)
+        self.block = TracedBlock.of(fn, one_of(params), x, kind)
+        results = jax.eval_shape(fn, self.block.params, self.block.x)
         before, after = (
             [(tuple(t.shape), str(t.dtype)) for t in jax.tree.leaves(tree)]
-            for tree in (self._traced.x, self._traced.y)
+            for tree in (self.block.x, results)
         )
         if before != after:
             raise ValueError(
                 f"the blocks of a stack must return what they get: got {before}, returned {after}."
             )
-        self._works = self._traced.work(kind)
-        self._input = device_bytes(self._traced.x)
-        self._plain = self._works[0] + self._works[1]
-        self._saved = functools.cache(self._traced.saved)  # by names
-        self._again = functools.cache(
-            lambda names: self._traced.recompute(names, self._plain, kind)
-        )
+        self._device, self._input = device, device_bytes(self.block.x)
+        self._again = functools.cache(self.block.recompute)  # by names
         self._peaks: dict[Any, float] = {}
         self._input_names: tuple[str, ...] = ()
-
-    def named_values(self, request: NameRequest) -> NamedValues:
-        return self._traced.named_values(self._kind, request.allowed)
 
     def candidates(
         self, request: NameRequest, offload: bool | Collection[str], modes: int | None = None
     ) -> list[Candidate]:
         """Lists what is worth considering, the fastest first."""
         # ``offload`` has the names that may be offloaded, or is True; ``modes`` limits the choices.
-        values = self.named_values(request)
-        inputs = self._input_names = tuple(values.of_input())
-        candidates = []
+        block = self.block.only(request.allowed)
+        inputs = self._input_names = tuple(block.of_input())
+        ways: list[tuple[SavedNames, tuple[int, ...], bool]] = []
         if request.saved is not None:
             offloads = set(request.offloaded)
             to_host = bool(offloads & {INPUT, *inputs})
             host = self._host(offloads, to_host) if offloads else None
-            choice = values.fixed(request.saved, offloads - set(inputs), host)
-            candidates.append(self._candidate(choice, (self._length,), to_host))
-            if not offloads:
-                candidates += self._in_two_levels(choice)
+            choice = block.fixed(request.saved, offloads - set(inputs), host)
+            ways += [(choice, lengths, to_host) for lengths in self._lengths(choice, host)]
         else:
-            for choice in evenly(values.frontier(), modes):
-                candidates.append(self._candidate(choice, (self._length,), False))
-                candidates += self._in_two_levels(choice)
+            names = block.values if offload is True else offload or ()
+            hosts: list[HostCopies | None] = [None]
             if offload:
-                names = values.values if offload is True else offload
-                allowed = offload is True or bool(set(names) & {INPUT, *inputs})
-                for to_host in (False, True) if allowed else (False,):
-                    choices = values.frontier(self._host(names, to_host))
-                    for choice in evenly(choices, modes):
-                        candidates.append(self._candidate(choice, (self._length,), to_host))
-        distinct = {candidate.key: candidate for candidate in candidates}.values()
-        return sorted(distinct, key=lambda c: (c.work.seconds, c.closed_form))
+                hosts.append(self._host(names, False))
+            if offload is True or {INPUT, *inputs} & set(names):
+                hosts.append(self._host(names, True))
+            for host in hosts:
+                for choice in _evenly(block.frontier(host), modes):
+                    to_host = host is not None and host.input_bytes > 0
+                    ways += [(choice, lengths, to_host) for lengths in self._lengths(choice, host)]
+        distinct = {each.key: each for each in map(self._candidate, *zip(*ways, strict=True))}
+        return sorted(distinct.values(), key=lambda c: (c.work.seconds, c.closed_form))
 
     def _host(self, names: Collection[str], input_too: bool) -> HostCopies:
         assert self._kind is not None
         assert self._kind.host_link is not None
-        forward, backward = (work.seconds for work in self._works)
+        forward = self.block.forward.seconds
+        backward = self.block.step.seconds - forward
         nbytes = self._input if input_too else 0
         return HostCopies(names, self._kind.host_link, forward, backward, nbytes)
 
-    def _in_two_levels(self, choice: SavedNames) -> list[Candidate]:
-        """Takes the lengths of least bytes; none where the number of blocks is prime."""
-        pairs = [(self._length // i, i) for i in range(2, self._length) if self._length % i == 0]
-        candidates = [self._candidate(choice, pair, False) for pair in pairs]
-        return sorted(candidates, key=lambda c: c.closed_form)[:1]
+    def _lengths(self, choice: SavedNames, host: HostCopies | None) -> list[tuple[int, ...]]:
+        """One scan; without offloading also two, of the least bytes, if there are any."""
+        inner = [i for i in range(2, self._length) if self._length % i == 0 and host is None]
+        pairs = [(self._length // i, i) for i in inner]
+        pairs.sort(key=lambda pair: self._candidate(choice, pair, False).closed_form)
+        return [(self._length,), *pairs[:1]]
 
     def _candidate(
         self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool
     ) -> Candidate:
         again = self._again((*choice.names, *choice.offloaded))
-        step, slices = self._plain + again, 0.0
+        step, slices = self.block.step + again, 0.0
         if len(lengths) == 2:  # the inner scan runs again, and holds its layers
-            step = step + self._works[0]
+            step = step + self.block.forward
             slices = 2.0 * device_bytes(self._params) / lengths[0]
         host = choice.host_bytes + (self._input if input_offloaded else 0)  # of one block
         if host:
@@ -199,7 +186,7 @@ class Stack:
         return Candidate(*way, step.times(self._length), *nbytes)
 
     def _stored(self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool) -> float:
-        block = self._saved(choice.names) + (0 if input_offloaded else self._input)
+        block = choice.nbytes + (0 if input_offloaded else self._input)
         if len(lengths) == 1:
             return float(lengths[0] * block)
         return float(lengths[0] * self._input + lengths[1] * block)
@@ -222,15 +209,15 @@ class Stack:
         saved = self._stored(candidate.choice, lengths, candidate.input_offloaded)
         fn = self.plan(candidate._replace(lengths=lengths, saved=saved), 0.0, 0.0).apply()
         params = jax.tree.map(lambda t: t.update(shape=(length, *t.shape[1:])), self._params)
-        fn, params, x = within(fn, params) if within else (fn, params, self._traced.x)
-        nbytes = step_temporaries(fn, params, x, self._traced.device)
+        fn, params, x = within(fn, params) if within else (fn, params, self.block.x)
+        nbytes = step_temporaries(fn, params, x, self._device)
         return nbytes + candidate.saved - saved
 
     def _compiled_length(self, candidate: Candidate) -> int:
         """Blocks to compile: all, or as many as the compiler for TPUs accepts."""
         # It refuses programs in which all parameters and gradients of a stack, that ZeRO shards, do
         # not fit. Bytes grow linearly from three blocks on.
-        if self._traced.device.platform != "tpu" or self._kind is None:
+        if self._device.platform != "tpu" or self._kind is None:
             return self._length
         segment = self._length // candidate.lengths[0]
         block = (2 * device_bytes(self._params) + candidate.saved) / self._length
@@ -263,10 +250,29 @@ class Stack:
             host=candidate.host,
             budget=budget,
             work=candidate.work,
-            plain=self._plain.times(self._length),
-            block=self._traced.fn,
+            plain=self.block.step.times(self._length),
+            block=self.block.fn,
             lengths=candidate.lengths,
             names=candidate.choice.names,
             offloaded=(*candidate.choice.offloaded, *input_names),
             input_names=self._input_names,
         )
+
+
+def _evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
+    """At most ``most`` choices of a frontier, its ends included; None for all."""
+    if most is None or len(frontier) <= most:
+        return list(frontier)
+    step = (len(frontier) - 1) / (most - 1)
+    return [frontier[round(i * step)] for i in range(most)]
+
+
+def one_of(stack: Any) -> Any:
+    def first(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding: Any = x.sharding
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+            sharding = NamedSharding(sharding.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+    return jax.tree.map(first, types_of(stack))

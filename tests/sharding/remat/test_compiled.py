@@ -3,6 +3,8 @@
 What XLA does with ``jax.checkpoint`` on an accelerator cannot be seen in programs for CPUs.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
+from sharding.remat._plan_activations import loss_search
 
 from ...compilers import need
 
@@ -78,3 +81,30 @@ def test_programs_of_losses_hold_what_is_planned(budget, most):
     assert found.peak >= 0.85 * budget * 2**20
     assert found.at_least <= found.extra_time <= most
     assert shd.audit(program).matmul_flops == found.work.flops
+
+
+def test_logits_are_in_memory_twice():
+    """Their gradient is written over them; its zeros are made after the forward pass."""
+    need("h100x1")
+    table, tokens = array(32768, 256, dtype=jnp.float32), array(4, 1024, dtype=jnp.int32)
+    params = [table, *[array(256, 1024, dtype=jnp.float32)] * 4]
+
+    def loss(params, tokens):
+        table, *layers = params
+        x = table[tokens]
+        for w in layers:
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        logits = jax.nn.log_softmax(x @ table.T)
+        return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
+
+    search = loss_search(loss, params, tokens, "h100x1")
+    found = search.plan(search.least * 1.01)
+    placed = jax.sharding.SingleDeviceSharding(targets.topology("h100x1")[0])
+    args = jax.tree.map(lambda t: t.update(sharding=placed), (params, tokens))
+    program = jax.jit(jax.grad(found), out_shardings=placed).lower(*args).compile()
+    logits = 4 * tokens.size * table.shape[0]
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    assert 2 * logits < temporaries < 1.05 * search.least < 2.5 * logits
+    scheduled = program.as_text().partition("ENTRY")[2].splitlines()
+    first = next(line for line in scheduled if re.search(r"= f32\[(4,1024|4096),32768\]", line))
+    assert "dot" in first

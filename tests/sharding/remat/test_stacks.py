@@ -17,10 +17,9 @@ from sharding.plan import estimate
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS
-from sharding.plan.model._traced_model import Work, work_of
-from sharding.remat._block_costs import TracedBlock, one_of
-from sharding.remat._choose_saved_names import MAXTEXT_NAMES, NameRequest
-from sharding.remat._stack_plan import Stack
+from sharding.plan.model._traced_model import work_of
+from sharding.remat._choose_saved_names import MAXTEXT_NAMES, NameRequest, TracedBlock
+from sharding.remat._stack_plan import Stack, one_of
 
 LENGTH, WIDTH, ROWS = 12, 16, 1024
 
@@ -238,16 +237,14 @@ def test_names_of_large_layers_are_chosen_at_their_size():
     model = MODELS["llama3-405b"]
     params = one_of(model.abstract(jnp.bfloat16)["layers"])
     x = jax.ShapeDtypeStruct((8, 8192, model.width), jnp.bfloat16)
-    traced = TracedBlock.of(model.apply_layer, params, x, jax.devices()[0])
-    values = traced.named_values(KINDS["h100"], None)
-    found = values.frontier()
+    traced = TracedBlock.of(model.apply_layer, params, x, KINDS["h100"])
+    found = traced.frontier()
     assert len(found) > 5
     assert found[-1].nbytes == 0
     assert found[0].nbytes > 2**31
-    again = traced.recompute(found[-1].names, Work(0.0, 0.0), KINDS["h100"])
-    least = traced.recompute(found[0].names, Work(0.0, 0.0), KINDS["h100"])
-    assert again.flops > 1.2 * least.flops
-    assert not set(values.useless()) - MAXTEXT_NAMES
+    most, least = (traced.step + traced.recompute(found[i].names) for i in (-1, 0))
+    assert most.flops > 1.2 * least.flops
+    assert not set(traced.useless()) - MAXTEXT_NAMES
 
 
 def test_what_a_plan_leaves_is_a_budget():
