@@ -339,10 +339,10 @@ def stage_plan(
     memory = step_memory(
         zero, placed, local, device.tile if device else None, *options, in_backward
     )
-    # Streamed parameters are read in each forward pass, and in the one that updates them.
+    # Streamed parameters are read in the forward pass, too, once for all micro-batches.
     read = sum(x.bytes_per_device for x in placed.rows if (x.part, x.memory) == ("params", "host"))
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
-    linked = 2 * memory["host"] + microbatches * read
+    linked = 2 * memory["host"] + read
     if zero.update_on == "host":  # gradients go there, parameters come back
         shards = zero.num_shards if zero.stage == 1 else 1
         sent = [x for x in placed.rows if x.part == "grads"]

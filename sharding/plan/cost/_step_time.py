@@ -315,14 +315,14 @@ def with_state(
     update += sync.moved if sync and not ideal else 0.0
     update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
     update += products / Roofline(device, COMPILED, ideal=ideal).flops
-    # State from host memory, and back at the same time; streamed parameters in each forward pass
-    # and in the one that updates them.
+    # State from host memory, and back at the same time; streamed parameters once in the forward
+    # passes of all micro-batches and once where they are updated.
     host = 0.0
     if plan.offload:
         speed = _host_figure(device, "host_link") * (1.0 if ideal else _HOST_LINK)
         linked = params / shards * plan.state_bytes
         if plan.update_in_backward:
-            read = (1 + plan.microbatches) * plan.param_bytes
+            read = 2 * plan.param_bytes
             read /= plan.shards if plan.stage == 3 else 1
             linked = (params - step_passes.outside) * (plan.state_bytes / shards + read)
         if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
