@@ -51,6 +51,8 @@ def run_plan(options: Namespace) -> int:
     if target.groups > 1 and not {"host", "slice"} & set(plan.mesh):
         axes = ",".join(f"{name}={number}" for name, number in target.mesh_axes.items())
         notes.append(f"What leaves a host or slice is not counted: it needs an axis, as in {axes}.")
+    if target.groups > 1 and setup.device and not setup.device.network:
+        notes.append("warning: the speed between hosts is not known: give --network GB/S.")
     if planned:
         notes.append(note_on(planned, activations))
     elif activations_counted(plan.stages):

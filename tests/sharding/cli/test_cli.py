@@ -156,6 +156,12 @@ def test_changes_that_make_it_fit(run, module):
         assert run(f"{line} {options} --memory 22")[0] == 0
     _, out, _ = run("plan --model 1e15 --target h100x8")
     assert "No change that is known here makes it fit: shard it over a model axis, too." in out
+    line = "plan --model llama2-7b --length 1024 --optimizer came8bit --target"
+    _, out, _ = run(f"{line} rtx4090x1")
+    assert "makes it fit: 2 devices instead of 1; --update-in-backward." in out
+    for network in ("", " --network 0.4"):
+        _, out, _ = run(f"{line} l40sx64{network}")
+        assert ("the speed between hosts is not known" in out) == (not network)
 
 
 def test_a_model_and_an_optimizer_of_ones_own(figures, module):
