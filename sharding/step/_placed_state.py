@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import tree_leaves_with_path
 
 from sharding._types import Array, Tree
 from sharding.offload._host_memory import host_shardings, is_offloaded
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
-from sharding.placement._specs import sharding_on
+from sharding.placement._specs import path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import (
     opt_state_of,
@@ -64,9 +65,13 @@ def specs(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Any:
     expected: Any = jax.tree.structure(opt_specs)
     structure: Any = jax.tree.structure(opt_state)
     if expected != structure:
+        # The first array that the other lacks; types, where none does.
+        paths = [[path_str(p) for p, _ in tree_leaves_with_path(x)] for x in (opt_specs, opt_state)]
+        names = zip(paths, paths[::-1], (expected, structure), strict=True)
+        wanted, found = (next((x for x in a if x not in b), str(types)) for a, b, types in names)
         raise ValueError(
-            f"the optimizer state is not that of tx.init(params): expected {expected}, "
-            f"found {structure} (docs: how_to/eight_bits)."
+            "the optimizer state is not that of tx.init(params) (docs: how_to/eight_bits). "
+            f"Expected {wanted}; found {found}."
         )
     if isinstance(state, tuple):
         new: Any = (placed.params, opt_specs)
