@@ -125,7 +125,7 @@ class LayerScan(NamedTuple):
         start = {k: operands[k] for k in carried}
         for k in carried if microbatches.dims else ():
             if k not in stacked:
-                start[k] = jnp.broadcast_to(start[k], (microbatches.number, *start[k].shape))
+                start[k] = jnp.broadcast_to(start[k], (microbatches.number, *jnp.shape(start[k])))
         carry, (entered, outs) = self._scan(step, start, backward=False)
         outs = [jnp.moveaxis(x, 0, microbatches.dims) for x in outs]
         return [*carry.values(), *outs], entered

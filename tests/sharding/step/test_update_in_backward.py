@@ -42,7 +42,7 @@ def scanned(p, batch, wrap=jax.checkpoint):
 
 
 def two_stacks(p, batch, key):
-    """In jit: an encoder with stacked outputs, and a decoder that runs in reverse, with dropout.
+    """In jit: an encoder with stacked outputs, and a decoder in reverse, with dropout and a sum.
 
     A constant of the second loop carries a gradient into the first.
     """
@@ -53,9 +53,14 @@ def two_stacks(p, batch, key):
         encode = lambda x, w: (jnp.sin(x @ w) + x, jnp.mean(x**2))  # noqa: E731
         memory, norms = lax.scan(encode, p["embed"][tokens], p["enc"], unroll=3)
         keep = jax.random.bernoulli(key, 0.8, tokens.shape)[..., None]
-        decode = lambda x, w: (block(x, w)[0] + memory @ p["cross"] * keep, None)  # noqa: E731
-        x, _ = lax.scan(decode, p["embed"][tokens], (p["w"], p["b"]), reverse=True)
-        return x, norms
+
+        def decode(c, w):
+            x, total = c
+            return (block(x, w)[0] + memory @ p["cross"] * keep, total + jnp.mean(x**2)), None
+
+        start = p["embed"][tokens], 0.0
+        (x, total), _ = lax.scan(decode, start, (p["w"], p["b"]), reverse=True)
+        return x, norms + total
 
     x, norms = run(p)
     losses = cross_entropy(p, x, tokens) * weight[:, None] + 0.1 * jnp.sum(norms)
