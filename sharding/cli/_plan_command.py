@@ -7,6 +7,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,8 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
     came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
     offloaded = dataclasses.replace(zero, offload="optimizer")
     in_backward = dataclasses.replace(setup, update="backward")
-    one_view = dataclasses.replace(zero, view="global")
+    place: dict[str, Any] = {"offload": "all" if zero.offload else None, "update_on": "device"}
+    one_view = dataclasses.replace(zero, view="global", **place)
     by_layer = optimizer_of(options.optimizer, by_layer=True)
     by_layer = optax_ext.master_weights(by_layer) if options.master else by_layer
     changes: list[tuple[str, Callable[[], Plan]]] = [

@@ -95,8 +95,8 @@ def find_batch(
       >>> from sharding.plan import find_batch
       >>> def make_step(batch):
       ...     return jax.jit(lambda x: x * 2).lower(jax.ShapeDtypeStruct((batch, 1024), "f4"))
-      >>> find_batch(make_step, memory=2**20).batch  # of 8 KiB each, in 90 % of a MiB
-      115
+      >>> find_batch(make_step, memory=2**20).batch  # of 8 KiB each, in 92 % of a MiB
+      117
     """
     kind = kind_of(device) if isinstance(device, str) else device
     memory = memory or (kind.memory if kind else 0.0)
