@@ -83,7 +83,8 @@ _FIGURES = {
     "--bandwidth GB/S": "of that memory",
     "--tflops": "of dense bfloat16 matrix products",
     "--link GB/S": "what it sends at best",
-    "--network GB/S": "what it sends to other hosts or slices: its share of the host's network",
+    "--network GB/S": "what it sends to other hosts or slices: its share of the host's network, "
+    "such as 0.39 of 25 Gbit/s that 8 devices share",
 }
 _OF_ALL = (
     "of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units of "
