@@ -7,7 +7,6 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,13 +144,16 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
     # Less state on the same devices.
     came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
     offloaded = dataclasses.replace(zero, offload="optimizer")
-    in_backward = dataclasses.replace(setup, update="backward")
-    place: dict[str, Any] = {"offload": "all" if zero.offload else None, "update_on": "device"}
-    one_view = dataclasses.replace(zero, view="global", **place)
-    by_layer = optimizer_of(options.optimizer, by_layer=True)
-    by_layer = optax_ext.master_weights(by_layer) if options.master else by_layer
+
+    def update_in_backward() -> Plan:
+        asked = vars(options) | {"update_in_backward": True, "update_on_host": False}
+        other = dataclasses.replace(
+            opts.setup_of(Namespace(**asked)), activations=setup.activations
+        )
+        return other.plan(other.zero, state_format=state)
+
     changes: list[tuple[str, Callable[[], Plan]]] = [
-        ("--update-in-backward", lambda: in_backward.plan(one_view, by_layer, state)),
+        ("--update-in-backward", update_in_backward),
         ("--state 8bit", lambda: setup.plan(zero, state_format="8bit")),
         ("--offload", lambda: setup.plan(offloaded, state_format=state)),
         ("CAME with a bfloat16 momentum and no master weights", lambda: setup.plan(zero, came)),

@@ -472,7 +472,7 @@ class TracedCosts(PlanCosts):
 
     def zero(self, plan: ParallelPlan) -> Zero:
         zero: Zero = self.model.placed(zero_of(plan))
-        return dataclasses.replace(zero, update_on=zero_of(plan).update_on)
+        return zero
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         names = self.model.names

@@ -185,7 +185,7 @@ class TracedModel:
 
     def placed(self, zero: Any) -> Any:
         """The ``Zero`` of a plan, on the mesh of one's own if there is one."""
-        names = ("stage", "shard_state_over_replicas", "offload", "sync", "view")
+        names = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync", "view")
         fields = {name: getattr(zero, name) for name in names}
         return dataclasses.replace(self.zero, **fields) if self.zero else zero
 
