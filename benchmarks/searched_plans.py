@@ -169,10 +169,11 @@ def fit_row(name: str, model: Decoder, target: str, dtype: str, **options: Any) 
         params = model.init(dtype)
         return params, TX.init(params)
 
-    loss, kept = model.make_loss(), {"pipe": 1, "tensor": 1}
-    found = fit(loss, make_state, model.batch(64), tx=TX, target=target, offload=False, **options)
-    options = {"device": found.machine.kind, "dtype": dtype, "keep": kept, "offload": False}
-    best = search(model, TX, target, sequences=64, **options).best
+    loss, keep = model.make_loss(), {"offload": False}
+    found = fit(loss, make_state, model.batch(64), tx=TX, target=target, keep=keep, **options)
+    options = {"device": found.machine.kind, "dtype": dtype}
+    keep |= {"pipe": 1, "tensor": 1}
+    best = search(model, TX, target, sequences=64, keep=keep, **options).best
     proof = found.proofs[0]
     return (
         f"| {name} | {target} | {short(found.plan)} | {proof.predicted:.3f} "
