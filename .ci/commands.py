@@ -24,10 +24,12 @@ from importlib import metadata
 os.environ |= {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1"
     + " --xla_cpu_use_fusion_emitters=false"
     * (metadata.version("jaxlib").startswith("0.10.") and not importlib.util.find_spec("libtpu")),
     "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".jax_cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "1",
     "MPLBACKEND": "agg",
 }
 

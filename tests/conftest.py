@@ -20,7 +20,11 @@ os.environ["JAX_PLATFORMS"] = os.environ.get("TEST_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     dict.fromkeys(
         os.environ.get("XLA_FLAGS", "").split()
-        + ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+        + [
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            "--xla_cpu_parallel_codegen_split_count=1",  # small programs are not worth 32 parts
+        ]
         * (os.environ["JAX_PLATFORMS"] == "cpu")
         + ["--xla_cpu_use_fusion_emitters=false"]
         * (
@@ -37,6 +41,8 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# One frame of Python for each operation of a program, not the whole stack: XLA copies them.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "1")
 # Threads of XLA's pool. By default there is one a device; where each waits in a collective for the
 # others, what it waits for may have none left to run in, and the process aborts after 40 seconds.
 os.environ.setdefault("NPROC", "64")
@@ -133,6 +139,12 @@ def pytest_collection_modifyitems(config, items):
             from .flax_nnx import needs_nnx
 
             item.add_marker(needs_nnx)
+
+
+def pytest_collection_finish():
+    """What is imported by now lives as long as the process: it is not searched for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter):

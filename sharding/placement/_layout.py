@@ -278,6 +278,21 @@ class Layout:
 
         return jax.tree.map(place, args)
 
+    def replicate_new(self, model_state: Tree) -> Tree:
+        """Replicates arrays on no mesh, so that a step compiles once for them and what it returns."""
+        if not isinstance(self.mesh, Mesh):
+            return model_state
+        devices = set(self.mesh.devices.flat)
+
+        def place(x: Array) -> Any:
+            if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer):
+                return x
+            sharding = getattr(x, "sharding", None)
+            inside = isinstance(sharding, NamedSharding) and sharding.device_set == devices
+            return x if inside else jax.device_put(x, self.replicated)
+
+        return jax.tree.map(place, model_state)
+
     def place_scalars(self, state: Tree) -> Tree:
         """Replicates the scalars of a state that are set between steps, such as a learning rate."""
         if not isinstance(self.mesh, Mesh):

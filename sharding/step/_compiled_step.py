@@ -69,7 +69,7 @@ class CompiledStep:
         check_alive(None if known else selected, **others)
         with step_context(layout), with_remedies(layout):
             batch = self._placed(batch)
-            key, model_state = layout.replicate_foreign((key, model_state))
+            key, model_state = layout.replicate_foreign(key), layout.replicate_new(model_state)
             if not known:
                 selected = layout.place_scalars(selected)
                 signature = self.signature(selected)

@@ -113,6 +113,27 @@ def test_batch_norm_of_each_device():
         assert all(np.array_equal(shards[0], shard) for shard in shards)
 
 
+@pytest.mark.parametrize("new", [np.zeros, jnp.zeros])
+def test_one_program_for_a_new_model_state_and_for_that_of_a_step(new):
+    traces = []
+
+    def loss_fn(w, batch, mean):
+        traces.append(w)
+        return jnp.mean((batch @ w) ** 2), 0.9 * mean + batch.mean(0)
+
+    def make():
+        return jnp.ones((8, 8)), TX.init(jnp.ones((8, 8)))
+
+    zero = zero_of(2, "four")
+    state, mean, counts = zero.init(make, tx=TX), new(8), []
+    step = zero.train_step(loss_fn, tx=TX, model_state=True)
+    for _ in range(3):
+        state, metrics = step(state, zero.put(np.ones((8, 8))), model_state=mean)
+        mean = metrics["model_state"]
+        counts.append(len(traces))
+    assert counts == counts[:1] * 3
+
+
 def test_unsharded_by_path():
     zero, (state, _) = run("four")
     for tree in (state.params, state.opt_state[0].trace):
