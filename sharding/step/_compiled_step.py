@@ -122,7 +122,7 @@ class CompiledStep:
         """
         selected, layout = self.select(state), self.zero._layout
         with step_context(layout), with_remedies(layout):
-            batch = self._placed(batch)
+            batch, model_state = self._placed(batch), layout.replicate_new(model_state)
             selected = layout.place_scalars(selected)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
             program = self.signature(selected), _types_of(batch), copies and copies.key
