@@ -104,6 +104,11 @@ class Job:
         return TINY if self.smoke else SMALL
 
     @property
+    def processes(self) -> int:
+        """Which stand for machines."""
+        return 2 if self.smoke else PROCESSES
+
+    @property
     def steps(self) -> int:
         """Timed ones of a way in a round."""
         return 2 if self.smoke else 10
@@ -198,8 +203,8 @@ def work(rank: int, job: Job) -> None:
         )
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.distributed.initialize(job.coordinator, PROCESSES, rank)
-    mesh = jax.make_mesh((PROCESSES * DEVICES,), ("data",))
+    jax.distributed.initialize(job.coordinator, job.processes, rank)
+    mesh = jax.make_mesh((job.processes * DEVICES,), ("data",))
     zero, tx = shd.Zero(mesh, stage=3, min_shard_size=0), optax.adamw(1e-4)
 
     def make_state() -> Any:
@@ -218,7 +223,7 @@ def train(job: Job, zero: shd.Zero, tx: Any, state: Any) -> dict[str, Any]:
     """Seconds a step of each way in each round, and its figures."""
     num, length = job.batch
     rng = np.random.default_rng(jax.process_index())
-    shape = (num // PROCESSES, length)
+    shape = (num // job.processes, length)
     batch = zero.put(rng.integers(job.config.vocabulary, size=shape, dtype=np.int32))
 
     @functools.cache
@@ -293,9 +298,9 @@ def run(job: Job) -> list[dict[str, Any]]:
             job, coordinator=f"localhost:{probe.getsockname()[1]}", started=time.time()
         )
     text = json.dumps(dataclasses.asdict(job))
-    commands = [[sys.executable, __file__, "--worker", str(i), text] for i in range(PROCESSES)]
+    commands = [[sys.executable, __file__, "--worker", str(i), text] for i in range(job.processes)]
     _network.run_all(commands, logs, SECONDS)
-    return [json.loads((logs / f"{i}.json").read_text()) for i in range(PROCESSES)]
+    return [json.loads((logs / f"{i}.json").read_text()) for i in range(job.processes)]
 
 
 def quartiles(values: Any) -> str:
