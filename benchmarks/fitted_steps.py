@@ -3,6 +3,7 @@
 The losses are those of tests/sharding/plan/test_fit.py, of eight kinds, on 8 virtual CPU devices.
 
   python benchmarks/fitted_steps.py            # prints the table, writes benchmarks/results/
+  python benchmarks/fitted_steps.py GPT nnx    # measures these losses again, and keeps other rows
   python benchmarks/fitted_steps.py --smoke    # one loss, a few steps, prints only
 """
 
@@ -10,6 +11,7 @@ import argparse
 import inspect
 import itertools
 import os
+import re
 import statistics
 import sys
 import time
@@ -26,6 +28,7 @@ import sharding as shd
 from sharding.plan.cost._parallel_plan import short
 
 sys.path.insert(0, str(_results.ROOT))
+RESULT = _results.RESULTS / "fitted_steps.md"
 STEPS = 4  # of a setting in a round
 HEADER = """\
 | loss | chosen | memory, KiB | of KiB | by hand, fit | chosen, ms | fastest by hand, ms | ratio |
@@ -97,19 +100,23 @@ def rows(names: Any, rounds: int) -> Iterator[str]:
 def main() -> None:
     """Runs the steps; writes the table of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("losses", nargs="*", help="whose rows are measured again; none: all")
     parser.add_argument("--smoke", action="store_true", help="one loss; no file")
-    smoke = parser.parse_args().smoke
+    options = parser.parse_args()
+    smoke, names = options.smoke, ["scale"] if options.smoke else options.losses
     jax.config.update("jax_num_cpu_devices", 8)  # before JAX looks for devices
     with nn.logical_axis_rules([("embed", None), ("class", None)]):  # for those by hand
-        table = _results.table(HEADER, rows(["scale"] if smoke else None, 1 if smoke else 25))
+        table = _results.table(HEADER, rows(names, 1 if smoke else 25))
     if not smoke:
+        known = re.findall(r"^\| \w+ \| stage .*$", RESULT.read_text(), re.M) if names else []
+        kept = [row for row in known if row.split()[1] not in names]
         _results.write(
             "fitted_steps",
             "Steps that fit chose, beside settings written by hand",
             f"Adam, 8 virtual devices of {_results.machine('cpu')}. By hand: stages 0 to 3 with 1 "
             "and 2 micro-batches, and with all computed again; those count that fit. Settings take "
-            "turns, 4 steps each; medians of 25 rounds.",
-            table,
+            "turns, 4 steps each; medians of 25 rounds; each loss in a process of its own.",
+            "\n".join([table, *kept]),
         )
 
 

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import optax
 
 import optax_ext
 from sharding._types import DType
-from sharding.plan._format import nearest
+from sharding.plan._format import nearest, users_code
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.plan.model._traced_model import AnyModel
 from sharding.step.owners._by_owner import by_owner
@@ -107,15 +106,3 @@ def load(path: str, option: str) -> Any:
         sys.path.insert(0, "")
     with users_code(f"{option} {path}"):  # the module runs
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-
-
-@contextlib.contextmanager
-def users_code(failed: str) -> Iterator[None]:
-    """Raises an error of a user's code in one line, after these words."""
-    try:
-        yield
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        if not isinstance(error, ImportError | AttributeError):
-            reason = f"{type(error).__name__}: {reason}"
-        raise ValueError(f"{failed}: {reason}.") from error

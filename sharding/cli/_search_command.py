@@ -9,7 +9,7 @@ from typing import Any
 from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
-from sharding.plan._format import Table, show, size
+from sharding.plan._format import Table, show, size, users_code
 from sharding.plan._plot import plot_search
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_model import AnyModel, TracedModel
@@ -99,7 +99,7 @@ def _model_of(options: Namespace) -> AnyModel:
             f"TracedModel or Decoder as MODULE:NAME; --model {options.model} is not."
         )
     if isinstance(model, TracedModel):
-        with loading.users_code(f"--model {options.model}: its loss of one example failed"):
+        with users_code(f"--model {options.model}: its loss of one example failed"):
             model.traced(1, dtype, "none")
     return model
 

@@ -1,11 +1,12 @@
 """Numbers and tables as text; plans and programs as JSON, in one form for all commands."""
 
+import contextlib
 import dataclasses
 import difflib
 import numbers
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 # To show tables and pictures.
@@ -134,6 +135,18 @@ def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:
         meant = f"; nearest is {near[0]!r}" if near else ""
         values = ", ".join(map(repr, known))
         raise ValueError(f"{name} must be one of {values}, got {value!r}{meant}.")
+
+
+@contextlib.contextmanager
+def users_code(failed: str) -> Iterator[None]:
+    """Raises an error of a user's code in one line, after these words."""
+    try:
+        yield
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), "").rstrip(".")
+        if not isinstance(error, ImportError | AttributeError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{failed}: {reason}.") from error
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -7,11 +7,12 @@ import inspect
 import json
 import math
 import numbers
+import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,10 @@ from jax.experimental import multihost_utils
 from optax_ext import STATE_FORMATS, __version__
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
+from sharding._user_line import warn
 from sharding._zero import Tx, Zero
 from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import Printed, Table, check_choice, seconds, size
+from sharding.plan._format import Printed, Table, check_choice, seconds, size, users_code
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of, zero_of
@@ -134,6 +136,18 @@ class FittedPlan(Printed):
         return [Table(title, columns, rows)]
 
 
+@contextlib.contextmanager
+def _naming_the_page() -> Iterator[None]:
+    """Ends errors with the page that explains them, if they name none."""
+    try:
+        yield
+    except ValueError as error:
+        if "(docs" not in str(error):
+            error.args = (f"{str(error).rstrip('.')} (docs: how_to/let_it_choose).",)
+        raise
+
+
+@_naming_the_page()
 def fit(
     loss_fn: Callable[..., Any],
     make_state: Callable[..., Any],
@@ -208,15 +222,18 @@ def fit(
     share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
     some = isinstance(measure, bool) or _is_count(measure, 0)
     for value, valid, words in (
+        (loss_fn, callable(loss_fn), "loss_fn must be a function of parameters and a batch"),
+        (make_state, callable(make_state), "make_state must be a function"),
         (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
         (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
         (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
         (zero, is_real, "zero must be a Zero on a mesh of devices"),
+        (param_specs, zero or param_specs is None, "param_specs needs zero, whose axes they name"),
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
         (headroom, share, "headroom must be from 0 to below 1"),
         (measure, some, "measure must be True, or how many plans to run"),
-        (folder, not (folder and pathlib.Path(folder).is_file()), "folder must be no file"),
+        (folder, isinstance(folder, str | os.PathLike | None), "folder must be a path"),
     ):
         if not valid:
             raise ValueError(f"{words}, got {value!r}.")
@@ -225,7 +242,9 @@ def fit(
             "zero has devices in its mesh, and fit chooses: leave out target and sync."
         )
     _check_step_options(options)
-    asked = {"keep": dict(keep or {}), "update_in_backward": True} | _lossy(lossy)
+    kept = dict(keep or {})
+    offload = "update" if "update" in _values(kept.get("offload")) else True
+    asked = {"keep": kept, "offload": offload, "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
@@ -235,17 +254,19 @@ def fit(
     count = machine.devices if largest else request.model.size if examples is None else examples
     if not _is_count(count, 1):
         raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
-    home = pathlib.Path(folder) if folder else None
-    path = home and home / f"{request.fingerprint(examples, measure)}.json"
-    if path and _of_all(path.exists()).all():
-        proofs = [Proof(ParallelPlan(**x.pop("plan")), **x) for x in json.loads(path.read_text())]
+    path, speeds = request.files(folder, examples, measure)
+
+    def of_file(rows: Any) -> FittedPlan:
+        proofs = [Proof(ParallelPlan(**row.pop("plan")), **row) for row in rows]
         return request.fitted(proofs, f"The plan was read from {path}.")
-    speeds = home and home / f"speeds-{re.sub('[^a-z0-9]+', '-', machine.target)}.json"
-    if speeds and _of_all(speeds.exists()).all():
-        request.slower = tuple(_of_all(json.loads(speeds.read_text())).max(0))
+
+    if (fitted := _read_saved(path, of_file)) is not None:
+        return fitted
+    if (slower := _read_saved(speeds, lambda x: np.array(x, float).reshape(2))) is not None:
+        request.slower = tuple(_of_all(slower).max(0))
 
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
-    proofs, best = [], None
+    proofs, best = list[Proof](), None
     low, high, budget = 0.0, math.inf, machine.usable
     while len(proofs) < _TRIES:
         try:
@@ -297,11 +318,9 @@ def fit(
         best = min(ran, key=lambda proof: proof.measured or 0.0)
         request.compare(ran)
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
-    if path and jax.process_index() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, [dataclasses.asdict(proof) for proof in proofs])
-        if measure and speeds:
-            _write(speeds, request.slower)
+    _write(path, [dataclasses.asdict(proof) for proof in proofs])
+    if measure:
+        _write(speeds, request.slower)
     return request.fitted(proofs)
 
 
@@ -332,7 +351,11 @@ class _FitRequest:
         self.args = _args_of(make_state)
         # Metadata of parameters is of a mesh of one's own.
         self.make_state = make_state if zero else lambda *args: _unboxed(make_state(*args))
-        self.state = jax.eval_shape(self.make_state, *self.args)
+        with users_code("make_state must make a train state, and failed where it was traced"):
+            self.state = jax.eval_shape(self.make_state, *self.args)
+            again = jax.eval_shape(lambda *args: self.make_state(*args), *self.args)
+        if jax.tree.leaves(again) != jax.tree.leaves(self.state):
+            raise ValueError("make_state makes arrays of other shapes or dtypes in each call.")
         params, _, self.tx = parts(self.state, tx)
         self.pair = tx is not None
         if not num_bytes(params):
@@ -362,17 +385,32 @@ class _FitRequest:
         if zero:
             replicas = zero.num_devices // zero.num_shards
             self.fixed |= {"tensor": self.model.tensor, "replicas": replicas}
+        for name in self.fixed.keys() & asked["keep"].keys() - {"microbatches"}:
+            if self.fixed[name] not in _values(asked["keep"][name]):
+                raise ValueError(
+                    f"keep has {name}={asked['keep'][name]!r}, and the mesh of zero {name}="
+                    f"{self.fixed[name]}: leave it out."
+                )
         self.asked["keep"] = self.fixed | asked["keep"]
-        _check_trace(self.model)
+        _check_trace(self.model, machine.devices)
 
-    def fingerprint(self, *more: Any) -> str:
-        """Of all that a plan depends on."""
+    def files(self, folder: Any, *more: Any) -> tuple[pathlib.Path | None, pathlib.Path | None]:
+        """Where a plan is saved, by all that it depends on; how slow its machine is."""
+        if folder is None:
+            return None, None
+        home = pathlib.Path(folder)
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
         trace = str(self.model.trace.graph.jaxpr)
         model = self.model
         plain = trace, self.state, model.batch(model.size), model.zero, model.param_specs
         versions = sorted(self.options), jax.__version__, __version__
         text = repr((plain, self.machine, self.asked, more, versions))
-        return hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
+        fingerprint = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
+        machine = re.sub("[^a-z0-9]+", "-", self.machine.target)
+        return home / f"{fingerprint}.json", home / f"speeds-{machine}.json"
 
     def search(
         self, count: int, budget: float, *, largest: bool = False, top: int = 1, **more: Any
@@ -417,6 +455,9 @@ class _FitRequest:
                 raise
             self.asked["update_in_backward"] = False
             return None
+        except TypeError as error:  # the loss was traced before
+            given = "gradients, state, parameters, and the loss as value="
+            raise ValueError(f"tx.update gets {given}, and failed: {error}.") from error
         # Where no parameter is large enough to be sharded, several stages are one program.
         program = self.programs[chosen.plan] = hash(lowered.as_text())
         if program not in self._memory:
@@ -524,19 +565,17 @@ def _unboxed(state: Tree) -> Any:
 
 def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
     """The arguments of a function that makes a state: none, or a random key."""
-    if not callable(make_state):
-        raise ValueError(
-            "make_state must be a function that makes the train state, "
-            f"got a {type(make_state).__name__}."
-        )
     every = inspect.signature(make_state).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [x.name for x in every if x.default is x.empty and x.kind in positional]
-    if len(needed) > 1:
-        raise ValueError(
-            f"make_state must take nothing or a random key, and it takes {', '.join(needed)}."
-        )
+    needed = [x for x in every if x.default is x.empty and x.kind.name[:3] != "VAR"]
+    if len(needed) > 1 or any(x.kind is x.KEYWORD_ONLY for x in needed):
+        names = ", ".join(map(str, needed))
+        raise ValueError(f"make_state must take nothing or a random key, and it takes {names}.")
     return (jax.random.key(0),) * len(needed)
+
+
+def _values(kept: Any) -> tuple[Any, ...]:
+    """What plans may have of a value that is kept, as for ``search``."""
+    return kept if isinstance(kept, tuple) else (kept,)
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -568,31 +607,48 @@ def _lossy(names: Sequence[str]) -> dict[str, Any]:
     return {"state_formats": (None, *formats), "weights": weights, "syncs": (None, *syncs)}
 
 
-def _check_trace(model: TracedModel) -> None:
+def _check_trace(model: TracedModel, devices: int) -> None:
     """Raises unless a loss can be traced, and compiled for several devices."""
-    try:
-        trace = model.trace
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        raise ValueError(
-            f"fit traces the loss for {model.size} examples, which failed: "
-            f"{type(error).__name__}: {reason}. A loss is a function of parameters and a batch of "
-            "any number of examples, whose shapes do not depend on their values, and which sums "
-            "over no mesh axis itself."
-        ) from error
-    names = {eqn.primitive.name for eqn in all_equations(trace.graph.jaxpr)}
+    with users_code(
+        "loss_fn must take parameters and a batch of any number of examples, in shapes that depend "
+        "on no value, and sum over no mesh axis itself; its gradient was traced for "
+        f"{model.size} and for {devices} examples, and failed"
+    ):
+        every = [*all_equations(model.trace.graph.jaxpr)]
+        model.traced(devices, jnp.dtype(jnp.bfloat16), "none")
+    names = {eqn.primitive.name for eqn in every}
     calls = [name for name in names if "callback" in name or name.startswith("debug")]
     if calls:
         raise ValueError(
             f"the loss calls functions of the host ({', '.join(calls)}): leave them out."
         )
+    meshes = [dict(eqn.params["mesh"].shape) for eqn in every if eqn.primitive.name == "shard_map"]
+    own = dict(model.zero.mesh.shape) if model.zero else None
+    if others := [mesh for mesh in meshes if mesh != own]:
+        raise ValueError(
+            f"the loss has a shard_map over a mesh {others[0]}, and fit chooses the mesh: give "
+            "zero=, a Zero on the mesh of the loss, or leave out shard_map."
+        )
 
 
-def _write(path: pathlib.Path, value: Any) -> None:
+def _read_saved(path: pathlib.Path | None, make: Callable[[Any], Any]) -> Any:
+    """What is made of a file; None unless all processes have one that is whole."""
+    found = None
+    if path and path.exists():
+        try:
+            found = make(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            warn(f"{path} is not used, since fit did not write it, or not to its end ({reason}).")
+    return found if path and _of_all(found is not None).all() else None
+
+
+def _write(path: pathlib.Path | None, value: Any) -> None:
     """Writes a file that is whole, whenever this process ends."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2))
-    part.replace(path)
+    if path and jax.process_index() == 0:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(value, indent=2))
+        part.replace(path)
 
 
 def _of_all(value: float) -> np.ndarray:

@@ -34,9 +34,9 @@ class FitMachine(NamedTuple):
     ) -> "FitMachine":
         devices = [*zero.mesh.devices.flat] if zero else jax.devices()
         memory = None if memory is None else read_size(memory, "memory: ")
-        name = target or machine_name(devices)
+        name = machine_name(devices) if target is None else target
         parsed = targets.parse(name, other_gpus=True)
-        if target and parsed.compiles:
+        if target is not None and parsed.compiles:
             targets.topology(name)  # before jax is used
         kind = device or kind_of(name)
         if kind is None and parsed.kind == "cpu":

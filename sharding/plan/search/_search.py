@@ -458,10 +458,13 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     every = list(space.groups())
     if not every:
+        shared = f"{space.sequences} sequences cannot be shared by {space.num_devices} devices"
+        if not isinstance(space.model, Decoder):
+            return f"{shared}: a multiple of these can."
         return (
-            f"{space.sequences} sequences cannot be shared by {space.num_devices} devices: with as "
-            f"many pipeline stages as {space.model.layers} layers allow, or devices that share "
-            "each layer, data parallelism is left with more devices than divide them."
+            f"{shared}: with as many pipeline stages as {space.model.layers} layers allow, or "
+            "devices that share each layer, data parallelism is left with more devices than divide "
+            "them."
         )
     parts = []
     for name, value in (keep or {}).items():
@@ -474,8 +477,11 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
                 "needs asynchronous=True (--asynchronous), as many stages as devices, 2 "
                 "micro-batches a stage less one, and plain weights"
             )
+        if name == "offload" and value in (True, "update"):
+            option = " (--update-on-host)" * (value == "update")
+            reason = f"needs offload={value!r}{option}, and a device with a known link to its host"
         allowed = value if isinstance(value, tuple) else (value,)
-        parts += [] if values & {*allowed} else [f"{name}={value!r} {reason}"]
+        parts += [] if any(x in known for x in allowed) else [f"{name}={value!r} {reason}"]
     if parts:
         return f"no plan has what is kept: {'; '.join(parts)}."
     kept = ", ".join(f"{name}={value!r}" for name, value in (keep or {}).items())

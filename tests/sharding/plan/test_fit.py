@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import itertools
+import re
 
 import equinox as eqx
 import flax.linen as nn
@@ -316,6 +318,20 @@ def test_a_plan_is_saved_once(tmp_path):
     assert len([*tmp_path.iterdir()]) == 2
 
 
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"plan": ', '[{"plan": {"stage": 9}}]', "[3]", "[\x00"]
+)
+def test_a_plan_that_was_not_saved_to_its_end_is_made_anew(tmp_path, text):
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "keep": {"stage": 0}}
+    first = fit(*small(), **options)
+    (path,) = tmp_path.glob("*.json")
+    whole = path.read_text()
+    path.write_text(text or whole[:50])
+    with pytest.warns(UserWarning, match=f"{path.name} is not used, since fit did not write it"):
+        assert fit(*small(), **options).proofs == first.proofs
+    assert path.read_text() == whole
+
+
 def test_the_fastest_of_those_that_ran_is_taken(tmp_path):
     """What they took is kept, and makes the next prediction better."""
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "examples": 32}
@@ -403,14 +419,34 @@ def calling(params, x):
     return small()[0](params, jax.pure_callback(lambda x: x, x, x))
 
 
+def mapped(params, x):
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    matmul = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P(), P()), out_specs=P())
+    return jnp.mean(matmul(x, params["out"]) ** 2)
+
+
+def searching(params, x):
+    return jax.lax.while_loop(lambda y: y < 3, lambda y: y + small()[0](params, x), 0.0)
+
+
+def changing(key, calls=itertools.count()):  # noqa: B008
+    return state_of({"layers": draw(4, 64, 64), "out": draw(64, 8 + next(calls))})(key)
+
+
 LOSS, STATE, BATCH = small()
+LBFGS = optax.lbfgs()
+ZERO = Zero(jax.make_mesh((8,), ("data",)))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"loss_fn": lambda params: 0.0}, r"calls <lambda>\(params, batch\)"),
+        ({"loss_fn": 3}, "loss_fn must be a function of parameters and a batch, got 3"),
         ({"loss_fn": collective}, "failed: NameError"),
+        ({"loss_fn": searching}, "its gradient was traced .* failed: ValueError"),
+        ({"loss_fn": lambda p, x: LOSS(p, x.reshape(64, 16, 64))}, "8 examples, and failed"),
+        ({"loss_fn": mapped}, "a shard_map over a mesh {'d': 2}, and fit chooses the mesh"),
         ({"loss_fn": by_value}, "failed: NonConcreteBooleanIndexError"),
         ({"loss_fn": talking}, "calls functions of the host"),
         ({"loss_fn": calling}, "calls functions of the host"),
@@ -420,8 +456,11 @@ LOSS, STATE, BATCH = small()
         ({"batch": 2.0}, "no array of the batch has rows"),
         ({"make_state": state_of({})}, "there is nothing to plan"),
         ({"make_state": state_of({"none": jnp.zeros((0, 3))})}, "there is nothing to plan"),
-        ({"make_state": STATE(KEY)}, "make_state must be a function .* got a tuple"),
+        ({"make_state": STATE(KEY)}, "make_state must be a function, got"),
         ({"make_state": lambda key, more: None}, "takes key, more"),
+        ({"make_state": lambda *, key: None}, "must take nothing or a random key, .* takes key"),
+        ({"make_state": lambda: 1 / 0}, "failed where it was traced: ZeroDivisionError"),
+        ({"make_state": changing}, "of other shapes or dtypes in each call"),
         ({"memory": None}, "give memory= in bytes"),
         *(({"memory": x}, "memory: expected bytes, or a text") for x in ("1Q", True, [1])),
         *(({"memory": x}, "memory: bytes must be above 0") for x in ("0K", -5, np.nan)),
@@ -429,14 +468,23 @@ LOSS, STATE, BATCH = small()
         *(({"measure": x}, "or how many plans to run, got") for x in (-1, "yes", 1.5)),
         *(({"examples": x}, "or .largest., got") for x in (True, 64.0)),
         ({"tx": 3}, "tx must be a transformation, got 3"),
+        (
+            {"tx": LBFGS, "make_state": lambda: (STATE(KEY)[0], LBFGS.init(STATE(KEY)[0]))},
+            "value_fn",
+        ),
+        ({"param_specs": P()}, "param_specs needs zero"),
+        ({"zero": ZERO, "keep": {"replicas": 2}}, "the mesh of zero replicas=1: leave it out"),
         ({"device": "h100"}, "device must be a DeviceKind, got 'h100'"),
         ({"keep": ["stage"]}, r"keep must be a dict such as .* got \['stage'\]"),
         ({"keep": {"stage": 7}}, "stage=7 is none of 0, 1, 2, 3"),
         ({"keep": {"offload": "no"}}, "offload='no' is none of False"),
-        ({"folder": __file__}, "folder must be no file"),
+        ({"keep": {"offload": "update"}}, "needs offload='update' .*a known link to its host"),
+        ({"keep": {"stage": [1, 2]}}, r"stage=\[1, 2\] is none of 0, 1, 2, 3"),
+        *(({"folder": x}, "folder must be") for x in (__file__, f"{__file__}/below", 3)),
         ({"has_au": True}, "got 'has_au'; nearest is 'has_aux'"),
         ({"update": "backward"}, "keep={'update_in_backward': True}"),
         ({"target": 8}, "target must be a name such as 'h100x8', got 8"),
+        ({"target": ""}, "unknown target ''"),
         ({"target": "cpu:16"}, "'cpu:16' was requested, 8 CPU devices were found"),
         ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
         ({"target": "l40sx8", "measure": True}, "and l40sx8 is another machine"),
@@ -455,5 +503,6 @@ LOSS, STATE, BATCH = small()
 )
 def test_what_is_wrong_is_said_before_anything_runs(change, message):
     given = {"loss_fn": LOSS, "make_state": STATE, "batch": BATCH, "tx": TX, "memory": 2.0**30}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         fit(**given | change)
+    assert re.search(r" \(docs: \w+/\w+\)\.", str(raised.value))
