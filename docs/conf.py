@@ -38,6 +38,7 @@ extensions = [
     "command_help",
     "devices",
     "mathml",
+    "search_words",
     "signatures",
 ]
 exclude_patterns = ["_build"]
