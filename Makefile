@@ -88,6 +88,7 @@ lint: .venv/lint
 docs: .venv/docs
 	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html
 	! find docs/_build/html -name '*.html' -size +300k | grep .
+	! command -v node || node docs/_ext/lookups.js docs/_build/html
 	@echo "The site is docs/_build/html/index.html"
 
 wheel: .venv/wheel

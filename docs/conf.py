@@ -65,7 +65,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"optax-ext {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_search_scorer = str(DOCS / "_ext" / "scorer.js")
+html_search_scorer = str(DOCS / "_ext" / "search.js")
 html_math_renderer = "mathml"
 html_theme_options = {
     "show_toc_level": 1,
