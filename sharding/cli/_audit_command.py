@@ -84,6 +84,11 @@ def _check_options(options: Namespace) -> None:
             f"--find-batch needs the memory of a device, and none is known of {options.target}: "
             "give --memory GIB."
         )
+    if options.find_batch and not opts.target_of(options).compiles:
+        raise ValueError(
+            f"--find-batch compiles steps, and {options.target} can be planned only: plan prints "
+            "how many sequences fit (docs: how_to/plan)."
+        )
     if options.headroom is not None and not options.find_batch:
         raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
     if options.step:

@@ -33,14 +33,14 @@ def run_plan(options: Namespace) -> int:
     _reject(options, _ONLY_HERE, "needs --pipeline")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
-    plan = setup.plan(setup.zero, state_format=options.state)
+    plan = setup.compared_stages(options.state)
     planned = None
     if options.remat is not None:
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
         planned, activations = planned_model(options, setup, plan, stage)
-        setup = dataclasses.replace(setup, activations=activations)
-        plan = setup.plan(setup.zero, state_format=options.state)
+        setup = dataclasses.replace(setup, activations=activations, extra_time=planned.extra_time)
+        plan = setup.compared_stages(options.state)
 
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
@@ -85,7 +85,7 @@ def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
     attention = ", attention in full" if setup.model else ", without attention"
     return (
-        f"Times are lower bounds at the peak figures of {with_article(setup.device.name)}, for "
+        f"Bounds are at the peak figures of {with_article(setup.device.name)}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
         f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
         "recomputation."

@@ -306,12 +306,12 @@ class PlanCosts:
         return max(equal.chunks) < max(fastest.chunks)
 
     def updates_on_host(self, plan: ParallelPlan) -> bool:
-        """Whether the CPU can update the state: beside TPUs not that of 8 bits."""
-        state = jax.eval_shape(
-            self._tx(plan.state_format, plan.weights).init, self.model.abstract(self.dtype)
-        )
-        narrow = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(state))
-        return not (narrow and self.machine.device.tile)
+        """Whether the CPU can update the state."""
+        try:
+            self._stage(dataclasses.replace(plan, offload="update"))
+        except ValueError:
+            return False
+        return True
 
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
