@@ -23,6 +23,7 @@ from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._stage_plan import variants_of
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
 
@@ -83,12 +84,14 @@ def run_plan(options: Namespace) -> int:
 
 def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
-    attention = ", attention in full" if setup.model else ", without attention"
+    counted = "6 operations per parameter and token, "
+    counted += "attention in full" if setup.model else "without attention"
+    if isinstance(setup.model, TracedModel):
+        counted = "the products of its loss"
     return (
         f"Bounds are at the peak figures of {with_article(setup.device.name)}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
-        f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
-        "recomputation."
+        f"tokens on each device in a step: {counted}, no recomputation."
     )
 
 

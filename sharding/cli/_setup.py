@@ -21,12 +21,12 @@ from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.cost._stage_plan import StagePlan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
-from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._layer_costs import Activations, activations_of, layer_costs
+from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._search import machine_of
+from sharding.plan.model._traced_model import AnyModel, TracedModel
+from sharding.plan.search._search import check_dtype, costs_of, machine_of
 from sharding.step._precision import Precision
 
 # The options that make an unknown device known.
@@ -38,11 +38,12 @@ class Setup:
     """A model, its optimizer and its ``Zero``, as the options say."""
 
     params: Any  # abstract parameters
-    model: Decoder | None  # the model, where its layers are known
+    model: AnyModel | None  # the model, where its layers are known
     optimizer: optax.GradientTransformation  # the transformation, without ``--state``, ``--master``
     zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
     device: DeviceKind | None  # its figures, where they are known
-    machine: Machine | None  # that of the target, where steps can be timed
+    costs: PlanCosts | None  # of the model on the target, where its layers and figures are known
+    timed: bool  # whether a search times steps of the ``Zero``
     batch: int  # sequences of one device in a micro-batch
     microbatches: int  # the number of micro-batches
     length: int  # tokens of a sequence; 0 where that is unknown
@@ -70,15 +71,19 @@ class Setup:
     ) -> Plan:
         """The plan of a ``Zero``, with another transformation or a format of its state."""
         tokens = float(self.sequences * self.length)
-        num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
+        flops = 6.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(self.params)) * tokens
         activations: Activations | float | None = self.activations
+        if self.costs:
+            shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
+            batch = self.costs.batch(shared)
+            flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
         if activations is None:
             activations = self._estimated(self.batch)
-        flops = self.model.flops(tokens, self.length) if self.model else 6.0 * num_params * tokens
         return estimate(
             *(self.params, tx or self.tx, zero),
             microbatches=self.microbatches,
-            batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
+            batch=batch,
             state_format=state_format,
             device=self.device,
             gathered_once=self.model.gathered_once if self.model else None,
@@ -97,18 +102,13 @@ class Setup:
 
     def _predicted(self, state_format: str | None) -> dict[str, StepSeconds]:
         """What a step takes at each stage, as ``search`` has it; empty where nothing is timed."""
-        if self.machine is None or self.model is None:
-            return {}
-        dtype = self.params["embed"].dtype
-        options: Any = {"length": self.length, "dtype": dtype}
-        costs = PlanCosts(self.model, self.optimizer, self.machine, **options)
-        found = {}
+        found, costs = dict[str, StepSeconds](), self.costs
+        if not costs or not self.timed:
+            return found
         for name, zero in variants_of(self.zero).items():
             plan = self.parallel_plan(zero, state_format)
-            state_bytes = costs.state_bytes_in(state_format, plan.weights)
-            # Of planned activations, what is computed again is in ``extra_time``.
-            form = plan.recompute if self.activations is None else "none"
-            plan = dataclasses.replace(plan, state_bytes=state_bytes, recompute=form)
+            if self.activations is not None:  # what is computed again is in ``extra_time``
+                plan = dataclasses.replace(plan, recompute="none")
             passes = costs.passes(plan)
             passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
             found[name] = costs.seconds(plan, passes)
@@ -116,9 +116,13 @@ class Setup:
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""
-        state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
-        leaves = jax.tree.leaves(self.params)
+        leaves, weights = jax.tree.leaves(self.params), "master" if self.master else "plain"
         num_params, precision = sum(x.size for x in leaves), zero.precision
+        if self.costs and self.timed:
+            state_bytes = self.costs.state_bytes_in(state_format, weights)
+        else:
+            state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
+            state_bytes = num_bytes(state) / num_params
         sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         shards = zero.num_shards if zero.stage else zero.num_devices
         return ParallelPlan(
@@ -132,9 +136,9 @@ class Setup:
             offload="update" if zero.update_on == "host" else zero.offload is not None,
             param_bytes=num_bytes(leaves) / num_params,
             grad_bytes=sum(sums) / num_params,
-            state_bytes=num_bytes(state) / num_params,
+            state_bytes=state_bytes,
             state_format=state_format,
-            weights="master" if self.master else "plain",
+            weights=weights,
             update_in_backward=self.update == "backward",
         )
 
@@ -163,13 +167,10 @@ class Setup:
         return {stage.name: unit * most(stage) for stage in stages}
 
     def _estimated(self, batch: int) -> Activations | None:
-        """The activations of so many sequences of a named model on a known device."""
-        if not self.model or not self.device:
-            return None
-        dtype = self.zero.precision.of_loss(self.params["embed"].dtype)
-        options: Any = {"batch": batch, "length": self.length, "recompute": self.recompute}
-        costs = layer_costs(self.model, self.device, dtype=dtype, **options)
-        return activations_of(self.model, self.device, costs)
+        """The activations of so many sequences, where the layers of the model are known."""
+        form = "full" if self.recompute else "none"
+        plan = ParallelPlan(microbatch=batch, recompute=form)
+        return self.costs.activations(plan) if self.costs else None
 
 
 def setup_of(options: Namespace) -> Setup:
@@ -193,14 +194,18 @@ def setup_of(options: Namespace) -> Setup:
         ),
     )
     length, microbatches = options.length or (model.length if model else 0), options.microbatches
-    unit = zero.num_devices * microbatches
+    unit, device, costs = zero.num_devices * microbatches, device_of(options), None
+    if model and device:
+        of_loss = zero.precision.of_loss(dtype_of(options))
+        costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
     return Setup(
         params=params,
-        model=model if isinstance(model, Decoder) else None,
+        model=model,
         optimizer=tx,
         zero=zero,
-        device=device_of(options),
-        machine=_timed_machine(options, zero),
+        device=device,
+        costs=costs,
+        timed=_is_timed(options, zero, model),
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
@@ -335,16 +340,17 @@ def known_device(options: Namespace) -> DeviceKind:
     return device
 
 
-def _timed_machine(options: Namespace, zero: Zero) -> Machine | None:
-    """The machine, where a search can time the step of a ``Zero``."""
+def _is_timed(options: Namespace, zero: Zero, model: AnyModel | None) -> bool:
+    """Whether a search can time the step of a ``Zero``."""
+    dtype = dtype_of(options)
     try:
         device = known_device(options)
+        if isinstance(model, Decoder):
+            check_dtype(options.target, dtype)
     except ValueError:
-        return None
-    target, dtype = target_of(options), dtype_of(options)
-    timed = dtype.itemsize == 2 or (target.kind == "cpu" and dtype.itemsize == 4)
-    timed = timed and zero.precision.of_loss(dtype) == dtype
-    timed = timed and zero.num_devices == target.num_devices
-    if zero.offload:
-        timed = timed and None not in (device.host_link, device.host_bandwidth)
-    return machine_of(options.target, device) if timed else None
+        return False
+    as_stored = zero.precision.of_loss(dtype) == dtype
+    linked = not zero.offload or None not in (device.host_link, device.host_bandwidth)
+    own_mesh = isinstance(model, TracedModel) and model.zero is not None
+    all_devices = zero.num_devices == target_of(options).num_devices
+    return as_stored and linked and all_devices and not own_mesh

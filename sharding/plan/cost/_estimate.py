@@ -303,27 +303,25 @@ def _recommend(
             f"{'with' if counted else 'before'} activations."
         ]
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    among = f"among the stages that leave {room:.0%} of the memory {use}"
-
-    def left(stage: StagePlan) -> str:
-        return size(device.memory - stage.peak)
-
-    if not roomy:
-        best = min(fitting, key=lambda stage: stage.peak)
-        why = f"it needs least; only {left(best)} are left {use}."
-    elif predicted:
+    best = min(fitting, key=lambda stage: stage.peak)
+    if roomy and predicted:
         best = min(roomy, key=lambda stage: predicted[stage.name].seconds)
-        why = f"its step is predicted to be the fastest, {among} ({left(best)} here)."
-    else:
+    elif roomy:
         # Within 1 % of the least time of sending, the smallest.
         far = bool({"host", "slice"} & set(mesh))
         sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
         most = 1.01 * min(sending)
         near = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most]
         best = min(near, key=lambda stage: stage.peak)
+    left = size(device.memory - best.peak)
+    among = f"among the stages that leave {room:.0%} of the memory {use} ({left} here)"
+    why = f"its step is predicted to be the fastest, {among}."
+    if not roomy:
+        why = f"it needs least; only {left} are left {use}."
+    elif not predicted:
         why = (
-            f"it sends least, to 1 %, {among} ({left(best)} here); ties go to the smaller. Steps "
-            "are not timed: that needs the layers of a model, and all figures of a device."
+            f"it sends least, to 1 %, {among}; ties go to the smaller. Steps are not timed: that "
+            "needs the layers of a model, and all figures of a device."
         )
     notes = [f"{best.name} is recommended: {why}"]
     least_free = (1 - HEADROOM) * device.memory

@@ -305,10 +305,10 @@ class PlanCosts:
         equal, fastest = (self.passes(dataclasses.replace(plan, even=x)) for x in (True, False))
         return max(equal.chunks) < max(fastest.chunks)
 
-    def updates_on_host(self, plan: ParallelPlan) -> bool:
+    def updates_on_host(self, state_format: str | None = None, weights: str = "plain") -> bool:
         """Whether the CPU can update the state."""
         try:
-            self._stage(dataclasses.replace(plan, offload="update"))
+            self._stage(ParallelPlan(state_format=state_format, weights=weights, offload="update"))
         except ValueError:
             return False
         return True
@@ -328,9 +328,8 @@ class PlanCosts:
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        gpu = self.machine.device.tile is None
-        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
-        return update_bytes(tx, self.model.abstract(self.dtype), gpu=gpu)
+        params, gpu = self.model.abstract(self.dtype), self.machine.device.tile is None
+        return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
         return stage_plan(
