@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sharding._zero import Zero
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
 from sharding.cli._model_activations import note_on, planned_model
@@ -23,7 +22,7 @@ from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_bat
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM
-from sharding.plan.model._models import MODELS
+from sharding.plan.model._models import MODELS, Decoder
 
 # Options about a named model, which a step of the user's own does not read.
 _OF_MODELS = (
@@ -50,13 +49,19 @@ def run_audit(options: Namespace) -> int:
     setup, steps, batch, unit = _steps(options, target)
     for name, step in steps.items():
         if not options.find_batch:
-            audits[name] = _compiled(step.audit, batch)
+            found, memory = audited(step.audit, batch, None, {})
+            if found is None:
+                raise ValueError(
+                    "the step does not fit, so that its compiler gave up: it needs "
+                    f"{needed(memory)}."
+                )
+            audits[name] = found
             continue
         print(f"{name}: trying batches", file=sys.stderr)
         sizes: Any = {"start": batch, "unit": unit, "headroom": headroom}
-        found = find_batch(step.audit, device=device, report=_report, **sizes)
-        searches[name] = found
-        audits |= {name: found.audit} if found.audit else {}
+        searches[name] = find_batch(step.audit, device=device, report=_report, **sizes)
+        if best := searches[name].audit:
+            audits[name] = best
 
     # Show.
     if options.json:
@@ -83,6 +88,11 @@ def _check_options(options: Namespace) -> None:
         raise ValueError(
             f"--find-batch needs the memory of a device, and none is known of {options.target}: "
             "give --memory GIB."
+        )
+    if options.find_batch and not opts.target_of(options).compiles:
+        raise ValueError(
+            f"--find-batch compiles steps, and {options.target} can be planned only: plan prints "
+            "how many sequences fit (docs: how_to/plan)."
         )
     if options.headroom is not None and not options.find_batch:
         raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
@@ -179,7 +189,7 @@ def _steps(
 
         return None, {options.step: _Step(audit_step)}, int(options.batch or 1), 1
     setup = opts.setup_of(options)
-    if setup.model is None:
+    if not isinstance(setup.model, Decoder):
         raise ValueError(
             f"audit compiles a step, so --model must be one of {', '.join(MODELS)}; of a model of "
             "your own give the step: --step."
@@ -196,28 +206,22 @@ def _steps(
     if not options.hybrid:
         axis = (*axes_of(zero.replica_axis), *axes_of(zero.axis))
         zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
-    staged = {stage: dataclasses.replace(zero, stage=stage) for stage in _stages(options)}
-    unit = zero.num_devices * setup.microbatches
-    steps = {
-        f"stage {stage}": _Step(
-            functools.partial(_audit_stage, options, setup, zero),
-            _setup_of_stage(options, setup, zero).parallel_plan(zero),
-        )
-        for stage, zero in staged.items()
-    }
+    unit, steps = zero.num_devices * setup.microbatches, dict[str, _Step]()
+    for stage in _stages(options):
+        staged = dataclasses.replace(zero, stage=stage)
+        again = stage == 3 or not options.no_remat
+        of_stage = dataclasses.replace(setup, zero=staged, recompute=again)
+        make = functools.partial(_audit_stage, options, of_stage)
+        steps[f"stage {stage}"] = _Step(make, of_stage.parallel_plan(staged))
     return setup, steps, unit * setup.batch, unit
 
 
-def _setup_of_stage(options: Namespace, setup: opts.Setup, zero: Zero) -> opts.Setup:
-    return dataclasses.replace(setup, recompute=zero.stage == 3 or not options.no_remat)
-
-
-def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
+def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    setup = _setup_of_stage(options, setup, zero)
+    zero = setup.zero
     setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan, model, stack = setup.plan(zero), setup.model, None
-    assert model is not None
+    assert isinstance(model, Decoder)
     if options.remat is not None:
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)
@@ -246,13 +250,3 @@ def _audit_stage(options: Namespace, setup: opts.Setup, zero: Zero, batch: int) 
         expected_memory=expected.peak if is_planned else None,
         tokens=plan.tokens,
     )
-
-
-def _compiled(make: Callable[[int], Audit], batch: int) -> Audit:
-    """The audit of a step; an error of its own where the compiler runs out of memory."""
-    found, memory = audited(make, batch, None, {})
-    if found is None:
-        raise ValueError(
-            f"the step does not fit, so that its compiler gave up: it needs {needed(memory)}."
-        )
-    return found

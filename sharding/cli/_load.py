@@ -16,7 +16,7 @@ import optax_ext
 from sharding._types import DType
 from sharding.plan._format import nearest, users_code
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
-from sharding.plan.model._traced_model import AnyModel
+from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.step.owners._by_owner import by_owner
 
 
@@ -30,6 +30,9 @@ def model_of(text: str | None, dtype: DType, length: int | None) -> tuple[Any, A
         kinds = "a TracedModel(loss, init, batch), or a function that makes parameters"
         with users_code(f"--model {text} must be {kinds}, but failed"):
             model, params = _made_model(load(text, "--model"))
+    if isinstance(model, TracedModel):
+        with users_code(f"--model {text}: its loss of one example failed"):
+            model.traced(1, dtype, "none")
     if isinstance(model, Decoder):
         if length and model.biased and length > model.length:
             positions = f"{model.length} positions"

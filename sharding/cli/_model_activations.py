@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
+from sharding.plan.model._models import Decoder
 from sharding.remat._choose_saved_names import NameRequest
 from sharding.remat._plan_activations import device_of_target, in_bytes
 from sharding.remat._program_bytes import types_of
@@ -25,7 +26,7 @@ def planned_model(
     The second result is bytes of activations and temporaries of the loss.
     """
     model, auto = setup.model, options.remat == "auto"
-    if model is None:
+    if not isinstance(model, Decoder):
         raise ValueError("--remat plans the layers of a model by name: give one as --model.")
     if auto and setup.device is None:
         raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")

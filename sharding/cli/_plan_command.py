@@ -23,6 +23,7 @@ from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._stage_plan import variants_of
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
 
@@ -33,14 +34,14 @@ def run_plan(options: Namespace) -> int:
     _reject(options, _ONLY_HERE, "needs --pipeline")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
-    plan = setup.plan(setup.zero, state_format=options.state)
+    plan = setup.compared_stages(options.state)
     planned = None
     if options.remat is not None:
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
         planned, activations = planned_model(options, setup, plan, stage)
-        setup = dataclasses.replace(setup, activations=activations)
-        plan = setup.plan(setup.zero, state_format=options.state)
+        setup = dataclasses.replace(setup, activations=activations, extra_time=planned.extra_time)
+        plan = setup.compared_stages(options.state)
 
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
@@ -83,12 +84,14 @@ def run_plan(options: Namespace) -> int:
 
 def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
-    attention = ", attention in full" if setup.model else ", without attention"
+    counted = "6 operations per parameter and token, "
+    counted += "attention in full" if setup.model else "without attention"
+    if isinstance(setup.model, TracedModel):
+        counted = "the products of its loss"
     return (
-        f"Times are lower bounds at the peak figures of {with_article(setup.device.name)}, for "
+        f"Bounds are at the peak figures of {with_article(setup.device.name)}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
-        f"tokens on each device in a step: 6 operations per parameter and token{attention}, no "
-        "recomputation."
+        f"tokens on each device in a step: {counted}, no recomputation."
     )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
-from sharding.plan._format import Table, show, size, users_code
+from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.model._models import MODELS
-from sharding.plan.model._traced_model import AnyModel, TracedModel
+from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
 from sharding.plan.search._verify import Verification, verify
@@ -30,8 +30,14 @@ def run_search(options: Namespace) -> int:
     if options.verify:
         opts.compile_on_cpu(target)
     in_backward = options.update_in_backward
-    model, tx = _model_of(options), loading.optimizer_of(options.optimizer, in_backward)
-    length, dtype = options.length or model.length, opts.dtype_of(options)
+    dtype, tx = opts.dtype_of(options), loading.optimizer_of(options.optimizer, in_backward)
+    _, model = loading.model_of(options.model, dtype, options.length)
+    if model is None:
+        raise ValueError(
+            f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
+            f"TracedModel or Decoder as MODULE:NAME; --model {options.model} is not."
+        )
+    length = options.length or model.length
     lossless = "master" if options.master else "plain"
     result = search(
         *(model, tx, options.target),
@@ -88,20 +94,6 @@ def run_search(options: Namespace) -> int:
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
-
-
-def _model_of(options: Namespace) -> AnyModel:
-    dtype = opts.dtype_of(options)
-    _, model = loading.model_of(options.model, dtype, options.length)
-    if model is None:
-        raise ValueError(
-            f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
-            f"TracedModel or Decoder as MODULE:NAME; --model {options.model} is not."
-        )
-    if isinstance(model, TracedModel):
-        with users_code(f"--model {options.model}: its loss of one example failed"):
-            model.traced(1, dtype, "none")
-    return model
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """What the options of a command say: target, device, mesh, dtypes, and a ``Setup`` of them all."""
 
+import bisect
 import dataclasses
 import math
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +17,16 @@ from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.cost._estimate import Plan, estimate, with_state_format
 from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.cost._stage_plan import StagePlan, variants_of
+from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
-from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._layer_costs import Activations, activations_of, layer_costs
+from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import AnyModel, TracedModel
+from sharding.plan.search._search import check_dtype, costs_of, machine_of
 from sharding.step._precision import Precision
 
 # The options that make an unknown device known.
@@ -31,17 +38,25 @@ class Setup:
     """A model, its optimizer and its ``Zero``, as the options say."""
 
     params: Any  # abstract parameters
-    model: Decoder | None  # the model, where its layers are known
-    tx: optax.GradientTransformation  # the transformation, without ``--state``
+    model: AnyModel | None  # the model, where its layers are known
+    optimizer: optax.GradientTransformation  # the transformation, without ``--state``, ``--master``
     zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
     device: DeviceKind | None  # its figures, where they are known
+    costs: PlanCosts | None  # of the model on the target, where its layers and figures are known
+    timed: bool  # whether a search times steps of the ``Zero``
     batch: int  # sequences of one device in a micro-batch
     microbatches: int  # the number of micro-batches
     length: int  # tokens of a sequence; 0 where that is unknown
     activations: float | None = None  # bytes of one device, where they are planned
-    master: bool = False  # whether ``tx`` has master weights
+    extra_time: float = 0.0  # of recomputation, as a share of the step's time, where it is planned
+    master: bool = False  # whether there are master weights
     recompute: bool = True  # whether layers are computed again, where they are not
     update: str = "after"  # where: after the backward pass, or in it
+
+    @property
+    def tx(self) -> optax.GradientTransformation:
+        """The transformation without ``--state``."""
+        return optax_ext.master_weights(self.optimizer) if self.master else self.optimizer
 
     @property
     def sequences(self) -> int:
@@ -52,28 +67,63 @@ class Setup:
         zero: Zero,
         tx: optax.GradientTransformation | None = None,
         state_format: str | None = None,
+        predicted: dict[str, StepSeconds] | None = None,
     ) -> Plan:
         """The plan of a ``Zero``, with another transformation or a format of its state."""
         tokens = float(self.sequences * self.length)
-        num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
-        flops = self.model.flops(tokens, self.length) if self.model else 6.0 * num_params * tokens
+        batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
+        flops = 6.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(self.params)) * tokens
+        activations: Activations | float | None = self.activations
+        if self.costs:
+            shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
+            batch = self.costs.batch(shared)
+            flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
+        if activations is None:
+            activations = self._estimated(self.batch)
         return estimate(
             *(self.params, tx or self.tx, zero),
             microbatches=self.microbatches,
-            batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
+            batch=batch,
             state_format=state_format,
             device=self.device,
             gathered_once=self.model.gathered_once if self.model else None,
             update=self.update,
             tokens=tokens * zero.num_devices,
             flops=flops,
-            activations=self._estimated() if self.activations is None else self.activations,
+            predicted=predicted,
+            activations=activations,
         )
+
+    def compared_stages(self, state_format: str | None) -> Plan:
+        """The plan of all stages, with predicted times and the sequences that fit."""
+        predicted = self._predicted(state_format)
+        plan = self.plan(self.zero, state_format=state_format, predicted=predicted)
+        return dataclasses.replace(plan, most_sequences=self._most_sequences(plan.stages))
+
+    def _predicted(self, state_format: str | None) -> dict[str, StepSeconds]:
+        """What a step takes at each stage, as ``search`` has it; empty where nothing is timed."""
+        found, costs = dict[str, StepSeconds](), self.costs
+        if not costs or not self.timed:
+            return found
+        for name, zero in variants_of(self.zero).items():
+            plan = self.parallel_plan(zero, state_format)
+            if self.activations is not None:  # what is computed again is in ``extra_time``
+                plan = dataclasses.replace(plan, recompute="none")
+            passes = costs.passes(plan)
+            passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
+            found[name] = costs.seconds(plan, passes)
+        return found
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""
-        state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
-        params, num_params = self.params, sum(x.size for x in jax.tree.leaves(self.params))
+        leaves, weights = jax.tree.leaves(self.params), "master" if self.master else "plain"
+        num_params, precision = sum(x.size for x in leaves), zero.precision
+        if self.costs and self.timed:
+            state_bytes = self.costs.state_bytes_in(state_format, weights)
+        else:
+            state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
+            state_bytes = num_bytes(state) / num_params
+        sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         shards = zero.num_shards if zero.stage else zero.num_devices
         return ParallelPlan(
             data=zero.num_devices,
@@ -84,22 +134,43 @@ class Setup:
             spread=zero.shard_state_over_replicas,
             recompute="full" if self.recompute else "none",
             offload="update" if zero.update_on == "host" else zero.offload is not None,
-            param_bytes=num_bytes(params) / num_params,
-            grad_bytes=num_bytes(params) / num_params,
-            state_bytes=num_bytes(state) / num_params,
+            param_bytes=num_bytes(leaves) / num_params,
+            grad_bytes=sum(sums) / num_params,
+            state_bytes=state_bytes,
             state_format=state_format,
-            weights="master" if self.master else "plain",
+            weights=weights,
             update_in_backward=self.update == "backward",
         )
 
-    def _estimated(self) -> Activations | None:
-        """The activations of a named model on a known device."""
-        if not self.model or not self.device:
-            return None
-        dtype = self.zero.precision.of_loss(self.params["embed"].dtype)
-        options: Any = {"batch": self.batch, "length": self.length, "recompute": self.recompute}
-        costs = layer_costs(self.model, self.device, dtype=dtype, **options)
-        return activations_of(self.model, self.device, costs)
+    def _most_sequences(self, stages: Sequence[StagePlan]) -> dict[str, int]:
+        """Sequences of all devices in a step with which each stage leaves the headroom free.
+
+        Empty where activations are not estimated. These grow alike with every sequence.
+        """
+        one, two = self._estimated(1), self._estimated(2)
+        if self.device is None or one is None or two is None or self.activations is not None:
+            return {}
+        usable = (1 - HEADROOM) * self.device.memory
+        pairs = [*zip(one, two, strict=True)]
+
+        def most(stage: StagePlan) -> int:
+            """Sequences of a device in a micro-batch."""
+
+            def peak(batch: int) -> float:
+                activations = Activations(*(a + (batch - 1) * (b - a) for a, b in pairs))
+                more = (batch / self.batch - 1) * stage.batch
+                return stage.with_activations(activations).peak + more
+
+            return bisect.bisect_right(range(1, 2**30), usable, key=peak)
+
+        unit = self.zero.num_devices * self.microbatches
+        return {stage.name: unit * most(stage) for stage in stages}
+
+    def _estimated(self, batch: int) -> Activations | None:
+        """The activations of so many sequences, where the layers of the model are known."""
+        form = "full" if self.recompute else "none"
+        plan = ParallelPlan(microbatch=batch, recompute=form)
+        return self.costs.activations(plan) if self.costs else None
 
 
 def setup_of(options: Namespace) -> Setup:
@@ -123,13 +194,18 @@ def setup_of(options: Namespace) -> Setup:
         ),
     )
     length, microbatches = options.length or (model.length if model else 0), options.microbatches
-    unit = zero.num_devices * microbatches
+    unit, device, costs = zero.num_devices * microbatches, device_of(options), None
+    if model and device:
+        of_loss = zero.precision.of_loss(dtype_of(options))
+        costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
     return Setup(
         params=params,
-        model=model if isinstance(model, Decoder) else None,
-        tx=optax_ext.master_weights(tx) if options.master else tx,
+        model=model,
+        optimizer=tx,
         zero=zero,
-        device=device_of(options),
+        device=device,
+        costs=costs,
+        timed=_is_timed(options, zero, model),
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
@@ -262,3 +338,19 @@ def known_device(options: Namespace) -> DeviceKind:
     if device is None or unknown:
         raise ValueError(f"a search needs {', '.join(unknown)} of a device of {options.target}.")
     return device
+
+
+def _is_timed(options: Namespace, zero: Zero, model: AnyModel | None) -> bool:
+    """Whether a search can time the step of a ``Zero``."""
+    dtype = dtype_of(options)
+    try:
+        device = known_device(options)
+        if isinstance(model, Decoder):
+            check_dtype(options.target, dtype)
+    except ValueError:
+        return False
+    as_stored = zero.precision.of_loss(dtype) == dtype
+    linked = not zero.offload or None not in (device.host_link, device.host_bandwidth)
+    own_mesh = isinstance(model, TracedModel) and model.zero is not None
+    all_devices = zero.num_devices == target_of(options).num_devices
+    return as_stored and linked and all_devices and not own_mesh

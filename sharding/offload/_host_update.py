@@ -43,18 +43,23 @@ def updated_on_host(
 ) -> tuple[Any, Any]:
     """``fn(params, opt_state)``, both new, where the CPU computes on arrays in host memory."""
     make_run = functools.partial(HostRun, layout=layout)
-    state = filter(on_host, jax.tree.leaves(opt_state))
-    if layout.platform == "tpu" and any(x.dtype.itemsize == 1 for x in state):
-        raise ValueError(
-            "update_on='host' is not for 8-bit and 4-bit state on TPUs, whose compiler (libtpu "
-            "0.0.42) aborts on arrays of bytes that the CPU computes. Leave update_on out: the "
-            "state is then streamed through the device; or use bfloat16 or float32 state."
-        )
+    if layout.platform == "tpu":
+        check_host_state_of_tpus([*filter(on_host, jax.tree.leaves(opt_state))])
 
     def update(params: Tree, opt_state: OptState) -> tuple[Any, Any]:
         return fn(_rounded_masters(params, opt_state), opt_state)
 
     return run_by_leaf(update, params, opt_state, on_host, make_run, portable=True)
+
+
+def check_host_state_of_tpus(opt_state: OptState) -> None:
+    """Raises for state that the CPU cannot update beside TPUs."""
+    if any(x.dtype.itemsize == 1 for x in jax.tree.leaves(opt_state)):
+        raise ValueError(
+            "update_on='host' is not for 8-bit and 4-bit state on TPUs, whose compiler (libtpu "
+            "0.0.42) aborts on arrays of bytes that the CPU computes. Leave update_on out: the "
+            "state is then streamed through the device; or use bfloat16 or float32 state."
+        )
 
 
 def _rounded_masters(params: Tree, opt_state: OptState) -> Any:

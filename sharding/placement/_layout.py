@@ -279,7 +279,7 @@ class Layout:
         return jax.tree.map(place, args)
 
     def replicate_new(self, model_state: Tree) -> Tree:
-        """Replicates arrays on no mesh, so that a step compiles once for them and what it returns."""
+        """Replicates arrays on no mesh: a step compiles once for them and those it returns."""
         if not isinstance(self.mesh, Mesh):
             return model_state
         devices = set(self.mesh.devices.flat)

@@ -166,11 +166,6 @@ def layer_range(layers: range) -> str:
     return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
 
 
-def percent(value: float, of: Mapping[str, float]) -> str:
-    """How much of the largest a value is."""
-    return f"{100 * value / (max(of.values()) or 1):.0f} %"
-
-
 def text_of(tables: Sequence[Table]) -> str:
     """Tables as aligned text."""
     blocks = []

@@ -14,7 +14,6 @@ from sharding.plan._format import (
     Table,
     count,
     memory_by_part,
-    percent,
     seconds,
     size,
     with_article,
@@ -187,10 +186,11 @@ class Audit(Printed):
             if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
         ]
         rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
-        # Lower bounds of the time, the largest first.
-        bounds = self.seconds
-        for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
-            rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
+        # Lower bounds of the time, the largest first, and how much of it the others are.
+        bounds = sorted(self.seconds.items(), key=lambda item: -item[1])
+        for name, value in bounds:
+            share = f"{100 * value / (bounds[0][1] or 1):.0f} %"
+            rows.append((f"not faster than, by {name}", seconds(value), share))
         if self.tokens_per_second:
             rows.append(("tokens/s of all, at most", count(self.tokens_per_second), ""))
         return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)

@@ -23,6 +23,7 @@ from sharding.plan._format import (
     with_article,
 )
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
+from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.model._layer_costs import Activations
 
@@ -61,6 +62,10 @@ class Plan(Printed):
     tokens: float = 0.0  #: of all devices in a step; 0 where that is unknown
     flops: float = 0.0  #: operations of one device in a step; 0 where that is unknown
     requested: str = ""  #: the name of the stage that the ``Zero`` runs
+    #: what a step takes by the names of the stages; empty where it was not given
+    predicted: Mapping[str, StepSeconds] = dataclasses.field(default_factory=dict)
+    #: sequences of all devices that fit in a step, likewise
+    most_sequences: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def stage(self, name: str) -> StagePlan:
         """The stage of this name, such as ``plan.requested``; a ``ValueError`` if there is none."""
@@ -99,15 +104,17 @@ class Plan(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON, in the form of all commands."""
-        names = [stage.name for stage in self.stages]
+        names, times = [stage.name for stage in self.stages], self.predicted
         derived = ("arguments", "memory", "moments", "peak")
         return document(
             [
                 entry(
                     stage.name,
                     stage.by_part(),
+                    seconds=times[stage.name].to_dict() if times else None,
                     at_least=self.seconds(stage),
                     wire=stage.wire,
+                    most_sequences=self.most_sequences.get(stage.name),
                     tokens=self.tokens or None,
                     zero=dataclasses.asdict(stage) | {x: getattr(stage, x) for x in derived},
                 )
@@ -136,6 +143,8 @@ class Plan(Printed):
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"
             rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
+        if most := self.most_sequences:
+            rows.append(("sequences, at most", *(str(most[stage.name]) for stage in self.stages)))
 
         # Traffic, and lower bounds of times; unknown ones are left out.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
@@ -149,6 +158,9 @@ class Plan(Printed):
             for name in ("compute", "memory", "wire", "network")
             if any(name in b for b in bounds)
         ]
+        if self.predicted:
+            predicted = [self.predicted[stage.name].seconds for stage in self.stages]
+            rows.append(("step, predicted", *map(seconds, predicted)))
         best = [self.tokens_per_second(stage) for stage in self.stages]
         if any(best):
             rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
@@ -174,6 +186,7 @@ def estimate(
     update: str = "after",
     tokens: float = 0.0,
     flops: float = 0.0,
+    predicted: Mapping[str, StepSeconds] | None = None,
 ) -> Plan:
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
@@ -201,6 +214,8 @@ def estimate(
       update: ``"backward"`` where ``train_step`` updates each layer in the backward pass.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
+      predicted: what a step takes by the names of the stages, such as ``step_seconds`` of each: the
+        fastest is recommended. None: the stage that sends least.
 
     Raises:
       ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
@@ -228,7 +243,7 @@ def estimate(
     unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
     options |= {"opt_state": opt_state, "local": unsharded}
     stages = tuple(stage_plan(params, tx, each, **options) for each in variants.values())
-    recommended, notes = _recommend(stages, device, zero.mesh.shape)
+    recommended, notes = _recommend(stages, device, zero.mesh.shape, predicted or {})
     notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
     return Plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
@@ -240,6 +255,7 @@ def estimate(
         tokens=tokens,
         flops=flops,
         requested=name_of(zero),
+        predicted=predicted or {},
     )
 
 
@@ -262,14 +278,23 @@ def activations_counted(stages: Sequence[StagePlan]) -> bool:
 
 
 def _recommend(
-    stages: Sequence[StagePlan], device: DeviceKind | None, mesh: Mapping[str, int]
+    stages: Sequence[StagePlan],
+    device: DeviceKind | None,
+    mesh: Mapping[str, int],
+    predicted: Mapping[str, StepSeconds],
 ) -> tuple[str, list[str]]:
-    """The stage that sends least among those that leave room; why, and a warning of tight ones."""
+    """The fastest stage of those that leave room, or the one that sends least; why, and a warning.
+
+    The warning is of stages that leave hardly any.
+    """
     if device is None:
         return "", ["What fits is not known: nothing is known of the device's memory."]
     counted = activations_counted(stages)
     room, use = (HEADROOM, "free") if counted else (_ROOM, "for activations")
-    fitting = [stage for stage in stages if stage.peak <= device.memory]
+    # Of equal ones the higher stage, then hybrids, as in search; a device alone has stage 0.
+    several = max(mesh.values(), default=1) > 1
+    ordered = (*stages[3::-1], *stages[4:]) if several else stages
+    fitting = [stage for stage in ordered if stage.peak <= device.memory]
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
         return "", [
@@ -277,24 +302,30 @@ def _recommend(
             f"{size(least.peak)} of {size(device.memory)}, "
             f"{'with' if counted else 'before'} activations."
         ]
-    # Within 1 % of the least time of sending, the smallest.
     roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
-    far = bool({"host", "slice"} & set(mesh))
-    sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
-    most = 1.01 * min(sending, default=0.0)
-    among = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most] or fitting
-    # Of equal ones the higher stage, as in search, unless the device is alone.
-    several = max(mesh.values(), default=1) > 1
-    best = min(among[::-1] if several else among, key=lambda stage: stage.peak)
+    best = min(fitting, key=lambda stage: stage.peak)
+    if roomy and predicted:
+        best = min(roomy, key=lambda stage: predicted[stage.name].seconds)
+    elif roomy:
+        # Within 1 % of the least time of sending, the smallest.
+        far = bool({"host", "slice"} & set(mesh))
+        sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
+        most = 1.01 * min(sending)
+        near = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most]
+        best = min(near, key=lambda stage: stage.peak)
     left = size(device.memory - best.peak)
-    why = f"it needs least; only {left} are left {use}."
-    if roomy:
+    among = f"among the stages that leave {room:.0%} of the memory {use} ({left} here)"
+    why = f"its step is predicted to be the fastest, {among}."
+    if not roomy:
+        why = f"it needs least; only {left} are left {use}."
+    elif not predicted:
         why = (
-            f"it sends least, to 1 %, among the stages that leave {room:.0%} of the memory {use} "
-            f"({left} here); ties go to the smaller."
+            f"it sends least, to 1 %, {among}; ties go to the smaller. Steps are not timed: that "
+            "needs the layers of a model, and all figures of a device."
         )
     notes = [f"{best.name} is recommended: {why}"]
-    tight = [stage.name for stage in fitting if stage.peak > (1 - HEADROOM) * device.memory]
+    least_free = (1 - HEADROOM) * device.memory
+    tight = [stage.name for stage in stages if least_free < stage.peak <= device.memory]
     if tight:
         leave = "leaves" if len(tight) == 1 else "leave"
         uses = "free: hardly enough for what the allocator loses"

@@ -305,13 +305,13 @@ class PlanCosts:
         equal, fastest = (self.passes(dataclasses.replace(plan, even=x)) for x in (True, False))
         return max(equal.chunks) < max(fastest.chunks)
 
-    def updates_on_host(self, plan: ParallelPlan) -> bool:
-        """Whether the CPU can update the state: beside TPUs not that of 8 bits."""
-        state = jax.eval_shape(
-            self._tx(plan.state_format, plan.weights).init, self.model.abstract(self.dtype)
-        )
-        narrow = any(x.dtype.itemsize == 1 for x in jax.tree.leaves(state))
-        return not (narrow and self.machine.device.tile)
+    def updates_on_host(self, state_format: str | None = None, weights: str = "plain") -> bool:
+        """Whether the CPU can update the state."""
+        try:
+            self._stage(ParallelPlan(state_format=state_format, weights=weights, offload="update"))
+        except ValueError:
+            return False
+        return True
 
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
@@ -328,9 +328,8 @@ class PlanCosts:
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        gpu = self.machine.device.tile is None
-        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
-        return update_bytes(tx, self.model.abstract(self.dtype), gpu=gpu)
+        params, gpu = self.model.abstract(self.dtype), self.machine.device.tile is None
+        return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
         return stage_plan(

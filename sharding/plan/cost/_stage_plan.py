@@ -15,6 +15,7 @@ from optax_ext import flax_transformer
 from sharding._types import DType, OptState, Tree
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
+from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
@@ -333,6 +334,8 @@ def stage_plan(
     if zero.stage == 1 and by_layer:
         zero = dataclasses.replace(zero, stage=2)
     state = (params, jax.eval_shape(tx.init, params) if opt_state is None else opt_state)
+    if zero.update_on == "host" and device and device.tile:
+        check_host_state_of_tpus(state[1])
     placed = zero.describe(state, tx=tx, param_specs=param_specs)
     if local is None:  # where the user's axes alone shard
         local = variants_of(zero)["stage 0"].describe(state, tx=tx, param_specs=param_specs)

@@ -80,7 +80,8 @@ def _bytes_of(tx: optax.GradientTransformation, params: Tree, gpu: bool) -> floa
 
     for i, eqn in enumerate(graph.equations):
         at = max((number.get(x, 0) for x in eqn.operands), default=0)
-        alone, ends = _is_alone(eqn), _ends_pass(eqn, graph)
+        alone = eqn.primitive.name in _ALONE or any(inner_jaxprs(eqn))
+        ends = _ends_pass(eqn, graph)
         if alone:
             kept |= set(eqn.results)
             add((at, i), eqn.operands)
@@ -103,8 +104,3 @@ def _ends_pass(eqn: Equation, graph: Graph) -> bool:
         return False
     whole, reduced = (math.prod(graph.shape(x[0])) for x in (eqn.operands, eqn.results))
     return whole >= _LEAST * reduced
-
-
-def _is_alone(eqn: Equation) -> bool:
-    """Whether nothing is fused with it."""
-    return eqn.primitive.name in _ALONE or any(inner_jaxprs(eqn))

@@ -73,19 +73,16 @@ def collective_seconds(
       Austin et al.: How to Scale Your Model, 2025, chapters "How to Think About TPUs" and "GPUs".
     """
     check_choice("operation", operation, OPERATIONS)
-    reached = _ideal(achieved(device)) if ideal else achieved(device)
+    reached = achieved(device)
+    if ideal:  # peak links without latency; a switch that sums sends each byte once
+        none: dict[str, Any] = dict.fromkeys(("start", "link_hop", "network_hop", "ramp"), 0.0)
+        summed = None if reached.all_reduce is None else 1.0
+        reached = dataclasses.replace(reached, link=1.0, network=1.0, all_reduce=summed, **none)
     if group.size <= 1:
         return 0.0
     if isinstance(group, TorusGroup):
         return _over_torus(operation, nbytes, group, device, reached)
     return _over_nodes(operation, nbytes, group, device, reached, ideal)
-
-
-def _ideal(reached: Achieved) -> Achieved:
-    """Peak links without latency; a switch that sums sends each byte once."""
-    summed = None if reached.all_reduce is None else 1.0
-    none: dict[str, Any] = dict.fromkeys(("start", "link_hop", "network_hop", "ramp"), 0.0)
-    return dataclasses.replace(reached, link=1.0, network=1.0, all_reduce=summed, **none)
 
 
 def _network(device: DeviceKind, reached: Achieved) -> float:

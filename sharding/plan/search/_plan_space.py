@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from optax_ext import STATE_FORMATS
@@ -16,6 +16,7 @@ from sharding.plan.cost._pipeline_schedules import (
     SPLIT_SCHEDULES,
     chunks_of,
 )
+from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.cost._wire_and_flops import sync_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import AnyModel
@@ -64,15 +65,8 @@ class PlanSpace:
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
     syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
     in_backward: tuple[bool, ...] = (False,)  # whether layers are updated in the backward pass
-    # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left out
-    spares: Callable[[ParallelPlan], bool] = lambda plan: True
-    # whether the sync of a plan compresses any gradient; if not, the plan is left out
-    compresses: Callable[[ParallelPlan], bool] = lambda plan: True
-    # whether the CPU can update the state of a plan; if not, it is left out
-    updates_on_host: Callable[[ParallelPlan], bool] = lambda plan: True
-    param_bytes: float = 2.0  # of a parameter
-    # of the state for one parameter, by its format and by what updates parameters
-    state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
+    # of the plans: their bytes, and what is left out; None: the usual bytes, and nothing is
+    costs: PlanCosts | None = None
 
     def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
         """The plans; of those with the kept values only, or with one of a tuple of them."""
@@ -103,11 +97,14 @@ class PlanSpace:
                 and not (x["update_in_backward"] and (x["sync"] or not can_update))
                 and all(x[name] in values for name, values in of_state.items())
             )
-            if possible and (not passes.even or self.spares(passes)):
+            # Equal chunks are worth it where they have fewer layers than the fastest.
+            spares = not passes.even or not self.costs or self.costs.spares(passes)
+            if possible and spares:
                 yield PlanGroup(passes, possible)
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""
+        param_bytes = self.costs.param_bytes if self.costs else 2.0
         for pipe, tensor in self._meshes():
             data = self.num_devices // (pipe * tensor)
             if self.sequences % data:
@@ -119,8 +116,8 @@ class PlanSpace:
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
                         **(schedule | {"even": even, "recompute": recompute}),
-                        param_bytes=self.param_bytes,
-                        grad_bytes=self.param_bytes,
+                        param_bytes=param_bytes,
+                        grad_bytes=param_bytes,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -132,19 +129,21 @@ class PlanSpace:
         for (stage, replicas, spread), *values in itertools.product(stages, *others):
             every = (stage, replicas, spread, *values)
             variant: dict[str, Any] = dict(zip(OF_STATE, every, strict=True))
-            on_host = variant["offload"] == "update"
-            placed = ParallelPlan(**{x: variant[x] for x in ("state_format", "weights")})
-            if on_host and (variant["update_in_backward"] or not self.updates_on_host(placed)):
-                continue
+            form = variant["state_format"], variant["weights"]
+            if variant["offload"] == "update":  # which the CPU cannot do for all states
+                possible = not self.costs or self.costs.updates_on_host(*form)
+                if variant["update_in_backward"] or not possible:
+                    continue
             # A compressed sync is that of replicas, or of stages without gathered layers.
             if sync := variant["sync"]:
                 plan = ParallelPlan(data, stage=stage, replicas=replicas, sync=sync)
                 gathers = replicas > 1 and isinstance(self.model, Decoder)
                 possible = data > 1 and not spread and (stage < 3 or gathers)
-                if not (possible and self.compresses(plan)):
+                # Left out, too, where it compresses no gradient.
+                if not possible or (self.costs and not self.costs.sync(plan).moved):
                     continue
-            form = variant["state_format"], variant["weights"]
-            variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
+            state_bytes = self.costs.state_bytes_in(*form) if self.costs else 12.0
+            variants.append(variant | {"state_bytes": state_bytes})
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:

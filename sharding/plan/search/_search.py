@@ -286,13 +286,12 @@ def search(
     check_choice("offload", offload, (False, True, "update"))
     machine = machine_of(target, device)
     if isinstance(model, Decoder):
-        _check_dtype(target, jnp.dtype(dtype), weights)
+        check_dtype(target, jnp.dtype(dtype), weights)
     elif length not in (None, model.length):
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
     sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
-    costs = _costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
-    forms = itertools.product(state_formats, weights)
+    costs = costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
     places = (False, True, "update") if offload == "update" else (False, True)
     space = PlanSpace(
         model,
@@ -305,11 +304,7 @@ def search(
         weights=tuple(weights),
         syncs=tuple(syncs),
         in_backward=(False, True) if update_in_backward else (False,),
-        spares=costs.spares,
-        compresses=lambda plan: costs.sync(plan).moved > 0,
-        updates_on_host=costs.updates_on_host,
-        param_bytes=costs.param_bytes,
-        state_bytes={form: costs.state_bytes_in(*form) for form in forms},
+        costs=costs,
     )
     groups = list(space.groups(keep))
     if not groups:
@@ -414,13 +409,13 @@ def _in_order(
 
 
 @functools.lru_cache(maxsize=2)
-def _costs_of(
+def costs_of(
     model: AnyModel,
     tx: optax.GradientTransformation,
     machine: Machine,
     length: int,
     dtype: DType,
-    implementation: Implementation,
+    implementation: Implementation = COMPILED,
 ) -> PlanCosts:
     """Those of all searches of a model, whatever memory there is."""
     kind: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
@@ -436,7 +431,8 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     return Machine(device, parsed.num_devices, *torus)
 
 
-def _check_dtype(target: str, dtype: DType, weights: Sequence[str]) -> None:
+def check_dtype(target: str, dtype: DType, weights: Sequence[str] = ()) -> None:
+    """Raises for parameters whose products are not timed, or that rounding does not change."""
     cpu = targets.parse(target, other_gpus=True).kind == "cpu"
     if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
         raise ValueError(

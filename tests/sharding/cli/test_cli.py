@@ -34,9 +34,9 @@ def test_plan(run, tmp_path):
     code, out, err = run(f"{line} --plot {path}")
     assert (code, err) == (0, "")
     assert "6,738,415,616 parameters on x=16, y=16: one device" in out
-    assert "\n3 spread is recommended: it sends least, to 1 %, among the stages" in out
-    assert re.search(r"left of 16.0 GiB +too much too much too much 13.8 GiB", out)
-    assert "At 3 spread came holds" in out
+    assert "\nstage 3 is recommended: its step is predicted to be the fastest, among" in out
+    assert re.search(r"left of 16.0 GiB +too much too much too much +13.8 GiB", out)
+    assert "At stage 3 came holds" in out
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
     assert path.read_bytes().startswith(PNG)
@@ -108,6 +108,21 @@ def test_figures_of_a_device(text, figures):
     assert (found["machine"]["num_devices"], found["machine"]["device"]["name"]) == (16, "new")
     assert found["plans"][3]["zero"]["network"] > 0  # to the other host
     assert set(found["plans"][3]["at_least"]) == {"total", "compute", "wire"}
+
+
+@pytest.mark.parametrize(
+    "line", ["a100-40x8 --microbatches 2", "v5e:4x4 --model gpt2-xl --master", "l40sx16 --offload"]
+)
+def test_the_most_sequences_that_fit(line, figures):
+    """Planned with as many, 8 % of the memory are left; with the next more, less are."""
+    line, stage, unit = f"plan --model llama2-7b --target {line}", 3, 16
+    most = figures(line)["plans"][stage]["most_sequences"]
+    assert most % unit == 0
+    for batch, fits in ((most, True), (most + unit, False)):
+        found = figures(f"{line} --batch {batch}")
+        row, memory = found["plans"][stage], found["machine"]["device"]["memory"]
+        assert (row["left"] >= 0.08 * memory) == fits
+        assert row["most_sequences"] == most
 
 
 def test_times_and_tokens_at_the_roofline(run, figures):
@@ -246,6 +261,8 @@ WRONG = [
         f"audit {GPT2} --target a100-80x8",
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
     ),
+    (f"audit {GPT2} --target a100-80x8 --find-batch", "plan prints how many sequences fit"),
+    (f"plan {V5E} --offload --update-on-host --state 8bit", "is not for 8-bit and 4-bit state on"),
     (f"audit {CPU} --stage 0 --no-remat --remat 1GiB", "--remat plans what --no-remat forbids"),
     (f"audit {CPU} --update-on-host", "add offload='optimizer'"),
     (

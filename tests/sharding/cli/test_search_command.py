@@ -91,6 +91,50 @@ failing = dataclasses.replace(model, loss_fn=lambda p, x: p["no"])
 """
 
 
+# What both commands are asked, and micro-batches; options of plan, and of search.
+ONE_ANSWER = [
+    ("gpt2-small --target h100x8 --batch 64", 2, "", "replicas=1"),
+    ("gpt2-medium --target l40sx8 --batch 16", 1, "", "replicas=1"),
+    ("gpt2-xl --target v5e:2x2 --batch 64 --optimizer muon", 4, "", ""),
+    ("gpt2-xl --target a100-40x8 --batch 8 --state bfloat16", 1, "", "state_format=bfloat16"),
+    ("llama2-7b --target v5p:2x2x1 --batch 64 --master", 1, "", ""),
+    ("llama2-7b --target v5e:2x4*2 --batch 32 --network 3", 1, "", ""),
+    ("llama2-7b --target h100x16 --batch 16", 1, "--offload", "offload=true"),
+    ("llama2-13b --target h100x16 --batch 64 --optimizer came", 2, "", ""),
+    ("llama2-13b --target h200x8 --batch 64 --length 1024", 8, "", "replicas=1"),
+    ("llama2-70b --target h200x16 --batch 16 --network 0.39", 1, "", ""),
+    ("llama3-8b --target h200x8 --batch 8 --state 4bit", 1, "", "state_format=4bit replicas=1"),
+    ("gpt2-xl --target rtx4090x4 --batch 8 --update-in-backward", 2, "", "update_in_backward=true"),
+    ("mine:make --target h100x8 --batch 64", 2, "", "replicas=1"),
+    ("mine:make --target v5e:2x2 --batch 64 --master", 1, "", ""),
+    (f"gpt2-small --target newx8 --batch 8 {FIGURES}", 1, "", "replicas=1"),
+    (f"gpt2-small --target cpu:4 --dtype float32 --batch 8 {FIGURES}", 1, "", "replicas=1"),
+]
+
+
+@pytest.mark.parametrize(("asked", "microbatches", "of_plan", "kept"), ONE_ANSWER)
+def test_plan_and_search_give_one_answer(asked, microbatches, of_plan, kept, figures, module):
+    """Each stage has the same plan, seconds and bytes, and the same one is the best."""
+    module(OWN)
+
+    def stages(line):
+        found = figures(line)
+        names = [
+            tuple(x["plan"][n] for n in ("stage", "replicas", "spread")) for x in found["plans"]
+        ]
+        values = [[x[name] for name in ("plan", "seconds", "memory")] for x in found["plans"]]
+        return dict(zip(names, values, strict=True)), found["chosen"]
+
+    planned, chosen = stages(f"plan --model {asked} --microbatches {microbatches} {of_plan}")
+    offload = "" if "offload" in kept else "--no-offload"
+    keep = ["pipe=1", "tensor=1", "recompute=full", f"microbatches={microbatches}", *kept.split()]
+    line = f"search --model {asked} {offload} --top 200"
+    searched, _ = stages(" --keep ".join([line, *keep]))
+    same = [name for name in searched if name in planned]
+    assert same[0] == [*planned][chosen]
+    assert [searched[name] for name in same] == [planned[name] for name in same]
+
+
 def test_a_model_of_ones_own(module, text, figures, tmp_path):
     """Searched, verified and written as those with a name."""
     module(OWN)
@@ -154,7 +198,7 @@ def test_what_is_wrong_is_one_sentence(arguments, message, error, module):
 SEARCHED = f"{SEARCH} {FEW} --top 2"
 LINES = {
     f"{SEARCHED} --plot PICTURE": {"layers", "utilization", "lossy"},
-    "plan --model gpt2-small --target h100x8 --batch 64": {"zero"},
+    "plan --model gpt2-small --target h100x8 --batch 64": {"zero", "most_sequences"},
     "plan --model gpt2-small --target h100x8 --pipeline": {
         *("layers", "utilization", "lossy", "stages", "bubble")
     },

@@ -97,8 +97,7 @@ def test_schedules_of_plans():
 
 def every_plan(machine, memory, keep, sequences=16, **options):
     """All plans of a search, and the seconds of their steps."""
-    options |= {"state_bytes": {(None, "plain"): memory.state_bytes_in()}, "spares": memory.spares}
-    space = PlanSpace(SMALL, machine.num_devices, sequences, **options)
+    space = PlanSpace(SMALL, machine.num_devices, sequences, costs=memory, **options)
     return {plan: step_seconds(SMALL, plan, machine) for plan in space.plans(keep)}
 
 
@@ -273,7 +272,7 @@ def test_updates_on_the_host_where_they_are_asked_for():
     for target, narrow in (("h100x8", True), ("v5e:2x4", False)):
         costs = memory_of(target=target)
         formats = ({"state_format": x} for x in (None, "bfloat16", "8bit"))
-        places = [costs.updates_on_host(ParallelPlan(**x)) for x in formats]
+        places = [costs.updates_on_host(**x) for x in formats]
         assert places == [True, True, narrow]
 
 
