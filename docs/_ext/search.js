@@ -23,7 +23,7 @@ splitQuery = (text) =>
 
 // Pages by the mean weight of the words of a query, rare words counting more; no page needs all.
 Search.performTermsSearch = (words) => {
-  const {terms, titleterms, titles, docnames, filenames} = Search._index;
+  const {terms, titleterms, titles, alltitles, docnames, filenames} = Search._index;
   const stemmer = new Stemmer();
   const stems = (text) => splitQuery(text).map((word) => stemmer.stemWord(word.toLowerCase()));
   const phrases = Object.entries(WORDS).flatMap(([place, text]) => {
@@ -56,8 +56,12 @@ Search.performTermsSearch = (words) => {
     weights.forEach((_, page) => (hits[page] = true));
   }
 
-  const result = (page, anchor, score) =>
-    [docnames[page], titles[page], anchor, null, score, filenames[page], "text"];
+  const result = (page, anchor, score) => {
+    const [heading] = Object.entries(alltitles).find(([, places]) =>
+      places.some(([at, id]) => at === page && anchor === `#${id}`)) ?? [];
+    const title = heading ? `${titles[page]} > ${heading}` : titles[page];
+    return [docnames[page], title, anchor, null, score, filenames[page], "text"];
+  };
   const results = [];
   for (const phrase of phrases) {  // all words of the query, in any order
     const kept = phrase.words.filter((word) => !stopwords.has(word));
