@@ -23,7 +23,7 @@ splitQuery = (text) =>
 
 // Pages by the mean weight of the words of a query, rare words counting more; no page needs all.
 Search.performTermsSearch = (words) => {
-  const {terms, titleterms, titles, docnames, filenames} = Search._index;
+  const {terms, titleterms, titles, alltitles, docnames, filenames} = Search._index;
   const stemmer = new Stemmer();
   const stems = (text) => splitQuery(text).map((word) => stemmer.stemWord(word.toLowerCase()));
   const phrases = Object.entries(WORDS).flatMap(([place, text]) => {
@@ -56,8 +56,12 @@ Search.performTermsSearch = (words) => {
     weights.forEach((_, page) => (hits[page] = true));
   }
 
-  const result = (page, anchor, score) =>
-    [docnames[page], titles[page], anchor, null, score, filenames[page], "text"];
+  const result = (page, anchor, score) => {
+    const [heading] = Object.entries(alltitles).find(([, places]) =>
+      places.some(([at, id]) => at === page && anchor === `#${id}`)) ?? [];
+    const title = heading ? `${titles[page]} > ${heading}` : titles[page];
+    return [docnames[page], title, anchor, null, score, filenames[page], "text"];
+  };
   const results = [];
   for (const phrase of phrases) {  // all words of the query, in any order
     const kept = phrase.words.filter((word) => !stopwords.has(word));
@@ -68,6 +72,14 @@ Search.performTermsSearch = (words) => {
   docnames.forEach((_, page) =>
     hits[page] && scores[page] > least && results.push(result(page, "", scores[page] / total)));
   return results;
+};
+
+// Below a result stand the words of the page beside those of the query, not its frame.
+Search.htmlToText = (html, anchor) => {
+  const page = new DOMParser().parseFromString(html, "text/html");
+  page.querySelectorAll("h1, .headerlink, script, style").forEach((element) => element.remove());
+  const section = /^#[\w-]+$/.test(anchor) && page.querySelector(`article ${anchor}`);
+  return (section || page.querySelector("article")).textContent;
 };
 
 // What users of other libraries type, by the page or the section that answers it.
@@ -84,10 +96,17 @@ const WORDS = {
   "start/first_run#what-a-step-takes": `
     train_step arguments, has_aux, auxiliary outputs, metrics`,
   "start/your_script": `
-    migrate, port my script, convert script, pytorch to jax, haiku, TrainState, pmap,
-    optax example, flax example, custom training loop`,
+    migrate, port my script, convert script, pytorch to jax, pmap`,
   "start/your_script#keras": `
     model.compile, callbacks, keras, model.fit, keras fit`,
+  "start/your_script#flax-linen": `
+    TrainState, flax example, linen example`,
+  "start/your_script#optax-also-with-haiku": `
+    haiku, optax example, custom training loop`,
+  "start/your_script#flax-nnx": `
+    nnx example`,
+  "start/your_script#equinox": `
+    equinox example`,
   "start/choosing": `
     supported optimizers, list of optimizers, best optimizer, adamw vs adafactor, came vs adamw,
     adafactor vs came, which optimizer, which stage, which zero stage, zero 1 vs zero 2,
@@ -109,9 +128,11 @@ const WORDS = {
     largest batch size, maximum batch size, batch size finder, auto batch size,
     batch size too large`,
   "how_to/eight_bits": `
-    adam 8bit, 8bit adam, 8bit optimizer, adamw8bit, bitsandbytes, bnb, int8 optimizer,
-    quantized optimizer, quantized state, optimizer quantization, 4bit optimizer, fp8 optimizer,
-    lion, low precision optimizer, bytes saved, memory saved, optimizer memory`,
+    adam 8bit, 8bit adam, 8bit optimizer, adamw8bit, int8 optimizer, quantized optimizer,
+    quantized state, optimizer quantization, 4bit optimizer, fp8 optimizer, lion,
+    low precision optimizer, bytes saved, memory saved, optimizer memory`,
+  "how_to/eight_bits#coming-from-bitsandbytes": `
+    bitsandbytes, bnb`,
   "how_to/mixed_precision": `
     amp, autocast, bf16, half precision, bf16 training, param dtype, compute dtype, reduce dtype,
     jmp`,
@@ -148,7 +169,7 @@ const WORDS = {
     layernorm weight decay, decay mask`,
   "how_to/freeze": `
     freeze, freeze layers, frozen parameters, lora, qlora, peft, adapters, finetune, fine-
-            tuning, trainable, requires_grad, stop gradient, set_to_zero`,
+                tuning, trainable, requires_grad, stop gradient, set_to_zero`,
   "how_to/ema": `
     ema, exponential moving average, polyak averaging, model averaging, averaged weights,
     schedule free, swa`,
@@ -167,24 +188,27 @@ const WORDS = {
   "how_to/log": `
     wandb, tensorboard, mlflow, logging, metrics, gradient norm, grad norm, global norm,
     learning rate schedule, lr scheduler, learning rate scheduler, cosine decay,
-    current learning rate, change learning rate, inject_hyperparams, max_grad_norm,
-    clip gradients, gradient clipping, progress bar`,
+    current learning rate, change learning rate, inject_hyperparams, progress bar, clip gradients,
+    max_grad_norm`,
   "how_to/large_batches": `
     lars, lamb, linear scaling, scale learning rate, square root scaling, critical batch size,
     gradient noise scale, large batch training`,
   "how_to/resume": `
-    checkpoint interval, how often to checkpoint, checkpoint every n steps, save, load, restore,
-    restart, resume, save checkpoint, load checkpoint, restore checkpoint, resume training,
-    continue training, orbax, CheckpointManager, save model, model.save, save state, state_dict,
-    reshard checkpoint, distributed checkpoint, universal checkpoint, resume on fewer devices,
-    other number of devices, change number of gpus, elastic, async checkpoint`,
+    checkpoint interval, how often to checkpoint, checkpoint every n steps, save, restart, resume,
+    save checkpoint, resume training, continue training, orbax, CheckpointManager, save model,
+    model.save, save state, state_dict, distributed checkpoint, elastic, async checkpoint`,
+  "how_to/resume#resume-on-another-machine-or-at-another-stage": `
+    load, restore, load checkpoint, restore checkpoint, resume on fewer devices,
+    other number of devices, change number of gpus, reshard checkpoint, universal checkpoint`,
   "how_to/export": `
-    pretrained weights, load pretrained, hugging face, huggingface, from_pretrained, safetensors,
-    torch import, import torch weights, convert weights, full state dict, consolidate,
-    zero_to_fp32, gather parameters, export model, serve, save parameters`,
+    safetensors, full state dict, consolidate, zero_to_fp32, gather parameters, export model,
+    serve, save parameters`,
+  "how_to/export#load": `
+    pretrained weights, load pretrained, hugging face, huggingface, from_pretrained, torch import,
+    import torch weights, convert weights`,
   "how_to/linen": `
-    flax linen, TrainState, logical axes, logical axis rules, with_logical_partitioning,
-    flax examples, nn.scan, nn.Module`,
+    flax linen, logical axes, logical axis rules, with_logical_partitioning, flax examples,
+    nn.scan, nn.Module`,
   "how_to/nnx": `
     flax nnx, nnx.Optimizer, nnx.jit, nnx model`,
   "how_to/equinox": `
@@ -201,14 +225,16 @@ const WORDS = {
     apply_gradients, apply_updates, manual step, without zero, optimizer state sharding,
     state_shardings, shard optimizer state, out_shardings`,
   "how_to/clusters": `
-    srun, sbatch, multi host, multihost, multi node, multinode, multi process, jax.distributed,
-    slurm, tpu pod, kubernetes, k8s, mpi, gke, cluster, launch, torchrun, several gpus,
-    multiple gpus, overlap communication, xla flags, prefetch`,
+    multi host, multihost, multi node, multinode, multi process, jax.distributed, several gpus,
+    multiple gpus`,
   "how_to/clusters#data-of-many-hosts": `
     data loader, dataloader, tf.data, grain, input pipeline, dataset, tfds, data loading,
     shard data, feed data, per host batch`,
   "how_to/clusters#when-a-process-is-lost": `
     preemption, preemptible, spot instances, sigterm, requeue, hang, timeout`,
+  "how_to/clusters#start-it-on-a-cluster": `
+    slurm, sbatch, srun, tpu pod, kubernetes, k8s, mpi, gke, cluster, launch, torchrun, xla flags,
+    overlap communication, prefetch`,
   "how_to/lost_machines": `
     fault tolerance, node failure, machine failure, lost node, in-memory checkpoint,
     peer checkpoints, restart after failure, gemini, elastic training`,
@@ -237,27 +263,36 @@ const WORDS = {
     does came work, accuracy`,
   "understand/low_bits": `
     does 8 bit hurt, 8 bit loss, quantization error, dynamic quantization, block-
-            wise quantization`,
+                wise quantization`,
   "understand/wire": `
     communication volume, wire bytes, compression quality, powersgd loss`,
   "understand/claims": `
-    tested on, is it tested, production ready, limitations, known issues, tpu support,
-    gpu support, h100, a100, amd, vs deepspeed, compared with deepspeed, deepspeed vs,
-    benchmarks vs deepspeed`,
+    tested on, is it tested, production ready, gpu support, h100, a100`,
+  "understand/claims#what-is-not-known": `
+    vs deepspeed, compared with deepspeed, deepspeed vs, benchmarks vs deepspeed, limitations,
+    known issues, tpu support, amd`,
   "understand/asynchronous": `
     pipedream, asynchronous pipeline, stale gradients, delayed gradients`,
   "reference/errors": `
-    why is my parameter not sharded, not divisible, cuda out of memory, gpu out of memory, hbm,
-    same result on any number of devices, oom, out of memory, resource exhausted, nan, nan loss,
-    inf, loss is nan, skip step, error, faq, troubleshooting, slow, slow compile, compile time,
-    recompile, recompilation, compilation cache, second step slow, donated buffers, array deleted,
-    buffer donated, debug, disable_jit, batch size too large`,
+    cuda out of memory, gpu out of memory, hbm, oom, out of memory, resource exhausted, error,
+    faq, troubleshooting, donated buffers, array deleted, buffer donated, debug, disable_jit,
+    batch size too large`,
+  "reference/errors#questions": `
+    nan, nan loss, inf, loss is nan, skip step, slow, slow compile, compile time, recompile,
+    recompilation, compilation cache, second step slow, why is my parameter not sharded,
+    not divisible, same result on any number of devices, clip gradients, gradient clipping,
+    max_grad_norm, clip_grad_norm`,
   "reference/terms": `
     deepspeed, fsdp, megatron, maxtext, torchtitan, glossary, terminology, fairscale, colossalai,
-    levanter, t5x, moe, mixture of experts, expert parallel, context parallel, sequence parallel,
-    ring attention, gradient clipping, clip gradients, zero++, cpu offload`,
+    levanter, t5x, zero++, cpu offload`,
+  "reference/terms#:~:text=mixture of experts": `
+    moe, mixture of experts, expert parallel`,
+  "reference/terms#:~:text=context parallelism": `
+    context parallel, ring attention, sequence parallel`,
   "reference/dtypes": `
-    dtype, dtypes, bytes per parameter, int8, fp8, float8, 4 bit, memory table, gather in int8`,
+    dtype, dtypes, int8, fp8, float8, 4 bit, gather in int8`,
+  "reference/dtypes#bytes-of-state": `
+    bytes per parameter, memory table`,
   "reference/devices": `
     nvlink, infiniband, pcie, devices, gpu list, which gpu, supported gpus, tpu types, v5e, h100,
     a100, b200, peak flops, bandwidth`,
