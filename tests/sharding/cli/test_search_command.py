@@ -57,9 +57,11 @@ def test_options_reach_the_search(figures, text):
 @pytest.mark.parametrize(
     ("target", "keep"),
     [
-        ("cpu:8", "stage=2 --keep pipe=1"),
+        pytest.param("cpu:8", "stage=2 --keep pipe=1", marks=pytest.mark.slow),
         ("cpu:8", "pipe=2 --keep tensor=2"),
-        ("cpu:1", "update_in_backward=true --update-in-backward"),
+        pytest.param(
+            *("cpu:1", "update_in_backward=true --update-in-backward"), marks=pytest.mark.slow
+        ),
         ("cpu:8", "update_in_backward=true --update-in-backward --keep stage=3"),
     ],
 )

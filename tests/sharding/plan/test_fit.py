@@ -260,9 +260,10 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=needs_nnx) if x == "nnx" else x for x in LOSSES]
-)
+MARKS = {"nnx": needs_nnx} | dict.fromkeys(("Llama", "ViT", "Mixer"), pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in LOSSES])
 def test_any_loss_runs_where_it_fits(name):
     """As it is, sharded and computed again as its plan says, with the losses of one device."""
     make, num_layers, memory = LOSSES[name]
