@@ -251,9 +251,14 @@ class Layout:
         return jax.tree.map(lambda x: self.batch_shardings(x) if rows(x) else self.replicated, tree)
 
     def place_batch(self, batch: Tree) -> Tree:
-        """Moves the arrays of a batch that are committed to another placement."""
+        """Moves the arrays of a batch that are committed to another placement.
+
+        Abstract ones without a placement get it, so that they lower the program of a real call.
+        """
 
         def place(x: Array, want: NamedSharding) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want)
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
                 raise ValueError(
                     f"a step over several processes got a batch array of this process, of shape "
@@ -285,6 +290,8 @@ class Layout:
         devices = set(self.mesh.devices.flat)
 
         def place(x: Array) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated)
             if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer):
                 return x
             sharding = getattr(x, "sharding", None)

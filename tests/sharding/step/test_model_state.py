@@ -113,8 +113,9 @@ def test_batch_norm_of_each_device():
         assert all(np.array_equal(shards[0], shard) for shard in shards)
 
 
+@pytest.mark.parametrize("view", ["device", "global"])
 @pytest.mark.parametrize("new", [np.zeros, jnp.zeros])
-def test_one_program_for_a_new_model_state_and_for_that_of_a_step(new):
+def test_one_program_is_lowered_and_called_with_new_arrays_and_those_of_a_step(new, view):
     traces = []
 
     def loss_fn(w, batch, mean):
@@ -124,14 +125,15 @@ def test_one_program_for_a_new_model_state_and_for_that_of_a_step(new):
     def make():
         return jnp.ones((8, 8)), TX.init(jnp.ones((8, 8)))
 
-    zero = zero_of(2, "four")
-    state, mean, counts = zero.init(make, tx=TX), new(8), []
+    zero = zero_of(2, "four", view=view)
     step = zero.train_step(loss_fn, tx=TX, model_state=True)
+    rows, mean = jax.ShapeDtypeStruct((8, 8), float), jax.ShapeDtypeStruct((8,), float)
+    step.lower(zero.abstract_state(make, tx=TX), rows, model_state=mean)
+    state, mean, once = zero.init(make, tx=TX), new(8), len(traces)
     for _ in range(3):
         state, metrics = step(state, zero.put(np.ones((8, 8))), model_state=mean)
         mean = metrics["model_state"]
-        counts.append(len(traces))
-    assert counts == counts[:1] * 3
+    assert len(traces) == once
 
 
 def test_unsharded_by_path():
