@@ -273,6 +273,8 @@ const LOOKUPS = {
   "compare with fsdp speed": "understand/claims reference/terms benchmarks/README",
   "published results": "understand/planning understand/evidence understand/claims",
   "upgrade breaking change": "CHANGELOG reference/versions",
+  "which optimizer should I choose": "start/choosing",
+  "MaxText": "reference/terms start/your_script",
   "supported optimizers": "start/choosing how_to/eight_bits",
 };
 

@@ -109,7 +109,8 @@ const WORDS = {
     equinox example`,
   "start/choosing": `
     supported optimizers, list of optimizers, best optimizer, adamw vs adafactor, came vs adamw,
-    adafactor vs came, which optimizer, which stage, which zero stage, zero 1 vs zero 2,
+    adafactor vs came, which optimizer should I choose, choosing an optimizer,
+    which stage, which zero stage, zero 1 vs zero 2,
     recommended settings, defaults, learning rate warmup, warm-up steps`,
   "how_to/fit_7b": `
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
@@ -130,7 +131,8 @@ const WORDS = {
   "how_to/eight_bits": `
     adam 8bit, 8bit adam, 8bit optimizer, adamw8bit, int8 optimizer, quantized optimizer,
     quantized state, optimizer quantization, 4bit optimizer, fp8 optimizer, lion,
-    low precision optimizer, bytes saved, memory saved, optimizer memory`,
+    low precision optimizer, bytes saved, memory saved, optimizer memory, block size, blocksize,
+    min_8bit_size, min_size`,
   "how_to/eight_bits#coming-from-bitsandbytes": `
     bitsandbytes, bnb`,
   "how_to/mixed_precision": `

@@ -95,7 +95,7 @@ def low_precision_state(
         two codes. ``"stochastic"``: the mean is right. ``"compensated"``: the rounding error is
         stored in 8 more bits.
       block_size: elements per scale, a power of two; None means 256 for 8 bits, 128 for 4 bits.
-      min_size: the fewest elements of an array that is changed; of vectors 16 times as many.
+      min_size: the fewest elements of an array that is changed, 4,096; of vectors 16 times as many.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
 
     Raises:
