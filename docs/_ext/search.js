@@ -109,8 +109,8 @@ const WORDS = {
     equinox example`,
   "start/choosing": `
     supported optimizers, list of optimizers, best optimizer, adamw vs adafactor, came vs adamw,
-    adafactor vs came, which optimizer should I choose, choosing an optimizer,
-    which stage, which zero stage, zero 1 vs zero 2,
+    adafactor vs came, which optimizer should I choose, choosing an optimizer, speed vs adamw,
+    memory and speed compared to adamw, step time, optimizer time, which stage, which zero stage, zero 1 vs zero 2,
     recommended settings, defaults, learning rate warmup, warm-up steps`,
   "how_to/fit_7b": `
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
