@@ -33,7 +33,7 @@ def test_known_files():
         ("optax_ext/_came.py", {"tests/optax_ext/test_came.py", "tests/contract"}, set()),
         ("tests/test_layers.py", set(), {"tests/test_layers.py"}),
         ("examples/_report.py", set(), {"tests/test_train_lm.py"}),
-        ("docs/understand/zero.md", set(), {"tests/test_docs.py::test_blocks_run[zero]"}),
+        ("docs/how_to/mesh.md", set(), {"tests/test_docs.py::test_blocks_run[mesh]"}),
         ("benchmarks/convergence/_rows.py", set(), {"tests/benchmarks/test_rows.py"}),
         ("README.md", {"tests/test_readme.py"}, {"tests/test_docs.py::test_blocks_run[README]"}),
     ):

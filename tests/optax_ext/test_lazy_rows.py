@@ -49,7 +49,8 @@ def test_adamw_by_hand(x64):
     np.testing.assert_allclose(params["table"], table, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(state[0].mu["table"], mu, rtol=1e-10, atol=1e-14)
     plain, _ = run(tx, 300)
-    np.testing.assert_array_equal(params["w"], plain["w"])
+    # Two programs, whose products and sums LLVM joins in different places.
+    np.testing.assert_allclose(params["w"], plain["w"], rtol=1e-14, atol=1e-15)
     assert np.abs(params["table"] - plain["table"]).max() > 1e-2
 
 
