@@ -288,16 +288,12 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, d
 
 @pytest.mark.script
 def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, text, deep):
-    """With little memory and with much; it resumes without a plan."""
+    """With little memory; it resumes without a plan."""
     options = ("--config", "smoke-deep", "--name", "planned")
-    much = ("--memory", "2MiB", "--microbatches", "2")
-    output = stopped(tmp_path, text, *options, *much, stop=4)
-    extra = r"^  extra time +(\S+) %"
-    with_much = float(re.search(extra, output, re.M)[1])
-    assert float(re.search(r"One device takes (\S+) MiB", output)[1]) <= 2.0
     little = ("--devices", "4", "--memory", "1.35MiB", "--audit")
     output = stopped(tmp_path, text, *options, *little, stop=12)
-    assert with_much < float(re.search(extra, output, re.M)[1])
+    assert float(re.search(r"One device takes (\S+) MiB", output)[1]) <= 1.35
+    assert float(re.search(r"^  extra time +(\S+) %", output, re.M)[1]) > 0
     assert "Resuming from the checkpoint" in succeed(tmp_path, text, *options)
     assert_same_losses(tmp_path, "planned", deep, STEPS)
     output = succeed(tmp_path, text, *options, "--name", "small", "--memory", "300KiB", code=2)
@@ -311,8 +307,14 @@ SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", rec
 @pytest.mark.script
 @pytest.mark.parametrize(
     ("plan", "layers", "options"),
-    [(REPLICAS, (2,), ("--stage", "2")), (SPLIT, (1, 1), ("--stage", "0", "--microbatches", "4"))],
-    ids=["replicas", "split backward pass"],
+    [
+        pytest.param(REPLICAS, (2,), ("--stage", "2"), id="replicas"),
+        pytest.param(
+            *(SPLIT, (1, 1), ("--stage", "0", "--microbatches", "4")),
+            id="split backward pass",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
     """Losses are those of the same choices as options, in both views, updated after or within."""
