@@ -37,13 +37,14 @@ class Cost(NamedTuple):
     nbytes: float  # bytes read from main memory and written to it
 
 
-def costs(program: Program) -> tuple[list[Cost], list[str]]:
+def costs(program: Program, computation: str = "") -> tuple[list[Cost], list[str]]:
     """The cost of each instruction, and the loops of unknown trip count, which count once.
 
     A conditional counts as its dearest branch.
     """
     unknown: list[str] = []
-    return list(_costs_of_frame(Frame(program, program.entry), 1, unknown)), unknown
+    frame = Frame(program, computation or program.entry)
+    return list(_costs_of_frame(frame, 1, unknown)), unknown
 
 
 def _costs_of_frame(frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
