@@ -257,8 +257,7 @@ class Layout:
         """
 
         def place(x: Array, want: NamedSharding) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=want)
+            x = _abstract_on(x, want)
             if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
                 raise ValueError(
                     f"a step over several processes got a batch array of this process, of shape "
@@ -290,10 +289,8 @@ class Layout:
         devices = set(self.mesh.devices.flat)
 
         def place(x: Array) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated)
             if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, jax.core.Tracer):
-                return x
+                return _abstract_on(x, self.replicated)
             sharding = getattr(x, "sharding", None)
             inside = isinstance(sharding, NamedSharding) and sharding.device_set == devices
             return x if inside else jax.device_put(x, self.replicated)
@@ -359,6 +356,13 @@ def _is_local(x: Array) -> bool:
     """Whether an array, such as a NumPy array, is of this process alone; scalars are not asked."""
     real = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
     return real and x.ndim > 0 and getattr(x, "is_fully_addressable", True)
+
+
+def _abstract_on(x: Any, sharding: NamedSharding) -> Any:
+    """An abstract array without a placement, with this one; anything else as it is."""
+    if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return x
 
 
 def _is_committed(x: Array) -> bool:
