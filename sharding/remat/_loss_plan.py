@@ -110,15 +110,17 @@ class LossPlan(RematPlan):
             for step, again in enumerate(self._schedule.again)
             for k in (*again, joint.forward + step)
         ]
+        replaced = joint.replaced(order)
+        # XLA writes a result in the place of what it reads, but not through a barrier.
+        places = {v for each in replaced for i in each for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
-        # pass stores. XLA drops from a barrier what nothing else reads.
+        # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for k in order for eqn in joint.nodes[k].equations for v in eqn.operands}
-        last = [x for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
-        after = last[-_LAST:] or [seed]
+        last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
+        after = {v: stored[v] for v in last[-_LAST:]} or grads
         on_cpu = self._loss.device.platform == "cpu"
 
-        def run(k: int, replaced: set[int]) -> None:
-            nonlocal after
+        for k, own in zip(order, replaced, strict=True):
             node, later = joint.nodes[k], k >= joint.forward
             read = {v for eqn in node.equations for v in eqn.operands}
             held = {v: x for v, x in (given | values).items() if v in read}
@@ -127,24 +129,21 @@ class LossPlan(RematPlan):
                 if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
-            # XLA writes a result in the place of what it reads, but not through a barrier.
-            places = {v for i in replaced for v in joint.nodes[i].values} & held.keys()
-            free = {v: held.pop(v) for v in places}
+            free = {v: held.pop(v) for i in own for v in joint.nodes[i].values if v in held}
+            if not on_cpu:  # cotangents are fused with what reads them: they do not wait
+                held, done = lax.optimization_barrier((held, after))
+                for v in done.keys() - read - places:
+                    (values if v in values else grads)[v] = done[v]
 
             def compute(held: dict[int, Any]) -> dict[int, Any]:
                 known = graph.constants | grads | free | held
                 evaluate(node.equations, known)
                 return {v: known[v] for v in node.values}
 
-            if not on_cpu:  # cotangents are fused with what reads them: they do not wait
-                results = compute(lax.optimization_barrier((held, after))[0])
-            else:
-                results = compute(held) if later else _in_branch(compute, held, after[-1])
-            after = [*results.values()][:1] or after
+            in_branch = on_cpu and not later
+            results = _in_branch(compute, held, [*after.values()][-1]) if in_branch else compute(held)
+            after = results or after
             (grads if later else values).update(results)
-
-        for k, replaced in zip(order, joint.replaced(order), strict=True):
-            run(k, replaced)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
