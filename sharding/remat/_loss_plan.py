@@ -33,8 +33,7 @@ _FLOAT0 = jax.dtypes.float0
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _LINES = 12  # of the user's code that a plan prints
 _FEW_STATES = 200  # to find the fewest bytes
-_FITS = 0.93  # of a budget: plans of more bytes are not looked for
-_NEAR = 0.6  # of what is needed to compute nothing again: from there on that is tried first
+_AIM, _FITS = 0.97, 0.93  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 _LAST = 4  # values of a forward pass that its gradient waits for
@@ -62,7 +61,7 @@ class LossPlan(RematPlan):
     def __call__(self, params: Tree, batch: Batch) -> Any:
         """What the loss returns, for parameters and a batch of the planned types."""
         inputs = self._loss.inputs_of(params, batch)
-        if any(self._schedule.again) or self.loops != _AS_IT_IS:
+        if self._schedule.again or self.loops != _AS_IT_IS:
             self._loss.check_as_planned(inputs)
         outs = self._run(inputs)
         return jax.tree.unflatten(self._loss.out_treedef, outs)
@@ -70,7 +69,7 @@ class LossPlan(RematPlan):
     @functools.cached_property
     def _run(self) -> Callable[[list[Any]], list[Any]]:
         graph, loss = self._graph.graph, self._loss
-        if not any(self._schedule.again):
+        if not self._schedule.again:  # as the compiler orders it
             return functools.partial(loss.fn, loops=self.loops)
         stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
         forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
@@ -388,11 +387,19 @@ class LossSearch:
                 )
         return best
 
-    def compiled(self, planned: float) -> LossPlan | None:
+    def compiled(self, planned: float, budget: float | None = None) -> LossPlan | None:
         """The same with the bytes of its program; infinite where the compiler gives up."""
         plan = self.plan(planned)
         if plan is None:
             return None
+        if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
+            schedule = plan._schedule._replace(again=())
+            plain = self._measured(dataclasses.replace(plan, _schedule=schedule))
+            if plain.peak <= (budget or planned) or self._loss.device.platform == "cpu":
+                return plain
+        return self._measured(plan)
+
+    def _measured(self, plan: LossPlan) -> LossPlan:
         key = plan.loops, plan._schedule[:2]
         if key not in self._known:
             first = functools.partial(_first, plan)
@@ -405,12 +412,12 @@ class LossSearch:
         best: LossPlan | None = None
         # Bytes that are planned are not those of programs: from above and below.
         fits, fails, most = 0.0, self.most * 1.01, _MOST_PROGRAMS
-        planned = self.most if budget > _NEAR * self.most else budget
+        planned = min(budget, self.most)
         for _ in range(_TPU_PROGRAMS if self._loss.device.platform == "tpu" else most):
-            plan = self.compiled(planned)
+            plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
                 planned = max(self.least, fits)
-                plan = self.compiled(planned)
+                plan = self.compiled(planned, budget)
             assert plan is not None
             if plan.peak > budget:
                 fails = min(fails, planned)
@@ -420,7 +427,7 @@ class LossSearch:
                     best = plan
                 if plan.peak >= _FITS * budget or not any(plan._schedule.again):
                     break
-            planned += budget - plan.peak
+            planned += _AIM * budget - plan.peak
             if not fits < planned < fails:
                 planned = (max(fits, self.least) + fails) / 2
             if fails - fits < 0.01 * budget or fails <= self.least:
