@@ -236,6 +236,18 @@ def test_the_least_bytes_are_those_of_any_program():
     assert f"{plain:,} bytes" in str(error.value)
 
 
+def test_gradients_are_complete_before_the_next_operation():
+    """XLA puts off what is not read from a barrier, and holds all that it is computed from."""
+    search = search_of(skips, LAYERS, X)
+    found = search.plan(search.least * 1.01)
+    found._loss.device = types.SimpleNamespace(platform="gpu")  # on CPUs nothing waits
+    jaxpr = jax.make_jaxpr(jax.grad(found))(LAYERS, X).jaxpr
+    made = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    names = [made[v] for v in jaxpr.outvars]
+    assert len(names) == 12
+    assert names.count("optimization_barrier") >= 11, names
+
+
 def test_statistics_of_all_devices_are_not_planned():
     """A step over devices gives a BatchNorm collectives that the plan would leave out."""
     layers = [[nn.Dense(32, use_bias=False), nn.BatchNorm(False), jnp.tanh] for _ in range(3)]
