@@ -1,6 +1,7 @@
 """Networks as plain losses: ``NETWORKS[name](scale)`` is (loss, params, batch).
 
-``scale`` divides widths and sizes, for a small one.
+``scale`` divides widths and sizes, for a small one. With ``by_hand`` each block is in a
+``jax.checkpoint``.
 """
 
 import jax
@@ -14,8 +15,9 @@ def array(*shape, dtype=jnp.float32):
 class Params:
     """Parameters by the order in which a network asks for them: their types are collected."""
 
-    def __init__(self, given=None):
+    def __init__(self, given=None, by_hand=False):
         self.types, self._given, self._next = [], given, 0
+        self.block = jax.checkpoint if by_hand else lambda fn: fn
 
     def __call__(self, *shape):
         self._next += 1
@@ -23,6 +25,9 @@ class Params:
             self.types.append(array(*shape))
             return jnp.zeros(shape)
         return self._given[self._next - 1]
+
+    def run(self, block, x, *options):
+        return self.block(lambda x: block(self, x, *options))(x)
 
 
 def conv(p, x, width, size=3, stride=1, act=jax.nn.relu):
@@ -52,15 +57,22 @@ def identity(x):
     return x
 
 
+def bottleneck(p, x, width, stride, first):
+    y = conv(p, conv(p, conv(p, x, width, 1), width, 3, stride), 4 * width, 1, act=identity)
+    return jax.nn.relu(y + (conv(p, x, 4 * width, 1, stride, identity) if first else x))
+
+
 def resnet50(p, x, scale):
     width = 64 // scale
     x = pool(conv(p, x, width, 7, 2))
     for stage, blocks in enumerate((3, 4, 6, 3)):
         for i in range(blocks):
-            stride, own = (2 if stage and not i else 1), width * 2**stage
-            y = conv(p, conv(p, conv(p, x, own, 1), own, 3, stride), 4 * own, 1, act=identity)
-            x = jax.nn.relu(y + (x if i else conv(p, x, 4 * own, 1, stride, identity)))
+            x = p.run(bottleneck, x, width * 2**stage, 2 if stage and not i else 1, not i)
     return classes(p, x)
+
+
+def dense_layer(p, x, growth):
+    return jnp.concatenate([x, conv(p, conv(p, x, 4 * growth, 1), growth)], -1)
 
 
 def densenet121(p, x, scale):
@@ -68,7 +80,7 @@ def densenet121(p, x, scale):
     x = pool(conv(p, x, 2 * growth, 7, 2))
     for stage, layers in enumerate((6, 12, 24, 16)):
         for _ in range(layers):
-            x = jnp.concatenate([x, conv(p, conv(p, x, 4 * growth, 1), growth)], -1)
+            x = p.run(dense_layer, x, growth)
         if stage < 3:
             x = pool(conv(p, x, x.shape[-1] // 2, 1), 2, jax.lax.add, 0.0)
     return classes(p, x)
@@ -100,7 +112,7 @@ def unet(p, x, scale):
     x = conv(p, x, widths[0])
     for width in widths:
         for _ in range(2):
-            x = conv(p, x, width)
+            x = p.run(conv, x, width)
             skips.append(x)
         x = pool(x) if width != widths[-1] else x
     flat = x.reshape(x.shape[0], -1, x.shape[-1])
@@ -109,7 +121,7 @@ def unet(p, x, scale):
         if width != widths[-1]:
             x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
         for _ in range(2):
-            x = conv(p, jnp.concatenate([x, skips.pop()], -1), width)
+            x = p.run(conv, jnp.concatenate([x, skips.pop()], -1), width)
     return jnp.mean((x @ p(x.shape[-1], 3) - out) ** 2)
 
 
@@ -118,14 +130,20 @@ def tokens_loss(x, table, tokens):
     return -jnp.mean(jnp.take_along_axis(logits, tokens[..., None], -1))
 
 
+def layer(p, x, causal=True, memory=None):
+    x = x + attend(p, norm(p, x), causal=causal)
+    if memory is not None:
+        x = x + attend(p, norm(p, x), memory)
+    return x + feed(p, norm(p, x))
+
+
 def gpt2(p, tokens, scale):
     """Twelve layers, unrolled."""
     width = 768 // scale
     table = p(50304 // scale, width)
     x = table[tokens] + p(tokens.shape[1], width)
     for _ in range(12):
-        x = x + attend(p, norm(p, x), causal=True)
-        x = x + feed(p, norm(p, x))
+        x = p.run(layer, x)
     return tokens_loss(norm(p, x), table, tokens)
 
 
@@ -134,13 +152,10 @@ def t5(p, tokens, scale):
     table = p(32128 // scale, 512 // scale)
     memory, x = table[tokens], table[tokens[:, ::-1]]
     for _ in range(6):
-        memory = memory + attend(p, norm(p, memory))
-        memory = memory + feed(p, norm(p, memory))
+        memory = p.run(layer, memory, False)
     memory = norm(p, memory)
     for _ in range(6):
-        x = x + attend(p, norm(p, x), causal=True)
-        x = x + attend(p, norm(p, x), memory)
-        x = x + feed(p, norm(p, x))
+        x = p.run(layer, x, True, memory)
     return tokens_loss(norm(p, x), table, tokens)
 
 
@@ -158,16 +173,16 @@ def lstm(p, x, scale):
             return (h, c), h
 
         zero = jnp.zeros(x.shape[1:])
-        x = jax.lax.scan(step, (zero, zero), x)[1]
+        x = jax.lax.scan(p.block(step), (zero, zero), x)[1]
     return jnp.mean(x**2)
 
 
 def network(fn, batch):
-    def make(scale=1):
+    def make(scale=1, by_hand=False):
         own = batch(scale)
         types = Params()
         jax.eval_shape(lambda batch: fn(types, batch, scale), own)
-        return lambda params, batch: fn(Params(params), batch, scale), types.types, own
+        return lambda params, batch: fn(Params(params, by_hand), batch, scale), types.types, own
 
     return make
 
