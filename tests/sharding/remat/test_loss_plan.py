@@ -125,7 +125,7 @@ def gradients(loss, has_aux, *args):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_the_loss(name):
-    """However much is computed again."""
+    """However much is computed again, in the forms for CPUs and for accelerators."""
     loss, params, batch = LOSSES[name]
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float64) if jnp.result_type(x) == jnp.float32 else x, (params, batch)
@@ -134,8 +134,10 @@ def test_the_gradient_is_that_of_the_loss(name):
     want = gradients(loss, has_aux, params, batch)
     most = max(s.most for *_, s in search._searches)
     again = set()
-    for planned in (most, (most + search.least) / 2, search.least):
+    middle, least = (most + search.least) / 2, search.least
+    for planned, form in ((most, "gpu"), (middle, "cpu"), (least, "cpu"), (least, "gpu")):
         found = search.plan(planned)
+        found._loss.device = types.SimpleNamespace(platform=form)
         again.add(found.work.seconds)
         got = gradients(found, has_aux, params, batch)
         jax.tree.map(
