@@ -36,6 +36,7 @@ extensions = [
     "sphinx_design",
     "myst_nb",
     "command_help",
+    "dark_pictures",
     "devices",
     "mathml",
     "signatures",
