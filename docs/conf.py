@@ -36,8 +36,8 @@ extensions = [
     "sphinx_design",
     "myst_nb",
     "command_help",
-    "dark_pictures",
     "devices",
+    "images",
     "mathml",
     "signatures",
 ]
