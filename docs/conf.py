@@ -37,6 +37,7 @@ extensions = [
     "myst_nb",
     "command_help",
     "devices",
+    "images",
     "mathml",
     "signatures",
 ]

@@ -1,7 +1,7 @@
 """Draws the pictures of README.md and docs/ from recorded tables: ``make pictures``.
 
-Each is read from a file of benchmarks/results/ and fits a screen of 390 pixels, on light and dark
-pages: docs/pictures/NAME.png.
+Each is read from a file of benchmarks/results/ and fits a screen of 390 pixels:
+docs/pictures/NAME.png on light pages, NAME_dark.png on dark ones.
 """
 
 import pathlib
@@ -9,11 +9,26 @@ import re
 import sys
 
 import matplotlib.pyplot as plt
+from cycler import cycler
 
 DOCS = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS.parent))
+from sharding import pipeline  # noqa: E402
+
 RESULTS = DOCS.parent / "benchmarks" / "results"
-BLUE, LIGHT, GREY, RED = "#2b6cb0", "#90bde8", "#8a8a8a", "#c53030"
+BLUE, LIGHT, GREY, RED = "C0", "C1", "C2", "C3"
+STYLES = {
+    "": [
+        "default",
+        {"axes.prop_cycle": cycler(color=["#2b6cb0", "#90bde8", "#8a8a8a", "#c53030"])},
+    ],
+    "_dark": [
+        "dark_background",
+        {"axes.prop_cycle": cycler(color=["#4f9ae3", "#24507c", "#7d7d7d", "#ff8080"])},
+        dict.fromkeys(["figure.facecolor", "axes.facecolor"], "#121212"),
+    ],
+}
+ALL = {"font.size": 11, "savefig.dpi": 150, "axes.spines.top": False, "axes.spines.right": False}
 H100 = 79.1  # GiB: 84.9 GB
 
 
@@ -37,7 +52,7 @@ def memory_7b():
     }
 
 
-def bars(name, values, unit, colors, limit=None):
+def bars(values, unit, colors, limit=None):
     """One labelled horizontal bar for each number."""
     figure, ax = plt.subplots(figsize=(5.2, 0.55 + 0.5 * len(values)), layout="constrained")
     found = ax.barh(list(values), list(values.values()), color=colors, height=0.62)
@@ -48,7 +63,7 @@ def bars(name, values, unit, colors, limit=None):
     if limit:
         ax.axvline(limit, color=RED, linestyle="--")
         ax.text(limit, -0.55, "one H100", color=RED, ha="center", va="bottom")
-    save(name, figure, ax)
+    return figure
 
 
 def stages():
@@ -65,7 +80,7 @@ def stages():
     ax.set_ylabel("GiB")
     ax.set_ylim(0, 118)
     ax.legend(frameon=False)
-    save("stages", figure, ax)
+    return figure
 
 
 def state():
@@ -75,7 +90,7 @@ def state():
     values = {}
     for name, row in found.items():
         values |= {name: float(row[1]), f"{name}, 8 bits": float(row[3])}
-    bars("state", values, "bytes of state per parameter", [GREY, GREY, BLUE, BLUE])
+    return bars(values, "bytes of state per parameter", [GREY, GREY, BLUE, BLUE])
 
 
 def wire():
@@ -84,19 +99,14 @@ def wire():
     found.sort(key=lambda row: float(row[5]))
     loss = {row[1]: row[3] if "seed" not in row[3] else "exact" for row in found}
     values = {f"{row[1]}  ({loss[row[1]]})": float(row[4].replace(",", "")) / 1024 for row in found}
-    bars("wire", values, "MiB sent in a step (change of loss)", BLUE)
+    return bars(values, "MiB sent in a step (change of loss)", BLUE)
 
 
-def schedules():
-    """1F1B in four stages, and PipeDream-2BW, which does not flush, as ``draw`` has them."""
-    from sharding import pipeline
-
-    flushed = pipeline.one_f_one_b(stages=4, microbatches=6, aligned=False)
-    without = pipeline.pipedream_2bw(4, 4, minibatches=3, aligned=False)
-    for name, schedule in (("schedule", flushed), ("asynchronous", without)):
-        figure, ax = plt.subplots(figsize=(5.2, 1.9), layout="constrained")
-        schedule.draw(ax)
-        figure.savefig(DOCS / "pictures" / f"{name}.png", dpi=150, facecolor="white")
+def drawn(schedule):
+    """What its ``draw`` shows, with idle ticks in a grey of the style."""
+    figure, ax = plt.subplots(figsize=(5.2, 1.9), layout="constrained")
+    schedule.draw(ax).patch.set(facecolor=GREY, alpha=0.3)
+    return figure
 
 
 def predicted():
@@ -115,25 +125,25 @@ def predicted():
     ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
     ax.set(xlabel="published seconds of a step", ylabel="predicted")
     ax.legend(frameon=False)
-    save("predicted", figure, ax)
-
-
-def save(name, figure, ax):
-    """Writes the picture, on white."""
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.savefig(DOCS / "pictures" / f"{name}.png", dpi=150, facecolor="white")
+    return figure
 
 
 def main():
-    """Draws all of them."""
-    (DOCS / "pictures").mkdir(exist_ok=True)
-    plt.rcParams["font.size"] = 11
-    bars("memory_7b", memory_7b(), "GiB of one device", [GREY, BLUE, BLUE, BLUE], H100)
-    stages()
-    state()
-    wire()
-    schedules()
-    predicted()
+    """Draws all of them, in both styles."""
+    pictures = {
+        "memory_7b": lambda: bars(memory_7b(), "GiB of one device", [GREY, BLUE, BLUE, BLUE], H100),
+        "stages": stages,
+        "state": state,
+        "wire": wire,
+        # 1F1B in four stages, and PipeDream-2BW, which does not flush.
+        "schedule": lambda: drawn(pipeline.one_f_one_b(4, 6, aligned=False)),
+        "asynchronous": lambda: drawn(pipeline.pipedream_2bw(4, 4, 3, aligned=False)),
+        "predicted": predicted,
+    }
+    for suffix, style in STYLES.items():
+        with plt.style.context([*style, ALL]):
+            for name, draw in pictures.items():
+                draw().savefig(DOCS / "pictures" / f"{name}{suffix}.png")
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ const WORDS = {
   "start/install": `
     pip install, installation, requirements, setup, download, cuda, conda, docker, GPU wheels`,
   "start/first_run": `
+    multi gpu same script, same script on several gpus,
     fake devices, virtual devices, simulate devices, xla_force_host_platform_device_count, laptop,
     quickstart, tutorial, getting started, hello world, example, usage, training loop,
     Zero example, donate, min_shard_size`,
@@ -113,6 +114,7 @@ const WORDS = {
     memory and speed compared to adamw, step time, optimizer time, which stage, which zero stage, zero 1 vs zero 2,
     recommended settings, defaults, learning rate warmup, warm-up steps`,
   "how_to/fit_7b": `
+    bigger batch on one gpu, 24GB, zero on a single device,
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
     optimizer in backward, fused backward, update in backward, streaming layers, scan over layers`,
   "how_to/let_it_choose": `
@@ -133,6 +135,9 @@ const WORDS = {
     quantized state, optimizer quantization, 4bit optimizer, fp8 optimizer, lion,
     low precision optimizer, bytes saved, memory saved, optimizer memory, block size, blocksize,
     min_8bit_size, min_size`,
+  "how_to/eight_bits#a-float32-run-in-8-bits-and-back": `
+    convert checkpoint to 8 bit, convert existing checkpoint, float32 checkpoint to 8 bit,
+    convert optimizer state`,
   "how_to/eight_bits#coming-from-bitsandbytes": `
     bitsandbytes, bnb`,
   "how_to/mixed_precision": `
@@ -157,6 +162,7 @@ const WORDS = {
     remat policy, activation memory, nn.remat, jax.checkpoint, save_only_these_names,
     activation offload, recomputation`,
   "how_to/offload": `
+    DeepSpeedCPUAdam, cpu adam,
     cpu offload, cpu offloading, optimizer offload, offload optimizer, host offload, zero offload,
     zero infinity, nvme, pinned host, host memory`,
   "how_to/adamw_to_came": `
@@ -196,6 +202,7 @@ const WORDS = {
     lars, lamb, linear scaling, scale learning rate, square root scaling, critical batch size,
     gradient noise scale, large batch training`,
   "how_to/resume": `
+    best checkpoint, keep best, early stopping, gcsfuse, gs bucket, s3, gcs bucket,
     checkpoint interval, how often to checkpoint, checkpoint every n steps, save, restart, resume,
     save checkpoint, resume training, continue training, orbax, CheckpointManager, save model,
     model.save, save state, state_dict, distributed checkpoint, elastic, async checkpoint`,
@@ -238,6 +245,7 @@ const WORDS = {
     slurm, sbatch, srun, tpu pod, kubernetes, k8s, mpi, gke, cluster, launch, torchrun, xla flags,
     overlap communication, prefetch`,
   "how_to/lost_machines": `
+    goodput, emergency checkpoint, lost time, mean time between failures,
     fault tolerance, node failure, machine failure, lost node, in-memory checkpoint,
     peer checkpoints, restart after failure, gemini, elastic training`,
   "how_to/compress": `
@@ -247,6 +255,7 @@ const WORDS = {
   "how_to/compress#embedding-tables": `
     embedding table, large embeddings, sparse embedding, vocabulary, recommender, lazy adam`,
   "how_to/pipelines": `
+    PipelineModule, pipeline module, LayerSpec,
     tied embeddings, pipeline parallel, pipeline parallelism, gpipe, 1f1b, pp, model stages,
     zero bubble, split layers over devices`,
   "understand/zero": `
@@ -285,9 +294,13 @@ const WORDS = {
     not divisible, same result on any number of devices, clip gradients, gradient clipping,
     max_grad_norm, clip_grad_norm`,
   "reference/terms": `
+    ds_config, ds_config.json, deepspeed config, deepspeed.initialize, per_device_batch_size,
+    allgather_bucket_size, contiguous_gradients, bucket size,
+    aqt, qwix, quantized matmul, int8 matmul, fp8 matmul,
     deepspeed, fsdp, megatron, maxtext, torchtitan, glossary, terminology, fairscale, colossalai,
     levanter, t5x, zero++, cpu offload`,
   "reference/terms#:~:text=mixture of experts": `
+    megablox, megablocks, grouped matmul,
     moe, mixture of experts, expert parallel`,
   "reference/terms#:~:text=context parallelism": `
     context parallel, ring attention, sequence parallel`,
