@@ -181,7 +181,6 @@ class OnePassUpdates:
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
             stored = list(update.stored.values())
             operands = Operands(small, noise, places, rows, columns, full, stored)
-            treedef: Any
             arrays, treedef = jax.tree.flatten(operands)
             dims = [()] * len(small) + [tuple(lead)] * len(noise) + [(row,), (column,)]
             dims += [of_rows] * len(rows) + [of_columns] * len(columns)

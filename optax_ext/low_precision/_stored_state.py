@@ -105,8 +105,7 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
                 "the state that it is to be like. Both have to be of the same parameters."
             )
         if isinstance(x, Quantized):
-            of_x: Any = jax.tree.structure(x)
-            if of_x == jax.tree.structure(like):
+            if jax.tree.structure(x) == jax.tree.structure(like):
                 return x
             x = dequantized(x)
         if isinstance(like, Quantized):

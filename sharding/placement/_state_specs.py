@@ -125,7 +125,6 @@ def _specs_by_path(
     """Specs where ``tx.init`` fails on the shardings of some parameters, by path and shape."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(make, plain)  # raises the transformation's own error, if it has one
-    treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten_with_path(plain)
     flat_specs = treedef.flatten_up_to(specs)
 

@@ -45,7 +45,6 @@ def check_loss(
 
     def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
         value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
-        loss: Any
         new: Any
         loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
         if options["has_aux"]:

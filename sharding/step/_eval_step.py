@@ -57,7 +57,6 @@ class EvalStep(CompiledStep):
             args = batch, passed if self.model_state is True else fields
         if layout.view == "global":
             return eval_global(layout, spec, self.fn, params, args)
-        treedef: Any
         leaves, treedef = jax.tree.flatten(params)
         specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]
         arg_specs = (layout.batch_specs(batch), *(PartitionSpec() for _ in args[1:]))

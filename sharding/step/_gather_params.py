@@ -57,8 +57,6 @@ def with_handles(fn: Callable[..., Any], *args: Any, by_rows: bool = False) -> A
     """
     if not is_marking():
         return fn(*args)
-    treedef: Any
-    results: Any
     flat, treedef = jax.tree.flatten(args)
     closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
     if any(isinstance(x, jax.core.Tracer) for x in closed.consts):  # of this trace alone

@@ -31,7 +31,6 @@ def gather_updated(
     before it copies the first one, and hold the parameters twice: here each group waits until the
     one before it is in place.
     """
-    treedef: Any
     new, treedef = jax.tree.flatten(old)
     columns = map(treedef.flatten_up_to, (shards, placed.shards, placed.params, placed.dims))
     leaves = [_Updated(*fields) for fields in zip(new, *columns, strict=True)]

@@ -41,7 +41,6 @@ def gathered(
 
 def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """The arrays of a tree, and a function that puts new ones in their places."""
-    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
 
@@ -58,7 +57,6 @@ def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:
     It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
     uses both outputs, so that the transpose orders the backward pass in the same way.
     """
-    treedef: Any
     arrays, treedef = jax.tree.flatten(x)
     floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     params, behind = lax.optimization_barrier((params, [arrays[i] for i in floating]))

@@ -50,7 +50,6 @@ class GlobalLoss:
 
     def __init__(self, layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Tree):
         self.layout, self.fn, self._typed = layout, fn, False
-        treedef: Any
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))

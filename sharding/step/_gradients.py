@@ -74,7 +74,6 @@ def gradients(
     """
     if layout.view == "global":
         return Gradients(*global_gradients(layout, spec, loss, params, inputs))
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     param_specs, shard_specs = (

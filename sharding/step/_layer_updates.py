@@ -93,7 +93,6 @@ class Update(NamedTuple):
             params,
             spec.trained,
         )
-        given: Any
         inputs, given = jax.tree.flatten((params, opt_state, grads, {"value": loss} | UNREAD))
         update_params = params_update(tx)
 

@@ -30,7 +30,6 @@ def check_reduction(reduction: Tree) -> None:
 
 def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
     """The new state in the dtypes of the old one, and which leaves the loss returned unchanged."""
-    expected: Any
     expected, structure = jax.tree.structure(old), jax.tree.structure(new)
     if structure != expected:
         raise ValueError(

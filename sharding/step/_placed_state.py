@@ -62,8 +62,7 @@ def specs(zero: Any, state: Tree, tx: Any, param_specs: Tree) -> Any:
     params, opt_state, tx = parts(state, tx)
     placed = zero._layout.place(params, param_specs)
     opt_specs = state_specs(tx, params, placed.shards, zero.mesh)
-    expected: Any = jax.tree.structure(opt_specs)
-    structure: Any = jax.tree.structure(opt_state)
+    expected, structure = jax.tree.structure(opt_specs), jax.tree.structure(opt_state)
     if expected != structure:
         # The first array that the other lacks; types, where none does.
         paths = [[path_str(p) for p, _ in tree_leaves_with_path(x)] for x in (opt_specs, opt_state)]

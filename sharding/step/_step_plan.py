@@ -130,7 +130,7 @@ def plan_step(
     reduce_in_backward: bool = True,
 ) -> StepPlan:
     """The plan of a step with one loss of the tree of parameters and ``args``, in types."""
-    treedef: Any = jax.tree.structure(params)
+    treedef = jax.tree.structure(params)
     flat = zip(
         leaf_names(params),
         jax.tree.leaves(params),

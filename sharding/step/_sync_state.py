@@ -25,7 +25,6 @@ def local_gradients(
     They are unsharded over the data axes, with replicas sharded over those of shards; of a
     parameter that other axes shard they are the device's block.
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     specs, dims = map(treedef.flatten_up_to, (placed.params, placed.dims))
     types = {}
@@ -175,7 +174,6 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
             return jnp.concatenate(list(error), axis=dim)
         return jnp.sum(error, axis=0)
 
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     dims = treedef.flatten_up_to(placed.dims)
 

@@ -63,7 +63,6 @@ class TracedLoss:
           ValueError: if devices could wait for each other in a collective of the loss.
         """
         self.layout = layout
-        treedef: Any
         types, treedef = jax.tree.flatten(params)
         self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
         # Of each parameter, the dims that other axes shard, counted from the end.
@@ -71,7 +70,6 @@ class TracedLoss:
             [d - x.ndim for d, entry in enumerate(spec) if entry]
             for x, spec in zip(types, self.specs, strict=True)
         ]
-        structure: Any
         flat, structure = jax.tree.flatten(args)
 
         def call(params: list[Any], *flat: Any) -> list[Any]:

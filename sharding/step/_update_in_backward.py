@@ -77,7 +77,6 @@ def update_in_backward(
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
     params, opt_state, tx = parts(state, tx)
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
 
@@ -206,7 +205,7 @@ def update_in_backward(
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     new |= {j: jax.device_put(new[j], HOST) for j in whole}
     new |= _gathered(layout, spec, params, new, outside)
-    structure: Any = jax.tree.structure((params, opt_state))
+    structure = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
         return (params, opt_state), metrics, model_state
@@ -218,7 +217,6 @@ def _gathered(
     layout: Layout, spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
 ) -> dict[int, jax.Array]:
     """New parameters outside of loops, as they are between steps; the old ones if untrained."""
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     with jax.named_scope("gather_params"):
@@ -260,7 +258,6 @@ def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[H
 
 def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
-    given: Any
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     inputs, given = jax.tree.flatten((types, *args))
 

@@ -269,7 +269,6 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[skipped:], jnp.result_type(x)), tree
         )
 
-    treedef: Any
     leaves, treedef = jax.tree.flatten(types(shared, 0))
     args = types(batches, 2), *([] if key is None else [key])  # batches: [updates, micro-batches]
 

@@ -78,7 +78,7 @@ def is_placed(tree: Tree, mesh: Any) -> bool:
 
 
 def set_opt_state(optimizer: Any, opt_state: OptState) -> None:
-    treedef: Any = jax.tree.structure(optimizer.opt_state)
+    treedef = jax.tree.structure(optimizer.opt_state)
     optimizer.opt_state = nnx.data(treedef.unflatten(jax.tree.leaves(opt_state)))
 
 

@@ -110,7 +110,6 @@ def by_owner(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any
         leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
         states = treedef.flatten_up_to(state)
         params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
