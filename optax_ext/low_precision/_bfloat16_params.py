@@ -59,7 +59,7 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) 
             return p
         return _rounded_sum(path, p, u, seed).astype(p.dtype)
 
-    return jax.tree_util.tree_map_with_path(add, params, updates, is_leaf=lambda x: x is None)
+    return jax.tree.map_with_path(add, params, updates, is_leaf=lambda x: x is None)
 
 
 def stochastic_rounding(
@@ -114,7 +114,7 @@ def stochastic_rounding(
             return _rounded_sum(path, p, u, key) - p.astype(jnp.float32)
 
         with jax.named_scope("stochastic_rounding"):
-            out = jax.tree_util.tree_map_with_path(difference, out, params)
+            out = jax.tree.map_with_path(difference, out, params)
         return out, StochasticRoundingState(key, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

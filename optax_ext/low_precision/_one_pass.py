@@ -80,7 +80,7 @@ class OnePassUpdates:
         apply: bool,  # whether the passes update them, too
         shards: Shards,
     ):
-        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
+        with_paths, updates_def = jax.tree.flatten_with_path(updates)
         num = len(with_paths)
         self._key, self._shards, self._rounding = key, shards, rounding
         self._params = jax.tree.leaves(params) if apply else [None] * num

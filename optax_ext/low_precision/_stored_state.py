@@ -179,4 +179,4 @@ def is_floating(leaf: Array) -> bool:
 
 def flatten(state: Tree) -> tuple[list[tuple[Any, Any]], Any]:
     """Flattens with paths; a ``Quantized`` is a leaf."""
-    return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
+    return jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -11,13 +11,13 @@ import jax
 from jax.sharding import Mesh
 
 from sharding._types import Tree
-from sharding.recovery._find_snapshot import (
+from sharding.recovery._load_state import (
     FoundSnapshot,
     NoCompleteCheckpoint,
     find_snapshot,
+    load_state,
     scan,
 )
-from sharding.recovery._load_state import load_state
 from sharding.recovery._machines import find_machines, gather_json, is_compile_only
 from sharding.recovery._peer_placement import PeerDescription, describe_replicas, place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, StepCopies

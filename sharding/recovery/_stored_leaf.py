@@ -200,7 +200,7 @@ def stored_dtype(dtype: DType, path: str = "an array") -> np.dtype:
 
 # --- The checksum of a block, on its source device and in host memory ----------------------------
 
-# ``OpenSlot.intact`` compares the two; ``_find_snapshot.py`` takes no block where they differ, and
+# ``OpenSlot.intact`` compares the two; ``_load_state.py`` takes no block where they differ, and
 # refuses a snapshot that then lacks one.
 
 

@@ -95,7 +95,7 @@ def _one_shard(zero: Any) -> Mesh:
 
 def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
     """The leaves that differ by more than rounding, by their norm or that of the tree."""
-    flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
+    flat, like = jax.tree.leaves_with_path(tree), jax.tree.leaves(expected)
     leaves = [
         (path_str(path), _in_double(x), _in_double(y))
         for (path, x), y in zip(flat, like, strict=True)

@@ -134,12 +134,10 @@ class CompiledStep:
         check_batch(batch, self.zero.num_devices, self.microbatches)
         return self.zero._layout.place_batch(batch)
 
-    def _program(
-        self, program: Any, selected: Tree, batch: Batch, copies: StepCopies | None
-    ) -> Any:
-        if program not in self._programs:
-            self._programs[program] = self.compile(selected, batch, copies)
-        return self._programs[program]
+    def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+        if key not in self._programs:
+            self._programs[key] = self.compile(selected, batch, copies)
+        return self._programs[key]
 
 
 def _placed_types(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

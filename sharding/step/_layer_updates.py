@@ -18,9 +18,8 @@ from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec, leaf_names
-from sharding.step._gather_updated import gather_shard
 from sharding.step._step_plan import StepSpec
-from sharding.step._update import NO_LOCAL_NORM, UNREAD, params_update
+from sharding.step._update import NO_LOCAL_NORM, UNREAD, gather_shard, params_update
 
 OTHERWISE = "or make the step without update='backward' (docs: how_to/fit_7b)"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -45,9 +44,7 @@ class Update(NamedTuple):
         """The input that is the gradient of a parameter."""
         return len(self.names) + number
 
-    def ready(
-        self, values: Iterable[int], grads: Iterable[int], known: Container[int]
-    ) -> list[int]:
+    def ready(self, values: Iterable[int], grads: set[int], known: Container[int]) -> list[int]:
         """Those of some values that depend on no other gradients, and are not known."""
         bits = sum(1 << self.grad(i) for i in grads)
         reads = dict(enumerate(self.graph.reads)) | self.terms
@@ -77,16 +74,7 @@ class Update(NamedTuple):
         ref[layer] = x[0]
 
     @classmethod
-    def trace(
-        cls,
-        layout: Layout,
-        spec: StepSpec,
-        opt_specs: Tree,
-        tx: Any,
-        params: Tree,
-        opt_state: Tree,
-        loss: Any,
-    ) -> "Update":
+    def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
         of_result = spec.precision.of_result
         grads = jax.tree.map(
             lambda x, t: jax.ShapeDtypeStruct(x.shape, of_result(x.dtype) if t else x.dtype),
@@ -110,10 +98,10 @@ class Update(NamedTuple):
         terms = {v: graph.reads[v] for v in _find_terms(graph)}
         graph.set_known(terms)
         places = [
-            jax.tree.leaves((of_params, opt_specs), is_leaf=is_spec)
+            jax.tree.leaves((of_params, spec.opt_specs), is_leaf=is_spec)
             for of_params in (spec.placed.params, spec.placed.shards)
         ]
-        return cls(graph, names, terms, layout, *places)
+        return cls(graph, names, terms, spec.layout, *places)
 
 
 def _find_terms(graph: Graph) -> list[int]:

@@ -146,7 +146,7 @@ def _type(x: Array) -> tuple[tuple[int, ...], str]:
 
 
 def _described(state: Tree) -> str:
-    flat = jax.tree_util.tree_leaves_with_path(state)
+    flat = jax.tree.leaves_with_path(state)
     return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 
 
@@ -154,7 +154,7 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
     """The sum of the residuals of all devices, a tree as the parameters; None if there are none."""
     errors = {
         path[-2].key: x
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        for path, x in jax.tree.leaves_with_path(state)
         if getattr(path[-1], "key", None) == "error"
     }
     if not errors:

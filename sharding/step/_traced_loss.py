@@ -15,7 +15,7 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 from sharding.step._branches_by_device import collective_in, diverging
 from sharding.step._gather_params import CALL, marking
-from sharding.step._layer_hooks import MOVES, Hook, HookedLoss, HookedParam
+from sharding.step._layer_hooks import MOVES, HookedLoss, HookedParam
 
 # Operations on one array, and perhaps indices, whose results are parts of it ...
 _PARTS = {"dynamic_slice", "slice", "split"}
@@ -143,13 +143,10 @@ class TracedLoss:
 class DeviceHooks(HookedLoss):
     """A traced loss of one device: what is made of shards alone stays sharded."""
 
-    def __init__(
-        self, loss: TracedLoss, fetch: Callable[[HookedParam], jax.Array], recompute: bool
-    ):
+    def __init__(self, loss: TracedLoss, fetch: Callable[[HookedParam], Any], recompute: bool):
         """``fetch`` makes what is held unsharded, in its ``dtype``; gradients arrive at the tap."""
-        as_held = Hook(lambda _, held: held, lambda _, full, tap: full)
-        super().__init__(loss.closed, as_held, recompute)
-        self.loss, self.fetch = loss, fetch
+        super().__init__(loss.closed, recompute, fetch)
+        self.loss = loss
         self.fetches: list[Fetch] = []
 
     def _fetch(self, x: HookedParam) -> jax.Array:

@@ -7,7 +7,6 @@ of all gradients, as on their norm, a first backward pass computes these. All of
 view: refs hold the arrays of all devices, and the update is of their shards.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,14 +17,12 @@ from jax import lax
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding._user_line import line_of
-from sharding.collectives._dtypes import to_sum_dtype
-from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.offload._streamed_layers import HostStack
+from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
-from sharding.step._gather_updated import gather_updated
 from sharding.step._global_gradients import (
     GlobalLoss,
     join_rows,
@@ -45,6 +42,7 @@ from sharding.step._layer_updates import (
 from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces
 from sharding.step._step_plan import StepSpec
+from sharding.step._update import gather_updated
 
 
 def check_alone(zero: Any, snapshot: Any) -> None:
@@ -66,22 +64,15 @@ def check_alone(zero: Any, snapshot: Any) -> None:
 
 
 def update_in_backward(
-    layout: Layout,
-    spec: StepSpec,
-    opt_specs: Tree,
-    loss: Loss,
-    state: Tree,
-    inputs: Inputs,
-    tx: Any,
-    grad_norm: bool,
+    spec: StepSpec, loss: Loss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
-    params, opt_state, tx = parts(state, tx)
+    layout, (params, opt_state, tx) = spec.layout, parts(state, tx)
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
 
     # What is to be computed: the loss in pieces, and the update as a graph.
-    run = GlobalLoss(layout, spec, loss.fn, params)
+    run = GlobalLoss(spec, loss.fn, params)
     cast = run.cast(leaves)
     each, arguments = split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
@@ -89,7 +80,7 @@ def update_in_backward(
     traced = _trace_loss(layout, loss, treedef.unflatten(cast), args)
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
-    update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
+    update = Update.trace(spec, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
     stacks = [by_layer(update, loop.params) for loop in loops]
     outside = set(range(len(leaves))).difference(*stacks)
@@ -101,7 +92,12 @@ def update_in_backward(
     ]
     in_turn = bool(jax.tree.leaves(inputs.model_state))
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
-    pieces = LossPieces(run, cast, traced, loops, microbatches)
+
+    def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
+        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
+        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
+
+    pieces = LossPieces(run, cast, traced, loops, microbatches, read)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
@@ -116,10 +112,6 @@ def update_in_backward(
     def gradient(i: int, x: jax.Array) -> jax.Array:
         """In the dtype that the transformation gets."""
         return x.astype(graph.types[update.grad(i)].dtype)
-
-    def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
-        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
-        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
 
     def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
         """Updates a layer; returns its terms, none, and the sum of its squares."""
@@ -138,8 +130,7 @@ def update_in_backward(
         return terms, _squares({})
 
     with jax.named_scope("loss_and_grad"):
-        reads = [functools.partial(read, k) for k in range(len(stacks))]
-        results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
+        results, kept = pieces.forward(arguments, inputs.model_state, each)
     total, weight, model_state, aux = results
     total, weight = jnp.sum(to_sum_dtype(total)), to_sum_dtype(weight)
     weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
@@ -155,9 +146,7 @@ def update_in_backward(
     zeros = {i: jnp.zeros_like(leaves[i]) for i in outside - used}
     values |= {update.grad(i): gradient(i, x) for i, x in zeros.items()}
 
-    def backward(
-        kept: ForwardPass, take: Any, targets: Iterable[int]
-    ) -> tuple[dict[int, Any], Any]:
+    def backward(kept: ForwardPass, take: Any, wanted: Iterable[int]) -> tuple[dict[int, Any], Any]:
         """Values of the update, each computed as soon as its gradients are; all squares."""
         found: dict[int, Any] = {}
         known, complete, squares = dict(values), set(zeros), [jnp.zeros(())]
@@ -169,7 +158,7 @@ def update_in_backward(
             squares.extend([_squares(grads), jnp.sum(of_layers)])
             known.update({update.grad(i): x for i, x in grads.items()})
             complete.update(grads)
-            ready = update.ready(targets, complete, found)
+            ready = update.ready(wanted, complete, found)
             with jax.named_scope("update"):
                 evaluate(graph.needed(ready, known)[0], known)
             new = {v: known[v] for v in ready}
@@ -180,8 +169,7 @@ def update_in_backward(
             return cotangents
 
         with jax.named_scope("loss_and_grad"):
-            takes = [functools.partial(take, k) for k in range(len(stacks))]
-            pieces.backward(reads, takes, kept, visit)
+            pieces.backward(take, kept, visit)
         return found, sum(squares)
 
     if update.terms:
@@ -204,7 +192,7 @@ def update_in_backward(
     }
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     new |= {j: jax.device_put(new[j], HOST) for j in whole}
-    new |= _gathered(layout, spec, params, new, outside)
+    new |= _gathered(spec, params, new, outside)
     structure = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
@@ -214,7 +202,7 @@ def update_in_backward(
 
 
 def _gathered(
-    layout: Layout, spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
+    spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
 ) -> dict[int, jax.Array]:
     """New parameters outside of loops, as they are between steps; the old ones if untrained."""
     leaves, treedef = jax.tree.flatten(params)
@@ -222,7 +210,7 @@ def _gathered(
     with jax.named_scope("gather_params"):
         shards = treedef.unflatten(new[i] for i in range(len(leaves)))
         own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
-        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+        gathered = jax.tree.leaves(gather_updated(spec, shards, params, own))
     return {i: gathered[i] if trained[i] else leaves[i] for i in outside}
 
 

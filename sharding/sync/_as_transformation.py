@@ -61,9 +61,7 @@ def transformation(
         state = sync.init(params)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (num_devices, *x.shape)), state)
 
-    def update(
-        updates: optax.Updates, state: Tree, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, Any]:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         mean, new = sync.all_reduce(updates, jax.tree.map(lambda x: x[0], state), axis)
         return mean, jax.tree.map(lambda x: x[None], new)
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from sharding._types import Batch, OptState, Tree
+from sharding.step._batch_moments import set_axes
 from sharding.step._sync_state import sync_state_types
-from sharding.step.flax._batch_norm import set_axes
 from sharding.step.flax._modules import check_found, gathered_module, matches
 
 
@@ -24,9 +24,7 @@ class _Nnx:
 nnx: Any = _Nnx()
 
 
-def init_model(
-    zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Tree
-) -> Any:
+def init_model(zero: Any, make: Callable[..., Any], args: Any, param_specs: Tree) -> Any:
     """Model and optimizer as ``make(*args)`` makes them, each device its own shard."""
 
     def arrays(*args: Any) -> Any:
