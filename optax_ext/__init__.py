@@ -46,16 +46,16 @@ from optax_ext._pipemare import backward_params as backward_params
 from optax_ext._pipemare import discrepancy_correction as discrepancy_correction
 from optax_ext._pipemare import scale_by_delay as scale_by_delay
 from optax_ext._version import __version__ as __version__
-from optax_ext.low_precision._bfloat16_params import (
-    StochasticRoundingState as StochasticRoundingState,
-)
-from optax_ext.low_precision._bfloat16_params import apply_updates as apply_updates
-from optax_ext.low_precision._bfloat16_params import stochastic_rounding as stochastic_rounding
 from optax_ext.low_precision._formats import BFloat16 as BFloat16
 from optax_ext.low_precision._formats import Dynamic as Dynamic
 from optax_ext.low_precision._formats import Float8 as Float8
 from optax_ext.low_precision._formats import Linear as Linear
 from optax_ext.low_precision._formats import Quantized as Quantized
+from optax_ext.low_precision._rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+)
+from optax_ext.low_precision._rounding import apply_updates as apply_updates
+from optax_ext.low_precision._rounding import stochastic_rounding as stochastic_rounding
 from optax_ext.low_precision._stored_state import LowPrecisionState as LowPrecisionState
 from optax_ext.low_precision._stored_state import convert_state as convert_state
 from optax_ext.low_precision._stored_state import describe_state as describe_state

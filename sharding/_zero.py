@@ -353,19 +353,12 @@ class Zero(StateMethods, NnxMethods):
         check_loss(self, loss_fn, state, batch, key, model_state, options)
 
     def _in_step(
-        self,
-        loss_fn: Callable[..., Any],
-        sync_batch_norm: bool,
-        model_state: Any,
-        rngs: Any = False,
-        all_blocks: bool = True,
+        self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True
     ) -> Callable[..., Any]:
-        check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
-        if self.view == "global" and not sync_batch_norm:
+        check_arguments(fn, "params", "batch", model_state=model_state, key=rngs)
+        if self.view == "global" and not synced:
             raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
-        layout = self._layout
-        options = tuple(self.gathered_blocks), layout.recomputes, all_blocks
-        return in_step(loss_fn, layout.data_axes, self.view, sync_batch_norm, *options)
+        return in_step(self, fn, synced, all_blocks)
 
     # --- Layers, in the loss ------------------------------------------------------------------
 

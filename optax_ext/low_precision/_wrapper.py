@@ -30,9 +30,9 @@ from optax_ext.low_precision._one_pass import (
 from optax_ext.low_precision._quantize import ROUNDINGS, quantize
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key
-from optax_ext.low_precision._scales_first import ScalesFirst
 from optax_ext.low_precision._stored_state import (
     LowPrecisionState,
+    ScalesFirst,
     dequantized,
     flatten,
     is_floating,

@@ -19,14 +19,8 @@ from optax_ext.leaf_by_leaf import ScheduledRun, run_by_leaf
 from optax_ext.traced_graph import Graph
 from sharding._types import Array, OptState, Tree
 from sharding._user_line import warn
+from sharding.offload import _layer_rules
 from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_offloaded, on_host
-from sharding.offload._layer_rules import (
-    UNSLICED,
-    LayerGraph,
-    NotLayerwiseError,
-    is_stack,
-    slice_layer,
-)
 from sharding.placement._specs import is_spec
 
 
@@ -209,7 +203,7 @@ class LayerLoop:
         # The outputs that are written over the input of their number, as their types agree.
         self._in_place = [j for j in outputs if self._replaces_input(j, first_dim_free(j))]
         values, mask = [graph.outputs[j] for j in outputs], sum(1 << i for i in stacks)
-        self._layers = LayerGraph(graph, values, run.values, mask)
+        self._layers = _layer_rules.LayerGraph(graph, values, run.values, mask)
         inputs, needed_dims = self._layers.inputs, self._layers.needed_dims
 
         # Loaded layer by layer: the stacks, and smaller arrays with as many layers.
@@ -221,7 +215,7 @@ class LayerLoop:
         unsliced = [i for i in inputs if i not in self._sliced]
         self.prerequisites = [*self._layers.prerequisites, *unsliced]
         if set(stacks) - set(self._sliced):
-            raise NotLayerwiseError
+            raise _layer_rules.NotLayerwiseError
 
     @classmethod
     def find(
@@ -230,14 +224,14 @@ class LayerLoop:
         """The loop for those of some outputs that depend on stacks; None if there is none."""
         graph = run.graph
         _, inputs = graph.needed([graph.outputs[j] for j in outputs], run.values)
-        stacks = [i for i in inputs if is_stack(graph.shape(i))]
+        stacks = [i for i in inputs if _layer_rules.is_stack(graph.shape(i))]
         if not stacks:
             return None
         mask = sum(1 << i for i in stacks)
         outputs = [j for j in outputs if graph.reads[graph.outputs[j]] & mask]
         try:
             return cls(run, outputs, stacks, first_dim_free)
-        except NotLayerwiseError:
+        except _layer_rules.NotLayerwiseError:
             return None
 
     def _replaces_input(self, output: int, first_dim_free: bool) -> bool:
@@ -245,10 +239,10 @@ class LayerLoop:
         graph = self._run.graph
         new, old = graph.types[graph.outputs[output]], graph.types[output]
         if new.shape[:1] != (self._num_layers,) or not first_dim_free:
-            raise NotLayerwiseError
+            raise _layer_rules.NotLayerwiseError
         same = (new.shape, new.dtype) == (old.shape, old.dtype)
         if not same and self._run.replaces_deferred(output):
-            raise NotLayerwiseError
+            raise _layer_rules.NotLayerwiseError
         return same
 
     def run(self) -> Arrays:
@@ -258,7 +252,7 @@ class LayerLoop:
 
         def load(buffers: Arrays, layer: int | jax.Array) -> list[jax.Array]:
             current = stacked | {j: buffers[j] for j in self._in_place}
-            return run.load([slice_layer(current[i], layer, 0) for i in self._sliced])
+            return run.load([_layer_rules.slice_layer(current[i], layer, 0) for i in self._sliced])
 
         def body(
             layer: jax.Array, carry: tuple[Arrays, list[jax.Array]]
@@ -291,6 +285,6 @@ class LayerLoop:
             # Reading the buffer that is written, not the input, saves a copy of a parameter.
             in_buffer = value in on_device and dim == 0
             x = on_device[value] if in_buffer else self._run.values[value]
-            return x if dim == UNSLICED else slice_layer(x, layer, dim)
+            return x if dim == _layer_rules.UNSLICED else _layer_rules.slice_layer(x, layer, dim)
 
         return dict(zip(self.outputs, self._layers.evaluate(layer, values, read), strict=True))

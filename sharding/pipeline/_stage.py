@@ -184,9 +184,7 @@ def split_backward(
     reads = {x for eqn in second for x in eqn.operands} | set(of_params)
     crossing = sorted(reads & (computed | set(range(len(known), len(inputs)))))
 
-    def input_part(
-        params: LayerParams, stored: Arrays, cotangent: Tree, scope: Scope
-    ) -> tuple[Any, Arrays]:
+    def input_part(params: LayerParams, stored: Arrays, cotangent: Tree, scope: Scope) -> Any:
         inputs = [*_known(params, scope), *stored, *jax.tree.leaves(cotangent)]
         values = dict(enumerate(inputs)) | graph.constants
         evaluate(graph.needed(of_input, graph.constants)[0], values)

@@ -18,18 +18,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from sharding._types import Array
+from sharding.recovery import _stored_leaf
 from sharding.recovery._machines import Machines, gather_json
 from sharding.recovery._slot import OpenSlot, SnapshotId, slots_in
-from sharding.recovery._stored_leaf import (
-    StoredLeaf,
-    check_on_mesh,
-    data_type,
-    disjoint_rounds,
-    is_key,
-    leaf_paths,
-    leaves_from_json,
-    stored_dtype,
-)
 
 Block = tuple[int, int]  # a leaf, and the number of a block of it
 
@@ -40,7 +31,7 @@ class NoCompleteCheckpoint(Exception):
 
 class FoundSnapshot(NamedTuple):
     id: SnapshotId  # its attempt and step
-    leaves: list[StoredLeaf]  # of the state
+    leaves: list[_stored_leaf.StoredLeaf]  # of the state
     extra: Any  # the user's value
     readers: dict[Block, list[int]]  # by block: the processes that can read it
     # By block that this process can read: the file and the row of its table.
@@ -99,7 +90,7 @@ def _verify(
     # The description is that of the first process that has one, which alone sends it.
     first = gather_json(described is not None).index(True)
     rows_of_leaves, extra = gather_json(described if me == first else None)[first]
-    leaves = leaves_from_json(rows_of_leaves)
+    leaves = _stored_leaf.leaves_from_json(rows_of_leaves)
 
     local = dict(zip(names[me], slots, strict=True))
     processes: dict[Block, list[int]] = defaultdict(list)
@@ -139,10 +130,10 @@ Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
 
 def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
     """Builds a state of such types; also returns bytes that crossed links. A collective."""
-    targets = leaf_paths(abstract)
+    targets = _stored_leaf.leaf_paths(abstract)
     for path, x in targets:
-        check_on_mesh(path, x, mesh)
-    numbered = _match(snapshot.leaves, [(path, data_type(x)) for path, x in targets])
+        _stored_leaf.check_on_mesh(path, x, mesh)
+    numbered = _match(snapshot.leaves, [(path, _stored_leaf.data_type(x)) for path, x in targets])
     needed: Needed = {}
     for x, i in numbered:
         for box in set(_local_boxes(x).values()):
@@ -152,11 +143,13 @@ def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any,
     received, num_bytes = exchange(mesh, snapshot, sorted(missing))
     data = [_assemble(x, i, needed, snapshot, received) for x, i in numbered]
     pairs = zip(targets, data, strict=True)
-    leaves = [_as_keys(target, x) if is_key(target) else x for (_, target), x in pairs]
+    leaves = [_as_keys(target, x) if _stored_leaf.is_key(target) else x for (_, target), x in pairs]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), num_bytes
 
 
-def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tuple[Any, int]]:
+def _match(
+    leaves: list[_stored_leaf.StoredLeaf], targets: list[tuple[str, Any]]
+) -> list[tuple[Any, int]]:
     """Pairs each target's type with the number of its leaf in the snapshot."""
     stored = {leaf.path: i for i, leaf in enumerate(leaves)}
     wrong = []
@@ -165,7 +158,7 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tup
             wrong.append(f"{path} is not in the snapshot")
             continue
         leaf = leaves[stored[path]]
-        if (leaf.shape, leaf.dtype) != (x.shape, stored_dtype(x.dtype).name):
+        if (leaf.shape, leaf.dtype) != (x.shape, _stored_leaf.stored_dtype(x.dtype).name):
             wrong.append(f"{path} is {leaf.dtype}{list(leaf.shape)}, not {x.dtype}{list(x.shape)}")
     wrong += [f"{path} is not in the state" for path in stored.keys() - dict(targets).keys()]
     if wrong:
@@ -251,7 +244,7 @@ def exchange(
     sizes = {pair: sum(_size(snapshot, r) for r in asked) for pair, asked in by_pair.items()}
     received: dict[Request, np.ndarray] = {}
     large_first = sorted(sizes, key=lambda pair: (-sizes[pair], pair))
-    for pairs in disjoint_rounds(large_first):
+    for pairs in _stored_leaf.disjoint_rounds(large_first):
         outgoing: Iterable[np.ndarray] = ()
         for source, receiver in pairs:
             if source == me:

@@ -12,7 +12,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step.flax._nnx_model import is_module, pure_loss
+from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(

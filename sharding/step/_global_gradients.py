@@ -53,19 +53,11 @@ class GlobalLoss:
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
-        of_loss, of_sum = spec.precision.of_loss, spec.precision.of_sum
-        self.leaves = [
-            _Leaf(
-                held,
-                self.layout.other_spec(held),
-                shard,
-                x.ndim,
-                of_loss(x.dtype),
-                of_sum(of_loss(x.dtype)),
-                trained,
-            )
-            for x, held, shard, trained in zip(leaves, *columns, strict=True)
-        ]
+        self.leaves: list[_Leaf] = []
+        for x, held, shard, trained in zip(leaves, *columns, strict=True):
+            dtype = spec.precision.of_loss(x.dtype)
+            of_array = self.layout.other_spec(held), shard, x.ndim, dtype
+            self.leaves.append(_Leaf(held, *of_array, spec.precision.of_sum(dtype), trained))
 
     @property
     def trained(self) -> list[_Leaf]:

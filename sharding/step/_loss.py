@@ -140,9 +140,7 @@ def loss_args(loss: Loss, microbatch: Batch, model_state: Tree, keys: Any) -> tu
 # --- Parameters as a loss of one device gets them, and as its gradient is taken -------------------
 
 
-def differentiated(
-    plan: StepPlan, params: list[jax.Array], accumulates: bool = False
-) -> list[jax.Array]:
+def differentiated(plan: StepPlan, params: list[Any], accumulates: bool = False) -> list[Any]:
     """The differentiated inputs, of the shape and dtype of gradients, or of sums of them."""
     stage, precision = plan.layout.stage, plan.precision
 
@@ -173,9 +171,7 @@ def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
     return plan.shard_shape(param) if reduced else param.shape
 
 
-def call_loss(
-    plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array], args: tuple[Any, ...]
-) -> Any:
+def call_loss(plan: StepPlan, inputs: list[jax.Array], params: list[Any], args: Any) -> Any:
     """What the loss returns for ``params``, as the device holds them, and ``args``.
 
     ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.

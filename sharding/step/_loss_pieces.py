@@ -141,16 +141,8 @@ class LossPieces:
             equations, _ = graph.needed(roots, known)
             read = {v for eqn in equations for v in eqn.operands}.union(roots)
             complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-            pieces.append(
-                Piece(
-                    [*equations, *printed],
-                    sorted(read & self._views.keys()),
-                    sorted(read & before),
-                    values,
-                    loop,
-                    complete,
-                )
-            )
+            reads = sorted(read & self._views.keys()), sorted(read & before)
+            pieces.append(Piece([*equations, *printed], *reads, values, loop, complete))
         return pieces
 
     # --- Forward ----------------------------------------------------------------------------------
@@ -297,9 +289,7 @@ class LossPieces:
             complete = {i: grads.pop(i) for i in piece.complete}
             cotangents = visit(complete, taken, cotangents)
 
-    def _backward(
-        self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any
-    ) -> tuple[Any, Any]:
+    def _backward(self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any) -> Any:
         if derivative is not None:
             return derivative(own)
         held = {i: self.held[i] for i in {self._views[v][0] for v in piece.params}}

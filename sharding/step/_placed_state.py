@@ -12,20 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
 from sharding.offload._host_memory import host_shardings, is_offloaded
+from sharding.placement import _train_state
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
 from sharding.placement._specs import path_str, sharding_on
 from sharding.placement._state_specs import state_specs
-from sharding.placement._train_state import (
-    full_tree,
-    opt_state_of,
-    params_of,
-    parts,
-    resolve_trainable,
-    with_opt_state,
-    with_params,
-)
 from sharding.step._batch_rows import describe_rows
 from sharding.step._checks import check_alive, check_compiled, check_not_streamed
 from sharding.step._step_plan import StepSpec
@@ -65,7 +57,7 @@ class StateMethods:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
         state, sync_state = split_sync_state(with_sync(self, state, param_specs))
-        params, opt_state, tx = parts(state, tx)
+        params, opt_state, tx = _train_state.parts(state, tx)
         placed = self._layout.place(params, param_specs)
         opt_specs = state_specs(tx, params, placed.shards, self.mesh)
         expected, structure = jax.tree.structure(opt_specs), jax.tree.structure(opt_state)
@@ -100,8 +92,8 @@ class StateMethods:
         state = with_sync(self, state, param_specs)
         both = state, self.specs(state, tx=tx, param_specs=param_specs)
         (state, sync_state), (state_specs, sync_specs) = map(split_sync_state, both)
-        params, opt_state, _ = parts(state, tx)
-        param_specs, opt_specs, _ = parts(state_specs, tx)
+        params, opt_state, _ = _train_state.parts(state, tx)
+        param_specs, opt_specs, _ = _train_state.parts(state_specs, tx)
         placed = layout.place(params, param_specs)
         grads = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, self.precision.of_result(x.dtype)), params
@@ -202,8 +194,8 @@ class StateMethods:
           ValueError: where residuals are those of blocks that other mesh axes shard.
         """
         plain, other = split_sync_state(state)
-        placed = self._layout.place(params_of(plain), param_specs)
-        owed = owed_gradients(self._layout, other, params_of(plain), placed)
+        placed = self._layout.place(_train_state.params_of(plain), param_specs)
+        owed = owed_gradients(self._layout, other, _train_state.params_of(plain), placed)
         if owed is not None:
             without = dataclasses.replace(self, sync=None)
             plain = without.apply_gradients(plain, owed, tx=tx, param_specs=param_specs)
@@ -215,10 +207,10 @@ class StateMethods:
 
         Those of an nnx model are a state for ``nnx.update``.
         """
-        params = params_of(train_state(self, state)[0])
+        params = _train_state.params_of(train_state(self, state)[0])
         check_alive(params)
         with no_mesh():
-            return full_tree(params)
+            return _train_state.full_tree(params)
 
     def replicate(self: Any, tree: Tree) -> Any:
         """Places arrays, the same on all processes, on every device: such as a model state."""
@@ -279,13 +271,15 @@ class StateMethods:
         check_alive(state, grads=grads, extra_args=extra_args)
         state = self._layout.place_scalars(state)
         shardings, placed, opt_specs = places(self, state, tx, param_specs)
-        trained = resolve_trainable(params_of(state), trainable)
+        trained = _train_state.resolve_trainable(_train_state.params_of(state), trainable)
         options = self.precision, placed, trained, self.sync, opt_specs
 
         def run(layout: Layout, state: Tree, grads: Tree, extra_args: Any) -> Any:
             state, sync_state = split_sync_state(state)
             spec = StepSpec(layout, *options)
-            transform = functools.partial(shard_update(spec, parts(state, tx)[2]), extra_args)
+            transform = functools.partial(
+                shard_update(spec, _train_state.parts(state, tx)[2]), extra_args
+            )
             new = update(spec, state, grads, transform)
             return join_sync_state(new, sync_state)
 
@@ -298,7 +292,7 @@ def with_sync(zero: Any, state: Tree, param_specs: Tree, real: bool = False) -> 
     """A state with that of the gradient sync, if it has one: its types, or ``real`` arrays."""
     if zero.sync is None or has_sync_state(state):
         return state
-    params = params_of(state)
+    params = _train_state.params_of(state)
     placed = zero._layout.place(params, param_specs)
     sync_state = sync_state_types(zero._layout, zero.sync, params, placed)
     if real and sync_state is not None:
@@ -314,11 +308,13 @@ def shardings_of(zero: Any, state: Tree, specs: Tree) -> Any:
         return shardings
     shardings, sync = split_sync_state(shardings)
     state, options = split_sync_state(state)[0], (zero.offload, zero.offload_min_size)
-    params, moved = params_of(shardings), opt_state_of(shardings)
-    moved = host_shardings(moved, opt_state_of(state), *options)
+    params, moved = _train_state.params_of(shardings), _train_state.opt_state_of(shardings)
+    moved = host_shardings(moved, _train_state.opt_state_of(state), *options)
     if zero.offload == "all":
-        params = host_shardings(params, params_of(state), *options)
-    return join_sync_state(with_params(with_opt_state(shardings, moved), params), sync)
+        params = host_shardings(params, _train_state.params_of(state), *options)
+    return join_sync_state(
+        _train_state.with_params(_train_state.with_opt_state(shardings, moved), params), sync
+    )
 
 
 def places(zero: Any, state: Tree, tx: Tx, param_specs: Tree = None) -> tuple[Any, Placement, Any]:
@@ -326,8 +322,8 @@ def places(zero: Any, state: Tree, tx: Tx, param_specs: Tree = None) -> tuple[An
     state_specs = zero.specs(state, tx=tx, param_specs=param_specs)
     plain, sync_state = split_sync_state(state)
     check_sync_state(sync_state, split_sync_state(with_sync(zero, plain, param_specs))[1])
-    param_specs, opt_specs, _ = parts(split_sync_state(state_specs)[0], tx)
-    placed = zero._layout.place(params_of(state), param_specs)
+    param_specs, opt_specs, _ = _train_state.parts(split_sync_state(state_specs)[0], tx)
+    placed = zero._layout.place(_train_state.params_of(state), param_specs)
     return shardings_of(zero, state, state_specs), placed, opt_specs
 
 

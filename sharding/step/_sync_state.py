@@ -17,9 +17,7 @@ from sharding.sync import GradientSync, SyncedState, resize
 # --- Arrays with a row for every device -----------------------------------------------------------
 
 
-def local_gradients(
-    layout: Layout, params: Tree, placed: Placement
-) -> dict[str, jax.ShapeDtypeStruct]:
+def local_gradients(layout: Layout, params: Tree, placed: Placement) -> dict[str, Any]:
     """The types of the gradients that a device passes to the sync, by the names of parameters.
 
     They are unsharded over the data axes, with replicas sharded over those of shards; of a

@@ -18,6 +18,7 @@ from sharding.collectives._reduce_scatter import gather_axis_groups
 from sharding.offload._host_update import updated_on_host
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import GATHERED_LAYERS, Layout
+from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import is_spec
 from sharding.step._step_plan import StepSpec
 
@@ -164,14 +165,8 @@ class KernelShards(kernels.Shards):
         def spec(of: tuple[int, ...]) -> PartitionSpec:
             return PartitionSpec(*(entries[d] if d < len(entries) else None for d in of))
 
-        return jax.shard_map(
-            fn,
-            # Inside auto_axes the mesh is that of the context.
-            mesh=None if self.layout.explicit_axes else self.layout.mesh,
-            in_specs=tuple(map(spec, dims)),
-            out_specs=[spec(of) for of in result_dims],
-            check_vma=False,
-        )(*operands)
+        specs = tuple(map(spec, dims)), list(map(spec, result_dims)), self.layout.mesh.axis_names
+        return over_data_axes(self.layout, fn, *specs)(*operands)
 
 
 # --- The gather of updated parameters, group by group ---------------------------------------------

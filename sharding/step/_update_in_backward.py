@@ -21,19 +21,11 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
-from sharding.step import _model_state
+from sharding.step import _global_gradients, _model_state
 from sharding.step._gather_params import marking
-from sharding.step._global_gradients import (
-    GlobalLoss,
-    join_rows,
-    mean_metrics,
-    names_types,
-    split_rows,
-)
 from sharding.step._layer_scan import Microbatches, cast_params, find_loops
 from sharding.step._layer_updates import (
     OTHERWISE,
-    LayerState,
     LayerUpdate,
     Update,
     by_layer,
@@ -72,9 +64,9 @@ def update_in_backward(
     trained = treedef.flatten_up_to(spec.trained)
 
     # What is to be computed: the loss in pieces, and the update as a graph.
-    run = GlobalLoss(spec, loss.fn, params)
+    run = _global_gradients.GlobalLoss(spec, loss.fn, params)
     cast = run.cast(leaves)
-    each, arguments = split_rows(layout, loss, inputs)
+    each, arguments = _global_gradients.split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
     args = arguments(inputs.model_state, first)
     traced = _trace_loss(layout, loss, treedef.unflatten(cast), args)
@@ -82,9 +74,11 @@ def update_in_backward(
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
     update = Update.trace(spec, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
+    refs, values = update.refs, update.known
+    values |= enumerate(given)
     stacks = [by_layer(update, loop.params) for loop in loops]
     outside = set(range(len(leaves))).difference(*stacks)
-    refs = _make_refs(update, given, stacks, outside)
+    refs |= _make_refs(update, given, stacks, outside)
     loops = [
         loop.of(stack)._replace(streamed=_host_stacks(stack, refs))
         for loop, stack in zip(loops, stacks, strict=True)
@@ -94,7 +88,7 @@ def update_in_backward(
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
 
     def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
-        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
+        held = {i: update.read(i, layer) for i in stacks[index]}
         return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
 
     pieces = LossPieces(run, cast, traced, loops, microbatches, read)
@@ -118,15 +112,14 @@ def update_in_backward(
         grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
             for i, one in stacks[index].items():
-                one.write(LayerState(update, refs, values, layer), grads[i])
+                one.write(update, layer, grads[i])
         return {}, _squares(grads if grad_norm else {})
 
     def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
         """Returns the terms of a layer."""
         terms: dict[int, jax.Array] = {}
         for i, one in stacks[index].items():
-            at = LayerState(update, refs, values, layer)
-            terms |= one.terms_of_layer(at, gradient(i, grads[i]))
+            terms |= one.terms_of_layer(update, layer, gradient(i, grads[i]))
         return terms, _squares({})
 
     with jax.named_scope("loss_and_grad"):
@@ -134,11 +127,10 @@ def update_in_backward(
     total, weight, model_state, aux = results
     total, weight = jnp.sum(to_sum_dtype(total)), to_sum_dtype(weight)
     weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
-    aux = join_rows(layout, inputs.batch, aux) if loss.microbatches > 1 else aux
-    _, metrics = mean_metrics(loss, total, weight, aux)
+    aux = _global_gradients.join_rows(layout, inputs.batch, aux) if loss.microbatches > 1 else aux
+    _, metrics = _global_gradients.mean_metrics(loss, total, weight, aux)
     # State in host memory that no loop streams.
     whole = [j for j, x in enumerate(given) if on_host(x) and j not in refs]
-    values = graph.constants | dict(enumerate(given))
     values |= {j: jax.device_put(given[j], DEVICE) for j in whole}
     values |= {i: update.shard(i, leaves[i]) for i in outside if trained[i]}
     values[update.grad(len(leaves) + 1)] = metrics["loss"]
@@ -260,7 +252,7 @@ def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
         with marking():
             return Graph(run, inputs, [True] * len(inputs), exact=True)
     except ValueError as error:
-        if not names_types(layout, error):
+        if not _global_gradients.names_types(layout, error):
             raise
         raise ValueError(
             "the loss names Explicit axes in types, as by out_sharding or reshard, and "

@@ -105,9 +105,7 @@ def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
     return Method(init, sliced(all_reduce))
 
 
-def _power_iteration(
-    m: jax.Array, q: jax.Array, axes: Axes
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _power_iteration(m: jax.Array, q: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
     """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
     # Orthonormal bases: for a zero or dependent column any, never NaN.
     basis, _ = jnp.linalg.qr(q)

@@ -12,15 +12,7 @@ import optax
 from jax import lax
 
 from sharding._types import Array, OptState, Tree
-from sharding.pipeline._executor import (
-    Column,
-    Executor,
-    Params,
-    Result,
-    Totals,
-    read,
-    write,
-)
+from sharding.pipeline import _executor
 from sharding.pipeline._instructions import Code
 from sharding.pipeline._layers import StageRows
 from sharding.pipeline._operations import Op
@@ -32,7 +24,7 @@ Parts = tuple[Any, Any]  # the layers, and the shared parameters
 
 
 @dataclasses.dataclass
-class AsyncExecutor(Executor):
+class AsyncExecutor(_executor.Executor):
     """One stage of an asynchronous pipeline, which trains all of its parameters."""
 
     schedule: AsyncSchedule
@@ -42,8 +34,8 @@ class AsyncExecutor(Executor):
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
-        self, opt_state: OptState, tables: Sequence[Column]
-    ) -> tuple[Parts, Any, Totals]:
+        self, opt_state: OptState, tables: Sequence[_executor.Column]
+    ) -> tuple[Parts, Any, _executor.Totals]:
         """Runs all ticks from a state of this stage: its last parameters and state, and totals."""
         buffers = self._empty_buffers()
         self._check_residuals()
@@ -57,13 +49,13 @@ class AsyncExecutor(Executor):
         sum_, weight = (repeated(x, len(self._weights)) for x in (sum_, weight))  # zeros
         own = self.layers.trained, self.shared.trained
         buffers = buffers._replace(
-            totals=Totals(sum_, weight, aux),
+            totals=_executor.Totals(sum_, weight, aux),
             versions=jax.tree.map(lambda x: repeated(x, slots), own),
             opt_state=opt_state,
         )
         buffers = self.run(tables, buffers)
         last = jnp.asarray(self.program.last_version)[lax.axis_index(self.pipeline.axis)]
-        return read(buffers.versions, last), buffers.opt_state, buffers.totals
+        return _executor.read(buffers.versions, last), buffers.opt_state, buffers.totals
 
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
@@ -91,37 +83,40 @@ class AsyncExecutor(Executor):
         weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
         return jnp.sum(weights.reshape(-1, self.schedule.microbatches_per_update), axis=1)
 
-    def _operations(self) -> dict[Op, Callable[[Code, Column], Result]]:
+    def _operations(self) -> dict[Op, Callable[[Code, _executor.Column], _executor.Result]]:
         return super()._operations() | {Op.UPDATE: self._update}
 
-    def _params(self, code: Code, column: Column) -> Params:
-        leaves = read(self.buffers.versions, column["version"])
+    def _params(self, code: Code, column: _executor.Column) -> _executor.Params:
+        leaves = _executor.read(self.buffers.versions, column["version"])
         # The last stage runs its forward pass as the first half of its backward pass.
         if code.op == Op.BACKWARD and not code.last and self.backward_params is not None:
             with jax.named_scope("backward_params"):
-                state = read(self.buffers.opt_state)
+                state = _executor.read(self.buffers.opt_state)
                 params = self.backward_params(self.to_tree(leaves), state)
                 leaves = self.pipeline._parts(params)
         layers, shared = leaves
         return LayerParams(layers), LayerParams(shared)
 
-    def _update(self, code: Code, column: Column) -> Result:
+    def _update(self, code: Code, column: _executor.Column) -> _executor.Result:
         buffers = self.buffers
         with jax.named_scope("update"):
-            leaves, state = read(buffers.versions, column["version"]), read(buffers.opt_state)
+            leaves, state = (
+                _executor.read(buffers.versions, column["version"]),
+                _executor.read(buffers.opt_state),
+            )
             scale = inverse_weight(self._weights[self._sums_of(column)])
             sums = buffers.layer_grads, buffers.shared_grads
             grads = jax.tree.map(lambda g, x: (g[...] * scale).astype(x.dtype), sums, leaves)
             params = self.to_tree(leaves)
             updates, new_state = self.tx.update(self.to_tree(grads), state, params)
             new = self.pipeline._parts(optax.apply_updates(params, updates))
-            write(buffers.versions, new, column["new_version"])
-            write(buffers.opt_state, new_state)
+            _executor.write(buffers.versions, new, column["new_version"])
+            _executor.write(buffers.opt_state, new_state)
             for ref in jax.tree.leaves(sums):
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
         return None, {}
 
-    def _sums_of(self, column: Column) -> jax.Array:
+    def _sums_of(self, column: _executor.Column) -> jax.Array:
         """The number of the micro-batch's update: totals are [updates]."""
         return column["microbatch"] // self.schedule.microbatches_per_update
 

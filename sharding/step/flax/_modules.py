@@ -132,7 +132,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     """
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
     if linen is not None and issubclass(cls, linen.Embed):
-        _check_own(cls, linen.Embed, ("__call__",))
+        _check_own(cls, linen.Embed)
 
         def linen_call(self: Any, inputs: jax.Array) -> jax.Array:
             rows = lookup(self.embedding, inputs, shuffled=shuffled)
@@ -140,7 +140,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
         return _subclass(cls, __call__=linen_call)
     if nnx is not None and issubclass(cls, nnx.Embed):
-        _check_own(cls, nnx.Embed, ("__call__",))
+        _check_own(cls, nnx.Embed)
 
         def nnx_call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
             if out_sharding is not None:
@@ -158,12 +158,11 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     )
 
 
-def _check_own(cls: Any, base: Any, names: tuple[str, ...]) -> None:
-    """Raises if a subclass has methods of its own that would not be called."""
-    own = [name for name in names if getattr(cls, name) is not getattr(base, name)]
-    if own:
+def _check_own(cls: Any, base: Any) -> None:
+    """Raises if a subclass has a call of its own, which would not be made."""
+    if cls.__call__ is not base.__call__:
         raise ValueError(
-            f"{cls} has a {own[0]} of its own, which sparse_embedding would replace. Make the "
+            f"{cls} has a __call__ of its own, which sparse_embedding would replace. Make the "
             "subclass of sparse_embedding(...) instead."
         )
 
@@ -174,13 +173,7 @@ _CALLED = "a Flax linen module that the loss calls. It calls"
 
 
 def in_step(
-    loss_fn: Callable[..., Any],
-    axes: tuple[str, ...],
-    view: str,
-    sync_batch_norm: bool,
-    blocks: Sequence[str],
-    reshard: bool,
-    all_blocks: bool,
+    zero: Any, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool
 ) -> Callable[..., Any]:
     """A loss whose Flax modules know that the batch is sharded, and which blocks gather."""
     unchecked = all_blocks
@@ -188,8 +181,8 @@ def in_step(
     @functools.wraps(loss_fn)
     def call(params: Tree, *args: Any) -> Any:
         nonlocal unchecked
-        named = without_names(params, axes)
-        with _intercepting(axes, view, sync_batch_norm, blocks, reshard) as check:
+        named = without_names(params, zero._layout.data_axes)
+        with _intercepting(zero, sync_batch_norm) as check:
             out = loss_fn(named, *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
                 check()
@@ -200,11 +193,9 @@ def in_step(
 
 
 @contextlib.contextmanager
-def _intercepting(
-    axes: tuple[str, ...], view: str, sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
-) -> Iterator[Callable[[], None]]:
+def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], None]]:
     """A context in which linen modules do so; yields a check that all blocks were found."""
-    nn = sys.modules.get("flax.linen")
+    nn, layout, blocks = sys.modules.get("flax.linen"), zero._layout, zero.gathered_blocks
     if nn is None:
         yield lambda: check_found(blocks, set(), _CALLED, [])
         return
@@ -217,8 +208,8 @@ def _intercepting(
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return next_fun(*args, **kwargs)
-        if sync_batch_norm and view == "device" and isinstance(module, nn.BatchNorm):
-            with over_devices(module, axes):
+        if sync_batch_norm and zero.view == "device" and isinstance(module, nn.BatchNorm):
+            with over_devices(module, layout.data_axes):
                 return next_fun(*args, **kwargs)
         name, path = type(module).__name__, "/".join(module.path)
         seen.setdefault(name, path)
@@ -228,14 +219,15 @@ def _intercepting(
             return next_fun(*args, **kwargs)
         inside = True
         try:
-            return gathered_call(nn, type(module), None, reshard)(module, *args, **kwargs)
+            call = gathered_call(nn, type(module), None, layout.recomputes)
+            return call(module, *args, **kwargs)
         finally:
             inside = False
 
     rules = nn.get_logical_axis_rules()
-    if view == "device":
+    if zero.view == "device":
         # Each device has its own shard of the batch: constraints cannot name the axes it is over.
-        rules = _without_axes(rules, axes)
+        rules = _without_axes(rules, layout.data_axes)
     with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
         yield lambda: check_found(blocks, found, _CALLED, seen.items())
 
