@@ -19,7 +19,7 @@ from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_scan import LayerScan, cast_params, find_loops
+from sharding.step._layer_scan import LayerScan, cast_by, cast_params, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]
@@ -65,7 +65,7 @@ class LossTrace:
         self.has_loops = bool(loops)
         if loops:
             at = {eqn.results: i for i, eqn in enumerate(self.eqns)}
-            self.parts = [_loop_part(loop, at[loop.eqn.results]) for loop in loops]
+            self.parts = [_loop_part(self.graph, loop, at[loop.eqn.results]) for loop in loops]
         else:
             self.parts = [self._numbered_part(*ends) for ends in self._numbered(names)]
         own = {i for part in self.parts for i in part.params}
@@ -159,17 +159,19 @@ class LossTrace:
         return list(itertools.accumulate(changes))
 
 
-def _loop_part(loop: LayerScan, at: int) -> _Part:
-    """A loop over layers, which is one equation."""
+def _loop_part(graph: Graph, loop: LayerScan, at: int) -> _Part:
+    """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
     options, carried = loop.eqn.params, loop.carried
     own, others = [*loop.own], [*loop.others]  # the numbers of operands
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
-        args = dict(zip([*own, *others], [*params, *rest], strict=True))
+        args = dict(zip(others, rest, strict=True))
+        args |= {k: cast_by(loop.own[k][1], x) for k, x in zip(own, params, strict=True)}
         return list(jaxpr_as_fun(options["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def enter(layer: Run, values: dict[int, Any]) -> None:
-        operands = [values[v] for v in loop.eqn.operands]
+        read = dict(enumerate(loop.eqn.operands)) | {k: i for k, (i, _) in loop.own.items()}
+        operands = [values[v] for v in read.values()]
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
             args = [*operands[: carried.start], *carry, *slices]
@@ -181,7 +183,8 @@ def _loop_part(loop: LayerScan, at: int) -> _Part:
         carry, outs = lax.scan(step, start, slices, **order)
         values |= zip(loop.eqn.results, [*carry, *outs], strict=True)
 
-    types = options["jaxpr"].in_avals
-    params, rest = ([types[k].update(sharding=None) for k in x] for x in (own, others))
+    rest = [options["jaxpr"].in_avals[k].update(sharding=None) for k in others]
+    stacks = [graph.types[i] for i in loop.params]
+    params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
     layer = Layer(run, (params, rest), options["length"], f"loop {at}")
     return _Part(at, at + 1, layer, {*loop.params}, enter)
