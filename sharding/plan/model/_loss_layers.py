@@ -26,20 +26,14 @@ Run = Callable[[list[Any], list[Any]], list[Any]]
 
 
 class Layer(NamedTuple):
-    """A layer, or the body of a loop over some."""
+    """Equations that are a layer, or a loop over some: of these one."""
 
     run: Run
     args: tuple[list[Any], list[Any]]  # the types of what it is called with
     times: int  # how often it runs, each time with other parameters
-    code: str  # equal for layers that compute alike
-
-
-class _Part(NamedTuple):
-    """Equations that are a layer."""
-
-    begin: int  # the first of them
+    code: str  # equal for layers of the same operations
+    begin: int  # the first equation
     end: int  # the one after the last
-    layer: Layer
     params: set[int]  # that it reads
     enter: Callable[[Run, dict[int, Any]], None]  # adds its results to values
 
@@ -65,15 +59,11 @@ class LossTrace:
         self.has_loops = bool(loops)
         if loops:
             at = {eqn.results: i for i, eqn in enumerate(self.eqns)}
-            self.parts = [_loop_part(self.graph, loop, at[loop.eqn.results]) for loop in loops]
+            self.layers = [_loop_layer(self.graph, loop, at[loop.eqn.results]) for loop in loops]
         else:
-            self.parts = [self._numbered_part(*ends) for ends in self._numbered(names)]
-        own = {i for part in self.parts for i in part.params}
+            self.layers = [self._layer(*ends) for ends in self._numbered(names)]
+        own = {i for layer in self.layers for i in layer.params}
         self.outside = [name for i, name in enumerate(names) if i not in own]  # of all layers
-
-    @property
-    def layers(self) -> list[Layer]:
-        return [part.layer for part in self.parts]
 
     @property
     def num_layers(self) -> int:
@@ -83,16 +73,16 @@ class LossTrace:
         """What the loss returns, with what ``wrap`` makes of its layers."""
         values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
         done = 0
-        for part in self.parts:
-            evaluate(self.eqns[done : part.begin], values)
-            part.enter(wrap(part.layer), values)
-            done = part.end
+        for layer in self.layers:
+            evaluate(self.eqns[done : layer.begin], values)
+            layer.enter(wrap(layer), values)
+            done = layer.end
         evaluate(self.eqns[done:], values)
         return jax.tree.unflatten(self.graph.out_treedef, [values[v] for v in self.graph.outputs])
 
     # --- Layers with numbers ----------------------------------------------------------------------
 
-    def _numbered_part(self, begin: int, end: int) -> _Part:
+    def _layer(self, begin: int, end: int) -> Layer:
         eqns, constants, types = self.eqns[begin:end], self.graph.constants, self.graph.types
         made = {v for eqn in eqns for v in eqn.results}
         reads = dict.fromkeys(v for eqn in eqns for v in eqn.operands if v not in made)
@@ -110,15 +100,11 @@ class LossTrace:
             results = layer([values[v] for v in own], [values[v] for v in others])
             values |= zip(outs, results, strict=True)
 
-        number = {v: i for i, v in enumerate([*reads, *sorted(made)])}
-        code = [
-            (eqn.primitive, eqn.params, [number[v] for v in (*eqn.operands, *eqn.results)])
-            for eqn in eqns
-        ]
-        text = str((code, [types[v] for v in reads], [number[v] for v in outs]))
+        types_of = [types[v] for v in (*own, *others, *outs)]
+        text = str(([(eqn.primitive, eqn.params) for eqn in eqns], types_of))
         params, rest = ([types[v].update(sharding=None) for v in x] for x in (own, others))
-        layer = Layer(run, (params, rest), 1, re.sub(r"0x[0-9a-f]+", "", text))
-        return _Part(begin, end, layer, {self.params[v] for v in own}, enter)
+        code, numbers = re.sub(r"0x[0-9a-f]+", "", text), {self.params[v] for v in own}
+        return Layer(run, (params, rest), 1, code, begin, end, numbers, enter)
 
     def _numbered(self, names: list[str]) -> list[tuple[int, int]]:
         """The first equation of each layer, and the one after its last."""
@@ -159,7 +145,7 @@ class LossTrace:
         return list(itertools.accumulate(changes))
 
 
-def _loop_part(graph: Graph, loop: LayerScan, at: int) -> _Part:
+def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
     """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
     options, carried = loop.eqn.params, loop.carried
     own, others = [*loop.own], [*loop.others]  # the numbers of operands
@@ -186,5 +172,5 @@ def _loop_part(graph: Graph, loop: LayerScan, at: int) -> _Part:
     rest = [options["jaxpr"].in_avals[k].update(sharding=None) for k in others]
     stacks = [graph.types[i] for i in loop.params]
     params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
-    layer = Layer(run, (params, rest), options["length"], f"loop {at}")
-    return _Part(at, at + 1, layer, {*loop.params}, enter)
+    times, numbers = options["length"], {*loop.params}
+    return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)
