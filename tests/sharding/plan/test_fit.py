@@ -18,6 +18,7 @@ from sharding import Zero
 from sharding.plan import NoPlanFits, fit
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
+from sharding.plan.search import _fit
 
 from ...flax_nnx import needs_nnx
 
@@ -306,16 +307,34 @@ def small(rows=64):
     return loss_fn, state_of(params), jax.ShapeDtypeStruct((rows, 16, 64), jnp.float32)
 
 
-def test_a_plan_is_saved_once(tmp_path):
-    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path}
+def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
+    """Without any search, compilation or run, unless something that plans depend on is another."""
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}
+    first = fit(*small(), **options)
+    assert first.proofs[0].measured
+    for name in ("search", "prove", "measured"):
+        monkeypatch.delattr(_fit._FitRequest, name)
     loss_fn, make_state, batch = small()
-    first, again = (fit(loss_fn, make_state, batch, **options) for _ in range(2))
+    x = jnp.ones(batch.shape)
+    again = fit(loss_fn, make_state, x, **options | {"tx": optax.adam(1e-2)})
     assert again.proofs == first.proofs
     assert "was read from" in str(again)
-    # Of another batch, or less memory, there is another plan.
-    less = fit(loss_fn, make_state, batch, **options | {"memory": 5e5})
-    assert less.plan != first.plan
-    assert len([*tmp_path.iterdir()]) == 2
+    _, metrics = again.train_step()(again.init(KEY), again.put(x))
+    np.testing.assert_allclose(metrics["loss"], loss_fn(make_state(KEY)[0], x), rtol=1e-6)
+
+    def is_planned_anew(given, **change):
+        with pytest.raises(AttributeError, match="has no attribute 'search'"):
+            fit(*given, **options | change)
+
+    is_planned_anew((lambda params, x: 2 * loss_fn(params, x), make_state, batch))
+    is_planned_anew(small(32))
+    others = ({"target": "cpu:4"}, {"memory": 2.0**29}, {"lossy": "8bit"}, {"measure": False})
+    for change in others:
+        is_planned_anew(small(), **change)
+    for module in (jax, _fit):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__version__", "0.0")
+            is_planned_anew(small())
 
 
 @pytest.mark.parametrize(
