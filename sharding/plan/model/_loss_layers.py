@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
@@ -134,15 +135,14 @@ class LossTrace:
         ]
         return list(itertools.pairwise(cuts))
 
-    def _live_bytes(self) -> list[float]:
+    def _live_bytes(self) -> np.ndarray:
         """Bytes of values that are computed before each equation, and read from it on."""
         made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.results}
         read = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.operands}  # the last one
-        changes = [0.0] * (len(self.eqns) + 2)
+        live = np.zeros(len(self.eqns) + 1)
         for x in (made.keys() & read.keys()) - self.params.keys():
-            changes[made[x] + 1] += num_bytes(self.graph.types[x])
-            changes[read[x] + 1] -= num_bytes(self.graph.types[x])
-        return list(itertools.accumulate(changes))
+            live[made[x] + 1 : read[x] + 1] += num_bytes(self.graph.types[x])
+        return live
 
 
 def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:

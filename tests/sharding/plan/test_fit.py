@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding import Zero
 from sharding.plan import NoPlanFits, fit
+from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
 from sharding.plan.search import _fit
@@ -407,6 +408,27 @@ def test_what_is_ones_own_is_kept():
             assert "model" in spec[2] if isinstance(spec[2], tuple) else spec[2] == "model"
     with pytest.raises(NoPlanFits, match="too much"):
         fit(loss_fn, make_state, batch, tx=TX, **own | {"memory": 1e4})
+
+
+def test_a_transformation_that_is_an_object():
+    """It updates every second step."""
+    tx, (loss_fn, make_state, batch) = optax.MultiSteps(TX, 2), small(8)
+    params, x = make_state(KEY)[0], RNG.normal(size=batch.shape).astype(np.float32)
+    plan = fit(loss_fn, lambda key: (params, tx.init(params)), batch, tx=tx, memory=2**30)
+    state, losses = plan.init(KEY), []
+    for _ in range(3):
+        state, metrics = plan.train_step()(state, plan.put(x))
+        losses.append(float(metrics["loss"]))
+    first, second, *_ = losses_on_one_device(loss_fn, make_state(KEY), x, {})
+    np.testing.assert_allclose(losses, [first, first, second], rtol=1e-6)
+
+
+def test_a_target_is_found_before_jax_is_used(monkeypatch):
+    """Compilers of a folder are seen only then."""
+    monkeypatch.setattr(targets, "topology", lambda name: 1 / 0)
+    monkeypatch.delattr(jax, "devices")
+    with pytest.raises(ZeroDivisionError):
+        fit(*small(), tx=TX, target="v5e:2x4")
 
 
 def test_lossy_choices_are_allowed_by_name():
