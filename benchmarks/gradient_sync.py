@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.collectives._row_owners import RowHash
-from sharding.collectives._sparse_rows import list_capacity
+from sharding.collectives._sparse_rows import RowHash, list_capacity
 from sharding.plan import targets
 
 SPARSE = [  # target, devices, rows

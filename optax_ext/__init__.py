@@ -21,8 +21,12 @@ from optax_ext._flax_transformer import flax_transformer as flax_transformer
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState
 from optax_ext._lamb import lamb as lamb
 from optax_ext._lamb import scale_by_lamb as scale_by_lamb
+from optax_ext._large_batch import GradientNoiseScaleState as GradientNoiseScaleState
+from optax_ext._large_batch import batch_advice as batch_advice
+from optax_ext._large_batch import gradient_noise_scale as gradient_noise_scale
 from optax_ext._large_batch import gradual_warmup as gradual_warmup
 from optax_ext._large_batch import linear_scaling as linear_scaling
+from optax_ext._large_batch import noise_scale as noise_scale
 from optax_ext._large_batch import square_root_scaling as square_root_scaling
 from optax_ext._lars import LarsMomentumState as LarsMomentumState
 from optax_ext._lars import ScaleByLarsState as ScaleByLarsState
@@ -31,10 +35,6 @@ from optax_ext._lars import scale_by_lars as scale_by_lars
 from optax_ext._lazy_rows import lazy_rows as lazy_rows
 from optax_ext._master_weights import MasterWeightsState as MasterWeightsState
 from optax_ext._master_weights import master_weights as master_weights
-from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScaleState
-from optax_ext._noise_scale import batch_advice as batch_advice
-from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
-from optax_ext._noise_scale import noise_scale as noise_scale
 from optax_ext._parameter_masks import decay_mask as decay_mask
 from optax_ext._parameter_masks import hidden_matrices as hidden_matrices
 from optax_ext._params_history import ParamsHistoryState as ParamsHistoryState
@@ -46,25 +46,25 @@ from optax_ext._pipemare import backward_params as backward_params
 from optax_ext._pipemare import discrepancy_correction as discrepancy_correction
 from optax_ext._pipemare import scale_by_delay as scale_by_delay
 from optax_ext._version import __version__ as __version__
-from optax_ext.low_precision._bfloat16_params import (
-    StochasticRoundingState as StochasticRoundingState,
-)
-from optax_ext.low_precision._bfloat16_params import apply_updates as apply_updates
-from optax_ext.low_precision._bfloat16_params import stochastic_rounding as stochastic_rounding
 from optax_ext.low_precision._formats import BFloat16 as BFloat16
 from optax_ext.low_precision._formats import Dynamic as Dynamic
 from optax_ext.low_precision._formats import Float8 as Float8
 from optax_ext.low_precision._formats import Linear as Linear
 from optax_ext.low_precision._formats import Quantized as Quantized
-from optax_ext.low_precision._optimizers_8bit import adafactor8bit as adafactor8bit
-from optax_ext.low_precision._optimizers_8bit import adamw8bit as adamw8bit
-from optax_ext.low_precision._optimizers_8bit import came8bit as came8bit
-from optax_ext.low_precision._optimizers_8bit import lamb8bit as lamb8bit
-from optax_ext.low_precision._optimizers_8bit import lion8bit as lion8bit
+from optax_ext.low_precision._rounding import (
+    StochasticRoundingState as StochasticRoundingState,
+)
+from optax_ext.low_precision._rounding import apply_updates as apply_updates
+from optax_ext.low_precision._rounding import stochastic_rounding as stochastic_rounding
 from optax_ext.low_precision._stored_state import LowPrecisionState as LowPrecisionState
 from optax_ext.low_precision._stored_state import convert_state as convert_state
 from optax_ext.low_precision._stored_state import describe_state as describe_state
 from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
+from optax_ext.low_precision._wrapper import adafactor8bit as adafactor8bit
+from optax_ext.low_precision._wrapper import adamw8bit as adamw8bit
+from optax_ext.low_precision._wrapper import came8bit as came8bit
+from optax_ext.low_precision._wrapper import lamb8bit as lamb8bit
+from optax_ext.low_precision._wrapper import lion8bit as lion8bit
 from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
 
 _INTERNAL = {"kernels", "leaf_by_leaf", "low_precision", "traced_graph"}  # modules

@@ -9,7 +9,7 @@ import optax
 
 from optax_ext import _bias_correction, _phases, _validate
 from optax_ext import _factored_moments as _moments
-from optax_ext._factored_moments import clip, rms
+from optax_ext._factored_moments import Leaf, clip, rms
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
@@ -35,30 +35,16 @@ _Hyper = collections.namedtuple(
 )
 
 
-class _Leaf(NamedTuple):
-    """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
-
-    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
-    nu: _moments.Moment
-    t: jax.Array  # (), int32, number of this step
-    v: Any = None  # Estimate: nu of this step
-    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
-
-    @property
-    def dtype(self) -> Any:
-        return self.nu.dtype
-
-
-def second_moment(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def second_moment(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Averages r_t and c_t, the row and column means of g^2 + eps."""
     weights = _decay(hyper, leaf.t, leaf.dtype)
     return leaf._replace(v=_moments.average_squares(leaf, hyper.eps, weights, dims))
 
 
-def normalize(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def normalize(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Returns u_t as the update, and the new second moment."""
     update = _moments.multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
-    return _Leaf(update, leaf.v.moment, leaf.t)
+    return Leaf(update, leaf.v.moment, leaf.t)
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
@@ -148,7 +134,7 @@ def _scale(hyper: _Hyper, rule: FactoringRule | None) -> optax.GradientTransform
         dims = factorings(rule, leaves)
         nus = _moments.join(leaves, dims, state, "nu", "nu_row", "nu_col")
         count = optax.safe_increment(state.count)
-        step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
+        step = [Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
         step = _phases.run(PHASES, hyper, dims, step)
         moments = _moments.split(leaves, dims, [leaf.nu for leaf in step])
         updates = leaves.unflatten([leaf.g for leaf in step])

@@ -10,7 +10,7 @@ import optax
 from optax_ext import _factored_moments as _moments
 from optax_ext import _matrix_passes, _phases, _validate
 from optax_ext._bias_correction import one_minus_power
-from optax_ext._factored_moments import clip
+from optax_ext._factored_moments import Leaf, clip
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
@@ -33,28 +33,10 @@ _Hyper = collections.namedtuple(
 )
 
 
-class _Leaf(NamedTuple):
-    """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
-
-    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
-    mu: jax.Array  # (rows, cols)
-    nu: _moments.Moment
-    instability: _moments.Moment  # without arrays if the parameter is not factored
-    t: jax.Array  # (), int32, number of this step
-    v: Any = None  # Estimate: nu of this step
-    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
-    s: Any = None  # Estimate: instability of this step
-    m: jax.Array | None = None  # (rows, cols), mu of this step, unless it is computed again
-
-    @property
-    def dtype(self) -> Any:
-        return self.nu.dtype
-
-
 # The phases of Algorithm 2 of the paper. The default factoring makes a parameter (rows, cols).
 
 
-def second_moment(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def second_moment(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Averages r_t and c_t, the row and column means of g^2 + eps."""
     weights = hyper.b2, 1 - hyper.b2
     return leaf._replace(v=_moments.average_squares(leaf, hyper.eps, weights, dims))
@@ -71,7 +53,7 @@ def _weights(hyper: _Hyper, dtype: DType) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(hyper.b1, dtype), jnp.asarray(1 - hyper.b1, dtype)
 
 
-def confidence(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def confidence(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Averages R_t and C_t, the row and column means of (u_t - m_t)^2 + eps."""
     if not dims.factored:
         return leaf._replace(s=_moments.Estimate(leaf.instability, None))
@@ -86,7 +68,7 @@ def confidence(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
     return leaf._replace(s=s, m=m)
 
 
-def momentum(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
+def momentum(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Returns the update m_t / sqrt(S_t), and the new state."""
     trust = _moments.inverse_root(leaf.s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
     m = leaf.m
@@ -98,7 +80,7 @@ def momentum(hyper: _Hyper, dims: Factoring, leaf: _Leaf) -> _Leaf:
     if dims.factored and hyper.debias_instability:
         update = update * jnp.sqrt(one_minus_power(hyper.b3, leaf.t, leaf.dtype))
     g, mu = update.astype(leaf.g.dtype), m.astype(leaf.mu.dtype)
-    return _Leaf(g, mu, leaf.v.moment, leaf.s.moment, leaf.t)
+    return Leaf(g, leaf.v.moment, leaf.t, mu, leaf.s.moment)
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
@@ -178,11 +160,11 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
         leaves, count = Leaves.of(params), jnp.zeros([], jnp.int32)
         dims = factorings(rule, leaves)
 
-        def zeros(p: Any, own: Factoring) -> _Leaf:
+        def zeros(p: Any, own: Factoring) -> Leaf:
             # Buffers of its own: a donated train state must not contain an array twice.
             instability = _moments.init(p, own)._replace(full=None)
             mu = jnp.zeros_like(p, dtype=mu_dtype or at_least_float32(p.dtype))
-            return _Leaf(p, mu, _moments.init(p, own), instability, count)
+            return Leaf(p, _moments.init(p, own), count, mu, instability)
 
         return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
@@ -193,14 +175,15 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
         nus = _moments.join(leaves, dims, state, "nu", "nu_row", "nu_col")
         mus = leaves.averages_in("mu", state.mu, mu_dtype)
         instabilities = _moments.join(leaves, dims, state, "instability_row", "instability_col")
-        columns = zip(leaves.arrays, mus, nus, instabilities, strict=True)
-        new = _phases.run(PHASES, hyper, dims, [_Leaf(*arrays, count) for arrays in columns])
+        counts = [count] * len(nus)
+        columns = zip(leaves.arrays, nus, counts, mus, instabilities, strict=True)
+        new = _phases.run(PHASES, hyper, dims, [Leaf(*arrays) for arrays in columns])
         return leaves.unflatten([leaf.g for leaf in new]), _state(count, leaves, dims, new)
 
     return optax.GradientTransformation(init, update)
 
 
-def _state(count: jax.Array, leaves: Leaves, dims: Any, step: list[_Leaf]) -> ScaleByCameState:
+def _state(count: jax.Array, leaves: Leaves, dims: Any, step: list[Leaf]) -> ScaleByCameState:
     moments = _moments.split(leaves, dims, [leaf.nu for leaf in step])
     _, *instability = _moments.split(leaves, dims, [leaf.instability for leaf in step])
     mu = leaves.unflatten([leaf.mu for leaf in step])

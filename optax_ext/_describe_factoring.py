@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import optax
 
@@ -9,7 +10,6 @@ from optax_ext._factored_moments import moment_dims
 from optax_ext._factoring import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._flax_transformer import split_of
 from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._text_table import aligned
 from optax_ext._types import Array
 
 
@@ -98,3 +98,11 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
     leaves = Leaves.of(params)
     dims = factorings(check_rule("rule", rule), leaves)
     return FactoringTable(tuple(map(row, leaves.paths, leaves.arrays, dims)))
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Returns rows of cells as aligned columns; the last column is aligned to the right."""
+    *widths, width = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join([*map(str.ljust, cells, widths), last.rjust(width)]) for *cells, last in lines
+    )

@@ -37,6 +37,27 @@ class Estimate(NamedTuple):
     row_mean: jax.Array | None  # (1, 1)
 
 
+class Leaf(NamedTuple):
+    """One parameter in a step of CAME, or of Adafactor, which has no momentum and no instability.
+
+    First its gradient and state, then what phases compute.
+    """
+
+    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
+    nu: Moment
+    t: jax.Array  # (), int32, number of this step
+    mu: Any = None  # (rows, cols)
+    instability: Any = None  # Moment, without arrays if the parameter is not factored
+    v: Any = None  # Estimate: nu of this step
+    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
+    s: Any = None  # Estimate: instability of this step
+    m: jax.Array | None = None  # (rows, cols), mu of this step, unless it is computed again
+
+    @property
+    def dtype(self) -> Any:
+        return self.nu.dtype
+
+
 def init(like: Array, dims: Factoring) -> Moment:
     """Returns zeros; factored ones are sums of zeros like ``like``, to inherit its sharding."""
     zeros = jnp.zeros_like(like, dtype=at_least_float32(like.dtype))  # (rows, cols)
@@ -61,7 +82,7 @@ def average(
     return Estimate(Moment(None, row, col), row_mean), new  # row_mean: (1, 1)
 
 
-def average_squares(leaf: Any, eps: Any, weights: Any, dims: Factoring) -> Estimate:
+def average_squares(leaf: Leaf, eps: Any, weights: Any, dims: Factoring) -> Estimate:
     """Returns the average of ``leaf.nu`` and ``leaf.g**2 + eps``."""
 
     def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
@@ -89,7 +110,7 @@ def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
     return x
 
 
-def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
+def clip(hyper: Any, dims: Factoring, leaf: Leaf) -> Leaf:
     """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
     factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
     if threshold is not None and leaf.g.size:

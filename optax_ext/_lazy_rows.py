@@ -55,7 +55,7 @@ def lazy_rows(
 
     def tables_of(tree: Tree) -> dict[Key, Any]:
         chosen = _validate.mask("lazy_rows: the mask", mask, tree)
-        flat = jax.tree_util.tree_leaves_with_path(tree)
+        flat = jax.tree.leaves_with_path(tree)
         return {path: x for (path, x), c in zip(flat, chosen, strict=True) if c}
 
     def init(params: optax.Params) -> optax.OptState:
@@ -85,7 +85,7 @@ def lazy_rows(
                 owner = _owner(path, paths)
                 return _where(used[owner], new, old) if owner in used else new
 
-            map_leaves = jax.tree_util.tree_map_with_path
+            map_leaves = jax.tree.map_with_path
             out = map_leaves(lambda path, u: select(path, u, jnp.zeros_like(u)), out)
             return out, map_leaves(select, new, state)
 
@@ -93,12 +93,12 @@ def lazy_rows(
 
 
 def _paths(tree: Tree) -> list[Key]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def _check(state: Tree, tables: dict[Key, Any], paths: list[Key]) -> None:
     """Raises unless the dims of a table's state leaves are some of its dims, in their order."""
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
+    for path, x in jax.tree.leaves_with_path(state):
         owner = _owner(path, paths)
         if owner not in tables:
             continue

@@ -72,7 +72,7 @@ def states_of(kind: type, state: Tree) -> list[Any]:
 
 
 def check_arrays(params: Tree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(params):
         _validate.array(path_name(path), leaf)
 
 
@@ -86,7 +86,7 @@ class Leaves:
     @classmethod
     def of_any_dtype(cls, tree: Tree) -> "Leaves":
         """Flattens a tree; an array and its box are one leaf."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(
+        flat, treedef = jax.tree.flatten_with_path(
             tree, is_leaf=lambda x: is_box(x) and hasattr(unboxed(x), "dtype")
         )
         boxes = [leaf for _, leaf in flat]
@@ -145,7 +145,7 @@ def _difference(treedef: Any, tree: Tree) -> str:
 
     def by_path(tree: Tree) -> dict[str, Any]:
         empty = lambda x: x is None or is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
-        flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=empty)
+        flat = jax.tree.leaves_with_path(tree, is_leaf=empty)
         return {path_name(path): leaf for path, leaf in flat}
 
     gradients, of_state = by_path(treedef.unflatten(range(treedef.num_leaves))), by_path(tree)

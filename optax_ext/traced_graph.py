@@ -188,9 +188,7 @@ def _branch(eqn: Any, portable: bool) -> Any | None:
     return branches[-1] if portable else None
 
 
-def bind(
-    eqn: Equation, operands: Sequence[Any], params: dict[str, Any] | None = None
-) -> Sequence[Any]:
+def bind(eqn: Equation, operands: Sequence[Any], params: Any = None) -> Sequence[Any]:
     """Evaluates an equation; ``params`` replaces the parameters of its primitive if given."""
     return _bind(eqn, operands, eqn.params if params is None else params, eqn.scope)
 

@@ -18,7 +18,7 @@ from sharding.plan.audit._audit import Audit as Audit
 from sharding.plan.audit._audit import audit as audit
 from sharding.plan.audit._program_collectives import wire_bytes as wire_bytes
 from sharding.plan.machine._devices import DeviceKind as DeviceKind
-from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
+from sharding.recovery._load_state import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._batch_moments import batch_moments as batch_moments
 from sharding.step._lookup import lookup as lookup

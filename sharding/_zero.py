@@ -3,38 +3,31 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import optax
 
 from sharding._types import Batch, Tree
-from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
-from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
-from sharding.placement._train_state import full_tree, params_of
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
-from sharding.step import _batch_rows, _placed_state
+from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
-from sharding.step._checks import check_alive, check_options
-from sharding.step._eval_step import EvalStep
-from sharding.step._gather_params import gather
-from sharding.step._gathered_layers import gathered
+from sharding.step._checks import check_options
+from sharding.step._eval_step import EvalStep, ValueAndGrad
+from sharding.step._gather_params import gather, gathered
 from sharding.step._loss import Loss, check_arguments
+from sharding.step._placed_state import StateMethods
+from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
-from sharding.step._train_step import TrainStep, apply_gradients
-from sharding.step._value_and_grad import ValueAndGrad
-from sharding.step.flax import _linen
-from sharding.step.flax._modules import gathered_module
-from sharding.step.flax._nnx import NnxMethods, train_state
+from sharding.step._train_step import TrainStep
+from sharding.step.flax._modules import gathered_module, in_step
+from sharding.step.flax._nnx import NnxMethods
 from sharding.sync import GradientSync
-
-Tx: TypeAlias = optax.GradientTransformation | None  # of a train state that is a pair
 
 
 @dataclasses.dataclass(frozen=True)
-class Zero(NnxMethods):
+class Zero(StateMethods, NnxMethods):
     """Data parallelism without replicated optimizer state, for any optax transformation (ZeRO).
 
     With n devices on ``axis``, Ψ bytes of parameters and as many of gradients, S of optimizer
@@ -160,115 +153,6 @@ class Zero(NnxMethods):
             f.name for f in dataclasses.fields(self)
         }
         return Layout(**{name: getattr(self, name) for name in shared})
-
-    def specs(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
-        """The partition spec of every array of a train state.
-
-        Args:
-          state: a Flax ``TrainState`` or a pair ``(params, opt_state)``, real or abstract.
-          tx: the transformation, for a pair.
-          param_specs: specs of the parameters on the other mesh axes: a tree, or a prefix of one.
-            None takes them from sharded arrays, else from Flax metadata, else replicates.
-
-        Raises:
-          ValueError: if the state is of neither kind, or a spec does not fit.
-        """
-        return _placed_state.specs(self, state, tx, param_specs)
-
-    def shardings(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
-        """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
-        specs = self.specs(state, tx=tx, param_specs=param_specs)
-        return _placed_state.shardings_of(self, state, specs)
-
-    def describe(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Description:
-        """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
-
-        Arguments are those of ``specs``.
-        """
-        state, param_specs = train_state(self, state, param_specs)
-        return _placed_state.describe(self, state, tx, param_specs)
-
-    # --- Train states -------------------------------------------------------------------------
-
-    def init(
-        self, make_state: Callable[..., Any], *args: Any, tx: Tx = None, param_specs: Tree = None
-    ) -> Any:
-        """Makes a train state, each device its shard; its values do not depend on the mesh.
-
-        Args:
-          make_state: a function of ``args``, such as a random key, that returns a state of
-            ``specs``.
-          *args: its arguments.
-          tx: the transformation, for a pair.
-          param_specs: see ``specs``, for errors too.
-        """
-        return _placed_state.init(self, make_state, args, tx, param_specs)
-
-    def abstract_state(
-        self,
-        make_state: Callable[..., Any],
-        *args: Any,
-        tx: Tx = None,
-        param_specs: Tree = None,
-        sync_devices: int | None = None,
-    ) -> Any:
-        """The train state that ``init`` would make of these arguments, as types, to restore into.
-
-        ``sync_devices`` is how many devices synchronized gradients when the checkpoint was written,
-        if that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
-        sizes.
-        """
-        return _placed_state.abstract(self, make_state, args, tx, param_specs, sync_devices)
-
-    def resize_sync(self, state: Tree) -> Any:
-        """Converts the gradient sync's state of another number of devices.
-
-        The sum of all residuals stays; each device starts with an equal part of it. ``state`` is
-        restored into ``abstract_state(..., sync_devices=...)``, the result placed as by ``init``.
-
-        Raises:
-          ValueError: if the sync has no state, or more differs than that number.
-        """
-        return _placed_state.resize_sync(self, state)
-
-    def change_sync(self, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Any:
-        """Makes a train state of another gradient sync, or of none, one of this sync.
-
-        Its residuals are applied as the gradient of one more update; other state of that sync is
-        dropped. ``state`` is placed as by ``init``; other arguments are those of ``specs``.
-
-        Raises:
-          ValueError: where residuals are those of blocks that other mesh axes shard.
-        """
-        return _placed_state.change_sync(self, state, tx, param_specs)
-
-    def full_params(self, state: Tree) -> Any:
-        """The unsharded parameters, gathered one at a time, as NumPy arrays in each process.
-
-        Those of an nnx model are a state for ``nnx.update``.
-        """
-        params = params_of(train_state(self, state)[0])
-        check_alive(params)
-        with no_mesh():
-            return full_tree(params)
-
-    def replicate(self, tree: Tree) -> Any:
-        """Places arrays, the same on all processes, on every device: such as a model state."""
-        return self._layout.copy(tree, self._layout.replicated)
-
-    def place(self, tree: Tree, *, param_specs: Tree = None) -> Any:
-        """Places a tree as parameters are at this stage: a second model, or an average of one.
-
-        Args:
-          tree: of real arrays, the same on all processes; or of types, which get their shardings.
-          param_specs: specs on the other mesh axes; None as in ``specs``.
-
-        Returns:
-          The tree, in memory of its own. ``eval_step`` takes it as ``(tree, None)``, beside the
-          parameters as ``((params, tree), None)``, ``value_and_grad`` as ``(params, tree)``, with
-          ``trainable=(True, False)`` for no gradient.
-        """
-        return _placed_state.place(self, tree, param_specs)
 
     # --- Batches ------------------------------------------------------------------------------
 
@@ -437,31 +321,6 @@ class Zero(NnxMethods):
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
         return ValueAndGrad(self, loss, trainable, param_specs)
 
-    def apply_gradients(
-        self,
-        state: Tree,
-        grads: Tree,
-        *,
-        tx: Tx = None,
-        trainable: Tree = None,
-        param_specs: Tree = None,
-        extra_args: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> Any:
-        """Updates a train state with gradients from ``value_and_grad``, each device its shard.
-
-        Args:
-          state: a ``TrainState``, or a pair ``(params, opt_state)``.
-          grads: a tree as the parameters.
-          tx: the transformation, for a pair.
-          param_specs: see ``value_and_grad``.
-          trainable: which parameters may change.
-          extra_args: passed on to ``tx.update`` if it takes them, such as ``value``.
-          **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.
-        """
-        state = apply_gradients(self, state, grads, tx, trainable, param_specs, extra_args)
-        return state.replace(**fields) if fields else state
-
     def check_loss(
         self,
         loss_fn: Callable[..., Any],
@@ -494,19 +353,12 @@ class Zero(NnxMethods):
         check_loss(self, loss_fn, state, batch, key, model_state, options)
 
     def _in_step(
-        self,
-        loss_fn: Callable[..., Any],
-        sync_batch_norm: bool,
-        model_state: Any,
-        rngs: Any = False,
-        all_blocks: bool = True,
+        self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True
     ) -> Callable[..., Any]:
-        check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
-        if self.view == "global" and not sync_batch_norm:
+        check_arguments(fn, "params", "batch", model_state=model_state, key=rngs)
+        if self.view == "global" and not synced:
             raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
-        layout = self._layout
-        options = tuple(self.gathered_blocks), layout.recomputes, all_blocks
-        return _linen.in_step(loss_fn, layout.data_axes, self.view, sync_batch_norm, *options)
+        return in_step(self, fn, synced, all_blocks)
 
     # --- Layers, in the loss ------------------------------------------------------------------
 
@@ -523,9 +375,7 @@ class Zero(NnxMethods):
         manual = jax.sharding.get_abstract_mesh().manual_axes
         inside = self.view == "global" or set(self._layout.data_axes) <= set(manual)
         if self.stage == 3 and not inside:
-            named = first_names(
-                repr(path_str(p)) for p, _ in jax.tree_util.tree_leaves_with_path(tree)
-            )
+            named = first_names(repr(path_str(p)) for p, _ in jax.tree.leaves_with_path(tree))
             raise ValueError(
                 "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
                 f"called outside, on {named}. For unsharded parameters use "

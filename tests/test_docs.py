@@ -110,7 +110,9 @@ def documented():
             if kind in ("autoclass", "autofunction"):
                 found = getattr(module, name)
                 yield found
-                for name, value in vars(found).items() if inspect.isclass(found) else ():
+                # Methods of Zero stand where they work.
+                own = getattr(found, "__bases__", ()) if name == "Zero" else ()
+                for name, value in [x for c in (found, *own) for x in vars(c).items()]:
                     value = getattr(value, "fget", None) or getattr(value, "__func__", value)
                     if not name.startswith("_") and inspect.isfunction(value) and value.__doc__:
                         yield value

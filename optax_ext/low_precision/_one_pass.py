@@ -80,7 +80,7 @@ class OnePassUpdates:
         apply: bool,  # whether the passes update them, too
         shards: Shards,
     ):
-        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
+        with_paths, updates_def = jax.tree.flatten_with_path(updates)
         num = len(with_paths)
         self._key, self._shards, self._rounding = key, shards, rounding
         self._params = jax.tree.leaves(params) if apply else [None] * num
@@ -181,7 +181,6 @@ class OnePassUpdates:
             places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
             stored = list(update.stored.values())
             operands = Operands(small, noise, places, rows, columns, full, stored)
-            treedef: Any
             arrays, treedef = jax.tree.flatten(operands)
             dims = [()] * len(small) + [tuple(lead)] * len(noise) + [(row,), (column,)]
             dims += [of_rows] * len(rows) + [of_columns] * len(columns)

@@ -13,8 +13,19 @@ import jax.numpy as jnp
 from optax_ext._leaves import at_least_float32
 from optax_ext._matrix_passes import sharded_as, splittable
 from optax_ext._types import DType
-from optax_ext.low_precision._code_maps import ZERO, DynamicMap, Float8Map, LinearMap, Map
-from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
+from optax_ext.low_precision._formats import (
+    ZERO,
+    BFloat16,
+    Dynamic,
+    DynamicMap,
+    Float8,
+    Float8Map,
+    Format,
+    Linear,
+    LinearMap,
+    Map,
+    Quantized,
+)
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")

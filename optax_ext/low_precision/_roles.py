@@ -99,7 +99,7 @@ def _small(x: Array) -> tuple[int, ...]:
 
 def _signs(inner: Any, params: Tree, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
     """Tries fields on small parameters: returns those that suit low precision, and if signed."""
-    shapes = {path: _small(x) for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {path: _small(x) for path, x in jax.tree.leaves_with_path(params)}
     rng, num = np.random.default_rng(0), len(fields)
 
     def random(x: Array) -> jax.Array:
@@ -112,7 +112,7 @@ def _signs(inner: Any, params: Tree, fields: list[Any], extra_args: Any) -> dict
     numbers = {path: i for i, path in enumerate(shapes)}
     arrays = [
         (field, i, numbers[path[len(field) :]])
-        for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(state))
+        for i, (path, x) in enumerate(jax.tree.leaves_with_path(state))
         for field in fields
         if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
     ]

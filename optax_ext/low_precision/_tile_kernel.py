@@ -18,15 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_ext._types import Array, DType, Tree
+from optax_ext.low_precision import _one_pass
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._one_pass import (
-    OnePass,
-    Operands,
-    blocks_of_pass,
-    results_of,
-    sums_rows,
-    update_slice,
-)
 from optax_ext.low_precision._quantize import BLOCK_ROWS, quantize
 from optax_ext.low_precision._rounding import uniform_at
 
@@ -37,9 +30,9 @@ _TILE_SIZE = 64 * 4096  # elements: 1 MiB of float32, read while the previous ti
 _EXTRA_BYTES = 4 * 2**20  # of on-chip memory, beside two tiles of everything
 
 
-def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
+def update_tiles(update: _one_pass.OnePass, operands: _one_pass.Operands) -> list[jax.Array]:
     """Returns the outputs of a pass, and its sums of each tile: (..., tiles, what is left)."""
-    shape, blocks = operands.stored[0].codes.shape, blocks_of_pass(update)
+    shape, blocks = operands.stored[0].codes.shape, _one_pass.blocks_of_pass(update)
     transposed = _is_transposed(*shape[-2:])
     if transposed:
         full, stored = _swapped((operands.full, operands.stored))
@@ -58,7 +51,7 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
         _stack(numbers + [x[:1] for x in operands.places]),
         _stack([jax.lax.bitcast_convert_type(x, jnp.int32) for x in operands.noise]),
     ]
-    results, aliases = results_of(update, operands)
+    results, aliases = _one_pass.results_of(update, operands)
     num_matrices, (rows, columns) = tiling.matrices[0], tiling.tile
     sums = [tiling.vector(not over_rows, True) for over_rows in tiling.sums_rows(update)]
 
@@ -111,8 +104,8 @@ def update_tiles(update: OnePass, operands: Operands) -> list[jax.Array]:
 
 
 def _update_tile(
-    update: OnePass,
-    operands: Operands,  # of this device, of which types count
+    update: _one_pass.OnePass,
+    operands: _one_pass.Operands,  # of this device, of which types count
     tiling: "_Tiling",
     of_kinds: tuple[list[int], list[int]],  # which of operands.small are floats, which integers
     scalars: list[Any],  # floats; integers, with this device's first row and column; noise
@@ -166,7 +159,9 @@ def _update_tile(
             arrays = q.codes[here], (scales[blocks],), None if q.rest is None else q.rest[here]
             slices.append(Quantized(*arrays, q.shape, q.dtype, q.format, q.signed))
         in_lanes = _SliceBlocks(tiling.blocks)
-        news = update_slice(update, [x[here] for x in full], small, slices, _SLICE, in_lanes)
+        news = _one_pass.update_slice(
+            update, [x[here] for x in full], small, slices, _SLICE, in_lanes
+        )
 
         # Quantize.
         for output, out, new in zip(update.outputs, made, news, strict=False):
@@ -250,9 +245,9 @@ class _Tiling:
         # Tiles along each dim of ``matrices``.
         self.grid = self.matrices[0], pl.cdiv(rows, height), pl.cdiv(columns, width)
 
-    def sums_rows(self, update: OnePass) -> list[bool]:
+    def sums_rows(self, update: _one_pass.OnePass) -> list[bool]:
         """Returns for each sum whether it is over rows of the tiles, otherwise over columns."""
-        return [sums_rows(eqn, update.shape) != self.transposed for eqn in update.sums]
+        return [_one_pass.sums_rows(eqn, update.shape) != self.transposed for eqn in update.sums]
 
     def vector(self, has_rows: bool, of_tiles: bool) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:
         """Returns type and blocks of a vector over rows, by slice, or columns; or of each tile's.

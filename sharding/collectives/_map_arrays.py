@@ -1,11 +1,13 @@
 """Collectives of lists of arrays whose other dims other mesh axes may shard."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from sharding._types import DType
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_other_axes
 
@@ -30,3 +32,14 @@ def map_arrays(
 
     specs = [array.spec for array in array_layouts]
     return over_other_axes(layout, run, (specs,), specs)(list(xs))
+
+
+# --- The dtype of sums over devices and of error-feedback residuals: float32 or wider -------------
+
+
+def sum_dtype(dtype: DType) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def to_sum_dtype(x: jax.Array) -> jax.Array:
+    return x.astype(sum_dtype(x.dtype))

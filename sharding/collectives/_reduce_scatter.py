@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharding._types import DType
-from sharding.collectives._map_arrays import ArrayLayout, map_arrays
+from sharding.collectives._map_arrays import ArrayLayout, map_arrays, to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes, Axis, axes_of
 
@@ -153,3 +154,102 @@ FORMS = {
     "ring": _scatter_in_ring,
     "all_to_all": _scatter_by_all_to_all,
 }
+
+
+# --- All-gathers of shards, as they are or in 8-bit or 4-bit codes --------------------------------
+
+_TILE_BYTES = 4096  # of a vector in TPU memory
+BLOCK_SIZE = 512  # elements per scale when shards are gathered in codes
+
+
+def all_gather_arrays(
+    layout: Layout, xs: Sequence[jax.Array], layouts: Sequence[ArrayLayout], bits: int | None = None
+) -> list[jax.Array]:
+    """Gathers full arrays from shards on ``layout.axes``, matrices in codes of ``bits``."""
+
+    def gather(x: jax.Array, dim: int) -> jax.Array:
+        if not dim:
+            return x
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        if bits and floating and x.ndim > 1 and x.size >= BLOCK_SIZE:
+            return _all_gather_codes(layout, x, dim, bits)
+        for axes in gather_axis_groups(layout, x.shape[-1] if dim == -1 else None):
+            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+        return x
+
+    return map_arrays(layout, gather, xs, layouts)
+
+
+def _all_gather_codes(layout: Layout, x: jax.Array, dim: int, bits: int) -> jax.Array:
+    """Gathers the codes of all shards and decodes them, in the dtype of the array."""
+    codes, scales = quantize(to_sum_dtype(x).reshape(1, -1), bits, BLOCK_SIZE)
+    for axes in gather_axis_groups(layout):
+        codes, scales = (lax.all_gather(part, axes, tiled=True) for part in (codes, scales))
+    shards = dequantize(codes, scales, bits, BLOCK_SIZE)[:, : x.size].astype(x.dtype)
+    # (devices, ..., dim, ...) -> (..., devices, dim, ...) -> (..., devices * dim, ...)
+    dim += x.ndim
+    shards = jnp.moveaxis(shards.reshape(-1, *x.shape), 0, dim)
+    return shards.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+
+def gather_axis_groups(layout: Layout, last_dim: int | None = None) -> list[tuple[str, ...]]:
+    """Groups of mesh axes over which shards are gathered, one group after the other.
+
+    XLA turns an all-gather over all three axes of a TPU's torus at once into an all-reduce, and one
+    over two axes if the last dim is sharded and a shard of it (``last_dim``) is narrower than a
+    register. In both cases every axis is a group, the last axis first.
+    """
+    narrow = last_dim is not None and last_dim < LANES
+    if layout.platform == "tpu" and len(layout.axes) > (1 if narrow else 2):
+        return [(axis,) for axis in reversed(layout.axes)]
+    return [layout.axes]
+
+
+def all_gather_concat(x: jax.Array, axes: Axes) -> jax.Array:
+    """The arrays of all devices, concatenated along the first dim."""
+    tile = _TILE_BYTES // x.dtype.itemsize
+    if current_platform() != "tpu" or x.ndim > 1 or x.size < tile or x.size % tile == 0:
+        return lax.all_gather(x, axes, tiled=True)
+    # XLA:TPU gathers vectors that do not fill whole tiles by an all-reduce, twice the bytes.
+    padded = lax.all_gather(jnp.pad(x, (0, -x.size % tile)), axes)  # (devices, padded size)
+    return padded[:, : x.size].ravel()
+
+
+# --- 8-bit and 4-bit codes on the wire, as QSGD sends them: one scale for each block of elements --
+
+
+def quantize(
+    x: jax.Array, bits: int, block_size: int, key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Codes (rows, padded elements * bits / 8), float32 scales (rows, blocks) of (rows, elements).
+
+    8 bits are int8 codes, 4 bits uint8 that hold two. ``key`` rounds stochastically, None to
+    nearest.
+    """
+    num_levels = 2 ** (bits - 1) - 1
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
+    blocks = x.reshape(x.shape[0], -1, block_size)  # (rows, blocks, block_size)
+    # One scale per block: its largest magnitude is num_levels steps.
+    scales = jnp.abs(blocks).max(-1).astype(jnp.float32)
+    scales *= np.float32(1 / num_levels)  # as XLA divides by a constant
+    steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
+    if key is None:
+        steps = jnp.round(steps)
+    else:
+        steps = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype))
+    # A scale rounded to float32 may lift the largest element above the last level.
+    codes = jnp.clip(steps, -num_levels, num_levels).astype(jnp.int8).reshape(x.shape)
+    if bits == 4:
+        # Two neighbours share a byte, the first in its lower half.
+        low, high = jnp.split(codes.reshape(x.shape[0], -1, 2), 2, -1)
+        codes = ((low & 15) | (high << 4)).squeeze(-1).astype(jnp.uint8)
+    return codes, scales
+
+
+def dequantize(codes: jax.Array, scales: jax.Array, bits: int, block_size: int) -> jax.Array:
+    """The inverse of ``quantize`` up to rounding: (rows, padded elements), float32."""
+    if bits == 4:
+        both = lax.bitcast_convert_type(codes, jnp.int8)
+        codes = jnp.stack([(both << 4) >> 4, both >> 4], -1)  # shifts extend the sign
+    blocks = codes.reshape(*scales.shape, block_size).astype(jnp.float32) * scales[..., None]
+    return blocks.reshape(scales.shape[0], -1)

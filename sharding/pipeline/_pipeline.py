@@ -11,17 +11,9 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from sharding._types import Array, Batch, Tree
+from sharding.pipeline import _layers
 from sharding.pipeline._differentiable_loss import loss, on_auto_axes
 from sharding.pipeline._instructions import Instructions, instructions
-from sharding.pipeline._layers import (
-    StageRows,
-    join_numbered,
-    layer_of_row,
-    map_layers,
-    owned_virtual_stages,
-    reordered,
-    split_numbered,
-)
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
@@ -162,9 +154,9 @@ class Pipeline:
         return tuple(fewest + (v < more) for v in range(virtual))
 
     @functools.cached_property
-    def _rows(self) -> StageRows:
-        held = owned_virtual_stages(self.schedule)
-        return StageRows(self.axis, layer_of_row(held, self.layer_counts))
+    def _rows(self) -> _layers.StageRows:
+        held = _layers.owned_virtual_stages(self.schedule)
+        return _layers.StageRows(self.axis, _layers.layer_of_row(held, self.layer_counts))
 
     @functools.cached_property
     def _training(self) -> tuple[Schedule, Instructions]:  # made once, not in every trace
@@ -185,7 +177,7 @@ class Pipeline:
           ValueError: if there are no layers in it, or not as many as expected.
         """
         if self.numbered is not None:
-            tree = join_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
+            tree = _layers.join_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         tree, count = self._reorder(tree, self._rows.order, stacking=True)
         if not count:
             raise ValueError(
@@ -198,7 +190,7 @@ class Pipeline:
         """The inverse of ``stack``."""
         tree, _ = self._reorder(tree, np.argsort(self._rows.order))
         if self.numbered is not None:
-            tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
+            tree = _layers.split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         return tree
 
     def _reorder(self, tree: Tree, order: np.ndarray, stacking: bool = False) -> tuple[Any, int]:
@@ -208,9 +200,9 @@ class Pipeline:
         def layers(x: Array) -> Any:
             self._check_layers(x, stacking)
             arrays.append(x)
-            return reordered(x, order)
+            return _layers.reordered(x, order)
 
-        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
+        tree = _layers.map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
         return tree, len(arrays)
 
     def _check_layers(self, x: Array, stacking: bool = False) -> None:

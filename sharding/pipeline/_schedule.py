@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sharding.pipeline._csv import read_csv
 from sharding.pipeline._operations import (
     LETTERS,
     Costs,
@@ -18,6 +17,7 @@ from sharding.pipeline._operations import (
     ScheduleError,
     Task,
     dependencies,
+    read_csv,
     table_from_orders,
     virtual_stages,
 )

@@ -97,7 +97,6 @@ class Stage:
 
     def stores_changed_params(self, params: LayerParams, x: Array, scope: Scope) -> bool:
         """Whether a layer's residuals hold what it made of its parameters alone, such as a cast."""
-        treedef: Any
         own = jax.tree.map(lambda x: x[0], params)
         scope = _of_layer(scope, 0)
         leaves, treedef = jax.tree.flatten((own, x, scope.microbatch, scope.key))
@@ -164,10 +163,9 @@ def split_backward(
     # regions, are in the first, and their gradients of parameters cross.
     known = _known(params, scope)
     num_trained = len(jax.tree.leaves(params.trained))
-    treedef: Any
     leaves, treedef = jax.tree.flatten(cotangent)
-    known_treedef: Any = jax.tree.structure((params, scope.microbatch, scope.key))
-    trained_treedef: Any = jax.tree.structure(params.trained)
+    known_treedef = jax.tree.structure((params, scope.microbatch, scope.key))
+    trained_treedef = jax.tree.structure(params.trained)
 
     def backward(inputs: Arrays) -> Arrays:
         given, others = inputs[: len(known)], inputs[len(known) :]
@@ -186,9 +184,7 @@ def split_backward(
     reads = {x for eqn in second for x in eqn.operands} | set(of_params)
     crossing = sorted(reads & (computed | set(range(len(known), len(inputs)))))
 
-    def input_part(
-        params: LayerParams, stored: Arrays, cotangent: Tree, scope: Scope
-    ) -> tuple[Any, Arrays]:
+    def input_part(params: LayerParams, stored: Arrays, cotangent: Tree, scope: Scope) -> Any:
         inputs = [*_known(params, scope), *stored, *jax.tree.leaves(cotangent)]
         values = dict(enumerate(inputs)) | graph.constants
         evaluate(graph.needed(of_input, graph.constants)[0], values)

@@ -132,8 +132,7 @@ class Layout:
 
     def place(self, params: Tree, param_specs: Tree = None) -> Placement:
         """The placement of parameters; specs are the argument, else theirs, else Flax metadata."""
-        treedef: Any
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+        leaves, treedef = jax.tree.flatten_with_path(params)
         if param_specs is None:
             known = [_specs.sharding_on(x, self.mesh) for _, x in leaves]
             # Abstract arrays of arguments on a mesh are replicated: that is no request.

@@ -57,16 +57,16 @@ def _named_axes(layout: Layout) -> contextlib.AbstractContextManager[Any]:
 
 
 def over_data_axes(
-    layout: Layout, fn: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+    layout: Layout, fn: Callable[..., Tree], in_specs: Tree, out_specs: Tree, axes: Any = None
 ) -> Callable[..., Tree]:
-    """A ``shard_map`` of ``fn`` over the data axes; other axes are left to the partitioner."""
+    """A ``shard_map`` of ``fn`` over the data axes, or others; the rest has the partitioner."""
     return jax.shard_map(
         fn,
         # Inside auto_axes the mesh is that of the context.
         mesh=None if layout.explicit_axes else layout.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=set(layout.data_axes),
+        axis_names=set(axes or layout.data_axes),
         # With it, the transpose would sum the gradients of unsharded parameters by itself.
         check_vma=False,
     )

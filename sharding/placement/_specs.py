@@ -87,7 +87,7 @@ def rule_for_tree(rule: FactoringRule, tree: Tree) -> FactoringRule:
     """The factoring rule for these parameters: some rules choose by the shapes of all."""
     if not hasattr(rule, "for_tree"):
         return rule
-    flat = jax.tree_util.tree_leaves_with_path(tree)
+    flat = jax.tree.leaves_with_path(tree)
     return rule.for_tree([(parameter_path(path), tuple(jnp.shape(x))) for path, x in flat])
 
 
@@ -101,7 +101,7 @@ def leaf_names(
     the parameters (``like``) decide that.
     """
     paths, others = (
-        [path for path, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_leaf)]
+        [path for path, _ in jax.tree.leaves_with_path(t, is_leaf=is_leaf)]
         for t in (tree, tree if like is None else like)
     )
     if len(set(map(path_str, others))) == len(others):
@@ -153,9 +153,9 @@ def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
     """A spec for every parameter: the argument, else Flax metadata, else replicated; checked."""
     if param_specs is None:
         given = functools.partial(_spec_in, mesh)
-        param_specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
+        param_specs = jax.tree.map_with_path(given, params, is_leaf=_is_box)
     specs = expand_specs(param_specs, params)
-    jax.tree_util.tree_map_with_path(functools.partial(_check_spec, mesh), params, specs)
+    jax.tree.map_with_path(functools.partial(_check_spec, mesh), params, specs)
     return specs
 
 

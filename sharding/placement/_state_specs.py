@@ -125,8 +125,7 @@ def _specs_by_path(
     """Specs where ``tx.init`` fails on the shardings of some parameters, by path and shape."""
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(make, plain)  # raises the transformation's own error, if it has one
-    treedef: Any
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(plain)
+    leaves, treedef = jax.tree.flatten_with_path(plain)
     flat_specs = treedef.flatten_up_to(specs)
 
     def init(sharded: set[int]) -> Tree:
@@ -154,4 +153,4 @@ def _specs_by_path(
         within = ((path[i:j], leaf.shape) for i in ends for j in reversed(ends[i:]))
         return next((left[key] for key in within if key in left), _spec_of(like))
 
-    return jax.tree_util.tree_map_with_path(match, state, typed)
+    return jax.tree.map_with_path(match, state, typed)

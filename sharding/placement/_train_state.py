@@ -11,9 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding._types import Array, OptState, Tree
 
 
-def parts(
-    state: Tree, tx: optax.GradientTransformation | None
-) -> tuple[Any, Any, optax.GradientTransformation]:
+def parts(state: Tree, tx: Any) -> tuple[Any, Any, optax.GradientTransformation]:
     """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
     if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
         if tx is not None and tx is not state.tx:

@@ -1,8 +1,13 @@
-"""A state from the blocks of a snapshot, on any mesh: what is missing here is sent by others."""
+"""The newest snapshot whose blocks are all intact on some machine, and a state made of them.
+
+The state is on any mesh: what is missing here is sent by others.
+"""
 
 import functools
 import itertools
 import math
+import os
+import pathlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,17 +18,99 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from sharding._types import Array
-from sharding.recovery._find_snapshot import FoundSnapshot
-from sharding.recovery._machines import gather_json
-from sharding.recovery._stored_leaf import (
-    StoredLeaf,
-    check_on_mesh,
-    data_type,
-    disjoint_rounds,
-    is_key,
-    leaf_paths,
-    stored_dtype,
-)
+from sharding.recovery import _stored_leaf
+from sharding.recovery._machines import Machines, gather_json
+from sharding.recovery._slot import OpenSlot, SnapshotId, slots_in
+
+Block = tuple[int, int]  # a leaf, and the number of a block of it
+
+
+class NoCompleteCheckpoint(Exception):
+    """No snapshot in the memory of the machines has all of its blocks."""
+
+
+class FoundSnapshot(NamedTuple):
+    id: SnapshotId  # its attempt and step
+    leaves: list[_stored_leaf.StoredLeaf]  # of the state
+    extra: Any  # the user's value
+    readers: dict[Block, list[int]]  # by block: the processes that can read it
+    # By block that this process can read: the file and the row of its table.
+    mine: dict[Block, tuple[OpenSlot, int]]
+
+    def block(self, leaf: int, number: int) -> np.ndarray:
+        slot, row = self.mine[leaf, number]
+        return slot.block(row)
+
+
+def scan(folder: pathlib.Path, machines: Machines) -> tuple[list[OpenSlot], list[list[Any]]]:
+    """This process's files, and by process those of all: identity, attempt, step. A collective."""
+    # Processes of one machine see the same files if they share the folder.
+    slots = list(slots_in(folder))
+    machine = machines.of_process[jax.process_index()]
+    mine = []
+    for slot in slots:
+        stat = os.stat(slot.path)
+        mine.append([f"{machine}-{stat.st_dev}-{stat.st_ino}", *slot.id])
+    return slots, gather_json(mine)
+
+
+def find_snapshot(folder: pathlib.Path, machines: Machines) -> FoundSnapshot:
+    """Finds the newest complete snapshot, or raises NoCompleteCheckpoint; a collective."""
+    # Each block is verified by the first process that sees its file. One that fails is missing for
+    # all: no process decides alone.
+    slots, seen = scan(folder, machines)
+    readers: dict[str, list[int]] = defaultdict(list)  # by file
+    for process, files in enumerate(seen):
+        for name, *_ in files:
+            readers[name].append(process)
+    missing = []
+    for number in sorted({SnapshotId(a, s) for files in seen for _, a, s in files}, reverse=True):
+        snapshot = _verify(number, slots, seen, readers)
+        if isinstance(snapshot, FoundSnapshot):
+            return snapshot
+        missing.append(snapshot)
+    text = "; ".join(missing) or "there are none for this run"
+    raise NoCompleteCheckpoint(f"no snapshot in the memory of the machines is complete: {text}.")
+
+
+def _verify(
+    number: SnapshotId, slots: list[OpenSlot], seen: list[list[Any]], readers: dict[str, list[int]]
+) -> FoundSnapshot | str:
+    """Finds the snapshot if it is complete, else says what is missing; a collective."""
+    me = jax.process_index()
+    names = [[name for name, *_ in files] for files in seen]
+    intact: list[tuple[int, ...]] = []  # file, row of its table, leaf, block
+    described: Any = None  # the leaves, and the user's value
+    for file, slot in enumerate(slots):
+        if slot.id == number and readers[names[me][file]][0] == me:
+            blocks = slot.table.blocks[["leaf", "block"]].tolist()
+            intact += [(file, row, *blocks[row]) for row in np.flatnonzero(slot.intact()).tolist()]
+            described = slot.table.leaves, slot.table.extra
+    tables = gather_json(intact)
+    # The description is that of the first process that has one, which alone sends it.
+    first = gather_json(described is not None).index(True)
+    rows_of_leaves, extra = gather_json(described if me == first else None)[first]
+    leaves = _stored_leaf.leaves_from_json(rows_of_leaves)
+
+    local = dict(zip(names[me], slots, strict=True))
+    processes: dict[Block, list[int]] = defaultdict(list)
+    mine: dict[Block, tuple[OpenSlot, int]] = {}
+    for process, table in enumerate(tables):
+        for file, row, leaf, block in table:
+            name = names[process][file]
+            processes[leaf, block] += readers[name]
+            if name in local:
+                mine.setdefault((leaf, block), (local[name], row))
+    if len(processes) == sum(leaf.num_blocks for leaf in leaves if leaf.block_bytes):
+        return FoundSnapshot(number, leaves, extra, dict(processes), mine)
+    lost = [
+        f"{leaf.path} ({leaf.num_blocks - held} of {leaf.num_blocks})"
+        for i, leaf in enumerate(leaves)
+        if leaf.block_bytes and (held := sum(key[0] == i for key in processes)) < leaf.num_blocks
+    ]
+    shown = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more leaves" if len(lost) > 3 else "")
+    return f"step {number.step} has no intact replica of shards of {shown}"
+
 
 P = PartitionSpec
 _MOST = 8 << 20  # bytes that a device sends at once
@@ -43,10 +130,10 @@ Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
 
 def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
     """Builds a state of such types; also returns bytes that crossed links. A collective."""
-    targets = leaf_paths(abstract)
+    targets = _stored_leaf.leaf_paths(abstract)
     for path, x in targets:
-        check_on_mesh(path, x, mesh)
-    numbered = _match(snapshot.leaves, [(path, data_type(x)) for path, x in targets])
+        _stored_leaf.check_on_mesh(path, x, mesh)
+    numbered = _match(snapshot.leaves, [(path, _stored_leaf.data_type(x)) for path, x in targets])
     needed: Needed = {}
     for x, i in numbered:
         for box in set(_local_boxes(x).values()):
@@ -56,11 +143,13 @@ def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any,
     received, num_bytes = exchange(mesh, snapshot, sorted(missing))
     data = [_assemble(x, i, needed, snapshot, received) for x, i in numbered]
     pairs = zip(targets, data, strict=True)
-    leaves = [_as_keys(target, x) if is_key(target) else x for (_, target), x in pairs]
+    leaves = [_as_keys(target, x) if _stored_leaf.is_key(target) else x for (_, target), x in pairs]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), num_bytes
 
 
-def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tuple[Any, int]]:
+def _match(
+    leaves: list[_stored_leaf.StoredLeaf], targets: list[tuple[str, Any]]
+) -> list[tuple[Any, int]]:
     """Pairs each target's type with the number of its leaf in the snapshot."""
     stored = {leaf.path: i for i, leaf in enumerate(leaves)}
     wrong = []
@@ -69,7 +158,7 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[tup
             wrong.append(f"{path} is not in the snapshot")
             continue
         leaf = leaves[stored[path]]
-        if (leaf.shape, leaf.dtype) != (x.shape, stored_dtype(x.dtype).name):
+        if (leaf.shape, leaf.dtype) != (x.shape, _stored_leaf.stored_dtype(x.dtype).name):
             wrong.append(f"{path} is {leaf.dtype}{list(leaf.shape)}, not {x.dtype}{list(x.shape)}")
     wrong += [f"{path} is not in the state" for path in stored.keys() - dict(targets).keys()]
     if wrong:
@@ -155,7 +244,7 @@ def exchange(
     sizes = {pair: sum(_size(snapshot, r) for r in asked) for pair, asked in by_pair.items()}
     received: dict[Request, np.ndarray] = {}
     large_first = sorted(sizes, key=lambda pair: (-sizes[pair], pair))
-    for pairs in disjoint_rounds(large_first):
+    for pairs in _stored_leaf.disjoint_rounds(large_first):
         outgoing: Iterable[np.ndarray] = ()
         for source, receiver in pairs:
             if source == me:

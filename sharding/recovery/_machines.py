@@ -26,6 +26,7 @@ class Machines:
     domains: tuple[str, ...]  # the failure domain of each machine
     of_device: np.ndarray  # the machine of each device, in the order of the mesh. [devices]
     of_process: tuple[int, ...]  # the machine of each process
+    holders: Holders = ()  # once they are chosen
 
     @functools.cached_property
     def devices(self) -> np.ndarray:

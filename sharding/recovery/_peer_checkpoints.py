@@ -1,5 +1,6 @@
 """Checkpoints in the host memory of this machine and of peers."""
 
+import dataclasses
 import json
 import operator
 import os
@@ -11,13 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from sharding._types import Tree
-from sharding.recovery._find_snapshot import (
-    FoundSnapshot,
-    NoCompleteCheckpoint,
-    find_snapshot,
-    scan,
-)
-from sharding.recovery._load_state import load_state
+from sharding.recovery import _load_state
 from sharding.recovery._machines import find_machines, gather_json, is_compile_only
 from sharding.recovery._peer_placement import PeerDescription, describe_replicas, place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, StepCopies
@@ -101,9 +96,9 @@ class PeerCheckpoints:
             raise ValueError(f"interval must be at least 1, got {interval}.")
         self.mesh, self.interval = mesh, interval
         self.planned = is_compile_only(mesh)
-        self.machines = find_machines(mesh, machine, failure_domain)
-        spread = self.machines.domains != self.machines.names
-        self.holders = place_replicas(self.machines.domains, replicas, spread=spread)
+        found = find_machines(mesh, machine, failure_domain)
+        holders = place_replicas(found.domains, replicas, spread=found.domains != found.names)
+        self.machines = dataclasses.replace(found, holders=holders)
         self.counts = SaveCounts()
         self.folder = pathlib.Path(folder) / run_id
         self._program: tuple[Any, ReplicaProgram, SlotLayout] | None = None
@@ -111,7 +106,7 @@ class PeerCheckpoints:
         self._last_step = -1
         self._pending: _Pending | None = None
         self._restored: _Pending | None = None  # which a training step may copy again
-        self._latest: FoundSnapshot | None = None
+        self._latest: _load_state.FoundSnapshot | None = None
         self._writer: SnapshotWriter | None = None  # None on compile-only targets, and once closed
         if not self.planned:
             self._open()
@@ -133,7 +128,7 @@ class PeerCheckpoints:
                     f"PeerCheckpoints cannot use its folder in process {process}: {text}"
                 ) from problem
         assert writer is not None
-        _, files_of = scan(self.folder, self.machines)
+        _, files_of = _load_state.scan(self.folder, self.machines)
         newest = max((attempt for files in files_of for _, attempt, _ in files), default=0)
         # Seconds, so that attempts grow even if all earlier snapshots are gone for now.
         writer.attempt = max(newest + 1, gather_json(int(time.time()))[0])
@@ -251,13 +246,13 @@ class PeerCheckpoints:
 
     def _program_of(self, state: Tree) -> ReplicaProgram:
         types = [(path, data_type(x)) for path, x in leaf_paths(state)]
-        return ReplicaProgram(self.mesh, self.machines, self.holders, types)
+        return ReplicaProgram(self.mesh, self.machines, types)
 
     def _program_for(self, leaves: Leaves) -> tuple[ReplicaProgram, SlotLayout]:
         """Makes the program for such a state once: it stays the same in a run."""
         types = [(path, x.shape, x.dtype, x.sharding) for path, x in leaves]
         if self._program is None or self._program[0] != types:
-            program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
+            program = ReplicaProgram(self.mesh, self.machines, leaves)
             self._program = types, program, SlotLayout(program)
         return self._program[1:]
 
@@ -267,7 +262,7 @@ class PeerCheckpoints:
         """Finds the step of the newest complete snapshot, None if there is none; a collective."""
         try:
             return self.latest().step
-        except NoCompleteCheckpoint:
+        except _load_state.NoCompleteCheckpoint:
             return None
 
     def latest(self) -> Restored:
@@ -294,7 +289,7 @@ class PeerCheckpoints:
         """
         writer = self._open_writer("restore")
         snapshot = self._find_latest()
-        state, num_bytes = load_state(self.mesh, snapshot, abstract_state)
+        state, num_bytes = _load_state.load_state(self.mesh, snapshot, abstract_state)
         jax.block_until_ready(state)
         self.counts.sent += num_bytes
         self._last_step = snapshot.id.step
@@ -310,12 +305,12 @@ class PeerCheckpoints:
             self._restored = restored
         return Restored(snapshot.id.step, state, snapshot.extra)
 
-    def _find_latest(self) -> FoundSnapshot:
+    def _find_latest(self) -> _load_state.FoundSnapshot:
         self._flush()
         self._committed()
         gather_json(None)  # all have written
         if self._latest is None:
-            self._latest = find_snapshot(self.folder, self.machines)
+            self._latest = _load_state.find_snapshot(self.folder, self.machines)
         return self._latest
 
     # --- Describing and closing -----------------------------------------------------------------
@@ -335,7 +330,7 @@ class PeerCheckpoints:
         else:
             raise ValueError("describe needs a state before the first save: describe(state).")
         placed = zip(program.leaves, program.placements, strict=True)
-        return describe_replicas(placed, self.machines, self.holders)
+        return describe_replicas(placed, self.machines)
 
     def close(self, *, delete: bool = False) -> None:
         """Waits for the thread and releases the folder; ``delete`` frees the snapshots' memory."""

@@ -152,7 +152,7 @@ class PeerDescription:
 
 
 def describe_replicas(
-    placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines, holders: Holders
+    placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines
 ) -> PeerDescription:
     """Counts what each machine stores and sends, and finds which machines share a block."""
     num, machine_of = len(machines.names), machines.of_device.tolist()
@@ -169,9 +169,8 @@ def describe_replicas(
             owners[int(placement.block[source])].add(machine_of[destination])
         if leaf.block_bytes:
             sets.update(map(frozenset, owners.values()))
-    return PeerDescription(
-        machines.names, machines.domains, holders, tuple(stored), tuple(sent), frozenset(sets)
-    )
+    of_machines = machines.names, machines.domains, machines.holders
+    return PeerDescription(*of_machines, tuple(stored), tuple(sent), frozenset(sets))
 
 
 def _mib(num_bytes: float) -> str:

@@ -12,17 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding._types import Tree
 from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.recovery._machines import Holders, Machines, is_compile_only
-from sharding.recovery._stored_leaf import (
-    BlockPlacement,
-    StoredLeaf,
-    as_data,
-    as_words,
-    block_placement,
-    check_on_mesh,
-    checksum,
-    stored_dtype,
-)
+from sharding.recovery import _stored_leaf
+from sharding.recovery._machines import Machines, is_compile_only
 
 P = PartitionSpec
 # Of one device's bytes: what a transfer carries at most, so that few are in flight at a time.
@@ -50,21 +41,20 @@ class Replicas(NamedTuple):
 class ReplicaProgram:
     """Copies the shards of a state, given as paths and arrays, which may be abstract."""
 
-    def __init__(
-        self, mesh: Mesh, machines: Machines, holders: Holders, leaves: Sequence[tuple[str, Any]]
-    ):
+    def __init__(self, mesh: Mesh, machines: Machines, leaves: Sequence[tuple[str, Any]]):
         self.mesh = mesh
-        self.leaves: list[StoredLeaf] = []
-        self.placements: list[BlockPlacement] = []
-        known: dict[Any, BlockPlacement] = {}
+        self.leaves: list[_stored_leaf.StoredLeaf] = []
+        self.placements: list[_stored_leaf.BlockPlacement] = []
+        known: dict[Any, _stored_leaf.BlockPlacement] = {}
         for path, x in leaves:
-            check_on_mesh(path, x, mesh)
-            dtype = stored_dtype(x.dtype, path)
+            _stored_leaf.check_on_mesh(path, x, mesh)
+            dtype = _stored_leaf.stored_dtype(x.dtype, path)
             key = (x.sharding.spec, x.shape, dtype.itemsize)
             if key not in known:
-                known[key] = block_placement(x.sharding, x.shape, dtype.itemsize, machines, holders)
+                of_leaf = x.sharding, x.shape, dtype.itemsize
+                known[key] = _stored_leaf.block_placement(*of_leaf, machines)
             self.placements.append(known[key])
-            self.leaves.append(StoredLeaf(path, x.shape, dtype.name, known[key].grid))
+            self.leaves.append(_stored_leaf.StoredLeaf(path, x.shape, dtype.name, known[key].grid))
         self._specs = [x.sharding.spec for _, x in leaves]
         self.routes = list(dict.fromkeys(placement.sends for placement in self.placements))
         self.transfers = list(self._split_into_transfers())
@@ -125,10 +115,10 @@ class ReplicaProgram:
         place = lax.axis_index(axes)  # of this device in the mesh
 
         def block(x: jax.Array, i: int) -> jax.Array:
-            return _own_part(as_words(x), self.placements[i], place)
+            return _own_part(_stored_leaf.as_words(x), self.placements[i], place)
 
         by_leaf = [
-            checksum(block(shards[i], i)) if i in shards else jnp.uint32(0)
+            _stored_leaf.checksum(block(shards[i], i)) if i in shards else jnp.uint32(0)
             for i in range(len(self.leaves))
         ]
         sums = jnp.stack(by_leaf)[None]  # [1, leaves]
@@ -191,7 +181,7 @@ class StepCopies:
             taken, untaken = jax.tree.leaves(state), iter(others)
             leaves = [next(untaken) if i is None else taken[i] for i in self._places]
             with jax.named_scope("snapshot"):
-                replicas = self._program.trace(flags, *(as_data(x) for x in leaves))
+                replicas = self._program.trace(flags, *(_stored_leaf.as_data(x) for x in leaves))
                 if self._program.on_cpus:
                     state = _after(replicas.committed, state)
             return step(state, *own, replicas.committed), replicas
@@ -199,7 +189,9 @@ class StepCopies:
         return call
 
 
-def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> jax.Array:
+def _own_part(
+    block: jax.Array, placement: _stored_leaf.BlockPlacement, place: jax.Array
+) -> jax.Array:
     if placement.dim < 0:
         return block
     size = block.shape[placement.dim] // placement.parts

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from sharding._types import Array, DType, Tree
-from sharding.recovery._machines import Holders, Machines
+from sharding.recovery._machines import Machines
 
 # Smaller blocks that several devices of a machine hold are stored by one of them, larger by all.
 SPLIT_BYTES = 64 * 1024
@@ -63,11 +63,7 @@ class BlockPlacement(NamedTuple):
 
 
 def block_placement(
-    sharding: NamedSharding,
-    shape: tuple[int, ...],
-    itemsize: int,
-    machines: Machines,
-    holders: Holders,
+    sharding: NamedSharding, shape: tuple[int, ...], itemsize: int, machines: Machines
 ) -> BlockPlacement:
     """Places the blocks of a leaf: each machine stores once what its devices hold."""
     # A block is sent to peers only while fewer failure domains hold it than there are replicas.
@@ -91,13 +87,11 @@ def block_placement(
     else:
         dim, stored = -1, part == 0
         part, parts = np.zeros(len(block), int), 1
-    sends = _sends(block, stored, machines, holders)
+    sends = _sends(block, stored, machines)
     return BlockPlacement(grid, dim, parts, part, block, stored, sends)
 
 
-def _coordinates(
-    sharding: NamedSharding, shape: tuple[int, ...]
-) -> tuple[tuple[int, ...], np.ndarray]:
+def _coordinates(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Any, np.ndarray]:
     """Counts the blocks in each dim, and numbers each device's block in each: [dims, devices]."""
     sizes = [max(size, 1) for size in sharding.shard_shape(shape)]
     grid = tuple(max(n // size, 1) for n, size in zip(shape, sizes, strict=True))
@@ -115,11 +109,9 @@ def _block_numbers(coordinates: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
     return np.ravel_multi_index((zeros, *coordinates), (1, *grid))
 
 
-def _sends(
-    block: np.ndarray, stored: np.ndarray, machines: Machines, holders: Holders
-) -> tuple[Pairs, ...]:
+def _sends(block: np.ndarray, stored: np.ndarray, machines: Machines) -> tuple[Pairs, ...]:
     """Pairs senders and receivers until as many failure domains hold a block as replicas."""
-    replicas = len(holders[0])
+    holders, replicas = machines.holders, len(machines.holders[0])
     sources: dict[int, dict[int, int]] = {}  # by block and machine: the device that stores it
     for device in np.flatnonzero(stored).tolist():
         machine = int(machines.of_device[device])
@@ -200,7 +192,7 @@ def stored_dtype(dtype: DType, path: str = "an array") -> np.dtype:
 
 # --- The checksum of a block, on its source device and in host memory ----------------------------
 
-# ``OpenSlot.intact`` compares the two; ``_find_snapshot.py`` takes no block where they differ, and
+# ``OpenSlot.intact`` compares the two; ``_load_state.py`` takes no block where they differ, and
 # refuses a snapshot that then lacks one.
 
 

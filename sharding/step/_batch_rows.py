@@ -63,7 +63,7 @@ def put(layout: Layout, batch: Tree, check: bool) -> Tree:
     shards = _row_shards(layout.mesh, layout.data_axes)
     several = check and sum(map(len, shards)) > 1
     try:
-        batch = jax.tree_util.tree_map_with_path(_as_numbers, batch)
+        batch = jax.tree.map_with_path(_as_numbers, batch)
         check_batch(batch, layout.num_devices // count, 1)
         facts = _facts(batch, shared=several and len(shards[0]) > 1)
     except Exception:
@@ -113,7 +113,7 @@ def _named(processes: Iterable[int]) -> str:
 
 def _facts(batch: Tree, shared: bool) -> Facts:
     """What processes compare: 0, rows, and checksums of types, scalars and, if shared, rows."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = jax.tree.leaves_with_path(batch)
     types = [(jax.tree_util.keystr(path), x.ndim, x.shape[1:], x.dtype.name) for path, x in leaves]
     scalars, arrays = ([x for _, x in leaves if bool(x.ndim) == rows] for rows in (False, True))
     num_rows, checksum = len(arrays[0]) if arrays else 0, zlib.crc32(repr(types).encode())

@@ -12,7 +12,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step.flax._nnx_model import is_module, pure_loss
+from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(
@@ -45,7 +45,6 @@ def check_loss(
 
     def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
         value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
-        loss: Any
         new: Any
         loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
         if options["has_aux"]:
@@ -96,7 +95,7 @@ def _one_shard(zero: Any) -> Mesh:
 
 def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
     """The leaves that differ by more than rounding, by their norm or that of the tree."""
-    flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
+    flat, like = jax.tree.leaves_with_path(tree), jax.tree.leaves(expected)
     leaves = [
         (path_str(path), _in_double(x), _in_double(y))
         for (path, x), y in zip(flat, like, strict=True)

@@ -29,11 +29,11 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
                 "with zero.place(params)."
             )
 
-    jax.tree_util.tree_map_with_path(check, tree, shardings)
+    jax.tree.map_with_path(check, tree, shardings)
 
 
 def check_replicated(model_state: Tree) -> None:
-    for path, x in jax.tree_util.tree_leaves_with_path(model_state):
+    for path, x in jax.tree.leaves_with_path(model_state):
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
             raise ValueError(
                 f"model state {path_str(path)!r} has the placement {x.sharding}; the step requires "
@@ -52,7 +52,7 @@ def _explicit(sharding: Any) -> set[str]:
 
 def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
     """Raises unless the batch has rows, as many in each array, that divide over the devices."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = jax.tree.leaves_with_path(batch)
     if not leaves:
         raise ValueError(f"the batch is empty: it holds no arrays, only {batch!r}.")
     for key_path, x in leaves:
@@ -115,7 +115,7 @@ def check_alive(state: Tree, **others: Tree) -> None:
             real = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
             if not real or not x.is_deleted():
                 continue
-            path = path_str(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+            path = path_str(jax.tree.leaves_with_path(tree)[i][0])
             which = f"{path!r} ({x.aval})" if path else f"{x.aval}"
             if name != "state":
                 raise ValueError(
@@ -140,7 +140,7 @@ def check_apart(donated: Tree, others: Tree, buffers: bool) -> None:
             continue
         key = _memory_of(x) if buffers else id(x)
         if first.setdefault(key, i) < min(i, count):
-            paths = jax.tree_util.tree_leaves_with_path((donated, others))
+            paths = jax.tree.leaves_with_path((donated, others))
             one, two = (path_str(paths[j][0]).partition("/")[2] for j in (first[key], i))
             raise ValueError(
                 f"{one!r} of the state and {two!r} of the call are one array in memory, and the "

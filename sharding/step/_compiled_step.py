@@ -9,14 +9,7 @@ from sharding._types import Batch, Tree
 from sharding.placement._on_mesh import step_context, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
-from sharding.step._checks import (
-    check_alive,
-    check_apart,
-    check_batch,
-    check_compiled,
-    check_not_streamed,
-    check_replicated,
-)
+from sharding.step import _checks
 
 
 class KnownState(NamedTuple):
@@ -41,7 +34,7 @@ class CompiledStep:
 
     def __init__(self, zero: Any, microbatches: int = 1):
         if not self.updates_in_backward:
-            check_not_streamed(zero)
+            _checks.check_not_streamed(zero)
         self.zero, self.microbatches = zero, microbatches
         self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
         self._known: KnownState | None = None
@@ -60,13 +53,13 @@ class CompiledStep:
 
     def __call__(self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None) -> Any:
         """Runs the function."""
-        check_compiled()
+        _checks.check_compiled()
         selected, layout = self.select(state), self.zero._layout
         others = {"batch": batch, "key": key, "model_state": model_state}
         # The state that a step returned has passed every check of a state; jit itself walks it too.
         signature = self._signature_if_known(selected, others)
         known = signature is not None
-        check_alive(None if known else selected, **others)
+        _checks.check_alive(None if known else selected, **others)
         with step_context(layout), with_remedies(layout):
             batch = self._placed(batch)
             key, model_state = layout.replicate_foreign(key), layout.replicate_new(model_state)
@@ -77,7 +70,7 @@ class CompiledStep:
             program = signature, _types_of(batch), copies and copies.key
             if self.donates and not (known and program in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
-                check_apart(selected, others, buffers=program not in self._programs)
+                _checks.check_apart(selected, others, buffers=program not in self._programs)
             args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
             run = self._program(program, selected, batch, copies)
             if not known:
@@ -85,7 +78,7 @@ class CompiledStep:
             try:
                 result = run(*args)
             except ValueError:
-                check_replicated(model_state)
+                _checks.check_replicated(model_state)
                 # The same shapes in another placement: this raises, or compiles for that one.
                 run = self.compile(selected, batch, copies)
                 result = run(*args)
@@ -131,15 +124,13 @@ class CompiledStep:
             return run.lower(selected, batch, key, model_state, *extra)
 
     def _placed(self, batch: Batch) -> Any:
-        check_batch(batch, self.zero.num_devices, self.microbatches)
+        _checks.check_batch(batch, self.zero.num_devices, self.microbatches)
         return self.zero._layout.place_batch(batch)
 
-    def _program(
-        self, program: Any, selected: Tree, batch: Batch, copies: StepCopies | None
-    ) -> Any:
-        if program not in self._programs:
-            self._programs[program] = self.compile(selected, batch, copies)
-        return self._programs[program]
+    def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+        if key not in self._programs:
+            self._programs[key] = self.compile(selected, batch, copies)
+        return self._programs[key]
 
 
 def _placed_types(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

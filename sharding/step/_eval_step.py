@@ -1,4 +1,4 @@
-"""A function of the parameters and a batch, each device with its own rows."""
+"""Steps without an update: a function of parameters and a batch; loss and gradients alone."""
 
 import functools
 from collections.abc import Callable
@@ -10,15 +10,16 @@ from jax.sharding import PartitionSpec
 from sharding._types import Batch, Tree
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh, over_data_axes
-from sharding.placement._specs import entry_of
-from sharding.placement._train_state import model_state_of, params_of
+from sharding.placement._specs import entry_of, is_spec
+from sharding.placement._train_state import model_state_of, params_of, resolve_trainable
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._global_gradients import eval_global
-from sharding.step._gradients import average_scalars, mark_scalars
-from sharding.step._loss_params import call_loss
+from sharding.step._gradients import average_scalars, gradients, mark_scalars
+from sharding.step._loss import Inputs, Loss, call_loss
 from sharding.step._step_plan import StepSpec, plan_step
+from sharding.step._sync_state import sync_state_types
 
 
 class EvalStep(CompiledStep):
@@ -39,37 +40,95 @@ class EvalStep(CompiledStep):
         shardings = layout.shardings(placed.params), replicated
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
-        spec = StepSpec(self.zero.precision, placed, untrained, self.zero.sync)
+        spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
         return jax.jit(
-            on_mesh(layout, functools.partial(self.run, spec=spec), layout.output_shardings),
+            on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings),
             in_shardings=(shardings, layout.batch_shardings(batch), None, layout.replicated),
         )
 
     def run(
-        self, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any, *, spec: StepSpec
+        self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
     ) -> Any:
         """What the function returns, on the mesh: scalars averaged, arrays concatenated."""
         del key
+        spec = spec._replace(layout=layout)
         check_passed(passed, self.model_state)
         params, fields = selected
         args: tuple[Any, ...] = (batch,)
         if self.model_state:
             args = batch, passed if self.model_state is True else fields
         if layout.view == "global":
-            return eval_global(layout, spec, self.fn, params, args)
-        treedef: Any
+            return eval_global(spec, self.fn, params, args)
         leaves, treedef = jax.tree.flatten(params)
         specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]
         arg_specs = (layout.batch_specs(batch), *(PartitionSpec() for _ in args[1:]))
-        on_device = functools.partial(self._on_device, layout, spec, params)
+
+        def on_device(leaves: list[Any], args: tuple[Any, ...]) -> Any:
+            plan = plan_step(spec, params, False, self.fn, *args, reduce_in_backward=False)
+            # Nothing is differentiated: parameters themselves are in the place of taps.
+            return mark_scalars(call_loss(plan, leaves, leaves, args))
+
         out_specs = PartitionSpec(entry_of(layout.data_axes))
         return average_scalars(
             over_data_axes(layout, on_device, (specs, arg_specs), out_specs)(leaves, args)
         )
 
-    def _on_device(
-        self, layout: Layout, spec: StepSpec, types: Any, leaves: list[Any], args: tuple[Any, ...]
+
+# --- Loss and gradients, for a step of one's own --------------------------------------------------
+
+
+class ValueAndGrad(CompiledStep):
+    """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``."""
+
+    def __init__(self, zero: Any, loss: Loss, trainable: Tree, param_specs: Tree):
+        super().__init__(zero, loss.microbatches)
+        self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
+
+    def __call__(
+        self, params: Tree, batch: Batch, key: Any = None, model_state: Tree = None
     ) -> Any:
-        plan = plan_step(layout, spec, types, False, self.fn, *args, reduce_in_backward=False)
-        # Nothing is differentiated: parameters themselves are in the place of taps.
-        return mark_scalars(call_loss(plan, leaves, leaves, args))
+        check_passed(model_state, self.loss.model_state)
+        if self.loss.rngs and key is None:
+            raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
+        value, aux, new, grads = super().__call__(params, batch, key, model_state)
+        if self.loss.model_state:
+            aux = (new, aux) if self.loss.has_aux else new
+        return ((value, aux) if self.loss.has_aux or self.loss.model_state else value), grads
+
+    def signature(self, selected: Tree) -> Any:
+        """With the placement, which inside ``jit`` no error would show."""
+        placed = self.zero._layout.place(selected, self.param_specs)
+        specs = jax.tree.leaves(placed.shards, is_leaf=is_spec)
+        return (super().signature(selected), *specs)
+
+    def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+        """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
+            return self.compile(selected, batch, copies)
+        return super()._program(key, selected, batch, copies)
+
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+        layout, sync = self.zero._layout, self.zero.sync
+        placed = layout.place(selected, self.param_specs)
+        if sync and sync_state_types(layout, sync, selected, placed) is not None:
+            raise ValueError(
+                "value_and_grad cannot return the state of the gradient sync; use train_step, "
+                "or sharding.sync.transformation in a shard_map of your own."
+            )
+        trained = resolve_trainable(selected, self.trainable)
+        spec = StepSpec(layout, self.zero.precision, placed, trained, sync)
+        shardings = layout.shardings(placed.shards)
+
+        def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
+            own, given = spec._replace(layout=layout), Inputs(*inputs)
+            reduced = gradients(own, self.loss, params, given, None, False)
+            metrics = reduced.metrics
+            return metrics["loss"], metrics.get("aux"), reduced.model_state, reduced.grads
+
+        def out_shardings(out: Tree) -> Any:
+            replicated = jax.tree.map(lambda _: layout.replicated, out[2])
+            return *layout.output_shardings(out[:2]), replicated, shardings
+
+        # Called eagerly, a shard_map over some of the axes knows nothing of the others.
+        outs = (None, None, None, shardings)
+        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)

@@ -14,13 +14,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Batch, Tree
-from sharding.collectives._dtypes import to_sum_dtype
+from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.offload._host_memory import on_host
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
-from sharding.step._layer_hooks import Hook, HookedLoss
+from sharding.step._layer_hooks import HookedLoss
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
@@ -48,25 +48,16 @@ class _Leaf(NamedTuple):
 class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
-    def __init__(self, layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Tree):
-        self.layout, self.fn, self._typed = layout, fn, False
-        treedef: Any
+    def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
+        self.layout, self.fn, self._typed = spec.layout, fn, False
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
-        of_loss, of_sum = spec.precision.of_loss, spec.precision.of_sum
-        self.leaves = [
-            _Leaf(
-                held,
-                layout.other_spec(held),
-                shard,
-                x.ndim,
-                of_loss(x.dtype),
-                of_sum(of_loss(x.dtype)),
-                trained,
-            )
-            for x, held, shard, trained in zip(leaves, *columns, strict=True)
-        ]
+        self.leaves: list[_Leaf] = []
+        for x, held, shard, trained in zip(leaves, *columns, strict=True):
+            dtype = spec.precision.of_loss(x.dtype)
+            of_array = self.layout.other_spec(held), shard, x.ndim, dtype
+            self.leaves.append(_Leaf(held, *of_array, spec.precision.of_sum(dtype), trained))
 
     @property
     def trained(self) -> list[_Leaf]:
@@ -116,7 +107,7 @@ class GlobalLoss:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
-        run = HookedLoss(closed, Hook(self._fetch, self._tap), self.layout.recomputes)
+        run = HookedLoss(closed, self.layout.recomputes, self._fetch, self._tap)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
@@ -187,12 +178,10 @@ def names_types(layout: Layout, error: ValueError) -> bool:
     return bool(layout.loss_axes) and rejects
 
 
-def eval_global(
-    layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Tree, args: tuple[Any, ...]
-) -> Any:
+def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:
     """What a function of parameters, a batch and perhaps a model state returns."""
-    specs = layout.batch_specs(args[0]), *jax.tree.map(lambda _: P(), args[1:])
-    return GlobalLoss(layout, spec, fn, params)(jax.tree.leaves(params), [], args, specs)
+    specs = spec.layout.batch_specs(args[0]), *jax.tree.map(lambda _: P(), args[1:])
+    return GlobalLoss(spec, fn, params)(jax.tree.leaves(params), [], args, specs)
 
 
 # --- The step -------------------------------------------------------------------------------------
@@ -207,13 +196,13 @@ class _Sums(NamedTuple):
 
 
 def global_gradients(
-    layout: Layout, spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs
+    spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs
 ) -> tuple[Any, dict[str, Any], Any]:
     """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``.
 
     Each device computes micro-batches of its own rows, as in the other view.
     """
-    run = GlobalLoss(layout, spec, loss.fn, params)
+    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
     each, arguments = split_rows(layout, loss, inputs)
     leaves, steps = jax.tree.leaves(params), loss.microbatches
     trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
@@ -275,9 +264,9 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any) -> tuple[Any, dict[str, Any]]:
-    """What sums over all micro-batches are multiplied by, and the metrics."""
-    scale = inverse_weight(weight) if loss.weighted else 1.0 / loss.microbatches
+def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any, devices: int = 1) -> Any:
+    """What sums over all micro-batches of some devices are multiplied by, and the metrics."""
+    scale = inverse_weight(weight) if loss.weighted else 1.0 / (loss.microbatches * devices)
     metrics = {"loss": total * scale}
     metrics |= {"weight": weight} if loss.weighted else {}
     return scale, metrics | ({"aux": aux} if loss.has_aux else {})

@@ -10,15 +10,12 @@ from jax.sharding import PartitionSpec
 
 from sharding._types import Tree
 from sharding.collectives._reduce_scatter import own_shard
-from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
-from sharding.step import _model_state, _sync_state
-from sharding.step import _noise_scale_norms as norms
-from sharding.step._global_gradients import global_gradients
+from sharding.step import _model_state, _reduce_gradients, _sync_state
+from sharding.step._global_gradients import global_gradients, mean_metrics
 from sharding.step._loss import Inputs, Loss, first_args
-from sharding.step._microbatches import accumulate, inverse_weight
-from sharding.step._reduce_gradients import reduce_accumulated, sync_accumulated
+from sharding.step._microbatches import accumulate
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
 
 P = PartitionSpec
@@ -58,23 +55,17 @@ def average_scalars(tree: Tree) -> Any:
 
 
 def gradients(
-    layout: Layout,
-    spec: StepSpec,
-    loss: Loss,
-    params: Tree,
-    inputs: Inputs,
-    sync_state: Tree = None,
-    early_shards: bool = False,
+    spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs, sync_state: Tree, early: bool
 ) -> Gradients:
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
     Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros. With
-    ``early_shards`` it returns the shards of the parameters too, for an update that waits for all
+    ``early`` it returns the shards of the parameters too, for an update that waits for all
     gradients and would hold all unsharded parameters until then.
     """
+    layout = spec.layout
     if layout.view == "global":
-        return Gradients(*global_gradients(layout, spec, loss, params, inputs))
-    treedef: Any
+        return Gradients(*global_gradients(spec, loss, params, inputs))
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     param_specs, shard_specs = (
@@ -87,10 +78,28 @@ def gradients(
     metric_specs |= {"aux": P(entry_of(layout.data_axes))} if loss.has_aux else {}
     grad_specs = [s for s, t in zip(shard_specs, trained, strict=True) if t]
     sync_spec = layout.manual_spec(_sync_state.sync_spec(layout))
-    early_specs = shard_specs if early_shards else None
+    early_specs = shard_specs if early else None
+    has_state = sync_state is not None
+
+    def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Tree) -> Gradients:
+        """Plans the step of one device, and runs it up to the reduced gradients."""
+        args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
+        more: Any = {"microbatches": loss.microbatches, "reduce_in_backward": not loss.local_norm}
+        plan = plan_step(spec, params, has_state, loss.fn, *args, **more)
+        own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
+        shards = list(map(_own_shard, leaves, shard_specs)) if early else None
+        if shards and not (plan.has_layers and plan.reduces_microbatches):
+            # Before the loss: unsharded gradients will need the memory. The barrier is for the
+            # batch, since parameters that pass through one are copied.
+            shards, batch = lax.optimization_barrier((shards, inputs.batch))
+            inputs = inputs._replace(batch=batch)
+        reduced = device_gradients(plan, loss, leaves, inputs, own)
+        new = jax.tree.map(lambda x: x[None, None], reduced.sync_state)
+        return reduced._replace(sync_state=new, shards=shards)
+
     run = over_data_axes(
         layout,
-        functools.partial(_on_device, layout, spec, loss, params, early_specs),
+        on_device,
         (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
         Gradients(grad_specs, metric_specs, P(), sync_spec, early_specs),
     )
@@ -104,44 +113,9 @@ def gradients(
         treedef.unflatten(grads),
         average_scalars(reduced.metrics),
         reduced.model_state,
-        reduced.sync_state if sync_state is not None else None,
-        treedef.unflatten(reduced.shards) if early_shards else None,
+        reduced.sync_state if has_state else None,
+        treedef.unflatten(reduced.shards) if early else None,
     )
-
-
-def _on_device(
-    layout: Layout,
-    spec: StepSpec,
-    loss: Loss,
-    types: Any,
-    early_specs: list[P] | None,
-    leaves: list[jax.Array],
-    inputs: Inputs,
-    sync_state: Tree,
-) -> Gradients:
-    """Plans the step of one device, and runs it up to the reduced gradients."""
-    args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
-    has_state = sync_state is not None
-    plan = plan_step(
-        layout,
-        spec,
-        types,
-        has_state,
-        loss.fn,
-        *args,
-        microbatches=loss.microbatches,
-        reduce_in_backward=not loss.local_norm,
-    )
-    own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
-    shards = list(map(_own_shard, leaves, early_specs)) if early_specs else None
-    if shards and not (plan.has_layers and plan.reduces_microbatches):
-        # Before the loss: unsharded gradients will need the memory. The barrier is for the
-        # batch, since parameters that pass through one are copied.
-        shards, batch = lax.optimization_barrier((shards, inputs.batch))
-        inputs = inputs._replace(batch=batch)
-    reduced = device_gradients(plan, loss, leaves, inputs, own)
-    new = jax.tree.map(lambda x: x[None, None], reduced.sync_state)
-    return reduced._replace(sync_state=new, shards=shards)
 
 
 def _own_shard(x: jax.Array, spec: P) -> jax.Array:
@@ -167,27 +141,20 @@ def device_gradients(
     sums, model_state, unchanged, aux = accumulate(plan, loss, params, inputs)
 
     # One sum over devices for the loss and the local norms, one for the weight.
-    metrics: dict[str, Any] = {}
-    total, *local = norms.psum_stacked([sums.loss, *sums.local], axes)
-    scale: Any = 1.0 / (loss.microbatches * lax.axis_size(axes))
-    if loss.weighted:
-        weight = lax.psum(sums.weight, axes)
-        scale = inverse_weight(weight)
-        metrics["weight"] = weight
-    metrics["loss"] = total * scale
+    total, *local = _reduce_gradients.psum_stacked([sums.loss, *sums.local], axes)
+    weight = lax.psum(sums.weight, axes) if loss.weighted else None
+    scale, metrics = mean_metrics(loss, total, weight, mark_scalars(aux), lax.axis_size(axes))
     if loss.local_norm:
         metrics["local"] = {"local_squared_norm": local[0] * scale}
         if loss.weighted:
-            metrics["local"]["num_pieces"] = local[1] / norms.devices_per_gradient(plan)
-    if loss.has_aux:
-        metrics["aux"] = mark_scalars(aux)
+            metrics["local"]["num_pieces"] = local[1] / _reduce_gradients.devices_per_gradient(plan)
 
     if plan.sync is not None:
-        grads, sync_state = sync_accumulated(plan, sums.grads, sync_state, scale)
+        grads, sync_state = _reduce_gradients.sync_accumulated(plan, sums.grads, sync_state, scale)
     elif plan.divides_first:
-        grads = reduce_accumulated(plan, [g * scale for g in sums.grads])
+        grads = _reduce_gradients.reduce_accumulated(plan, [g * scale for g in sums.grads])
     else:
-        grads = [g * scale for g in reduce_accumulated(plan, sums.grads)]
+        grads = [g * scale for g in _reduce_gradients.reduce_accumulated(plan, sums.grads)]
     if loss.model_state:
         model_state = _model_state.reduce_over_devices(
             inputs.model_state, model_state, unchanged, loss.reduction, axes

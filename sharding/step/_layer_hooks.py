@@ -4,7 +4,6 @@ The layers are found: what ``gather`` marks, else the bodies of scans over stack
 other parameter passes through the hook where it is first used.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,19 +19,6 @@ CALLS = ("jit", "pjit", "closed_call")
 _CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
-
-
-class Hook(NamedTuple):
-    """What the loss gets for parameter ``number``, or for a slice of it in a loop.
-
-    Attributes:
-      fetch: ``fetch(number, held)``, once for all uses in a layer.
-      tap: ``tap(number, fetched, tap)``, for each use: ``fetched``, whose gradient becomes that of
-        ``tap``.
-    """
-
-    fetch: Callable[[int, jax.Array], jax.Array]
-    tap: Callable[[int, jax.Array, jax.Array], jax.Array]
 
 
 class HookedParam(NamedTuple):
@@ -59,12 +45,16 @@ class HookedParam(NamedTuple):
 class HookedLoss:
     """A traced loss of parameters, which come first, and of other arguments."""
 
-    def __init__(self, closed: Any, hook: Hook, recompute: bool):
+    def __init__(self, closed: Any, recompute: bool, fetch: Any = None, tap: Any = None):
         """Of a trace, made while calls of ``gather`` mark arrays.
 
-        With ``recompute`` loops fetch again in the backward pass, and store what is held.
+        For parameter ``number``, or a slice of it in a loop, the loss gets ``fetch(number, held)``,
+        once for all uses in a layer, and of that for each use ``tap(number, fetched, tap)``, whose
+        gradient becomes that of ``tap``. With ``recompute`` loops fetch again in the backward pass,
+        and store what is held.
         """
-        self.closed, self.hook, self.recompute = closed, hook, recompute
+        self.closed, self.recompute = closed, recompute
+        self.fetch, self.tap = fetch, tap or (lambda number, fetched, tap: fetched)
         self.eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
 
@@ -79,7 +69,7 @@ class HookedLoss:
         return list(map(self._full, self._run(self.closed.jaxpr, self.closed.consts, args)))
 
     def _fetch(self, x: HookedParam) -> jax.Array:
-        return self.hook.fetch(x.number, x.held)
+        return self.fetch(x.number, x.held)
 
     def _full(self, x: Any) -> Any:
         """What the loss computes with."""
@@ -87,7 +77,7 @@ class HookedLoss:
             return x
         if x.dtype not in x.fetched:
             x.fetched[x.dtype] = self._fetch(x)
-        return x.moved(self.hook.tap(x.number, x.fetched[x.dtype], x.tap))
+        return x.moved(self.tap(x.number, x.fetched[x.dtype], x.tap))
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
         """The results of a jaxpr; parameters among arguments and results are ``HookedParam``.

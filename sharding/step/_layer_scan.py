@@ -14,13 +14,13 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
-from sharding.offload._streamed_layers import HostStack, scan_streamed
-from sharding.step._global_gradients import GlobalLoss
+from sharding.offload._host_memory import HostStack, scan_streamed
 from sharding.step._layer_hooks import scan_sizes
 
-# Of the index of a layer: its parameters, by number. And of their gradients, too: what to stack.
-Read = Callable[[jax.Array], dict[int, jax.Array]]
-Take = Callable[[jax.Array, dict[int, jax.Array]], Any]
+# Of the number of a loop and the index of a layer: its parameters, by number. And of their
+# gradients, too: what to stack.
+Read = Callable[[int, jax.Array], dict[int, jax.Array]]
+Take = Callable[[int, jax.Array, dict[int, jax.Array]], Any]
 
 
 class Microbatches(NamedTuple):
@@ -67,6 +67,11 @@ class LayerScan(NamedTuple):
     own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
     frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
+    # Of a loss in pieces: how layers get parameters, and the operands that micro-batches have one
+    # each of; so they have of all else.
+    loss: Any = None
+    read: Any = None
+    stacked: frozenset[int] = frozenset()
 
     @property
     def params(self) -> list[int]:
@@ -101,22 +106,17 @@ class LayerScan(NamedTuple):
         return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def forward(
-        self,
-        loss: GlobalLoss,
-        read: Read,
-        operands: dict[int, Any],
-        stacked: set[int],
-        microbatches: Microbatches,
+        self, operands: dict[int, Any], microbatches: Microbatches
     ) -> tuple[list[Any], dict[int, Any]]:
         """The results, and what enters each layer, stacked; see ``backward``."""
         carried = self.carried
 
         def step(carry: dict[int, Any], layer: jax.Array) -> tuple[dict[int, Any], Any]:
-            held = read(layer)
-            same, own = self._of_layer(layer, operands, stacked, microbatches)
+            held = self.read(self.number, layer)
+            same, own = self._of_layer(layer, operands, microbatches)
 
             def one(each: Any) -> Any:
-                out = self.layer(loss.use, held, {}, same | each)
+                out = self.layer(self.loss.use, held, {}, same | each)
                 return dict(zip(carried, out, strict=False)), out[len(carried) :]
 
             after, outs = microbatches.each(one, own | carry)
@@ -124,26 +124,23 @@ class LayerScan(NamedTuple):
 
         start = {k: operands[k] for k in carried}
         for k in carried if microbatches.dims else ():
-            if k not in stacked:
+            if k not in self.stacked:
                 start[k] = jnp.broadcast_to(start[k], (microbatches.number, *jnp.shape(start[k])))
         carry, (entered, outs) = self._scan(step, start, backward=False)
         outs = [jnp.moveaxis(x, 0, microbatches.dims) for x in outs]
         return [*carry.values(), *outs], entered
 
     def _of_layer(
-        self,
-        layer: jax.Array,
-        operands: dict[int, Any],
-        stacked: set[int],
-        microbatches: Microbatches,
+        self, layer: jax.Array, operands: dict[int, Any], microbatches: Microbatches
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """What a layer gets, but for what is carried: the same, and one each of micro-batches."""
+        dims = {k: microbatches.dims * (k in self.stacked) for k in operands}
         args = {
-            k: x if k < self.carried.start else _at(layer, x, microbatches.dims * (k in stacked))
+            k: x if k < self.carried.start else _at(layer, x, dims[k])
             for k, x in operands.items()
             if k not in self.carried
         }
-        own = {k: args.pop(k) for k in stacked & args.keys()}
+        own = {k: args.pop(k) for k in self.stacked & args.keys()}
         return args, own
 
     def _scan(self, step: Any, carry: Any, backward: bool) -> Any:
@@ -154,30 +151,24 @@ class LayerScan(NamedTuple):
 
     def backward(
         self,
-        loss: GlobalLoss,
-        read: Read,
         take: Take,
         operands: dict[int, Any],
         entered: dict[int, Any],
         cotangents: dict[int, Any],
         wanted: set[int],
-        stacked: set[int],
         microbatches: Microbatches,
     ) -> tuple[dict[int, Any], Any]:
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
         Args:
-          loss: how layers get parameters.
-          read: what devices hold of those of a layer.
           take: takes the gradients of a layer.
           operands: of the loop, those of ``carried`` perhaps absent.
           entered: what ``forward`` stacked.
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
-          stacked: the operands that micro-batches have one each of; so they have of all else.
           microbatches: how many.
         """
-        carried, dim = self.carried, microbatches.dims
+        carried, dim, stacked = self.carried, microbatches.dims, self.stacked
         entered_dim = dim * microbatches.in_turn
         inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         consts = {k: x for k, x in operands.items() if k < carried.start}
@@ -187,9 +178,9 @@ class LayerScan(NamedTuple):
 
         def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
             after, sums = carry
-            held = read(layer)
-            taps = {i: loss.tap(i, x.shape) for i, x in held.items()}
-            same, each = self._of_layer(layer, operands, stacked, microbatches)
+            held = self.read(self.number, layer)
+            taps = {i: self.loss.tap(i, x.shape) for i, x in held.items()}
+            same, each = self._of_layer(layer, operands, microbatches)
             each |= {k: _at(layer, x, entered_dim) for k, x in entered.items()}
             later = {j: _at(layer, x, dim) for j, x in of_outs.items()}
 
@@ -198,7 +189,7 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(loss.use, held, taps, args | given)
+                    outs = self.layer(self.loss.use, held, taps, args | given)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
@@ -210,7 +201,7 @@ class LayerScan(NamedTuple):
 
             dtype = microbatches.sum_dtype
             zeros = (
-                {i: loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+                {i: self.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
                 {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
             )
             (grads, given), own = microbatches.run(one, (each, after, later), zeros)
@@ -218,7 +209,7 @@ class LayerScan(NamedTuple):
             sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
             after = {k: given[k] for k in after}
             return (after, sums), (
-                take(layer, grads),
+                take(self.number, layer, grads),
                 {k: given[k] for k in wanted - consts.keys()},
             )
 

@@ -17,10 +17,10 @@ from optax_ext.traced_graph import REDUCTIONS, Graph, bind
 from sharding._types import Tree
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import is_spec, leaf_names
-from sharding.step._gather_updated import gather_shard
 from sharding.step._step_plan import StepSpec
-from sharding.step._update import NO_LOCAL_NORM, UNREAD, params_update
+from sharding.step._update import NO_LOCAL_NORM, UNREAD, gather_shard, params_update
 
 OTHERWISE = "or make the step without update='backward' (docs: how_to/fit_7b)"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -40,14 +40,14 @@ class Update(NamedTuple):
     layout: Layout
     held: list[PartitionSpec]  # of the outputs, between steps
     shards: list[PartitionSpec]  # while they are updated
+    refs: dict[int, Any]  # to stacks of parameters and state, by their numbers
+    known: dict[int, Any]  # values that layers share
 
     def grad(self, number: int) -> int:
         """The input that is the gradient of a parameter."""
         return len(self.names) + number
 
-    def ready(
-        self, values: Iterable[int], grads: Iterable[int], known: Container[int]
-    ) -> list[int]:
+    def ready(self, values: Iterable[int], grads: set[int], known: Container[int]) -> list[int]:
         """Those of some values that depend on no other gradients, and are not known."""
         bits = sum(1 << self.grad(i) for i in grads)
         reads = dict(enumerate(self.graph.reads)) | self.terms
@@ -57,43 +57,33 @@ class Update(NamedTuple):
         """An output, or the input that it replaces, as it is while it is updated."""
         return self.layout.constrain(x, self.shards[number])
 
-    def read(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+    def read(self, number: int, layer: jax.Array) -> jax.Array:
         """One layer, of shape (1, ...), in the placement between steps."""
-        return self.layout.constrain(ref[layer][None], _layer_spec(self.held[number]))
+        return self.layout.constrain(self.refs[number][layer][None], _layer_spec(self.held[number]))
 
-    def read_shard(self, number: int, ref: Any, layer: jax.Array) -> jax.Array:
+    def read_shard(self, number: int, layer: jax.Array) -> jax.Array:
         """One layer, of shape (1, ...), as it is while it is updated."""
         spec = _layer_spec(self.shards[number])
-        x = self.layout.constrain(self.read(number, ref, layer), spec)
+        x = self.layout.constrain(self.read(number, layer), spec)
         return _as_stored(self.layout, x, spec)
 
-    def store(self, number: int, ref: Any, layer: jax.Array, x: jax.Array) -> None:
+    def store(self, number: int, layer: jax.Array, x: jax.Array) -> None:
         """Replaces one layer, in the placement between steps."""
         held, shard = _layer_spec(self.held[number]), _layer_spec(self.shards[number])
         x = self.layout.constrain(x, shard)
         if held != shard:
             with jax.named_scope("gather_params"):
                 x = gather_shard(self.layout, x, shard, held)
-        ref[layer] = x[0]
+        self.refs[number][layer] = x[0]
 
     @classmethod
-    def trace(
-        cls,
-        layout: Layout,
-        spec: StepSpec,
-        opt_specs: Tree,
-        tx: Any,
-        params: Tree,
-        opt_state: Tree,
-        loss: Any,
-    ) -> "Update":
+    def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
         of_result = spec.precision.of_result
         grads = jax.tree.map(
             lambda x, t: jax.ShapeDtypeStruct(x.shape, of_result(x.dtype) if t else x.dtype),
             params,
             spec.trained,
         )
-        given: Any
         inputs, given = jax.tree.flatten((params, opt_state, grads, {"value": loss} | UNREAD))
         update_params = params_update(tx)
 
@@ -110,11 +100,11 @@ class Update(NamedTuple):
             raise ValueError(NO_LOCAL_NORM)
         terms = {v: graph.reads[v] for v in _find_terms(graph)}
         graph.set_known(terms)
-        places = [
-            jax.tree.leaves((of_params, opt_specs), is_leaf=is_spec)
+        held, shards = (
+            jax.tree.leaves((of_params, spec.opt_specs), is_leaf=is_spec)
             for of_params in (spec.placed.params, spec.placed.shards)
-        ]
-        return cls(graph, names, terms, layout, *places)
+        )
+        return cls(graph, names, terms, spec.layout, held, shards, {}, dict(graph.constants))
 
 
 def _find_terms(graph: Graph) -> list[int]:
@@ -190,11 +180,10 @@ class LayerValues(NamedTuple):
         return cls(grad, layers, sliced, [*layers.prerequisites, *early])
 
     def of_layer(
-        self, at: "LayerState", grad: jax.Array, store: Any = lambda value, x: x
+        self, update: Update, layer: jax.Array, grad: jax.Array, store: Any = lambda value, x: x
     ) -> list[jax.Array]:
         """The values of one layer; ``store(value, x)`` gets each, and what they are made of."""
-        update, refs, known, layer = at
-        values = {i: update.read_shard(i, refs[i], layer) for i in self.sliced}
+        known, values = update.known, {i: update.read_shard(i, layer) for i in self.sliced}
         values[self.grad] = grad[None]
         store(self.grad, grad[None])  # for a state that has the gradient itself
 
@@ -202,15 +191,6 @@ class LayerValues(NamedTuple):
             return known[value] if dim == UNSLICED else slice_layer(known[value], layer, dim)
 
         return self.layers.evaluate(layer, values, read, store)
-
-
-class LayerState(NamedTuple):
-    """What the update of a layer reads and writes."""
-
-    update: Update
-    refs: dict[int, Any]  # to stacks of parameters and state, by their numbers
-    known: dict[int, Any]  # values that layers share
-    layer: jax.Array  # its number
 
 
 class LayerUpdate(NamedTuple):
@@ -232,24 +212,23 @@ class LayerUpdate(NamedTuple):
             outputs, new, terms, LayerValues.find(update, number, [operand[t] for t in terms])
         )
 
-    def write(self, at: LayerState, grad: jax.Array) -> None:
+    def write(self, update: Update, layer: jax.Array, grad: jax.Array) -> None:
         """Replaces a layer of the parameter and of its state."""
-        update, refs, _, layer = at
 
         def store(value: int, x: jax.Array) -> jax.Array:
             for j in self.outputs:
                 if update.graph.outputs[j] == value:
-                    update.store(j, refs[j], layer, x)
+                    update.store(j, layer, x)
                     # Read again: XLA for CPUs would compute it again, from a copy of all layers.
-                    x = update.read_shard(j, refs[j], layer)
+                    x = update.read_shard(j, layer)
             return x
 
-        self.new.of_layer(at, grad, store)
+        self.new.of_layer(update, layer, grad, store)
 
-    def terms_of_layer(self, at: LayerState, grad: jax.Array) -> dict[int, jax.Array]:
+    def terms_of_layer(self, update: Update, layer: Any, grad: jax.Array) -> dict[int, jax.Array]:
         """The terms, reduced over one layer."""
-        values = self.reduced.of_layer(at, grad)
-        return {t: reduce(at.update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
+        values = self.reduced.of_layer(update, layer, grad)
+        return {t: reduce(update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
 
 
 def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:
@@ -272,13 +251,8 @@ def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if layout.platform != "gpu" or layout.mesh.size == 1:
         return x
     order = MemoryLayout(tuple(range(x.ndim)))
-    return jax.shard_map(
-        lambda x: with_layout_constraint(x, order),
-        mesh=None if layout.explicit_axes else layout.mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )(x)
+    stored = lambda x: with_layout_constraint(x, order)  # noqa: E731
+    return over_data_axes(layout, stored, spec, spec, layout.mesh.axis_names)(x)
 
 
 def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:

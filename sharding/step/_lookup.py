@@ -9,9 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._row_owners import RowHash, RowOwners
-from sharding.collectives._sparse_rows import Loop, SendList, SparseRows, in_rounds, unique_lookups
+from sharding.collectives._reduce_scatter import all_gather_concat
+from sharding.collectives._sparse_rows import (
+    Loop,
+    RowHash,
+    RowOwners,
+    SendList,
+    SparseRows,
+    in_rounds,
+    unique_lookups,
+)
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import of_last_dims
 from sharding.step._gather_params import GatherSpec, ParamHandle, gather, with_handles

@@ -7,14 +7,14 @@ many parameters. Operations on parameters alone belong to each piece that uses t
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, evaluate
-from sharding.collectives._dtypes import to_sum_dtype
+from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take, cast_by, cast_params
 from sharding.step._microbatches import inverse_weight
@@ -64,17 +64,17 @@ class LossPieces:
         graph: Graph,
         loops: list[LayerScan],
         microbatches: Microbatches,
+        read: Read,  # reads the parameters of a layer of a loop
     ):
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views = cast_params(graph, len(held))
         trained = {i for i, leaf in enumerate(loss.leaves) if leaf.trained}
         self._trained = sum(1 << i for i in trained)
         self._outside = trained.difference(*(loop.params for loop in loops))
-        self._of_batch = {i for i in range(len(held), len(graph.types)) if self._is_input(i)}
+        known = graph.producer.keys() | graph.constants.keys()
+        self._of_batch = set(range(len(held), len(graph.types))) - known
+        loops = [loop._replace(loss=loss, read=read) for loop in loops]
         self.pieces = self._divide({loop.eqn.results: loop for loop in loops})
-
-    def _is_input(self, value: int) -> bool:
-        return value not in self.graph.producer and value not in self.graph.constants
 
     def _is_active(self, value: int) -> bool:
         """Whether the derivative passes through a value."""
@@ -128,7 +128,8 @@ class LossPieces:
             own = steps[start:end]
             loop = loops.get(own[0].results) if own else None
             if loop is not None:
-                values = list(loop.others.values())
+                stacked = frozenset(k for k, v in loop.others.items() if v in of_batch)
+                loop, values = loop._replace(stacked=stacked), list(loop.others.values())
             elif end == len(steps):
                 values = list(graph.outputs)
             else:
@@ -140,31 +141,18 @@ class LossPieces:
             equations, _ = graph.needed(roots, known)
             read = {v for eqn in equations for v in eqn.operands}.union(roots)
             complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-            pieces.append(
-                Piece(
-                    [*equations, *printed],
-                    sorted(read & self._views.keys()),
-                    sorted(read & before),
-                    values,
-                    loop,
-                    complete,
-                )
-            )
+            reads = sorted(read & self._views.keys()), sorted(read & before)
+            pieces.append(Piece([*equations, *printed], *reads, values, loop, complete))
         return pieces
 
     # --- Forward ----------------------------------------------------------------------------------
 
     def forward(
-        self,
-        read: Sequence[Read],
-        arguments: Callable[[Any, Any], Any],
-        model_state: Any,
-        each: Any,
+        self, arguments: Callable[[Any, Any], Any], model_state: Any, each: Any
     ) -> tuple[Any, ForwardPass]:
         """The results of the loss, stacked except for the model state; and for the backward pass.
 
         Args:
-          read: reads the parameters of a layer of each loop.
           arguments: of a model state and one of ``each``: those of the loss.
           model_state: the first.
           each: of the micro-batches, stacked if there are several.
@@ -172,7 +160,7 @@ class LossPieces:
         many = self.microbatches
         if many.number == 1 or not many.in_turn:
             args = many.each(lambda x: jax.tree.leaves(arguments(model_state, x)), each)
-            values, pieces = self._earlier(read, args, many)
+            values, pieces = self._earlier(args, many)
             each = {v: values[v] for v in self.pieces[-1].given}
             values = self._kept(values)
         if many.number == 1:
@@ -183,7 +171,7 @@ class LossPieces:
             (model_state, sums), kept = carry, None
             if many.in_turn:
                 args = jax.tree.leaves(arguments(model_state, x))
-                x, pieces = self._earlier(read, args, many._replace(number=1))
+                x, pieces = self._earlier(args, many._replace(number=1))
                 kept = self._kept(x), pieces
             (total, weight, model_state, more), cotangents, grads = self._last(x)
             for i, g in grads.items():
@@ -208,19 +196,14 @@ class LossPieces:
     def _kept(self, values: dict[int, Any]) -> dict[int, Any]:
         return {v: values[v] for piece in self.pieces[:-1] for v in piece.given}
 
-    def _earlier(
-        self, read: Sequence[Read], args: Any, microbatches: Microbatches
-    ) -> tuple[dict[int, Any], list[Any]]:
+    def _earlier(self, args: Any, microbatches: Microbatches) -> tuple[dict[int, Any], list[Any]]:
         """The values of all pieces but the last, and what each stores."""
         values = dict(zip(range(len(self.held), len(self.graph.types)), args, strict=False))
         pieces: list[Any] = []
         for piece in self.pieces[:-1]:
             if piece.loop is not None:
                 operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                loop = piece.loop
-                outs, kept = loop.forward(
-                    self.loss, read[loop.number], operands, self._stacked(loop), microbatches
-                )
+                outs, kept = piece.loop.forward(operands, microbatches)
             elif self._stores_derivatives:
                 outs, kept = self._derivative(
                     piece, values, set(filter(self._is_active, piece.values))
@@ -243,10 +226,6 @@ class LossPieces:
         seed = inverse_weight(jnp.asarray(weight, total.dtype))
         grads, cotangents = derivative({last.values[0]: seed})
         return results, cotangents, self._by_param(grads)
-
-    def _stacked(self, loop: LayerScan) -> set[int]:
-        """The operands that micro-batches have one each of."""
-        return {k for k, v in loop.others.items() if v in self._of_batch}
 
     def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[int, jax.Array]:
         """What is differentiated in the place of parameters: zeros."""
@@ -287,14 +266,11 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(
-        self, read: Sequence[Read], take: Sequence[Take], kept: ForwardPass, visit: Visit
-    ) -> None:
+    def backward(self, take: Take, kept: ForwardPass, visit: Visit) -> None:
         """Runs the pieces backward.
 
         Args:
-          read: reads the parameters of a layer of each loop.
-          take: takes the gradients of a layer of each loop.
+          take: takes the gradients of a layer of a loop.
           kept: by the forward pass.
           visit: called with each piece when it has run.
         """
@@ -306,22 +282,14 @@ class LossPieces:
                 if piece.loop is None:
                     more, given = self._backward(piece, kept, kept.pieces[k], own)
                 else:
-                    more, given, taken = self._loop_backward(
-                        piece,
-                        kept,
-                        kept.pieces[k],
-                        own,
-                        read[piece.loop.number],
-                        take[piece.loop.number],
-                    )
+                    of_loop = piece, kept, kept.pieces[k], own
+                    more, given, taken = self._loop_backward(*of_loop, take)
                 _add_to(grads, self._by_param(more))
                 _add_to(cotangents, given)
             complete = {i: grads.pop(i) for i in piece.complete}
             cotangents = visit(complete, taken, cotangents)
 
-    def _backward(
-        self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any
-    ) -> tuple[Any, Any]:
+    def _backward(self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any) -> Any:
         if derivative is not None:
             return derivative(own)
         held = {i: self.held[i] for i in {self._views[v][0] for v in piece.params}}
@@ -335,7 +303,7 @@ class LossPieces:
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
     def _loop_backward(
-        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, read: Read, take: Take
+        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, take: Take
     ) -> tuple[Any, Any, Any]:
         loop = piece.loop
         assert loop is not None
@@ -343,14 +311,11 @@ class LossPieces:
         operands = dict(zip(others, self._run(piece, {}, kept.values), strict=True))
         active = {k for k, v in others.items() if self._is_active(v)}
         found, taken = loop.backward(
-            self.loss,
-            read,
             take,
             {k: x for k, x in operands.items() if k not in carried},
             entered,
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
-            self._stacked(loop),
             self.microbatches,
         )
         cotangents: dict[int, Any] = {}

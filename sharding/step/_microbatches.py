@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import Batch, Tree
-from sharding.collectives._dtypes import to_sum_dtype
-from sharding.step import _model_state, _noise_scale_norms
-from sharding.step._loss import Inputs, Loss, device_args
-from sharding.step._loss_params import call_loss, differentiated, gradient_shape
-from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
+from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.step import _model_state
+from sharding.step._loss import Inputs, Loss, call_loss, device_args, differentiated, gradient_shape
+from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch, squares
 from sharding.step._step_plan import IN_PLACE, StepPlan
 
 _AD: Any = jax.ad
@@ -25,7 +24,7 @@ class Sums(NamedTuple):
 
     loss: jax.Array
     weight: jax.Array
-    local: list[jax.Array]  # as _noise_scale_norms.squares returns them
+    local: list[jax.Array]  # as squares returns them
     grads: list[jax.Array]  # of trained parameters
 
 
@@ -107,7 +106,7 @@ class _Device:
         local: list[jax.Array] = []
         if loss.local_norm:
             with jax.named_scope("local_norm"):
-                local = _noise_scale_norms.squares(plan, grads, weight if loss.weighted else None)
+                local = squares(plan, grads, weight if loss.weighted else None)
         if sums is not None:
             after = [i for i, sink in enumerate(sinks) if sink is _RETURNED]
             # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import DType, Tree
-from sharding.collectives._dtypes import to_sum_dtype
+from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.placement._specs import KeyPath, path_str
 
 REDUCTIONS = ("mean", "sum", "same")
@@ -30,7 +30,6 @@ def check_reduction(reduction: Tree) -> None:
 
 def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
     """The new state in the dtypes of the old one, and which leaves the loss returned unchanged."""
-    expected: Any
     expected, structure = jax.tree.structure(old), jax.tree.structure(new)
     if structure != expected:
         raise ValueError(
@@ -39,7 +38,7 @@ def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
             f"{expected}, found {structure}."
         )
     unchanged = jax.tree.map(lambda x, y: x is y, old, new)
-    return jax.tree_util.tree_map_with_path(_as, old, new), jax.tree.leaves(unchanged)
+    return jax.tree.map_with_path(_as, old, new), jax.tree.leaves(unchanged)
 
 
 # Kinds of numbers: one is stored as the same kind, or one further down.
@@ -79,7 +78,7 @@ def reduce_over_devices(
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))
     except ValueError as error:
         raise ValueError(f"model_state_reduction does not match the model state: {error}") from None
-    for (path, x), kind in zip(jax.tree_util.tree_leaves_with_path(old), kinds, strict=True):
+    for (path, x), kind in zip(jax.tree.leaves_with_path(old), kinds, strict=True):
         if kind == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
             raise ValueError(
                 f"model_state_reduction: {path_str(path)!r} is {x.dtype}, of which there is no sum."

@@ -24,12 +24,14 @@ IN_PLACE = jax.__version_info__ >= (0, 11)
 class StepSpec(NamedTuple):
     """The placement, training and synchronization of parameters; trees as the parameters."""
 
+    layout: Layout
     precision: Precision
     placed: Placement
     trained: Any  # bools, whether each parameter has a gradient
     # Makes the mean of gradients, in place of a sum: over the replica axes if there are any, else
     # over the axes of shards.
     sync: GradientSync | None = None
+    opt_specs: Any = None  # of the optimizer state
 
 
 class ParamPlan(NamedTuple):
@@ -120,7 +122,6 @@ class StepPlan:
 
 
 def plan_step(
-    layout: Layout,
     spec: StepSpec,
     params: Tree,
     sync_has_state: bool,
@@ -130,7 +131,7 @@ def plan_step(
     reduce_in_backward: bool = True,
 ) -> StepPlan:
     """The plan of a step with one loss of the tree of parameters and ``args``, in types."""
-    treedef: Any = jax.tree.structure(params)
+    layout, treedef = spec.layout, jax.tree.structure(params)
     flat = zip(
         leaf_names(params),
         jax.tree.leaves(params),

@@ -17,15 +17,12 @@ from sharding.sync import GradientSync, SyncedState, resize
 # --- Arrays with a row for every device -----------------------------------------------------------
 
 
-def local_gradients(
-    layout: Layout, params: Tree, placed: Placement
-) -> dict[str, jax.ShapeDtypeStruct]:
+def local_gradients(layout: Layout, params: Tree, placed: Placement) -> dict[str, Any]:
     """The types of the gradients that a device passes to the sync, by the names of parameters.
 
     They are unsharded over the data axes, with replicas sharded over those of shards; of a
     parameter that other axes shard they are the device's block.
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     specs, dims = map(treedef.flatten_up_to, (placed.params, placed.dims))
     types = {}
@@ -147,7 +144,7 @@ def _type(x: Array) -> tuple[tuple[int, ...], str]:
 
 
 def _described(state: Tree) -> str:
-    flat = jax.tree_util.tree_leaves_with_path(state)
+    flat = jax.tree.leaves_with_path(state)
     return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 
 
@@ -155,7 +152,7 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
     """The sum of the residuals of all devices, a tree as the parameters; None if there are none."""
     errors = {
         path[-2].key: x
-        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        for path, x in jax.tree.leaves_with_path(state)
         if getattr(path[-1], "key", None) == "error"
     }
     if not errors:
@@ -175,7 +172,6 @@ def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement)
             return jnp.concatenate(list(error), axis=dim)
         return jnp.sum(error, axis=0)
 
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     dims = treedef.flatten_up_to(placed.dims)
 

@@ -1,21 +1,21 @@
 """The loss of one device, traced once, and how it uses its parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
 from sharding._user_line import line_of
 from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
-from sharding.step._branches_by_device import collective_in, diverging
 from sharding.step._gather_params import CALL, marking
-from sharding.step._layer_hooks import MOVES, Hook, HookedLoss, HookedParam
+from sharding.step._layer_hooks import MOVES, HookedLoss, HookedParam
 
 # Operations on one array, and perhaps indices, whose results are parts of it ...
 _PARTS = {"dynamic_slice", "slice", "split"}
@@ -63,7 +63,6 @@ class TracedLoss:
           ValueError: if devices could wait for each other in a collective of the loss.
         """
         self.layout = layout
-        treedef: Any
         types, treedef = jax.tree.flatten(params)
         self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
         # Of each parameter, the dims that other axes shard, counted from the end.
@@ -71,7 +70,6 @@ class TracedLoss:
             [d - x.ndim for d, entry in enumerate(spec) if entry]
             for x, spec in zip(types, self.specs, strict=True)
         ]
-        structure: Any
         flat, structure = jax.tree.flatten(args)
 
         def call(params: list[Any], *flat: Any) -> list[Any]:
@@ -145,13 +143,10 @@ class TracedLoss:
 class DeviceHooks(HookedLoss):
     """A traced loss of one device: what is made of shards alone stays sharded."""
 
-    def __init__(
-        self, loss: TracedLoss, fetch: Callable[[HookedParam], jax.Array], recompute: bool
-    ):
+    def __init__(self, loss: TracedLoss, fetch: Callable[[HookedParam], Any], recompute: bool):
         """``fetch`` makes what is held unsharded, in its ``dtype``; gradients arrive at the tap."""
-        as_held = Hook(lambda _, held: held, lambda _, full, tap: full)
-        super().__init__(loss.closed, as_held, recompute)
-        self.loss, self.fetch = loss, fetch
+        super().__init__(loss.closed, recompute, fetch)
+        self.loss = loss
         self.fetches: list[Fetch] = []
 
     def _fetch(self, x: HookedParam) -> jax.Array:
@@ -289,3 +284,86 @@ def _sharded_dim(eqn: Any, dim: int, named_dims: list[int]) -> int | None:
     if any(place(d) != d for d in named_dims if -d <= len(before)):
         return None
     return place(dim) if dim else 0
+
+
+# --- Branches, loops and slices of devices by their own data: predicates and places that differ ---
+
+# Their results are the same on all devices of their axes.
+_COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+
+
+def collective_in(jaxpr: Jaxpr, apart: set[int], inside: bool = False) -> str | None:
+    """The name of a collective in an equation that diverges; some devices would wait in it."""
+    for eqn in jaxpr.eqns:
+        name: str | None = eqn.primitive.name
+        if inside and name in _COLLECTIVES | {"reduce_scatter", "all_to_all", "ppermute"}:
+            return name
+        for sub in inner_jaxprs(eqn):
+            name = collective_in(sub, apart, inside or id(eqn) in apart)
+            if name:
+                return name
+    return None
+
+
+def diverging(jaxpr: Jaxpr, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
+    """The ids of all equations whose predicate or place differs over ``axes``, as inputs do."""
+    apart: set[int] = set()
+    _outputs_vary(jaxpr, list(varies), set(axes), apart)
+    return apart
+
+
+def _outputs_vary(jaxpr: Jaxpr, varies: list[bool], axes: set[str], apart: set[int]) -> list[bool]:
+    """Whether each output of a jaxpr differs; adds the equations that diverge to ``apart``."""
+    known = dict(zip(jaxpr.invars, varies, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [not isinstance(x, Literal) and known.get(x, False) for x in eqn.invars]
+        known |= zip(eqn.outvars, _results_vary(eqn, operands, axes, apart), strict=True)
+    return [not isinstance(x, Literal) and known.get(x, False) for x in jaxpr.outvars]
+
+
+def _results_vary(eqn: Any, varies: list[bool], axes: set[str], apart: set[int]) -> list[bool]:
+    name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "dynamic_slice" and any(varies[1:]):
+        apart.add(id(eqn))
+    if name == "axis_index":
+        return [True]
+    if name in _COLLECTIVES:
+        over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        same = axes <= set(over if isinstance(over, tuple) else (over,))
+        return [any(varies) and not same] * count
+    if name == "cond":
+        branches = [_outputs_vary(b, varies[1:], axes, apart) for b in inner_jaxprs(eqn)]
+        if varies[0]:
+            apart.add(id(eqn))
+        return [varies[0] or any(out) for out in zip(*branches, strict=True)]
+    if name == "while":
+        cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
+        # constants of the predicate, constants of the body, what is carried
+        first, second = len(cond.invars) - count, len(body.invars) - count
+        carried, stops, again = varies[first + second :], False, True
+        while again:
+            stops = _outputs_vary(cond, varies[:first] + carried, axes, apart)[0]
+            new = _outputs_vary(body, varies[first : first + second] + carried, axes, apart)
+            new = [a or b or stops for a, b in zip(carried, new, strict=True)]
+            again, carried = new != carried, new
+        if stops:
+            apart.add(id(eqn))
+        return carried
+    sizes = len(varies), count
+    inner = [f for f in inner_jaxprs(eqn) if (len(f.invars), len(f.outvars)) == sizes]
+    if not inner:
+        return [any(varies)] * count
+    called: Any = inner[0]
+    outs = _outputs_vary(called, varies, axes, apart)
+    if name != "scan":
+        return outs
+    # What is carried has as many dims in the body; what is sliced or stacked has one less.
+    xs = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.invars, called.invars, strict=True))
+    ys = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.outvars, called.outvars, strict=True))
+    start, stop = len(varies) - xs - (count - ys), len(varies) - xs
+    while True:
+        after = [a or b for a, b in zip(varies[start:stop], outs[: count - ys], strict=True)]
+        if after == varies[start:stop]:
+            return outs
+        varies = varies[:start] + after + varies[stop:]
+        outs = _outputs_vary(called, varies, axes, apart)

@@ -9,38 +9,24 @@ import functools
 from typing import Any
 
 import jax
-import optax
 from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
+from sharding.placement import _train_state
 from sharding.placement._layout import Layout
-from sharding.placement._on_mesh import no_mesh, on_mesh
-from sharding.placement._train_state import (
-    model_state_of,
-    params_of,
-    parts,
-    resolve_trainable,
-    with_model_state,
-)
+from sharding.placement._on_mesh import on_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
-from sharding.step._checks import check_alive, check_not_streamed, check_placed
+from sharding.step import _update
+from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, Loss
-from sharding.step._noise_scale_norms import num_local_gradients
 from sharding.step._placed_state import places
+from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update import (
-    NO_LOCAL_NORM,
-    UNREAD,
-    global_norm,
-    shard_update,
-    update,
-    update_traits,
-)
 from sharding.step._update_in_backward import check_alone, update_in_backward
 
 
@@ -82,8 +68,9 @@ class TrainStep(CompiledStep):
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
-        trained = resolve_trainable(params_of(selected), self.trainable)
-        spec = StepSpec(self.zero.precision, placed, trained, self.zero.sync)
+        trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
+        zero = self.zero
+        spec = StepSpec(layout, zero.precision, placed, trained, zero.sync, opt_specs)
 
         def out_shardings(out: Tree) -> Any:
             metrics = layout.output_shardings(out[1])
@@ -93,8 +80,7 @@ class TrainStep(CompiledStep):
                 )
             return shardings, metrics
 
-        step = functools.partial(self.step, spec=spec, opt_specs=opt_specs)
-        run = on_mesh(layout, step, out_shardings)
+        run = on_mesh(layout, functools.partial(self.step, spec), out_shardings)
         ins: tuple[Any, ...] = shardings, layout.batch_shardings(batch), None, layout.replicated
         outs: tuple[Any, Any] = shardings, None
         if copies is not None:
@@ -104,51 +90,50 @@ class TrainStep(CompiledStep):
 
     def step(
         self,
+        spec: StepSpec,
         layout: Layout,
         state: Tree,
         batch: Batch,
         key: Any,
         passed: Any,
         copied: Any = None,
-        *,
-        spec: StepSpec,
-        opt_specs: Tree,
     ) -> tuple[Any, dict[str, Any]]:
         """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
+        spec = spec._replace(layout=layout)
         check_passed(passed, self.model_state)
         key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
-        own = model_state_of(state, self.model_state)
+        own = _train_state.model_state_of(state, self.model_state)
         inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         if self.updates_in_backward:
             new, metrics, changed = update_in_backward(
-                layout, spec, opt_specs, self.loss, state, inputs, self.tx, self.grad_norm
+                spec, self.loss, state, inputs, self.tx, self.grad_norm
             )
             return self._with_model_state(new, metrics, changed, layout)
-        params, opt_state, tx = parts(state, self.tx)
-        plain = shard_update(layout, spec.placed, tx)
+        params, opt_state, tx = _train_state.parts(state, self.tx)
+        plain = _update.shard_update(spec, tx)
         # Evaluated with arguments of the same types, it is not traced again.
         transform: Any = jax.jit(functools.partial(plain, num_pieces=2), inline=True)
-        traits = update_traits(transform, params, opt_state, spec.precision, spec.trained)
+        traits = _update.update_traits(spec, transform, params, opt_state)
 
         loss = self.loss._replace(local_norm=traits.local_norm)
         if traits.local_norm and layout.view == "global":
-            raise ValueError(NO_LOCAL_NORM)
+            raise ValueError(_update.NO_LOCAL_NORM)
         early = traits.sums and layout.stage in (1, 2)
-        reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
+        reduced = gradients(spec, loss, params, inputs, sync_state, early)
 
         metrics = reduced.metrics
         if traits.local_norm:
             num = num_local_gradients(layout, self.microbatches)
             transform = functools.partial(plain, num_pieces=num)
-        arrays = UNREAD | {"value": metrics["loss"]} | metrics.pop("local", {})
+        arrays = _update.UNREAD | {"value": metrics["loss"]} | metrics.pop("local", {})
         transform = functools.partial(transform, arrays)
         if self.grad_norm:
-            metrics["grad_norm"] = global_norm(layout, reduced.grads, spec.placed)
+            metrics["grad_norm"] = _update.global_norm(spec, reduced.grads)
         if copied is not None:
             # Without an order of copies and update, XLA duplicates what both access.
             state, _ = jax.lax.optimization_barrier((state, copied))
-        new = update(layout, spec, opt_specs, state, reduced.grads, transform, reduced.shards)
+        new = _update.update(spec, state, reduced.grads, transform, reduced.shards)
         new, metrics = self._with_model_state(new, metrics, reduced.model_state, layout)
         return join_sync_state(new, reduced.sync_state), metrics
 
@@ -161,31 +146,5 @@ class TrainStep(CompiledStep):
             specs = jax.tree.map(lambda _: PartitionSpec(), model_state)
             metrics["model_state"] = layout.constrain(model_state, specs)
         elif self.model_state:
-            new = with_model_state(new, self.model_state, model_state)
+            new = _train_state.with_model_state(new, self.model_state, model_state)
         return new, metrics
-
-
-def apply_gradients(
-    zero: Any,
-    state: Tree,
-    grads: Tree,
-    tx: optax.GradientTransformation | None,
-    trainable: Tree,
-    param_specs: Tree,
-    extra_args: dict[str, Any] | None,
-) -> Any:
-    check_not_streamed(zero)
-    check_alive(state, grads=grads, extra_args=extra_args)
-    state = zero._layout.place_scalars(state)
-    shardings, placed, opt_specs = places(zero, state, tx, param_specs)
-    trained = resolve_trainable(params_of(state), trainable)
-    spec = StepSpec(zero.precision, placed, trained, zero.sync)
-
-    def run(layout: Layout, state: Tree, grads: Tree, extra_args: Any) -> Any:
-        state, sync_state = split_sync_state(state)
-        transform = functools.partial(shard_update(layout, placed, parts(state, tx)[2]), extra_args)
-        new = update(layout, spec, opt_specs, state, grads, transform)
-        return join_sync_state(new, sync_state)
-
-    with no_mesh():
-        return on_mesh(zero._layout, run, lambda _: shardings)(state, grads, extra_args or {})

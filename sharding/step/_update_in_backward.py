@@ -7,7 +7,6 @@ of all gradients, as on their norm, a first backward pass computes these. All of
 view: refs hold the arrays of all devices, and the update is of their shards.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,25 +17,15 @@ from jax import lax
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding._user_line import line_of
-from sharding.collectives._dtypes import to_sum_dtype
-from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.offload._streamed_layers import HostStack
+from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
-from sharding.step import _model_state
+from sharding.step import _global_gradients, _model_state
 from sharding.step._gather_params import marking
-from sharding.step._gather_updated import gather_updated
-from sharding.step._global_gradients import (
-    GlobalLoss,
-    join_rows,
-    mean_metrics,
-    names_types,
-    split_rows,
-)
 from sharding.step._layer_scan import Microbatches, cast_params, find_loops
 from sharding.step._layer_updates import (
     OTHERWISE,
-    LayerState,
     LayerUpdate,
     Update,
     by_layer,
@@ -45,6 +34,7 @@ from sharding.step._layer_updates import (
 from sharding.step._loss import Inputs, Loss
 from sharding.step._loss_pieces import ForwardPass, LossPieces
 from sharding.step._step_plan import StepSpec
+from sharding.step._update import gather_updated
 
 
 def check_alone(zero: Any, snapshot: Any) -> None:
@@ -66,35 +56,29 @@ def check_alone(zero: Any, snapshot: Any) -> None:
 
 
 def update_in_backward(
-    layout: Layout,
-    spec: StepSpec,
-    opt_specs: Tree,
-    loss: Loss,
-    state: Tree,
-    inputs: Inputs,
-    tx: Any,
-    grad_norm: bool,
+    spec: StepSpec, loss: Loss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
-    params, opt_state, tx = parts(state, tx)
-    treedef: Any
+    layout, (params, opt_state, tx) = spec.layout, parts(state, tx)
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
 
     # What is to be computed: the loss in pieces, and the update as a graph.
-    run = GlobalLoss(layout, spec, loss.fn, params)
+    run = _global_gradients.GlobalLoss(spec, loss.fn, params)
     cast = run.cast(leaves)
-    each, arguments = split_rows(layout, loss, inputs)
+    each, arguments = _global_gradients.split_rows(layout, loss, inputs)
     first = jax.tree.map(lambda x: x[0], each) if loss.microbatches > 1 else each
     args = arguments(inputs.model_state, first)
     traced = _trace_loss(layout, loss, treedef.unflatten(cast), args)
     loops = find_loops(traced, trained)
     value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
-    update = Update.trace(layout, spec, opt_specs, tx, params, opt_state, value)
+    update = Update.trace(spec, tx, params, opt_state, value)
     graph, given = update.graph, [*leaves, *jax.tree.leaves(opt_state)]
+    refs, values = update.refs, update.known
+    values |= enumerate(given)
     stacks = [by_layer(update, loop.params) for loop in loops]
     outside = set(range(len(leaves))).difference(*stacks)
-    refs = _make_refs(update, given, stacks, outside)
+    refs |= _make_refs(update, given, stacks, outside)
     loops = [
         loop.of(stack)._replace(streamed=_host_stacks(stack, refs))
         for loop, stack in zip(loops, stacks, strict=True)
@@ -102,7 +86,12 @@ def update_in_backward(
     ]
     in_turn = bool(jax.tree.leaves(inputs.model_state))
     microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
-    pieces = LossPieces(run, cast, traced, loops, microbatches)
+
+    def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
+        held = {i: update.read(i, layer) for i in stacks[index]}
+        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
+
+    pieces = LossPieces(run, cast, traced, loops, microbatches, read)
     if not loops and not any(piece.complete for piece in pieces.pieces[1:]):
         raise ValueError(
             "update='backward' found no layers in the loss: the backward pass completes all "
@@ -118,37 +107,30 @@ def update_in_backward(
         """In the dtype that the transformation gets."""
         return x.astype(graph.types[update.grad(i)].dtype)
 
-    def read(index: int, layer: jax.Array) -> dict[int, jax.Array]:
-        held = {i: update.read(i, refs[i], layer) for i in stacks[index]}
-        return {i: x[0].astype(cast[i].dtype) for i, x in held.items()}
-
     def write(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
         """Updates a layer; returns its terms, none, and the sum of its squares."""
         grads = {i: gradient(i, x) for i, x in grads.items()}
         with jax.named_scope("update"):
             for i, one in stacks[index].items():
-                one.write(LayerState(update, refs, values, layer), grads[i])
+                one.write(update, layer, grads[i])
         return {}, _squares(grads if grad_norm else {})
 
     def sum_up(index: int, layer: jax.Array, grads: dict[int, jax.Array]) -> Any:
         """Returns the terms of a layer."""
         terms: dict[int, jax.Array] = {}
         for i, one in stacks[index].items():
-            at = LayerState(update, refs, values, layer)
-            terms |= one.terms_of_layer(at, gradient(i, grads[i]))
+            terms |= one.terms_of_layer(update, layer, gradient(i, grads[i]))
         return terms, _squares({})
 
     with jax.named_scope("loss_and_grad"):
-        reads = [functools.partial(read, k) for k in range(len(stacks))]
-        results, kept = pieces.forward(reads, arguments, inputs.model_state, each)
+        results, kept = pieces.forward(arguments, inputs.model_state, each)
     total, weight, model_state, aux = results
     total, weight = jnp.sum(to_sum_dtype(total)), to_sum_dtype(weight)
     weight = jnp.sum(weight.astype(jnp.promote_types(weight.dtype, total.dtype)))
-    aux = join_rows(layout, inputs.batch, aux) if loss.microbatches > 1 else aux
-    _, metrics = mean_metrics(loss, total, weight, aux)
+    aux = _global_gradients.join_rows(layout, inputs.batch, aux) if loss.microbatches > 1 else aux
+    _, metrics = _global_gradients.mean_metrics(loss, total, weight, aux)
     # State in host memory that no loop streams.
     whole = [j for j, x in enumerate(given) if on_host(x) and j not in refs]
-    values = graph.constants | dict(enumerate(given))
     values |= {j: jax.device_put(given[j], DEVICE) for j in whole}
     values |= {i: update.shard(i, leaves[i]) for i in outside if trained[i]}
     values[update.grad(len(leaves) + 1)] = metrics["loss"]
@@ -156,9 +138,7 @@ def update_in_backward(
     zeros = {i: jnp.zeros_like(leaves[i]) for i in outside - used}
     values |= {update.grad(i): gradient(i, x) for i, x in zeros.items()}
 
-    def backward(
-        kept: ForwardPass, take: Any, targets: Iterable[int]
-    ) -> tuple[dict[int, Any], Any]:
+    def backward(kept: ForwardPass, take: Any, wanted: Iterable[int]) -> tuple[dict[int, Any], Any]:
         """Values of the update, each computed as soon as its gradients are; all squares."""
         found: dict[int, Any] = {}
         known, complete, squares = dict(values), set(zeros), [jnp.zeros(())]
@@ -170,7 +150,7 @@ def update_in_backward(
             squares.extend([_squares(grads), jnp.sum(of_layers)])
             known.update({update.grad(i): x for i, x in grads.items()})
             complete.update(grads)
-            ready = update.ready(targets, complete, found)
+            ready = update.ready(wanted, complete, found)
             with jax.named_scope("update"):
                 evaluate(graph.needed(ready, known)[0], known)
             new = {v: known[v] for v in ready}
@@ -181,8 +161,7 @@ def update_in_backward(
             return cotangents
 
         with jax.named_scope("loss_and_grad"):
-            takes = [functools.partial(take, k) for k in range(len(stacks))]
-            pieces.backward(reads, takes, kept, visit)
+            pieces.backward(take, kept, visit)
         return found, sum(squares)
 
     if update.terms:
@@ -205,8 +184,8 @@ def update_in_backward(
     }
     new |= {j: update.shard(j, found[v]) for j, v in new_of.items()}
     new |= {j: jax.device_put(new[j], HOST) for j in whole}
-    new |= _gathered(layout, spec, params, new, outside)
-    structure: Any = jax.tree.structure((params, opt_state))
+    new |= _gathered(spec, params, new, outside)
+    structure = jax.tree.structure((params, opt_state))
     params, opt_state = structure.unflatten(new[j] for j in sorted(new))
     if isinstance(state, tuple):
         return (params, opt_state), metrics, model_state
@@ -215,16 +194,15 @@ def update_in_backward(
 
 
 def _gathered(
-    layout: Layout, spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
+    spec: StepSpec, params: Tree, new: dict[int, Any], outside: set[int]
 ) -> dict[int, jax.Array]:
     """New parameters outside of loops, as they are between steps; the old ones if untrained."""
-    treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     with jax.named_scope("gather_params"):
         shards = treedef.unflatten(new[i] for i in range(len(leaves)))
         own = treedef.unflatten(t and i in outside for i, t in enumerate(trained))
-        gathered = jax.tree.leaves(gather_updated(layout, shards, params, spec.placed, own))
+        gathered = jax.tree.leaves(gather_updated(spec, shards, params, own))
     return {i: gathered[i] if trained[i] else leaves[i] for i in outside}
 
 
@@ -260,7 +238,6 @@ def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[H
 
 def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
-    given: Any
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     inputs, given = jax.tree.flatten((types, *args))
 
@@ -275,7 +252,7 @@ def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
         with marking():
             return Graph(run, inputs, [True] * len(inputs), exact=True)
     except ValueError as error:
-        if not names_types(layout, error):
+        if not _global_gradients.names_types(layout, error):
             raise
         raise ValueError(
             "the loss names Explicit axes in types, as by out_sharding or reshard, and "

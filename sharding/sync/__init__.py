@@ -1,14 +1,14 @@
 """Gradient sync methods: dense, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
 
 from sharding.sync._agsparse import agsparse as agsparse
-from sharding.sync._as_transformation import SyncedState as SyncedState
-from sharding.sync._as_transformation import resize as resize
-from sharding.sync._as_transformation import transformation as transformation
 from sharding.sync._by_path import by_path as by_path
 from sharding.sync._dense import dense as dense
 from sharding.sync._interface import GradientSync as GradientSync
 from sharding.sync._interface import RowMethod as RowMethod
+from sharding.sync._interface import SyncedState as SyncedState
 from sharding.sync._interface import SyncState as SyncState
+from sharding.sync._interface import resize as resize
+from sharding.sync._interface import transformation as transformation
 from sharding.sync._powersgd import powersgd as powersgd
 from sharding.sync._qsgd import qsgd as qsgd
 from sharding.sync._sparsity import Choice as Choice

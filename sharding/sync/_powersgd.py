@@ -8,7 +8,7 @@ from jax import lax
 
 from optax_ext import FactoringRule, last_two_dims
 from sharding._types import Array, Tree
-from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
+from sharding.collectives._map_arrays import sum_dtype, to_sum_dtype
 from sharding.placement._matrix_form import MatrixForm
 from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method
@@ -105,9 +105,7 @@ def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
     return Method(init, sliced(all_reduce))
 
 
-def _power_iteration(
-    m: jax.Array, q: jax.Array, axes: Axes
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _power_iteration(m: jax.Array, q: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
     """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
     # Orthonormal bases: for a zero or dependent column any, never NaN.
     basis, _ = jnp.linalg.qr(q)

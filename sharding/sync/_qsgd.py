@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._all_gather import all_gather_concat
-from sharding.collectives._dtypes import to_sum_dtype
-from sharding.collectives._quantize_blocks import dequantize, quantize
+from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._reduce_scatter import all_gather_concat, dequantize, quantize
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import GradientSync, StepContext, by_size, stateless

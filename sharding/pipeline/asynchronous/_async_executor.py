@@ -1,25 +1,20 @@
 """The executor of asynchronous pipelines: updates in the loop over ticks, versions in slots."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from sharding._types import OptState
-from sharding.pipeline._executor import (
-    Column,
-    Executor,
-    Params,
-    Result,
-    Totals,
-    read,
-    write,
-)
+from sharding._types import Array, OptState, Tree
+from sharding.pipeline import _executor
 from sharding.pipeline._instructions import Code
+from sharding.pipeline._layers import StageRows
 from sharding.pipeline._operations import Op
 from sharding.pipeline._stage import LayerParams
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
@@ -29,7 +24,7 @@ Parts = tuple[Any, Any]  # the layers, and the shared parameters
 
 
 @dataclasses.dataclass
-class AsyncExecutor(Executor):
+class AsyncExecutor(_executor.Executor):
     """One stage of an asynchronous pipeline, which trains all of its parameters."""
 
     schedule: AsyncSchedule
@@ -39,8 +34,8 @@ class AsyncExecutor(Executor):
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
-        self, opt_state: OptState, tables: Sequence[Column]
-    ) -> tuple[Parts, Any, Totals]:
+        self, opt_state: OptState, tables: Sequence[_executor.Column]
+    ) -> tuple[Parts, Any, _executor.Totals]:
         """Runs all ticks from a state of this stage: its last parameters and state, and totals."""
         buffers = self._empty_buffers()
         self._check_residuals()
@@ -54,13 +49,13 @@ class AsyncExecutor(Executor):
         sum_, weight = (repeated(x, len(self._weights)) for x in (sum_, weight))  # zeros
         own = self.layers.trained, self.shared.trained
         buffers = buffers._replace(
-            totals=Totals(sum_, weight, aux),
+            totals=_executor.Totals(sum_, weight, aux),
             versions=jax.tree.map(lambda x: repeated(x, slots), own),
             opt_state=opt_state,
         )
         buffers = self.run(tables, buffers)
         last = jnp.asarray(self.program.last_version)[lax.axis_index(self.pipeline.axis)]
-        return read(buffers.versions, last), buffers.opt_state, buffers.totals
+        return _executor.read(buffers.versions, last), buffers.opt_state, buffers.totals
 
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
@@ -88,36 +83,108 @@ class AsyncExecutor(Executor):
         weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
         return jnp.sum(weights.reshape(-1, self.schedule.microbatches_per_update), axis=1)
 
-    def _operations(self) -> dict[Op, Callable[[Code, Column], Result]]:
+    def _operations(self) -> dict[Op, Callable[[Code, _executor.Column], _executor.Result]]:
         return super()._operations() | {Op.UPDATE: self._update}
 
-    def _params(self, code: Code, column: Column) -> Params:
-        leaves = read(self.buffers.versions, column["version"])
+    def _params(self, code: Code, column: _executor.Column) -> _executor.Params:
+        leaves = _executor.read(self.buffers.versions, column["version"])
         # The last stage runs its forward pass as the first half of its backward pass.
         if code.op == Op.BACKWARD and not code.last and self.backward_params is not None:
             with jax.named_scope("backward_params"):
-                state = read(self.buffers.opt_state)
+                state = _executor.read(self.buffers.opt_state)
                 params = self.backward_params(self.to_tree(leaves), state)
                 leaves = self.pipeline._parts(params)
         layers, shared = leaves
         return LayerParams(layers), LayerParams(shared)
 
-    def _update(self, code: Code, column: Column) -> Result:
+    def _update(self, code: Code, column: _executor.Column) -> _executor.Result:
         buffers = self.buffers
         with jax.named_scope("update"):
-            leaves, state = read(buffers.versions, column["version"]), read(buffers.opt_state)
+            leaves, state = (
+                _executor.read(buffers.versions, column["version"]),
+                _executor.read(buffers.opt_state),
+            )
             scale = inverse_weight(self._weights[self._sums_of(column)])
             sums = buffers.layer_grads, buffers.shared_grads
             grads = jax.tree.map(lambda g, x: (g[...] * scale).astype(x.dtype), sums, leaves)
             params = self.to_tree(leaves)
             updates, new_state = self.tx.update(self.to_tree(grads), state, params)
             new = self.pipeline._parts(optax.apply_updates(params, updates))
-            write(buffers.versions, new, column["new_version"])
-            write(buffers.opt_state, new_state)
+            _executor.write(buffers.versions, new, column["new_version"])
+            _executor.write(buffers.opt_state, new_state)
             for ref in jax.tree.leaves(sums):
                 ref[...] = jnp.zeros(ref.shape, ref.dtype)
         return None, {}
 
-    def _sums_of(self, column: Column) -> jax.Array:
+    def _sums_of(self, column: _executor.Column) -> jax.Array:
         """The number of the micro-batch's update: totals are [updates]."""
         return column["microbatch"] // self.schedule.microbatches_per_update
+
+
+# --- The optimizer of a stage whose rows are padded: it sees no padding ---------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedOptimizer:
+    """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages."""
+
+    tx: optax.GradientTransformationExtraArgs
+    rows: StageRows  # of the stages; those of padding are the last
+    layers: str  # their key in the tree of parameters
+
+    def init(self, params: Tree) -> Any:
+        types = [self._state_types(params, count) for count in self._counts]
+        if len({str(jax.tree.map(lambda x: (x.ndim, x.dtype), tree)) for tree in types}) > 1:
+            raise ValueError(
+                f"stages have {self._counts} layers, and tx makes different states for so many: "
+                "other arrays, or arrays of other ranks. Give stages as many layers each, or tx "
+                "rules that do not depend on their number."
+            )
+
+        def largest(*types: Any) -> jax.ShapeDtypeStruct:
+            shape = map(max, *(t.shape for t in types))
+            return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
+
+        like = jax.tree.map(largest, *types)
+        return self._on_stage(lambda count: self.tx.init(self._own_layers(params, count)), like)
+
+    def update(self, grads: Tree, state: Tree, params: Tree) -> tuple[Any, Any]:
+        def of(count: int) -> Any:
+            own = self._own_layers(grads, count), self._own_state(state, params, count)
+            return self.tx.update(*own, self._own_layers(params, count))
+
+        return self._on_stage(of, (grads, state))
+
+    def backward_params(self, fn: Callable[[Any, Any], Any], params: Tree, state: Tree) -> Any:
+        def of(count: int) -> Any:
+            return fn(self._own_layers(params, count), self._own_state(state, params, count))
+
+        return self._on_stage(of, params)
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
+
+    def _on_stage(self, fn: Callable[[int], Any], like: Array) -> Any:
+        """``fn`` of the number of layers that this stage has, with zeros at the end of its dims."""
+        # All stages run one program: it has a branch for each number of layers.
+
+        def pad(x: Array, like: Array) -> jax.Array:
+            x = jnp.asarray(x, like.dtype)
+            more = [(0, n - m, 0) for n, m in zip(like.shape, x.shape, strict=True)]
+            return lax.pad(x, jnp.zeros((), x.dtype), more)
+
+        branch = np.searchsorted(self._counts, np.sum(self.rows.layer >= 0, axis=1))  # [stages]
+        branches = [lambda n=n: jax.tree.map(pad, fn(n), like) for n in self._counts]
+        return lax.switch(jnp.asarray(branch)[lax.axis_index(self.rows.axis)], branches)
+
+    def _own_layers(self, params: Tree, count: int) -> Any:
+        own = jax.tree.map(lambda x: x[:count], params[self.layers])
+        return type(params)({**params, self.layers: own})
+
+    def _state_types(self, params: Tree, count: int) -> Any:
+        return jax.eval_shape(lambda params: self.tx.init(self._own_layers(params, count)), params)
+
+    def _own_state(self, state: Tree, params: Tree, count: int) -> Any:
+        types = self._state_types(params, count)
+        return jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], state, types)

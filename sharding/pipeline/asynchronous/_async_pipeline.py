@@ -18,9 +18,8 @@ from sharding.pipeline._executor import sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import LayerParams
-from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts
+from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, PaddedOptimizer, Parts
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
-from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
 from sharding.placement._specs import only_axes, sharding_on
 
 P = PartitionSpec
@@ -197,7 +196,7 @@ class AsyncPipeline:
 
     def _parts(self, params: Tree) -> Parts:
         """The layers and the shared parameters, checked."""
-        for path, x in jax.tree_util.tree_leaves_with_path(params):
+        for path, x in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(
                     f"an asynchronous pipeline trains all parameters, and "
@@ -225,7 +224,7 @@ class AsyncPipeline:
 
     def _check_state(self, opt_state: OptState) -> None:
         stages = self.schedule.num_stages
-        for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+        for path, x in jax.tree.leaves_with_path(opt_state):
             if not jnp.ndim(x) or x.shape[0] != stages:
                 raise ValueError(
                     f"opt_state{jax.tree_util.keystr(path)} must have dim 0 for the {stages} "
@@ -269,7 +268,6 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[skipped:], jnp.result_type(x)), tree
         )
 
-    treedef: Any
     leaves, treedef = jax.tree.flatten(types(shared, 0))
     args = types(batches, 2), *([] if key is None else [key])  # batches: [updates, micro-batches]
 
@@ -286,7 +284,7 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
     x = jax.eval_shape(pipeline.embed, treedef.unflatten(leaves), *args)
     by_head = used_by(pipeline.head, x, *args)
     last = pipeline.schedule.num_stages - 1
-    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shared)):
+    for i, (path, _) in enumerate(jax.tree.leaves_with_path(shared)):
         if last and i in by_embed and i in by_head:
             raise ValueError(
                 f"embed and head both use {jax.tree_util.keystr(path)}. In an asynchronous "

@@ -14,7 +14,7 @@ import optax
 from optax_ext import flax_transformer
 from sharding._types import DType, OptState, Tree
 from sharding._zero import Zero
-from sharding.collectives._all_gather import BLOCK_SIZE
+from sharding.collectives._reduce_scatter import BLOCK_SIZE
 from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS

@@ -12,34 +12,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
-from optax_ext.traced_graph import Equation, Graph, evaluate
+from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_hooks import MOVES
-from sharding.step._layer_scan import LayerScan, find_loops
+from sharding.step._layer_scan import LayerScan, cast_by, cast_params, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
-Run = Callable[[list[Any], Any], list[Any]]
+Run = Callable[[list[Any], list[Any]], list[Any]]
 
 
 class Layer(NamedTuple):
-    """A layer, or the body of a loop over some."""
+    """Equations that are a layer, or a loop over some: of these one."""
 
     run: Run
-    args: tuple[list[Any], Any]  # the types of what it is called with
+    args: tuple[list[Any], list[Any]]  # the types of what it is called with
     times: int  # how often it runs, each time with other parameters
-    code: str  # equal for layers that compute alike
-
-
-class _Part(NamedTuple):
-    """Equations that are a layer."""
-
-    begin: int  # the first of them
+    code: str  # equal for layers of the same operations
+    begin: int  # the first equation
     end: int  # the one after the last
-    layer: Layer
     params: set[int]  # that it reads
     enter: Callable[[Run, dict[int, Any]], None]  # adds its results to values
 
@@ -57,22 +52,19 @@ class LossTrace:
             return fn(*given.unflatten(inputs))
 
         self.graph = Graph(on_inputs, inputs, [True] * len(inputs), exact=True)
-        self.eqns = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
-        trained = [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named]
-        loops = {loop.eqn.results: loop for loop in find_loops(self.graph, trained)}
-        self.has_loops, self.moves = bool(loops), list[Equation]()
+        # Values that are parameters, cast or not; casts run first.
+        self.params = {v: i for v, (i, _) in cast_params(self.graph, len(named)).items()}
+        eqns = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
+        self.eqns = sorted(eqns, key=lambda eqn: eqn.results[0] not in self.params)
+        loops = find_loops(self.graph, [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named])
+        self.has_loops = bool(loops)
         if loops:
-            found = [(i, loops.get(eqn.results)) for i, eqn in enumerate(self.eqns)]
-            self.parts = [_loop_part(self.graph, loop, i) for i, loop in found if loop]
+            at = {eqn.results: i for i, eqn in enumerate(self.eqns)}
+            self.layers = [_loop_layer(self.graph, loop, at[loop.eqn.results]) for loop in loops]
         else:
-            self._move_params(len(names))
-            self.parts = [self._numbered_part(*ends) for ends in self._numbered(names)]
-        own = {i for part in self.parts for i in part.params}
+            self.layers = [self._layer(*ends) for ends in self._numbered(names)]
+        own = {i for layer in self.layers for i in layer.params}
         self.outside = [name for i, name in enumerate(names) if i not in own]  # of all layers
-
-    @property
-    def layers(self) -> list[Layer]:
-        return [part.layer for part in self.parts]
 
     @property
     def num_layers(self) -> int:
@@ -81,33 +73,17 @@ class LossTrace:
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
         values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
-        evaluate(self.moves, values)
         done = 0
-        for part in self.parts:
-            evaluate(self.eqns[done : part.begin], values)
-            part.enter(wrap(part.layer), values)
-            done = part.end
+        for layer in self.layers:
+            evaluate(self.eqns[done : layer.begin], values)
+            layer.enter(wrap(layer), values)
+            done = layer.end
         evaluate(self.eqns[done:], values)
         return jax.tree.unflatten(self.graph.out_treedef, [values[v] for v in self.graph.outputs])
 
     # --- Layers with numbers ----------------------------------------------------------------------
 
-    def _move_params(self, count: int) -> None:
-        """Divides equations into those that cast or move parameters, which run first, and others.
-
-        Values that are parameters, moved or not, are ``params``.
-        """
-        self.params, eqns = dict(enumerate(range(count))), self.eqns
-        self.eqns = []
-        for eqn in eqns:
-            moved = [self.params.get(v) for v in eqn.operands if v not in self.graph.constants]
-            if eqn.primitive.name in MOVES and len(moved) == 1 and moved[0] is not None:
-                self.params[eqn.results[0]] = moved[0]
-                self.moves.append(eqn)
-            else:
-                self.eqns.append(eqn)
-
-    def _numbered_part(self, begin: int, end: int) -> _Part:
+    def _layer(self, begin: int, end: int) -> Layer:
         eqns, constants, types = self.eqns[begin:end], self.graph.constants, self.graph.types
         made = {v for eqn in eqns for v in eqn.results}
         reads = dict.fromkeys(v for eqn in eqns for v in eqn.operands if v not in made)
@@ -125,46 +101,32 @@ class LossTrace:
             results = layer([values[v] for v in own], [values[v] for v in others])
             values |= zip(outs, results, strict=True)
 
-        # Values by the order of their first use.
-        number = {v: i for i, v in enumerate(dict.fromkeys([*reads, *sorted(made)]))}
-        code = [
-            (
-                eqn.primitive,
-                eqn.params,
-                *([number[v] for v in x] for x in (eqn.operands, eqn.results)),
-            )
-            for eqn in eqns
-        ]
-        text = str((code, [types[v] for v in reads], [number[v] for v in outs]))
+        types_of = [types[v] for v in (*own, *others, *outs)]
+        text = str(([(eqn.primitive, eqn.params) for eqn in eqns], types_of))
         params, rest = ([types[v].update(sharding=None) for v in x] for x in (own, others))
-        layer = Layer(run, (params, rest), 1, re.sub(r"0x[0-9a-f]+", "", text))
-        return _Part(begin, end, layer, {self.params[v] for v in own}, enter)
+        code, numbers = re.sub(r"0x[0-9a-f]+", "", text), {self.params[v] for v in own}
+        return Layer(run, (params, rest), 1, code, begin, end, numbers, enter)
 
     def _numbered(self, names: list[str]) -> list[tuple[int, int]]:
         """The first equation of each layer, and the one after its last."""
-        first: dict[str, int] = {}
-        last: dict[str, int] = {}
-        others = [0]  # the equations that use other parameters
+        spans: dict[str, list[int]] = {}  # the equations that use the parameters of one number
         for i, eqn in enumerate(self.eqns):
-            for x in eqn.operands:
-                if x in self.params:
-                    found = re.match(r".*?\d+(?=/|$)", names[self.params[x]])
-                    if found:
-                        first.setdefault(found[0], i)
-                        last[found[0]] = i
-                    else:
-                        others.append(i)
+            for x in self.params.keys() & {*eqn.operands}:
+                found = re.match(r".*?\d+(?=/|$)", names[self.params[x]])
+                cast = eqn.results[0] in self.params
+                spans.setdefault(found[0] if found and not cast else "", []).append(i)
+        others = spans.pop("", [])
         # Layers that overlap are one.
         uses: list[tuple[int, int]] = []
-        for name in sorted(first, key=first.__getitem__):
-            if uses and first[name] <= uses[-1][1]:
-                uses[-1] = uses[-1][0], max(uses[-1][1], last[name])
-            else:
-                uses.append((first[name], last[name]))
+        for begin, *_, end in sorted([x[0], *x] for x in spans.values()):
+            if uses and begin <= uses[-1][1]:
+                begin, last = uses.pop()
+                end = max(end, last)
+            uses.append((begin, end))
         if not uses:
             return []
         live = self._live_bytes()
-        before = max((i + 1 for i in others[1:] if i < uses[0][0]), default=0)
+        before = max((i + 1 for i in others if i < uses[0][0]), default=0)
         after = min((i for i in others if i > uses[-1][1]), default=len(self.eqns))
         ends = [(before, uses[0][0]), *((a[1] + 1, b[0]) for a, b in itertools.pairwise(uses))]
         cuts = [
@@ -173,45 +135,42 @@ class LossTrace:
         ]
         return list(itertools.pairwise(cuts))
 
-    def _live_bytes(self) -> list[float]:
+    def _live_bytes(self) -> np.ndarray:
         """Bytes of values that are computed before each equation, and read from it on."""
         made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.results}
         read = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.operands}  # the last one
-        changes = [0.0] * (len(self.eqns) + 2)
-        for x in made.keys() & read.keys():
-            changes[made[x] + 1] += num_bytes(self.graph.types[x])
-            changes[read[x] + 1] -= num_bytes(self.graph.types[x])
-        return list(itertools.accumulate(changes))
+        live = np.zeros(len(self.eqns) + 1)
+        for x in (made.keys() & read.keys()) - self.params.keys():
+            live[made[x] + 1 : read[x] + 1] += num_bytes(self.graph.types[x])
+        return live
 
 
-def _loop_part(graph: Graph, loop: LayerScan, at: int) -> _Part:
-    """A loop over layers, which is one equation."""
-    carried, options = loop.carried, loop.eqn.params
+def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
+    """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
+    options, carried = loop.eqn.params, loop.carried
+    own, others = [*loop.own], [*loop.others]  # the numbers of operands
 
-    def of_layer(k: int, v: int) -> Any:
-        shape = graph.types[v].shape[1:] if k >= carried.stop else graph.types[v].shape
-        return graph.types[v].update(shape=shape, sharding=None)
-
-    def run(params: list[Any], rest: Any) -> list[Any]:
-        own = dict(zip(loop.params, params, strict=True))
-        return loop.layer(lambda number, held, tap=None: held, own, {}, rest)
+    def run(params: list[Any], rest: list[Any]) -> list[Any]:
+        args = dict(zip(others, rest, strict=True))
+        args |= {k: cast_by(loop.own[k][1], x) for k, x in zip(own, params, strict=True)}
+        return list(jaxpr_as_fun(options["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def enter(layer: Run, values: dict[int, Any]) -> None:
-        operands = {k: values[v] for k, v in loop.others.items()}
-        consts = {k: x for k, x in operands.items() if k < carried.start}
-        slices = {k: x for k, x in operands.items() if k >= carried.stop}
+        read = dict(enumerate(loop.eqn.operands)) | {k: i for k, (i, _) in loop.own.items()}
+        operands = [values[v] for v in read.values()]
 
-        def step(carry: dict[int, Any], x: Any) -> tuple[dict[int, Any], list[Any]]:
-            params, slices = x
-            out = list(layer(params, consts | carry | slices))
-            return dict(zip(carried, out, strict=False)), out[len(carried) :]
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            args = [*operands[: carried.start], *carry, *slices]
+            out = layer([args[k] for k in own], [args[k] for k in others])
+            return out[: len(carried)], out[len(carried) :]
 
-        xs = [values[i] for i in loop.params], slices
         order = {key: options[key] for key in ("reverse", "unroll")}
-        carry, outs = lax.scan(step, {k: operands[k] for k in carried}, xs, **order)
-        values |= zip(loop.eqn.results, [*carry.values(), *outs], strict=True)
+        start, slices = operands[carried.start : carried.stop], operands[carried.stop :]
+        carry, outs = lax.scan(step, start, slices, **order)
+        values |= zip(loop.eqn.results, [*carry, *outs], strict=True)
 
-    params = [of_layer(carried.stop, i) for i in loop.params]
-    rest = {k: of_layer(k, v) for k, v in loop.others.items()}
-    layer = Layer(run, (params, rest), options["length"], f"loop {at}")
-    return _Part(at, at + 1, layer, {*loop.params}, enter)
+    rest = [options["jaxpr"].in_avals[k].update(sharding=None) for k in others]
+    stacks = [graph.types[i] for i in loop.params]
+    params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
+    times, numbers = options["length"], {*loop.params}
+    return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 
 from optax_ext import STATE_FORMATS, __version__
@@ -40,17 +41,22 @@ from sharding.step._checks import check_batch
 from sharding.step._loss import Loss, check_arguments, loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step._train_step import TrainStep
+from sharding.step.flax._nnx_model import is_module
 
 _TRIES = 6  # plans that are compiled to find the fastest
 # A faster plan is compiled only if it is predicted to save this share of a step.
 _WORTH = 0.02
-_RUNS = 5, 200  # steps of a plan that are timed: at least, and at most
-_TIMED = 0.3  # seconds of these
-_ROUNDS = 2
+_RUNS, _TIMED = 5, 0.3  # steps of a plan that are timed: so many, and more for so many seconds
+_ROUNDS = 3  # of runs: the slower half is left out of each next one
 _MEASURED = 6  # plans that are run
 _COMPILED = 5  # that are compiled for each of them
 _WIDER = 1.5  # planned bytes of these, beside those that fit
 _EVERY = 10**6  # plans of a search
+_NOT_COMPARED = "Pipelines are not compared, and tensor axes are those of the mesh of zero=."
+_OF_MICROBATCHES = (
+    "The loss of a step is the mean of its micro-batches': if yours is a sum, or couples examples, "
+    'give keep={"microbatches": 1}.'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +160,7 @@ def fit(
     batch: Batch,
     *,
     tx: Tx = None,
-    examples: int | str | None = None,
+    largest: bool = False,
     target: str | None = None,
     memory: float | str | None = None,
     device: DeviceKind | None = None,
@@ -171,7 +177,7 @@ def fit(
 
     What the loss computes and stores is traced; plans are compared as by ``search``. The fastest is
     compiled, then others, until none that may be faster is left or fits. All are exact, unless
-    ``lossy`` names something.
+    ``lossy`` names something. Pipelines are not compared; ``search`` does, for a ``Decoder``.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, the mean over a batch of any number of examples,
@@ -179,8 +185,8 @@ def fit(
       make_state: makes the train state, as for ``Zero.init``, of nothing or of a random key.
       batch: a batch of all devices, real or abstract.
       tx: the transformation, where the state is a pair.
-      examples: of all devices in a step; None: those of ``batch``. ``"largest"``: the most, in
-        powers of two times the devices, that fit without micro-batches.
+      largest: whether a step has the most examples, in powers of two times the devices, that fit
+        without micro-batches, instead of those of ``batch``.
       target: a machine by name, to plan and compile for; None: the devices of this process group.
       memory: bytes of a device, or a text such as ``"8GiB"``, where they are not known or others
         share it.
@@ -220,7 +226,6 @@ def fit(
     """
     is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
     share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
-    some = isinstance(measure, bool) or _is_count(measure, 0)
     for value, valid, words in (
         (loss_fn, callable(loss_fn), "loss_fn must be a function of parameters and a batch"),
         (make_state, callable(make_state), "make_state must be a function"),
@@ -232,7 +237,7 @@ def fit(
         (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
         (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
         (headroom, share, "headroom must be from 0 to below 1"),
-        (measure, some, "measure must be True, or how many plans to run"),
+        (measure, isinstance(measure, int) and measure >= 0, "measure must be True, or a number"),
         (folder, isinstance(folder, str | os.PathLike | None), "folder must be a path"),
     ):
         if not valid:
@@ -241,7 +246,11 @@ def fit(
         raise ValueError(
             "zero has devices in its mesh, and fit chooses: leave out target and sync."
         )
-    _check_step_options(options)
+    for name, value in options.items():
+        check_choice("an option", name, [*inspect.signature(Zero.train_step).parameters][3:])
+        if name in ("microbatches", "update"):
+            fixed = {name: value} if name != "update" else {"update_in_backward": True}
+            raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
     kept = dict(keep or {})
     offload = "update" if "update" in _values(kept.get("offload")) else True
     asked = {"keep": kept, "offload": offload, "update_in_backward": True} | _lossy(lossy)
@@ -250,11 +259,7 @@ def fit(
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
     own = zero, param_specs
     request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
-    largest = examples == "largest"
-    count = machine.devices if largest else request.model.size if examples is None else examples
-    if not _is_count(count, 1):
-        raise ValueError(f"examples must be a positive number, or 'largest', got {examples!r}.")
-    path, speeds = request.files(folder, examples, measure)
+    path, speeds = request.files(folder, largest, measure)
 
     def of_file(rows: Any) -> FittedPlan:
         proofs = [Proof(ParallelPlan(**row.pop("plan")), **row) for row in rows]
@@ -266,22 +271,20 @@ def fit(
         request.slower = tuple(_of_all(slower).max(0))
 
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
-    proofs, best = list[Proof](), None
+    known, best = dict[ParallelPlan, Proof](), None
     low, high, budget = 0.0, math.inf, machine.usable
-    while len(proofs) < _TRIES:
+    count = machine.devices if largest else request.model.size
+    while len(known) < _TRIES:
         try:
-            chosen = request.search(int(count), budget, largest=largest).best
+            chosen = request.search(count, budget, largest=largest).best
         except NoPlanFits as error:
             chosen = error.smallest
-        if any(chosen.plan == proof.plan for proof in proofs):
-            break
         least = best.predicted * (1 - _WORTH) if best and not largest else math.inf
-        if chosen.seconds.seconds > least:
+        if chosen.plan in known or chosen.seconds.seconds > least:
             break
-        proof = request.prove(chosen)
-        if proof is None:  # nor is it searched again
+        if (proof := request.prove(chosen)) is None:  # nor is it searched again
             continue
-        proofs.append(proof)
+        known[proof.plan] = proof
         if proof.memory <= machine.usable:
             best, low = proof, max(low, proof.planned)
         else:
@@ -290,33 +293,31 @@ def fit(
         if not low < budget < high:
             budget = low + (high - low) / 2 if high < math.inf else 2 * low
     if best is None:
-        raise request.nothing_fits(chosen, min(proofs, key=lambda proof: proof.memory))
-    known = {proof.plan: proof for proof in proofs}
+        raise request.nothing_fits(chosen, min(known.values(), key=lambda proof: proof.memory))
     if measure:
         # Programs may need less than planned, those of some forms more than those of others. One is
         # run of plans that differ in replicas alone, or are one program.
-        budget = _WIDER * machine.usable * max(proof.planned / proof.memory for proof in proofs)
-        top = _MEASURED if measure is True else int(measure)
-        ran = [proof for proof in proofs[::-1] if proof.memory <= machine.usable][:top]
+        budget = _WIDER * machine.usable * max(x.planned / x.memory for x in known.values())
+        top = _MEASURED if measure is True else measure
+        fits = [proof for proof in known.values() if proof.memory <= machine.usable]
+        programs = {request.programs[proof.plan]: proof for proof in fits[-top:]}
         for chosen in request.search(best.plan.sequences, budget, top=_EVERY).plans:
-            if len(ran) == top or len(known) > _COMPILED * top:
+            if len(programs) == top or len(known) > _COMPILED * top:
                 break
             plan = _unreplicated(chosen.plan)
             alike = [x for x in known.values() if _unreplicated(x.plan) == plan]
             if any(x.memory <= machine.usable or x.planned <= chosen.memory for x in alike):
                 continue
-            proof = request.prove(chosen)
-            if proof is None:
-                continue
-            known[chosen.plan] = proof
-            programs = [request.programs[x.plan] for x in ran]
-            if proof.memory <= machine.usable and request.programs[chosen.plan] not in programs:
-                ran.append(proof)
+            if proof := request.prove(chosen):
+                known[proof.plan] = proof
+                if proof.memory <= machine.usable:
+                    programs.setdefault(request.programs[proof.plan], proof)
+        ran = [*programs.values()]
         for _ in range(_ROUNDS):  # in turns: what else the machine does slows all of them
-            ran = [request.measured(proof) for proof in ran]
-        known |= {proof.plan: proof for proof in ran}
-        best = min(ran, key=lambda proof: proof.measured or 0.0)
-        request.compare(ran)
+            ran = sorted(map(request.measured, ran), key=lambda proof: proof.measured or 0.0)
+            known |= {proof.plan: proof for proof in ran}
+            best, ran = ran[0], ran[: max(2, len(ran) // 2)]
+        request.compare([proof for proof in known.values() if proof.measured])
     proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
     _write(path, [dataclasses.asdict(proof) for proof in proofs])
     if measure:
@@ -348,22 +349,27 @@ class _FitRequest:
         check_batch(batch, zero.num_devices if zero else machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
             raise ValueError("no array of the batch has rows, which devices would share.")
-        self.args = _args_of(make_state)
+        every = inspect.signature(make_state).parameters.values()
+        takes = any(x.default is x.empty and x.kind.name[:3] != "VAR" for x in every)
+        self.args = (jax.random.key(0),) * takes
         # Metadata of parameters is of a mesh of one's own.
-        self.make_state = make_state if zero else lambda *args: _unboxed(make_state(*args))
-        with users_code("make_state must make a train state, and failed where it was traced"):
+        linen = None if zero else sys.modules.get("flax.linen")
+        self.make_state = (lambda *args: linen.unbox(make_state(*args))) if linen else make_state
+        must = "make_state must make a train state of nothing or a random key"
+        with users_code(f"{must}, and failed where it was traced"):
             self.state = jax.eval_shape(self.make_state, *self.args)
-            again = jax.eval_shape(lambda *args: self.make_state(*args), *self.args)
-        if jax.tree.leaves(again) != jax.tree.leaves(self.state):
-            raise ValueError("make_state makes arrays of other shapes or dtypes in each call.")
         params, _, self.tx = parts(self.state, tx)
+        if is_module(params):
+            raise ValueError(
+                "fit takes the arrays of an nnx model: use nnx.split, and nnx.merge in the loss."
+            )
+        if not isinstance(self.tx, optax.GradientTransformation):  # such as optax.MultiSteps
+            self.tx = optax.with_extra_args_support(self.tx)
         self.pair = tx is not None
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
         # The loss of parameters and a batch alone.
         model_state = options.get("model_state")
-        # Statistics of a batch are not those of its micro-batches.
-        self.fixed: dict[str, Any] = {"microbatches": 1} if model_state else {}
         if model_state is True:
             raise ValueError(
                 "fit needs the model state in the train state: model_state names its field."
@@ -382,16 +388,15 @@ class _FitRequest:
 
         init, own = lambda dtype: _as_zeros(params), {"zero": zero, "param_specs": param_specs}
         self.model = TracedModel(mean_loss, init, batch, **own)
-        if zero:
-            replicas = zero.num_devices // zero.num_shards
-            self.fixed |= {"tensor": self.model.tensor, "replicas": replicas}
-        for name in self.fixed.keys() & asked["keep"].keys() - {"microbatches"}:
-            if self.fixed[name] not in _values(asked["keep"][name]):
-                raise ValueError(
-                    f"keep has {name}={asked['keep'][name]!r}, and the mesh of zero {name}="
-                    f"{self.fixed[name]}: leave it out."
-                )
-        self.asked["keep"] = self.fixed | asked["keep"]
+        self.fixed: dict[str, Any] = {"pipe": 1, "tensor": self.model.tensor}
+        self.fixed |= {"replicas": zero.num_devices // zero.num_shards} if zero else {}
+        kept = asked["keep"]
+        wrong = {k: x for k, x in self.fixed.items() if x not in _values(kept.get(k, x))}
+        if wrong:
+            raise ValueError(f"keep must have {wrong}, as all plans here. {_NOT_COMPARED}")
+        # Statistics of a batch are not those of its micro-batches.
+        self.fixed |= {"microbatches": 1} if model_state else {}
+        self.asked["keep"] = self.fixed | kept
         _check_trace(self.model, machine.devices)
 
     def files(self, folder: Any, *more: Any) -> tuple[pathlib.Path | None, pathlib.Path | None]:
@@ -403,11 +408,9 @@ class _FitRequest:
             home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
-        trace = str(self.model.trace.graph.jaxpr)
-        model = self.model
-        plain = trace, self.state, model.batch(model.size), model.zero, model.param_specs
-        versions = sorted(self.options), jax.__version__, __version__
-        text = repr((plain, self.machine, self.asked, more, versions))
+        model, versions = self.model, (jax.__version__, __version__)
+        step = str(model.trace.graph.jaxpr), self.state, model.zero, model.param_specs
+        text = repr((step, self.machine, self.asked, sorted(self.options), more, versions))
         fingerprint = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
         machine = re.sub("[^a-z0-9]+", "-", self.machine.target)
         return home / f"{fingerprint}.json", home / f"speeds-{machine}.json"
@@ -424,15 +427,10 @@ class _FitRequest:
         speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
         device = dataclasses.replace(device, memory=budget, **speeds)
         options = {"device": device, "headroom": 0.0, "top": top, **asked}
-        target, found = self.machine.target, None
-        while found is None or largest:
-            try:
-                found = search(self.model, self.tx, target, sequences=count, **options)
-                count *= 2
-            except NoPlanFits:
-                if found is None:
-                    raise
-                break
+        found = search(self.model, self.tx, self.machine.target, sequences=count, **options)
+        if largest:
+            with contextlib.suppress(NoPlanFits):
+                return self.search(2 * count, budget, largest=True)
         return found
 
     def prove(self, chosen: ChosenPlan) -> Proof | None:
@@ -467,9 +465,9 @@ class _FitRequest:
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
         """The step of the first plan."""
         plan = proofs[0].plan
-        if plan not in self._made:
-            self._made[plan] = self._make(plan)
-        made = self._made[plan]
+        made = self._made.get(plan) or self._made.setdefault(plan, self._make(plan))
+        several = plan.microbatches > 1 and not self.options.get("weighted")
+        notes = (*notes, _NOT_COMPARED, *[_OF_MICROBATCHES] * several)
         if not isinstance(made.zero.mesh, jax.sharding.Mesh):
             none = f"warning: nothing can be compiled for {made.machine.target} here: its memory"
             notes = (*notes, f"{none} is planned, not proven.")
@@ -498,19 +496,21 @@ class _FitRequest:
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
-        fitted, (least, most) = self.fitted([proof]), _RUNS
-        times: list[float] = []
+        fitted = self.fitted([proof])
         batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
         state = fitted.init(*self.args)
-        runs = least + 1  # the first one compiles
-        while len(times) < runs:
+
+        def run() -> float:
+            nonlocal state
             start = time.perf_counter()
             state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
-            times.append(time.perf_counter() - start)
-            if len(times) == least:  # all processes run as many
-                runs = min(max(int(_TIMED / _of_all(min(times[1:])).max()), runs), most)
-        took = _of_all(min(times[1:])).max()  # all processes choose alike
-        return dataclasses.replace(proof, measured=min(float(took), proof.measured or math.inf))
+            return time.perf_counter() - start
+
+        run()  # compiles
+        took = min(run() for _ in range(_RUNS))
+        more = int(_TIMED / _of_all(took).max())  # all processes run as many, and choose alike
+        took = float(_of_all(min([took, *(run() for _ in range(more))])).max())
+        return dataclasses.replace(proof, measured=min(took, proof.measured or math.inf))
 
     def compare(self, proofs: Sequence[Proof]) -> None:
         """Takes from steps that ran how much slower the machine is than by its figures."""
@@ -535,7 +535,7 @@ class _FitRequest:
         slower: list[Any] = [("keep={}", count, {"keep": self.fixed})]
         slower *= self.asked["keep"] != self.fixed
         fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
-        slower += [(f"examples={n}", n, {}) for n in fewer]
+        slower += [(f"a batch of {n} examples", n, {}) for n in fewer]
         names = (name for name in STATE_FORMATS if name not in self.asked["state_formats"])
         rough = [(f"lossy={name!r}", count, {"state_formats": (None, name)}) for name in names]
         budget = usable / min(proof.memory / proof.planned, 4.0)
@@ -546,7 +546,7 @@ class _FitRequest:
                     takes = f"{best.summary}, {seconds(best.seconds.seconds)}"
                     message += f" With {words} a step is predicted to fit: {takes}."
                     break
-        return NoPlanFits(message, chosen)
+        return NoPlanFits(f"{message} {_NOT_COMPARED}", chosen)
 
 
 def _unreplicated(plan: ParallelPlan) -> ParallelPlan:
@@ -557,53 +557,21 @@ def _as_zeros(tree: Tree) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
-def _unboxed(state: Tree) -> Any:
-    """A state without the metadata of Flax linen, which names axes of another mesh."""
-    linen = sys.modules.get("flax.linen")
-    return linen.unbox(state) if linen else state
-
-
-def _args_of(make_state: Callable[..., Any]) -> tuple[Any, ...]:
-    """The arguments of a function that makes a state: none, or a random key."""
-    every = inspect.signature(make_state).parameters.values()
-    needed = [x for x in every if x.default is x.empty and x.kind.name[:3] != "VAR"]
-    if len(needed) > 1 or any(x.kind is x.KEYWORD_ONLY for x in needed):
-        names = ", ".join(map(str, needed))
-        raise ValueError(f"make_state must take nothing or a random key, and it takes {names}.")
-    return (jax.random.key(0),) * len(needed)
-
-
 def _values(kept: Any) -> tuple[Any, ...]:
     """What plans may have of a value that is kept, as for ``search``."""
     return kept if isinstance(kept, tuple) else (kept,)
 
 
-def _is_count(value: Any, least: int) -> bool:
-    """Whether a value is a number of things, at least so many."""
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and value >= least
-
-
-def _check_step_options(options: Mapping[str, Any]) -> None:
-    """Raises unless ``Zero.train_step`` takes these, and ``fit`` does not choose them."""
-    known = [*inspect.signature(Zero.train_step).parameters][3:]
-    for name, value in options.items():
-        check_choice("an option", name, known)
-        if name in ("microbatches", "update"):
-            fixed = {name: value} if name != "update" else {"update_in_backward": True}
-            raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
-
-
 def _lossy(names: Sequence[str]) -> dict[str, Any]:
     """The arguments of ``search`` that allow these."""
     names = (names,) if isinstance(names, str) else names
-    for name in names:
-        if "(" not in str(name):  # a sync, which search checks
-            known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
-            check_choice("lossy", name, known)
-    formats = [name for name in names if name in STATE_FORMATS]
-    syncs = [name for name in names if name not in (*STATE_FORMATS, "stochastic")]
-    weights = ("plain", "stochastic") if "stochastic" in names else ("plain",)
+    syncs = [name for name in names if "(" in str(name)]  # which search checks
+    others = [name for name in names if name not in syncs]
+    for name in others:
+        known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
+        check_choice("lossy", name, known)
+    formats = [name for name in others if name != "stochastic"]
+    weights = ("plain", "stochastic") if "stochastic" in others else ("plain",)
     return {"state_formats": (None, *formats), "weights": weights, "syncs": (None, *syncs)}
 
 
@@ -616,19 +584,16 @@ def _check_trace(model: TracedModel, devices: int) -> None:
     ):
         every = [*all_equations(model.trace.graph.jaxpr)]
         model.traced(devices, jnp.dtype(jnp.bfloat16), "none")
-    names = {eqn.primitive.name for eqn in every}
-    calls = [name for name in names if "callback" in name or name.startswith("debug")]
-    if calls:
-        raise ValueError(
-            f"the loss calls functions of the host ({', '.join(calls)}): leave them out."
-        )
-    meshes = [dict(eqn.params["mesh"].shape) for eqn in every if eqn.primitive.name == "shard_map"]
     own = dict(model.zero.mesh.shape) if model.zero else None
-    if others := [mesh for mesh in meshes if mesh != own]:
-        raise ValueError(
-            f"the loss has a shard_map over a mesh {others[0]}, and fit chooses the mesh: give "
-            "zero=, a Zero on the mesh of the loss, or leave out shard_map."
-        )
+    for eqn in every:
+        name = eqn.primitive.name
+        if "callback" in name or name.startswith("debug"):
+            raise ValueError(f"the loss calls functions of the host ({name}): leave them out.")
+        if name == "shard_map" and (mesh := dict(eqn.params["mesh"].shape)) != own:
+            raise ValueError(
+                f"the loss has a shard_map over a mesh {mesh}, and fit chooses the mesh: give "
+                "zero=, a Zero on the mesh of the loss, or leave out shard_map."
+            )
 
 
 def _read_saved(path: pathlib.Path | None, make: Callable[[Any], Any]) -> Any:

@@ -32,12 +32,12 @@ class FitMachine(NamedTuple):
         headroom: float,
         zero: Zero | None,
     ) -> "FitMachine":
-        devices = [*zero.mesh.devices.flat] if zero else jax.devices()
         memory = None if memory is None else read_size(memory, "memory: ")
+        if target is not None and targets.parse(target, other_gpus=True).compiles:
+            targets.topology(target)  # before jax is used
+        devices = [*zero.mesh.devices.flat] if zero else jax.devices()
         name = machine_name(devices) if target is None else target
         parsed = targets.parse(name, other_gpus=True)
-        if target is not None and parsed.compiles:
-            targets.topology(name)  # before jax is used
         kind = device or kind_of(name)
         if kind is None and parsed.kind == "cpu":
             # Figures of a core: times are compared with each other only.

@@ -1,15 +1,18 @@
 """Flax modules that gather their own parameters, or look up rows of them; only users need Flax."""
 
+import contextlib
+import functools
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from sharding._types import Tree
-from sharding.step._gather_params import gather, is_marking
-from sharding.step._gathered_layers import after_input, gathered, split_arrays
+from sharding.placement._specs import axes_of, entry_of
+from sharding.step._batch_moments import over_devices
+from sharding.step._gather_params import after_input, gather, gathered, is_marking, split_arrays
 from sharding.step._lookup import lookup
 
 
@@ -129,7 +132,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     """
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
     if linen is not None and issubclass(cls, linen.Embed):
-        _check_own(cls, linen.Embed, ("__call__",))
+        _check_own(cls, linen.Embed)
 
         def linen_call(self: Any, inputs: jax.Array) -> jax.Array:
             rows = lookup(self.embedding, inputs, shuffled=shuffled)
@@ -137,7 +140,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
         return _subclass(cls, __call__=linen_call)
     if nnx is not None and issubclass(cls, nnx.Embed):
-        _check_own(cls, nnx.Embed, ("__call__",))
+        _check_own(cls, nnx.Embed)
 
         def nnx_call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
             if out_sharding is not None:
@@ -155,11 +158,101 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     )
 
 
-def _check_own(cls: Any, base: Any, names: tuple[str, ...]) -> None:
-    """Raises if a subclass has methods of its own that would not be called."""
-    own = [name for name in names if getattr(cls, name) is not getattr(base, name)]
-    if own:
+def _check_own(cls: Any, base: Any) -> None:
+    """Raises if a subclass has a call of its own, which would not be made."""
+    if cls.__call__ is not base.__call__:
         raise ValueError(
-            f"{cls} has a {own[0]} of its own, which sparse_embedding would replace. Make the "
+            f"{cls} has a __call__ of its own, which sparse_embedding would replace. Make the "
             "subclass of sparse_embedding(...) instead."
         )
+
+
+# --- Linen modules in a step ----------------------------------------------------------------------
+
+_CALLED = "a Flax linen module that the loss calls. It calls"
+
+
+def in_step(
+    zero: Any, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool
+) -> Callable[..., Any]:
+    """A loss whose Flax modules know that the batch is sharded, and which blocks gather."""
+    unchecked = all_blocks
+
+    @functools.wraps(loss_fn)
+    def call(params: Tree, *args: Any) -> Any:
+        nonlocal unchecked
+        named = without_names(params, zero._layout.data_axes)
+        with _intercepting(zero, sync_batch_norm) as check:
+            out = loss_fn(named, *args)
+            if unchecked:  # the first trace alone: jax caches that of a jitted model
+                check()
+                unchecked = False
+        return out
+
+    return call
+
+
+@contextlib.contextmanager
+def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], None]]:
+    """A context in which linen modules do so; yields a check that all blocks were found."""
+    nn, layout, blocks = sys.modules.get("flax.linen"), zero._layout, zero.gathered_blocks
+    if nn is None:
+        yield lambda: check_found(blocks, set(), _CALLED, [])
+        return
+    found: set[str] = set()
+    seen: dict[str, str] = {}
+    inside = False  # of a block that gathers: what it holds is gathered with it
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        nonlocal inside
+        module = context.module
+        if context.method_name != "__call__" or module.is_initializing():
+            return next_fun(*args, **kwargs)
+        if sync_batch_norm and zero.view == "device" and isinstance(module, nn.BatchNorm):
+            with over_devices(module, layout.data_axes):
+                return next_fun(*args, **kwargs)
+        name, path = type(module).__name__, "/".join(module.path)
+        seen.setdefault(name, path)
+        own = {pattern for pattern in blocks if matches(pattern, name, path)}
+        found.update(own)
+        if inside or not own:
+            return next_fun(*args, **kwargs)
+        inside = True
+        try:
+            call = gathered_call(nn, type(module), None, layout.recomputes)
+            return call(module, *args, **kwargs)
+        finally:
+            inside = False
+
+    rules = nn.get_logical_axis_rules()
+    if zero.view == "device":
+        # Each device has its own shard of the batch: constraints cannot name the axes it is over.
+        rules = _without_axes(rules, layout.data_axes)
+    with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
+        yield lambda: check_found(blocks, found, _CALLED, seen.items())
+
+
+def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
+    """Parameters whose linen boxes name none of these axes, to which unboxing constrains them."""
+    nn = sys.modules.get("flax.linen")
+    if nn is None:
+        return params
+
+    def strip(x: Any) -> Any:
+        if isinstance(x, nn.LogicallyPartitioned):
+            return x.replace(rules=_without_axes(x.rules or nn.get_logical_axis_rules(), axes))
+        if isinstance(x, nn.Partitioned):
+            return x.replace(names=tuple(_without(entry, axes) for entry in x.names))
+        return x
+
+    return jax.tree.map(strip, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+
+def _without_axes(rules: Any, axes: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _without(axis, axes)) for name, axis in rules)
+
+
+def _without(entry: Any, axes: tuple[str, ...]) -> Any:
+    """The mesh axes of a rule that are not among ``axes``."""
+    entry = tuple(entry) if isinstance(entry, list) else entry
+    return entry_of(tuple(axis for axis in axes_of(entry) if axis not in axes))

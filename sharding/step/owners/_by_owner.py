@@ -9,11 +9,11 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from optax_ext import FactoringRule, kernels, last_two_dims
-from sharding._types import Array, DType
+from sharding._types import Array, DType, OptState, Tree
 from sharding.placement._layout import choose_sharded_dim
 from sharding.placement._matrix_form import MatrixForm
 from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
-from sharding.step._kernel_shards import KernelShards
+from sharding.step._update import KernelShards
 from sharding.step.owners._distribute import distribute
 from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, over_stack
 
@@ -102,16 +102,12 @@ def by_owner(
             state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
             return jax.tree.map(lambda s: _sharded_like(s, p), state)
 
-        return jax.tree_util.tree_map_with_path(init_leaf, params)
+        return jax.tree.map_with_path(init_leaf, params)
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        treedef: Any
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        updates: Tree, state: OptState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, OptState]:
+        leaves, treedef = jax.tree.flatten_with_path(updates)
         states = treedef.flatten_up_to(state)
         params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         # How a step of ``Zero`` shards parameters: from the context that kernels have, too, as an

@@ -20,9 +20,7 @@ from sharding.placement._specs import axes_of, entry_of, path_str
 from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, SplitUpdate
 
 
-def distribute(
-    updates: Sequence[MatrixUpdate], layout: Layout, wire: Any
-) -> list[tuple[Tree, Tree]]:
+def distribute(updates: list[MatrixUpdate], layout: Layout, wire: Any) -> list[tuple[Tree, Tree]]:
     """The update and new state of every parameter, by owners where there are enough matrices."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, update in enumerate(updates):

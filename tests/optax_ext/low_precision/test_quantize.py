@@ -9,7 +9,7 @@ import pytest
 
 from optax_ext import BFloat16, Dynamic, Float8, Linear
 from optax_ext.low_precision import _quantize
-from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap
+from optax_ext.low_precision._formats import DynamicMap, Float8Map, LinearMap
 from optax_ext.low_precision._quantize import ROUNDINGS, dequantize, quantize
 
 FORMATS = {

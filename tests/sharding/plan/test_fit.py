@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import re
 
 import equinox as eqx
@@ -17,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from sharding import Zero
 from sharding.plan import NoPlanFits, fit
+from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
+from sharding.plan.search import _fit
 
 from ...flax_nnx import needs_nnx
 
@@ -307,16 +308,34 @@ def small(rows=64):
     return loss_fn, state_of(params), jax.ShapeDtypeStruct((rows, 16, 64), jnp.float32)
 
 
-def test_a_plan_is_saved_once(tmp_path):
-    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path}
+def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
+    """Without any search, compilation or run, unless something that plans depend on is another."""
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}
+    first = fit(*small(), **options)
+    assert first.proofs[0].measured
+    for name in ("search", "prove", "measured"):
+        monkeypatch.delattr(_fit._FitRequest, name)
     loss_fn, make_state, batch = small()
-    first, again = (fit(loss_fn, make_state, batch, **options) for _ in range(2))
+    x = jnp.ones(batch.shape)
+    again = fit(loss_fn, make_state, x, **options | {"tx": optax.adam(1e-2)})
     assert again.proofs == first.proofs
     assert "was read from" in str(again)
-    # Of another batch, or less memory, there is another plan.
-    less = fit(loss_fn, make_state, batch, **options | {"memory": 5e5})
-    assert less.plan != first.plan
-    assert len([*tmp_path.iterdir()]) == 2
+    _, metrics = again.train_step()(again.init(KEY), again.put(x))
+    np.testing.assert_allclose(metrics["loss"], loss_fn(make_state(KEY)[0], x), rtol=1e-6)
+
+    def is_planned_anew(given, **change):
+        with pytest.raises(AttributeError, match="has no attribute 'search'"):
+            fit(*given, **options | change)
+
+    is_planned_anew((lambda params, x: 2 * loss_fn(params, x), make_state, batch))
+    is_planned_anew(small(32))
+    others = ({"target": "cpu:4"}, {"memory": 2.0**29}, {"lossy": "8bit"}, {"measure": False})
+    for change in others:
+        is_planned_anew(small(), **change)
+    for module in (jax, _fit):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "__version__", "0.0")
+            is_planned_anew(small())
 
 
 @pytest.mark.parametrize(
@@ -335,15 +354,14 @@ def test_a_plan_that_was_not_saved_to_its_end_is_made_anew(tmp_path, text):
 
 def test_the_fastest_of_those_that_ran_is_taken(tmp_path):
     """What they took is kept, and makes the next prediction better."""
-    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "examples": 32}
-    plan = fit(*small(), **options, measure=2)
+    options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path}
+    plan = fit(*small(32), **options, measure=2)
     ran = [proof.measured for proof in plan.proofs if proof.measured]
     assert len(ran) == 2
     assert plan.proofs[0].measured == min(ran)
-    found = plan.proofs[0].predicted, fit(*small(), **options).proofs[0].predicted
+    found = plan.proofs[0].predicted, fit(*small(32), **options).proofs[0].predicted
     off = np.abs(np.log(np.array(found) / min(ran)))
     assert off[1] < off[0] / 2
-    assert fit(*small(), **options, measure=2).proofs == plan.proofs
 
 
 @pytest.mark.parametrize("stage", [(1, 2), 3])
@@ -359,11 +377,13 @@ def test_one_of_equal_programs_is_run(stage):
 
 
 def test_the_largest_batch_that_fits():
-    plan = fit(*small(), tx=TX, memory=5e6, examples="largest")
+    plan = fit(*small(), tx=TX, memory=5e6, largest=True)
     assert (plan.plan.microbatches, plan.memory <= plan.machine.usable) == (1, True)
     assert plan.plan.sequences > 64
-    kept = fit(*small(), tx=TX, memory=5e6, examples=128, keep={"stage": 3, "microbatches": 2})
+    kept = fit(*small(128), tx=TX, memory=5e6, keep={"stage": 3, "microbatches": 2})
     assert (kept.plan.stage, kept.plan.sequences, kept.plan.microbatches) == (3, 128, 2)
+    assert "yours is a sum, or couples examples" in str(kept)
+    assert "couples examples" not in str(plan)
 
 
 def test_what_is_ones_own_is_kept():
@@ -390,6 +410,27 @@ def test_what_is_ones_own_is_kept():
             assert "model" in spec[2] if isinstance(spec[2], tuple) else spec[2] == "model"
     with pytest.raises(NoPlanFits, match="too much"):
         fit(loss_fn, make_state, batch, tx=TX, **own | {"memory": 1e4})
+
+
+def test_a_transformation_that_is_an_object():
+    """It updates every second step."""
+    tx, (loss_fn, make_state, batch) = optax.MultiSteps(TX, 2), small(8)
+    params, x = make_state(KEY)[0], RNG.normal(size=batch.shape).astype(np.float32)
+    plan = fit(loss_fn, lambda key: (params, tx.init(params)), batch, tx=tx, memory=2**30)
+    state, losses = plan.init(KEY), []
+    for _ in range(3):
+        state, metrics = plan.train_step()(state, plan.put(x))
+        losses.append(float(metrics["loss"]))
+    first, second, *_ = losses_on_one_device(loss_fn, make_state(KEY), x, {})
+    np.testing.assert_allclose(losses, [first, first, second], rtol=1e-6)
+
+
+def test_a_target_is_found_before_jax_is_used(monkeypatch):
+    """Compilers of a folder are seen only then."""
+    monkeypatch.setattr(targets, "topology", lambda name: 1 / 0)
+    monkeypatch.delattr(jax, "devices")
+    with pytest.raises(ZeroDivisionError):
+        fit(*small(), tx=TX, target="v5e:2x4")
 
 
 def test_lossy_choices_are_allowed_by_name():
@@ -430,10 +471,6 @@ def searching(params, x):
     return jax.lax.while_loop(lambda y: y < 3, lambda y: y + small()[0](params, x), 0.0)
 
 
-def changing(key, calls=itertools.count()):  # noqa: B008
-    return state_of({"layers": draw(4, 64, 64), "out": draw(64, 8 + next(calls))})(key)
-
-
 LOSS, STATE, BATCH = small()
 LBFGS = optax.lbfgs()
 ZERO = Zero(jax.make_mesh((8,), ("data",)))
@@ -458,23 +495,25 @@ ZERO = Zero(jax.make_mesh((8,), ("data",)))
         ({"make_state": state_of({})}, "there is nothing to plan"),
         ({"make_state": state_of({"none": jnp.zeros((0, 3))})}, "there is nothing to plan"),
         ({"make_state": STATE(KEY)}, "make_state must be a function, got"),
-        ({"make_state": lambda key, more: None}, "takes key, more"),
-        ({"make_state": lambda *, key: None}, "must take nothing or a random key, .* takes key"),
+        ({"make_state": lambda key, more: None}, "missing 1 required positional argument: .more"),
+        (
+            {"make_state": lambda *, key: None},
+            "state of nothing or a random key, and failed .* TypeError",
+        ),
         ({"make_state": lambda: 1 / 0}, "failed where it was traced: ZeroDivisionError"),
-        ({"make_state": changing}, "of other shapes or dtypes in each call"),
         ({"memory": None}, "give memory= in bytes"),
         *(({"memory": x}, "memory: expected bytes, or a text") for x in ("1Q", True, [1])),
         *(({"memory": x}, "memory: bytes must be above 0") for x in ("0K", -5, np.nan)),
         *(({"headroom": x}, "from 0 to below 1, got") for x in (-1, 1.0, "8%", np.nan)),
-        *(({"measure": x}, "or how many plans to run, got") for x in (-1, "yes", 1.5)),
-        *(({"examples": x}, "or .largest., got") for x in (True, 64.0)),
+        *(({"measure": x}, "measure must be True, or a number, got") for x in (-1, "yes", 1.5)),
         ({"tx": 3}, "tx must be a transformation, got 3"),
         (
             {"tx": LBFGS, "make_state": lambda: (STATE(KEY)[0], LBFGS.init(STATE(KEY)[0]))},
             "value_fn",
         ),
         ({"param_specs": P()}, "param_specs needs zero"),
-        ({"zero": ZERO, "keep": {"replicas": 2}}, "the mesh of zero replicas=1: leave it out"),
+        ({"zero": ZERO, "keep": {"replicas": 2}}, "keep must have {.replicas.: 1}, as all plans"),
+        ({"keep": {"pipe": 2}}, "must have {.pipe.: 1}, .* Pipelines are not compared"),
         ({"device": "h100"}, "device must be a DeviceKind, got 'h100'"),
         ({"keep": ["stage"]}, r"keep must be a dict such as .* got \['stage'\]"),
         ({"keep": {"stage": 7}}, "stage=7 is none of 0, 1, 2, 3"),
@@ -490,16 +529,14 @@ ZERO = Zero(jax.make_mesh((8,), ("data",)))
         ({"target": "l40x8"}, "needs the figures of l40x8: .*; nearest are l40s"),
         ({"target": "l40sx8", "measure": True}, "and l40sx8 is another machine"),
         ({"zero": 2}, "zero must be a Zero on a mesh of devices, got 2"),
-        *(({"examples": n}, f"positive number, or .largest., got {n!r}") for n in ("most", 0, -8)),
-        ({"examples": "largest", "keep": {"microbatches": 2}}, "microbatches=2 is none of 1"),
-        ({"examples": 12}, "12 sequences cannot be shared by 8 devices"),
+        ({"largest": True, "keep": {"microbatches": 2}}, "microbatches=2 is none of 1"),
         ({"model_state": True}, "names its field"),
         ({"keep": {"stag": 3}}, "nearest is 'stage'"),
         ({"microbatches": 2}, "keep={'microbatches': 2}"),
         *(({"lossy": x}, "got '9bit'; nearest is '8bit'") for x in ("9bit", ["fp8", "9bit"])),
         ({"lossy": "powersgd(-1)"}, "by 'powersgd.RANK.', .* got 'powersgd.-1.'"),
         ({"lossy": 3}, "lossy must be names such as '8bit', got 3"),
-        ({"memory": 1e4}, "KiB too much; planned are activations"),
+        ({"memory": 1e4}, "KiB too much; planned are activations .*Pipelines are not"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_runs(change, message):

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.recovery import _find_snapshot, _load_state
-from sharding.recovery._find_snapshot import NoCompleteCheckpoint, find_snapshot
-from sharding.recovery._load_state import Request, exchange
+from sharding.recovery import _load_state
+from sharding.recovery._load_state import NoCompleteCheckpoint, Request, exchange, find_snapshot
 from sharding.recovery._slot import BLOCK, OpenSlot, Slot, SlotTable, SnapshotId
 from sharding.recovery._stored_leaf import StoredLeaf, host_checksum
 
@@ -55,7 +54,7 @@ def find(monkeypatch):
                 return str(error)
 
         monkeypatch.setattr(jax, "process_index", lambda: me.rank)
-        monkeypatch.setattr(_find_snapshot, "gather_json", gather)
+        monkeypatch.setattr(_load_state, "gather_json", gather)
         with concurrent.futures.ThreadPoolExecutor(num) as pool:
             found = list(pool.map(process, range(num)))
         monkeypatch.undo()
@@ -70,7 +69,7 @@ def test_blocks_of_two_machines(find, tmp_path, monkeypatch):
     for block, folder in enumerate(folders):
         write(folder, [block])
     same = types.SimpleNamespace(st_dev=1, st_ino=7)
-    monkeypatch.setattr(_find_snapshot, "os", types.SimpleNamespace(stat=lambda _: same))
+    monkeypatch.setattr(_load_state, "os", types.SimpleNamespace(stat=lambda _: same))
     for rank, found in enumerate(find(folders, (0, 1))):
         assert found.id == (1, 5)
         assert found.readers == {(0, 0): [0], (0, 1): [1]}

@@ -1,5 +1,6 @@
 """The program that copies a state: bytes on the wire, bits at the other end, memory on devices."""
 
+import dataclasses
 import math
 
 import jax
@@ -29,7 +30,7 @@ def run_program(mesh, layout, leaves, *, replicas=2, committed=True):
     """The program, how it is compiled, and what it returns."""
     machines = invented_machines(layout)
     holders = place_replicas(machines.domains, replicas)
-    program = ReplicaProgram(mesh, machines, holders, leaves)
+    program = ReplicaProgram(mesh, dataclasses.replace(machines, holders=holders), leaves)
     arrays = [x for _, x in leaves]
     compiled = program.jitted.lower(program.flags(committed), *arrays).compile()
     return program, compiled, program(arrays, committed)

@@ -3,6 +3,7 @@
 Checksums of devices and hosts are equal, and see what can go wrong with bits.
 """
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -41,11 +42,12 @@ class Case:
         names = list(dict.fromkeys(layout))
         domain = dict(zip(names, domains or names, strict=True))
         pairs = [[(m, domain[m]) for m in machines] for machines in (layout, names)]
-        self.machines = machines_of(*pairs)
+        found = machines_of(*pairs)
         self.replicas = replicas
-        self.holders = place_replicas(self.machines.domains, replicas, spread=domains is not None)
+        self.holders = place_replicas(found.domains, replicas, spread=domains is not None)
+        self.machines = dataclasses.replace(found, holders=self.holders)
         sharding = NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh)), spec)
-        self.found = block_placement(sharding, shape, itemsize, self.machines, self.holders)
+        self.found = block_placement(sharding, shape, itemsize, self.machines)
         self.leaf = StoredLeaf("x", shape, "float32", self.found.grid)
         indices = sharding.devices_indices_map(shape)
         self.held = [

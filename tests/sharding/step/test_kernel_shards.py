@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 from sharding.placement._layout import Layout
-from sharding.step._kernel_shards import KernelShards
+from sharding.step._update import KernelShards
 
 from .. import model
 

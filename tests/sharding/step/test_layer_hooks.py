@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from sharding.step._gather_params import gather, marking
-from sharding.step._layer_hooks import Hook, HookedLoss
+from sharding.step._layer_hooks import HookedLoss
 
 from .. import model
 
@@ -124,7 +124,7 @@ def test_values_and_gradients_through_the_hook(fn, expected, recompute):
         closed = jax.make_jaxpr(lambda leaves, x: loss(dict(zip(names, leaves, strict=True)), x))(
             list(full.values()), x
         )
-    run = HookedLoss(closed, Hook(fetch, tap), recompute)
+    run = HookedLoss(closed, recompute, fetch, tap)
     taps = [jnp.zeros_like(x) for x in held]
     grad = jax.value_and_grad(lambda taps: run(held, taps, x)[0])
     value, grads = jax.jit(grad)(taps)
@@ -151,6 +151,6 @@ def test_a_value_that_several_uses_share_is_fetched_once():
     closed = jax.make_jaxpr(lambda p, x: jax.jit(jnp.dot)(x, p) @ p.T + p[0])(
         jnp.ones((D, D)), jnp.ones(D)
     )
-    run = HookedLoss(closed, Hook(fetch, lambda number, full, tap: full), True)
+    run = HookedLoss(closed, True, fetch)
     run([jnp.ones((D, D))], [jnp.ones((D, D))], jnp.ones(D))
     assert calls == [0]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from sharding import sync
-from sharding.collectives import _all_gather
+from sharding.collectives import _reduce_scatter
 
 from .harness import SyncRunner, mesh_of, stacked
 
@@ -77,12 +77,12 @@ def test_resize_keeps_the_mean(num):
 
 def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
     """And the padding is removed; other programs for TPUs would all-reduce them."""
-    monkeypatch.setattr(_all_gather, "current_platform", lambda: "tpu")
+    monkeypatch.setattr(_reduce_scatter, "current_platform", lambda: "tpu")
     rng = np.random.default_rng(0)
     sizes, dtypes = (5, 1024, 1500), (jnp.int32, jnp.uint8)
     xs = [rng.integers(0, 200, (4, n)).astype(d) for n in sizes for d in dtypes]
     run = jax.shard_map(
-        lambda xs: [_all_gather.all_gather_concat(x[0], ("data",)) for x in xs],
+        lambda xs: [_reduce_scatter.all_gather_concat(x[0], ("data",)) for x in xs],
         mesh=mesh_of(data=4),
         in_specs=P("data"),
         out_specs=P(),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sharding import audit, sync
-from sharding.collectives._row_owners import RowHash
+from sharding.collectives._sparse_rows import RowHash
 from sharding.plan.audit._program_collectives import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 

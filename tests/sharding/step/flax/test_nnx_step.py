@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding import sync
-from sharding.step.flax import _nnx_model
+from sharding.step.flax import _nnx
 
 from ....flax_nnx import needs_nnx, nnx
 from ..runs import F64, ROWS, STEPS, TOLERANCE, TX, WIDTH, assert_close, batch, draw, zero_of
@@ -322,7 +322,7 @@ def test_what_a_step_of_nnx_cannot_do_raises():
         missing = zero_of(stage, gathered_blocks="Decoder")
         message = r"'Decoder' is neither .* It has .*Block \(blocks/0\)"
         with pytest.raises(ValueError, match=message):
-            _nnx_model.prepare(missing, Model(nnx.Rngs(0)))
+            _nnx.prepare(missing, Model(nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"calls <lambda>\(model, batch, key\), .* \(model, x\)"):
         zero_of(2).nnx_train_step(lambda model, x: 0.0, rngs=True)
     with pytest.raises(ValueError, match="the model is not on the mesh"):
