@@ -1,6 +1,7 @@
 """The command line: ``optax-ext plan`` and ``optax-ext audit``, or ``python -m sharding ...``."""
 
 import argparse
+import os
 import pathlib
 import sys
 import textwrap
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:  # as of ``| head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
         print(f"error: the compiler of {options.target} failed: {reason}", file=sys.stderr)

@@ -18,9 +18,7 @@ from sharding.remat._remat_plan import RematPlan, no_plan_fits
 from sharding.remat._stack_plan import Stack, StackPlan
 
 
-def planned_model(
-    options: Namespace, setup: Setup, plan: Plan, stage: str
-) -> tuple[Any, float]:
+def planned_model(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tuple[Any, float]:
     """The fastest plan with which the whole loss takes at most ``--remat`` bytes.
 
     It is one of the layers of a ``Decoder``, or of a loss of one's own. The second result is bytes

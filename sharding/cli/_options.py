@@ -1,6 +1,7 @@
 """The options of each command, with their help."""
 
 import functools
+import re
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,7 +23,8 @@ def _number(kind: type, least: float, most: float = 1e9) -> Callable[[str], Any]
             value = kind(text)
         except ValueError:
             whole = "whole " if kind is int else ""
-            raise ArgumentTypeError(f"must be a {whole}number, got {text!r}") from None
+            alone = " without a unit" if re.match(r"[\d.]+ *[a-zA-Z]", text) else ""
+            raise ArgumentTypeError(f"must be a {whole}number{alone}, got {text!r}") from None
         if not least <= value <= most:
             raise ArgumentTypeError(f"must be from {least:g} to {most:g}, got {text}")
         return value
@@ -98,9 +100,9 @@ _BATCH = {
 }
 _REMAT = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
 _PIPELINE = {
-    "--pipeline N": "the fastest pipeline that fits, of N stages or without N of the fastest "
-    "number, beside the fastest plan without one; --microbatches are those of the pipeline "
-    "(default: the fastest; of a --batch of four sequences a device)",
+    "--pipeline N": "the fastest pipeline without tensor axis that fits, of N stages or without N "
+    "of the fastest number, beside the fastest plan without one; --microbatches are those of the "
+    "pipeline (default: the fastest; of a --batch of four sequences a device)",
     "--schedule": "of the pipeline (default: the fastest)",
     "--chunks V": "groups of layers on each device of the pipeline (default: the fastest)",
     "--stage": "of ZeRO over the replicas of the pipeline (default: the fastest)",

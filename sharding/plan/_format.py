@@ -151,7 +151,9 @@ def users_code(failed: str) -> Iterator[None]:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
-    near = difflib.get_close_matches(word, known, n=4, cutoff=0.4)
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=4, cutoff=0.4)
+    near = [names[each] for each in close]
     return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(known))}"
 
 

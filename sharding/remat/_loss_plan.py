@@ -119,7 +119,8 @@ class LossPlan(RematPlan):
         after = {v: stored[v] for v in last[-_LAST:]} or grads
         on_cpu = self._loss.device.platform == "cpu"
 
-        for k, own in zip(order, replaced, strict=True):
+        def run(k: int, own: set[int]) -> None:
+            nonlocal after
             node, later = joint.nodes[k], k >= joint.forward
             read = {v for eqn in node.equations for v in eqn.operands}
             held = {v: x for v, x in (given | values).items() if v in read}
@@ -139,10 +140,15 @@ class LossPlan(RematPlan):
                 evaluate(node.equations, known)
                 return {v: known[v] for v in node.values}
 
-            in_branch = on_cpu and not later
-            results = _in_branch(compute, held, [*after.values()][-1]) if in_branch else compute(held)
+            if on_cpu and not later:
+                results = _in_branch(compute, held, [*after.values()][-1])
+            else:
+                results = compute(held)
             after = results or after
             (grads if later else values).update(results)
+
+        for k, own in zip(order, replaced, strict=True):
+            run(k, own)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]

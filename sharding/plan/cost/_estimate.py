@@ -310,6 +310,8 @@ def _recommend(
         # Within 1 % of the least time of sending, the smallest.
         far = bool({"host", "slice"} & set(mesh))
         sending = [max(device.at_least(0, 0, x.wire, far * x.network).values()) for x in roomy]
+        if not any(sending):  # no speed is known
+            sending = [float(x.wire) for x in roomy]
         most = 1.01 * min(sending)
         near = [stage for stage, taken in zip(roomy, sending, strict=True) if taken <= most]
         best = min(near, key=lambda stage: stage.peak)

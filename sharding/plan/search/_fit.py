@@ -41,7 +41,7 @@ from sharding.step._checks import check_batch
 from sharding.step._loss import Loss, check_arguments, loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step._train_step import TrainStep
-from sharding.step.flax._nnx_model import is_module
+from sharding.step.flax._nnx import is_module
 
 _TRIES = 6  # plans that are compiled to find the fastest
 # A faster plan is compiled only if it is predicted to save this share of a step.
