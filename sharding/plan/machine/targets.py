@@ -115,9 +115,9 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
             three = f"those of {match[1]} have three sizes, as {match[1]}:4x4x4"
             raise ValueError(f"there is no slice {name!r}; {three}.")
         return Target(match[1], shape, int(match[3] or 1))
-    kind = re.split("[:*]|x[0-9]", name)[0]
-    known = [each for each in KINDS if each.startswith(f"{kind}-")] or ["cpu", *KINDS]
-    what = "; the devices are missing" if kind == name and name in KINDS else nearest(kind, known)
+    word = re.split("[:*]|x[0-9]", name)[0]
+    kinds = [each for each in KINDS if each.startswith(f"{word}-")] or ["cpu", *KINDS]
+    what = "; the devices are missing" if name in KINDS else nearest(word, kinds)
     raise ValueError(f"unknown target {name!r}{what}. Targets look like {_FORMS}.")
 
 
