@@ -92,6 +92,7 @@ def test_figures_of_a_device(text, figures):
     line = f"plan {GPT2} --target cpu:8"
     assert "What fits is not known: no figures of cpu:8. Give them: --memory GIB" in text(line)
     assert "stage 3 *" in text(f"{line} --memory 1")
+    assert "stage 1 *" in text(f"{line} --memory 100")  # of equal ones it sends least
 
     def device(line):
         found = figures(line)["machine"]["device"]
@@ -219,6 +220,10 @@ LLAMA = "--model llama2-7b --target h100x8"
 AUDITED = "--step mine:lowered --target cpu:8"
 WRONG = [
     (f"plan {CPU} --optimizer adamx", "'adamx' is no optimizer; nearest are .*adam"),
+    (f"plan {CPU} --optimizer adamW", "is no optimizer; nearest are adamw, adam"),
+    (f"plan {CPU} --memory 40GB", "--memory must be a number without a unit, got '40GB'"),
+    (f"plan {GPT2} --target h100", "unknown target 'h100'; the devices are missing. Targets look"),
+    (f"plan {GPT2} --target a100x8", "'a100x8'; nearest are a100-80, a100-40. Targets look"),
     (f"plan {CPU} --optimizer optax:adam", "must make one without arguments, .*'learning_rate'"),
     ("plan --model gpt2-tiny --target cpu:8", "is no number and no model; .*gpt2-small"),
     ("plan --model nosuch.module:f --target cpu:8", "nosuch.module:f: No module named 'no"),
