@@ -25,7 +25,7 @@ import optax
 import optax_ext
 import sharding as shd
 from sharding import PeerCheckpoints
-from sharding.recovery import _peer_checkpoints as peers
+from sharding.recovery import _load_state as loading
 from sharding.recovery._slot import Slot
 from sharding.recovery._snapshot_writer import OWN, SlotLayout, SnapshotWriter
 
@@ -54,7 +54,7 @@ def plant(rank, options):
     """Where a process can be killed."""
     writing = {}
     start, write, clear = SnapshotWriter._write, SlotLayout._write, Slot.clear
-    commit, load, committed = Slot.commit, peers.load_state, PeerCheckpoints._committed
+    commit, load, committed = Slot.commit, loading.load_state, PeerCheckpoints._committed
 
     def planted_start(self, layout, replicas, snapshot, extra):
         writing["step"] = snapshot.step
@@ -89,7 +89,7 @@ def plant(rank, options):
         return load(*args)
 
     SnapshotWriter._write, PeerCheckpoints._committed = planted_start, planted_committed
-    SlotLayout._write, peers.load_state = planted_write, planted_load
+    SlotLayout._write, loading.load_state = planted_write, planted_load
     Slot.clear, Slot.commit = planted_clear, planted_commit
 
 
