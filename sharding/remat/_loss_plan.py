@@ -116,7 +116,7 @@ class LossPlan(RematPlan):
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for k in order for eqn in joint.nodes[k].equations for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
-        after = {v: stored[v] for v in last[-_LAST:]} or grads
+        after = {v: stored[v] for v in last[-_LAST:]} or dict(grads)
         on_cpu = self._loss.device.platform == "cpu"
 
         def run(k: int, own: set[int]) -> None:
