@@ -60,9 +60,11 @@ def test_keys_are_folded_by_step_and_number(mesh, microbatches, rngs, state):
         np.testing.assert_array_equal(metrics["aux"], jax.random.key_data(keys))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
-    zero = zero_of(stage, precision=shd.Precision(accumulate=jnp.bfloat16))
+@pytest.mark.parametrize(("stage", "least"), [(2, 0), (3, 0), (3, 1000)])
+def test_accumulating_in_bfloat16_rounds_no_parameters(stage, least):
+    """Sharded or, below the least size, not."""
+    precision = shd.Precision(accumulate=jnp.bfloat16)
+    zero = zero_of(stage, precision=precision, min_shard_size=least)
 
     def gathering(params, x):
         return loss_fn(zero.gather(params), x)

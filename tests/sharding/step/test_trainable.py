@@ -73,7 +73,7 @@ def test_lora(stage, x64):
 
 
 def test_a_mask_by_function_and_by_prefix_is_the_same():
-    zero, tx = model.zero_on(8), optax.adamw(1e-2)
+    zero, tx = model.zero_on(8, stage=0), optax.adamw(1e-2)
     make = model.make_of(lambda: {"a": {"w": np.ones((8, 8), "f")}, "b": np.ones((8, 8), "f")}, tx)
 
     def loss_fn(params, x):
