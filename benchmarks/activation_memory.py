@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import _results
 import jax
 import jax.numpy as jnp
-from _networks import NETWORKS, array
+from _networks import NETWORKS, array, identity
 
 import sharding as shd
 from sharding.plan._format import size
@@ -87,7 +87,7 @@ def table_of(frontiers, presets):
     return _results.table(f"{columns}\n|---|---|---|---|---|", rows)
 
 
-def unet(params, x, checkpoint=lambda block: block):
+def unet(params, x, checkpoint=identity):
     """Six blocks down and six up, whose skips are 4 MiB, as the insides of blocks are 16."""
 
     @checkpoint

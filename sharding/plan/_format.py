@@ -151,9 +151,10 @@ def users_code(failed: str) -> Iterator[None]:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
-    names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=4, cutoff=0.4)
-    near = [names[each] for each in close]
+    word, names = word.lower(), {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word, names, n=4, cutoff=0.4)
+    longer = [each for each in close if each.startswith(f"{word}-") and word not in names]
+    near = [names[each] for each in longer or close]
     return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(known))}"
 
 

@@ -116,8 +116,7 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
             raise ValueError(f"there is no slice {name!r}; {three}.")
         return Target(match[1], shape, int(match[3] or 1))
     word = re.split("[:*]|x[0-9]", name)[0]
-    kinds = [each for each in KINDS if each.startswith(f"{word}-")] or ["cpu", *KINDS]
-    what = "; the devices are missing" if name in KINDS else nearest(word, kinds)
+    what = "; the devices are missing" if name in KINDS else nearest(word, ["cpu", *KINDS])
     raise ValueError(f"unknown target {name!r}{what}. Targets look like {_FORMS}.")
 
 
