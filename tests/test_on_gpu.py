@@ -15,9 +15,6 @@ from sharding.plan import Decoder
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU")
 
-# The reason is not known: benchmarks/findings.md, "One H100".
-WRONG = pytest.mark.xfail(jax.__version_info__[:2] == (0, 11), reason="8 bits on GPUs with 0.11")
-
 MODEL = Decoder(3, 64, 4, 2, 128, 96, length=32)
 BY_LAYER = optax_ext.by_path(
     {"^layers/": optax_ext.last_two_dims(batch=(0,))}, default=optax_ext.last_two_dims()
@@ -80,13 +77,7 @@ def on_cpu(name: str) -> list[float]:
     return losses("cpu", OPTIMIZERS[name])
 
 
-def marked(names):
-    """Cases, those of 8 bits with what is known of them."""
-    return [pytest.param(name, marks=WRONG) if "8bit" in name else name for name in names]
-
-
-@pytest.mark.filterwarnings("ignore:8-bit state:UserWarning")
-@pytest.mark.parametrize("name", marked(OPTIMIZERS))
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     np.testing.assert_allclose(losses("gpu", OPTIMIZERS[name]), on_cpu(name), rtol=2e-5)
 
@@ -98,8 +89,7 @@ def test_steps(name):
     )
 
 
-@pytest.mark.filterwarnings("ignore:8-bit state:UserWarning")
-@pytest.mark.parametrize("name", marked(["came8bit", "adafactor", "masters"]))
+@pytest.mark.parametrize("name", ["came8bit", "adafactor", "masters"])
 @pytest.mark.parametrize("place", ["backward", "all in host memory", "updated on the host"])
 def test_places_of_other_optimizers(name, place):
     np.testing.assert_allclose(

@@ -50,16 +50,6 @@ _MIXED_DTYPES = (
 )
 
 
-def _warn_on_gpus(bits: int) -> None:
-    """Where 8-bit state was seen to go wrong: benchmarks/findings.md, "One H100"."""
-    if bits == 8 and jax.__version_info__[:2] == (0, 11) and jax.default_backend() == "gpu":
-        warnings.warn(
-            "8-bit state went wrong on an H100 with jax 0.11.2, for a reason that is not known: "
-            "compare the losses of some steps with those of float32 state first.",
-            stacklevel=3,
-        )
-
-
 def low_precision_state(
     inner: optax.GradientTransformation,
     bits: int | Format = 8,
@@ -157,7 +147,6 @@ def low_precision_state(
 
     def init(params: optax.Params) -> LowPrecisionState:
         check_arrays(params)
-        _warn_on_gpus(default[True].bits)
         _formats.register_with_flax()
         state = inner.init(params)
         flat, treedef = flatten(state)
