@@ -46,6 +46,11 @@ STEPS = {
 }
 
 
+# Of ten losses. Stochastic rounding turns a rounding error into a whole step of a code: on a CPU
+# parameters that differ by 3e-7 change those of CAME in 8 bits by 5e-5, of CAME by 7e-7.
+TOLERANCES = {"came8bit": 1e-4}
+
+
 def losses(platform: str, tx: optax.GradientTransformation, **options) -> list[float]:
     """Of ten steps in float32 on the first device of a platform."""
     device = jax.devices(platform)[0]
@@ -77,24 +82,25 @@ def on_cpu(name: str) -> list[float]:
     return losses("cpu", OPTIMIZERS[name])
 
 
+def check(name, found):
+    """Losses of a GPU beside those of a CPU."""
+    np.testing.assert_allclose(found, on_cpu(name), rtol=TOLERANCES.get(name, 2e-5))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
-    np.testing.assert_allclose(losses("gpu", OPTIMIZERS[name]), on_cpu(name), rtol=2e-5)
+    check(name, losses("gpu", OPTIMIZERS[name]))
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name):
-    np.testing.assert_allclose(
-        losses("gpu", OPTIMIZERS["adamw"], **STEPS[name]), on_cpu("adamw"), rtol=2e-5
-    )
+    check("adamw", losses("gpu", OPTIMIZERS["adamw"], **STEPS[name]))
 
 
 @pytest.mark.parametrize("name", ["came8bit", "adafactor", "masters"])
 @pytest.mark.parametrize("place", ["backward", "all in host memory", "updated on the host"])
 def test_places_of_other_optimizers(name, place):
-    np.testing.assert_allclose(
-        losses("gpu", OPTIMIZERS[name], **STEPS[place]), on_cpu(name), rtol=2e-5
-    )
+    check(name, losses("gpu", OPTIMIZERS[name], **STEPS[place]))
 
 
 def test_bfloat16_learns():
