@@ -315,3 +315,19 @@ def test_bytes(fmt, shape, nbytes):
     assert more.nbytes == nbytes + np.prod(shape)
     if (fmt, shape) == (Dynamic(), (768, 3072)):
         assert jax.eval_shape(lambda x: quantize(x, fmt, signed), x).scale[0].shape == (96, 96)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("signed", [True, False])
+def test_no_code_is_the_low_byte_of_a_float(signed, rounding):
+    # ptxas of CUDA 13 would store the float converted to a byte (_quantize.codes_of).
+    def codes(x, noise):
+        return quantize(x, Dynamic(8), signed, rounding, noise).codes
+
+    x = jnp.ones((16, 64))
+    jaxpr = jax.make_jaxpr(codes)(x, x).jaxpr
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    eqn = producer[jaxpr.outvars[0]]
+    while eqn.primitive.name in ("convert_element_type", "and"):  # which leave the byte as it is
+        eqn = producer[eqn.invars[0]]
+    assert eqn.primitive.name in ("sub", "shift_right_logical")
