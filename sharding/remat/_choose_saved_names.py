@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +73,7 @@ class HostCopies(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    names: tuple[str, ...]  # of the values that are saved on the device
+    names: tuple[Any, ...]  # of the values that are saved on the device
     nbytes: int  # that they take
     # Of operations that run again, by a model of the device, and of waiting for copies.
     seconds: float
@@ -224,18 +224,36 @@ class TracedBlock:
                 f"the blocks have {len(self.values)} names: give at most {_MOST_NAMES} of them as "
                 "names= (docs: how_to/recompute)."
             )
-        best: dict[int, SavedNames] = {}  # by bytes
-        for stored in _subsets(self.values):
-            moves = _subsets([name for name in stored if host and name in host.names])
-            for choice in self.choices(stored, moves, host):
-                # Of equal ones the first stays, which has the fewest names.
-                if choice.seconds < _least(best.get(choice.nbytes)):
-                    best[choice.nbytes] = choice
-        kept: list[SavedNames] = []
-        for _, choice in sorted(best.items()):
-            if choice.seconds < _least(kept[-1] if kept else None):
-                kept.append(choice)
-        return kept[::-1]
+        choices = (
+            choice
+            for stored in _subsets(self.values)
+            for choice in self.choices(
+                stored, _subsets([name for name in stored if host and name in host.names]), host
+            )
+        )
+        return unbeaten_choices(choices)
+
+
+def unbeaten_choices(choices: Iterable[SavedNames]) -> list[SavedNames]:
+    """Those that no other one beats in bytes and time, from the most bytes to the fewest."""
+    best: dict[int, SavedNames] = {}  # by bytes
+    for choice in choices:
+        # Of equal ones the first stays, which has the fewest names.
+        if choice.seconds < _least(best.get(choice.nbytes)):
+            best[choice.nbytes] = choice
+    kept: list[SavedNames] = []
+    for _, choice in sorted(best.items()):
+        if choice.seconds < _least(kept[-1] if kept else None):
+            kept.append(choice)
+    return kept[::-1]
+
+
+def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
+    """At most ``most`` choices of a frontier, its ends included; None for all."""
+    if most is None or len(frontier) <= most:
+        return list(frontier)
+    step = (len(frontier) - 1) / (most - 1)
+    return [frontier[round(i * step)] for i in range(most)]
 
 
 def _least(choice: SavedNames | None) -> float:

@@ -109,7 +109,7 @@ class JointGraph:
                 elif v in fused:
                     own.equations.update(fused[v].equations)
                     own.reads.update(fused[v].reads)
-            can_fuse = _is_fused(eqn) and len(eqn.results) == 1
+            can_fuse = is_fused(eqn) and len(eqn.results) == 1
             before = next(reversed(groups), -1)  # nothing is computed between it and this one
             takes = can_fuse and before in own.reads and self._is_read_by(before, eqn)
             if takes:
@@ -156,7 +156,7 @@ class JointGraph:
             operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
             work = work + work_of_equation(eqn, operands, results, kind)
             inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
-            if not (_is_fused(eqn) or eqn.primitive.name in REDUCTIONS | {"gather"}):
+            if not (is_fused(eqn) or eqn.primitive.name in REDUCTIONS | {"gather"}):
                 # What is computed for it is in memory.
                 given = {v for v in eqn.operands if v in made}
                 given = {v for v in given if made[v].primitive.name not in _MOVES}
@@ -171,7 +171,7 @@ class JointGraph:
             held / shards,
             inside / shards,
             Work(*(x / shards for x in work)),
-            _is_fused(eqn),
+            is_fused(eqn),
         )
 
     @property
@@ -235,9 +235,9 @@ def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equatio
         yield dataclasses.replace(eqn, primitive=lax.slice_p, params=params, results=(v,))
 
 
-def _is_fused(eqn: Any) -> bool:
+def is_fused(eqn: Any) -> bool:
     if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
-        return all(_is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+        return all(is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
     return eqn.primitive.name in _FUSED
 
 
@@ -246,6 +246,6 @@ def _bytes_inside(jaxpr: Any) -> float:
     inside = 0.0
     for eqn in jaxpr.eqns:
         inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
-        if not _is_fused(eqn):
+        if not is_fused(eqn):
             inside += num_bytes([v.aval for v in eqn.outvars])
     return inside

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind, evaluate
 from sharding._jaxprs import all_equations
@@ -22,12 +21,11 @@ from sharding._user_line import line_of
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
-from sharding.remat._checkpoint import scan_in
 from sharding.remat._joint_graph import JointGraph
+from sharding.remat._loss_loops import Loop, LoopForm, forms_of
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
-from sharding.step._layer_hooks import scan_sizes
 
 _FLOAT0 = jax.dtypes.float0
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
@@ -37,11 +35,7 @@ _AIM, _FITS = 0.97, 0.93  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 _LAST = 4  # values of a forward pass that its gradient waits for
-# What loops compute again in their backward pass.
-_AS_IT_IS, _PRODUCTS, _LAYERS, _SEGMENTS = (
-    *("nothing", "all but products"),
-    *("each layer", "each layer, and segments of layers"),
-)
+_AS_IT_IS = LoopForm()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +46,7 @@ class LossPlan(RematPlan):
     """
 
     loss_fn: Callable[..., Any]  #: as it was given
-    loops: str  #: what loops compute again, such as ``"nothing"``
+    loops: LoopForm  #: what the layers of loops store
     at_least: float  #: the least extra time of any schedule within these bytes, as far as known
     _loss: "PlannableLoss"
     _graph: JointGraph
@@ -61,7 +55,7 @@ class LossPlan(RematPlan):
     def __call__(self, params: Tree, batch: Batch) -> Any:
         """What the loss returns, for parameters and a batch of the planned types."""
         inputs = self._loss.inputs_of(params, batch)
-        if self._schedule.again or self.loops != _AS_IT_IS:
+        if self._schedule.again or self.loops.stored is not None:
             self._loss.check_as_planned(inputs)
         outs = self._run(inputs)
         return jax.tree.unflatten(self._loss.out_treedef, outs)
@@ -168,8 +162,8 @@ class LossPlan(RematPlan):
         for ks in self._schedule.again:
             again.update(_line(nodes[k].equations[-1]) for k in ks)
         rows = [("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations")]
-        if self.loops != _AS_IT_IS:
-            rows.append(("loops", self.loops, ""))
+        if self.loops.stored is not None:
+            rows.append(("loops", "again", str(self.loops)))
         rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
         rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
         return rows
@@ -282,22 +276,26 @@ class PlannableLoss:
                 "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
             )
 
-    @functools.cached_property
-    def loops(self) -> dict[tuple[int, ...], int]:
-        """How often each loop runs, by its results."""
+    def loops_of(self, kind: DeviceKind | None) -> list[Loop]:
+        """Its loops; ``fn`` runs them in one form or another."""
         needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
         scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
-        return {eqn.results: eqn.params["length"] for eqn in scans if eqn.params["length"] > 1}
+        self._loops = {e.results: Loop(e, kind) for e in scans if e.params["length"] > 1}
+        return list(self._loops.values())
 
-    def fn(self, inputs: list[Any], loops: str = _AS_IT_IS) -> list[Any]:
-        """The loss; ``loops`` says what loops compute again."""
-        if loops == _AS_IT_IS:
+    def fn(self, inputs: list[Any], loops: LoopForm = _AS_IT_IS) -> list[Any]:
+        """The loss, with loops in a form."""
+        if loops.stored is None:
             return jax.tree.leaves(self._call(inputs))
+        stored = dict(zip(self._loops, loops.stored, strict=True))
         values = self.graph.constants | dict(enumerate(inputs))
         for eqn in self.graph.equations:
             operands = [values[v] for v in eqn.operands]
-            is_loop = eqn.results in self.loops
-            outs = _loop(eqn, operands, loops) if is_loop else bind(eqn, operands)
+            if eqn.results in stored:
+                loop = self._loops[eqn.results]
+                outs = loop.run(operands, stored[eqn.results], loops.segments)
+            else:
+                outs = list(bind(eqn, operands))
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self.graph.outputs]
 
@@ -318,45 +316,14 @@ def _collectives(jaxpr: Any) -> set[str]:
     return {name for name in names if name.startswith(_COLLECTIVES)}
 
 
-def _loop(eqn: Equation, operands: list[Any], form: str) -> list[Any]:
-    """A loop whose backward pass computes its layers again, one by one or in segments."""
-    options, body = eqn.params, jaxpr_as_fun(eqn.params["jaxpr"])
-    num_consts, num_carry = scan_sizes(options)
-    consts, rest = operands[:num_consts], operands[num_consts:]
-    init, xs = rest[:num_carry], rest[num_carry:]
-    policy = jax.checkpoint_policies.dots_saveable if form == _PRODUCTS else None
-    layer = jax.checkpoint(lambda *args: body(*args), policy=policy, prevent_cse=False)
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = layer(*consts, *carry, *x)
-        return out[:num_carry], out[num_carry:]
-
-    length = options["length"]
-    inner = _inner_length(length) if form == _SEGMENTS else 1
-    lengths = (length // inner, inner)[: min(inner, 2)]
-    carry, outs = scan_in(step, init, xs, lengths, options["reverse"])
-    return [*carry, *outs]
-
-
-def _inner_length(length: int) -> int:
-    """Of segments; 1 if there are none of equal length."""
-    divisors = [i for i in range(1, length) if length % i == 0]
-    return min(divisors, key=lambda i: i + length // i)
-
-
 class LossSearch:
     """Plans of a loss, each compiled for its bytes."""
 
     def __init__(self, loss: PlannableLoss, kind: DeviceKind | None):
         self._loss = loss
-        forms = [_AS_IT_IS]
-        if loss.loops:
-            forms += [_PRODUCTS, _LAYERS]
-        if any(_inner_length(length) > 1 for length in loss.loops.values()):
-            forms.append(_SEGMENTS)
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
-        self._searches: list[tuple[str, JointGraph, ScheduleSearch]] = []
-        for form in forms:
+        self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
+        for form in forms_of(loss.loops_of(kind)):
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards)
             check_pure(joint.graph)  # rules of derivatives, too
@@ -417,9 +384,12 @@ class LossSearch:
         """The fastest plan whose program keeps to the budget."""
         best: LossPlan | None = None
         # Bytes that are planned are not those of programs: from above and below.
-        fits, fails, most = 0.0, self.most * 1.01, _MOST_PROGRAMS
+        fits, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
-        for _ in range(_TPU_PROGRAMS if self._loss.device.platform == "tpu" else most):
+        programs = _TPU_PROGRAMS if self._loss.device.platform == "tpu" else _MOST_PROGRAMS
+        for _ in range(4 * programs):  # most guesses are programs that are known
+            if len(self._known) - before >= programs:
+                break
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
                 planned = max(self.least, fits)
@@ -431,7 +401,7 @@ class LossSearch:
                 fits = max(fits, planned)
                 if best is None or plan.work.seconds < best.work.seconds:
                     best = plan
-                if plan.peak >= _FITS * budget or not any(plan._schedule.again):
+                if plan.peak >= _FITS * budget or plan.extra_time <= 0:
                     break
             planned += _AIM * budget - plan.peak
             if not fits < planned < fails:

@@ -12,7 +12,13 @@ from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._traced_model import Work
 from sharding.remat._checkpoint import INPUT, Fn, policy_of, scanned
-from sharding.remat._choose_saved_names import HostCopies, NameRequest, SavedNames, TracedBlock
+from sharding.remat._choose_saved_names import (
+    HostCopies,
+    NameRequest,
+    SavedNames,
+    TracedBlock,
+    evenly,
+)
 from sharding.remat._program_bytes import device_bytes, step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 
@@ -148,7 +154,7 @@ class Stack:
             if offload is True or {INPUT, *inputs} & set(names):
                 hosts.append(self._host(names, True))
             for host in hosts:
-                for choice in _evenly(block.frontier(host), modes):
+                for choice in evenly(block.frontier(host), modes):
                     to_host = host is not None and host.input_bytes > 0
                     ways += [(choice, lengths, to_host) for lengths in self._lengths(choice, host)]
         distinct = {each.key: each for each in map(self._candidate, *zip(*ways, strict=True))}
@@ -257,14 +263,6 @@ class Stack:
             offloaded=(*candidate.choice.offloaded, *input_names),
             input_names=self._input_names,
         )
-
-
-def _evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
-    """At most ``most`` choices of a frontier, its ends included; None for all."""
-    if most is None or len(frontier) <= most:
-        return list(frontier)
-    step = (len(frontier) - 1) / (most - 1)
-    return [frontier[round(i * step)] for i in range(most)]
 
 
 def one_of(stack: Any) -> Any:

@@ -1,0 +1,145 @@
+"""The loops of a loss, as stacks of layers: what each layer stores for its backward pass."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxpr_as_fun
+
+from optax_ext.traced_graph import Equation, Graph, bind
+from sharding._user_line import line_of
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._traced_model import work_of_equation
+from sharding.remat._checkpoint import policy_of, scan_in
+from sharding.remat._choose_saved_names import (
+    SavedNames,
+    TracedBlock,
+    evenly,
+    unbeaten_choices,
+)
+from sharding.remat._joint_graph import is_fused
+from sharding.step._layer_hooks import scan_sizes
+
+_MOST_NAMES = 9  # of a layer's values, whose choices are compared
+_FORMS, _SEGMENTED = 12, 3  # choices of all loops, and of those with segments
+
+
+class LoopForm(NamedTuple):
+    """What the layers of each loop store; what they do not is computed again."""
+
+    stored: tuple[tuple[str, ...], ...] | None = None  # names of values, by loop; None: all
+    segments: bool = False  # of layers, each computed again as a whole
+
+    def __str__(self) -> str:
+        if self.stored is None:
+            return "nothing"
+        names = ", ".join(dict.fromkeys(name for names in self.stored for name in names))
+        layers = f"all but {names}" if names else "each layer"
+        return f"{layers}, and segments of layers" if self.segments else layers
+
+
+class Loop:
+    """A scan whose layers are computed again, as far as their values are not stored.
+
+    Values have the names that the loss gives them, or, if their operations are not fused, the
+    operation and the line where it is written.
+    """
+
+    def __init__(self, eqn: Equation, kind: DeviceKind | None):
+        self._options, self._body = eqn.params, jaxpr_as_fun(eqn.params["jaxpr"])
+        num_consts, num_carry = scan_sizes(eqn.params)
+        self._ends = num_consts, num_consts + num_carry
+        self.length = int(eqn.params["length"])
+        self._inner = _inner_length(self.length)
+        own = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in eqn.params["jaxpr"].in_avals]
+        self._graph = Graph(lambda args: self._body(*args), own, [False] * len(own), exact=True)
+        self._names = self._named(kind)
+        consts, carry, x = self._split(own)
+
+        def layer(params: Any, carry: Any) -> Any:
+            return self._layer(*params[0], *carry, *params[1])
+
+        block = TracedBlock.of(layer, (consts, x), carry, kind)
+        self.choices = block.frontier() if block.values else [SavedNames((), 0, 0.0)]
+
+    @property
+    def has_segments(self) -> bool:
+        return self._inner > 1
+
+    def _split(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Constants of all layers, what the first one gets, and what each gets by itself."""
+        first, second = self._ends
+        return list(values[:first]), list(values[first:second]), list(values[second:])
+
+    def _named(self, kind: DeviceKind | None) -> dict[int, str]:
+        """Names of values, by the operations that make them."""
+        graph, seconds = self._graph, dict[int, float]()
+        already = {v for e in graph.equations if e.primitive.name == "name" for v in e.operands}
+        for i, eqn in enumerate(graph.equations):
+            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+            is_float = jnp.issubdtype(results[0].dtype, jnp.inexact) if results else False
+            if is_float and already.isdisjoint(eqn.results) and not is_fused(eqn):
+                seconds[i] = work_of_equation(eqn, operands, results, kind).seconds
+        most = max(0, _MOST_NAMES - len(already))
+        names = dict[int, str]()
+        for i in sorted(sorted(seconds, key=lambda i: seconds[i], reverse=True)[:most]):
+            eqn = graph.equations[i]
+            name = f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+            count = sum(known.partition(" #")[0] == name for known in names.values())
+            names[i] = f"{name} #{count + 1}" if count else name
+        return names
+
+    def _layer(self, *args: Any) -> list[Any]:
+        values = self._graph.constants | dict(enumerate(args))
+        for i, eqn in enumerate(self._graph.equations):
+            outs = bind(eqn, [values[v] for v in eqn.operands])
+            if i in self._names:
+                outs = [checkpoint_name(out, self._names[i]) for out in outs]
+            values |= zip(eqn.results, outs, strict=True)
+        return [values[v] for v in self._graph.outputs]
+
+    def run(self, operands: Sequence[Any], stored: Sequence[str], segments: bool) -> list[Any]:
+        """The scan, whose layers store values of these names."""
+        consts, init, xs = self._split(operands)
+        # A loop separates what runs again from its first run without barriers.
+        layer = jax.checkpoint(self._layer, policy=policy_of(stored), prevent_cse=False)
+
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = layer(*consts, *carry, *x)
+            return out[: len(carry)], out[len(carry) :]
+
+        inner = self._inner if segments else 1
+        lengths = (self.length // inner, inner)[: min(inner, 2)]
+        carry, outs = scan_in(step, init, xs, lengths, self._options["reverse"])
+        return [*carry, *outs]
+
+
+def _inner_length(length: int) -> int:
+    """Of segments; 1 if there are none of equal length."""
+    divisors = [i for i in range(1, length) if length % i == 0]
+    return min(divisors, key=lambda i: i + length // i)
+
+
+def forms_of(loops: Sequence[Loop]) -> list[LoopForm]:
+    """Forms of the loops of a loss that are worth a try: the first stores all."""
+    if not loops:
+        return [LoopForm()]
+    ways = [SavedNames((), 0, 0.0)]  # whose names are those of each loop
+    for loop in loops:
+        joined = [
+            SavedNames(
+                (*way.names, own.names),
+                way.nbytes + loop.length * own.nbytes,
+                way.seconds + loop.length * own.seconds,
+            )
+            for way in ways
+            for own in loop.choices
+        ]
+        ways = evenly(unbeaten_choices(joined), 2 * _FORMS)
+    ways = evenly(ways, _FORMS)
+    forms = [LoopForm(), *(LoopForm(way.names) for way in ways)]
+    if any(loop.has_segments for loop in loops):
+        forms += [LoopForm(way.names, True) for way in evenly(ways, _SEGMENTED)]
+    return forms
