@@ -58,7 +58,7 @@ def scanned(
 
     def named(params: Tree, x: Array) -> Any:
         # Only a name within the loop's body lets its carry be offloaded.
-        return fn(params, jax.tree.map(_with_name, x) if name_input else x)
+        return fn(params, jax.tree.map(with_name, x) if name_input else x)
 
     block = in_loop(named, policy, zero)
 
@@ -82,5 +82,5 @@ def scan_in(
     return carry, jax.tree.map(lambda x: x.reshape(outer * inner, *x.shape[2:]), outs)
 
 
-def _with_name(x: jax.Array) -> jax.Array:
+def with_name(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.inexact) else x

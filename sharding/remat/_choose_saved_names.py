@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_i
 _PLACES = ("device", "offload", "remat")
 _MOST_NAMES = 14  # whose choices are compared
 
+_Choice = TypeVar("_Choice")
 Names = Collection[str] | Mapping[str, str] | str | None
 
 
@@ -175,7 +176,7 @@ class TracedBlock:
         every = set(self.values)
 
         def seconds(names: Collection[str]) -> float:
-            return self._again(names)[0]
+            return self.again(names)[0]
 
         return [
             name
@@ -185,7 +186,7 @@ class TracedBlock:
             and seconds(every - {name}) <= seconds(every)
         ]
 
-    def _again(self, names: Iterable[str]) -> tuple[float, dict[str, int]]:
+    def again(self, names: Iterable[str]) -> tuple[float, dict[str, int]]:
         """Time of what runs again if these names are stored, and bytes of each that is read."""
         stored = {v: name for name in names for v in self.values[name]}
         run, _ = self.graph.needed(self.graph.outputs, stored)
@@ -200,7 +201,7 @@ class TracedBlock:
         self, stored: Collection[str], moves: Iterable[Collection[str]], host: HostCopies | None
     ) -> Iterator[SavedNames]:
         """Stores values, of which some are on the host."""
-        seconds, nbytes = self._again(stored)
+        seconds, nbytes = self.again(stored)
         for moved in moves:
             kept = tuple(name for name in stored if name not in moved)
             on_host = sum(nbytes[name] for name in moved)
@@ -248,7 +249,7 @@ def unbeaten_choices(choices: Iterable[SavedNames]) -> list[SavedNames]:
     return kept[::-1]
 
 
-def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
+def evenly(frontier: Sequence[_Choice], most: int | None) -> list[_Choice]:
     """At most ``most`` choices of a frontier, its ends included; None for all."""
     if most is None or len(frontier) <= most:
         return list(frontier)

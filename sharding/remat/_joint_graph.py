@@ -129,7 +129,7 @@ class JointGraph:
         return tuple(v for v in eqn.results if self._uses[v])
 
     def _nbytes(self, eqn: Equation) -> int:
-        return num_bytes([self.graph.types[v] for v in self._values(eqn)])
+        return _device_bytes([self.graph.types[v] for v in self._values(eqn)])
 
     def _is_read_by(self, k: int, eqn: Equation) -> bool:
         """Whether one operation alone reads a group, in the same pass, and can be fused with it."""
@@ -163,7 +163,7 @@ class JointGraph:
                 inside += num_bytes([graph.types[v] for v in given])
         eqn = self._equations[last]
         values = self._values(eqn)
-        held = num_bytes([graph.types[v] for v in values if v not in self._returned])
+        held = _device_bytes([graph.types[v] for v in values if v not in self._returned])
         return LossNode(
             tuple(equations),
             frozenset(number[k] for k in reads),
@@ -233,6 +233,14 @@ def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equatio
         limits = (*shape[:axis], start, *shape[axis + 1 :])
         params = {"start_indices": starts, "limit_indices": limits, "strides": None}
         yield dataclasses.replace(eqn, primitive=lax.slice_p, params=params, results=(v,))
+
+
+def on_host(t: Any) -> bool:
+    return bool(t.memory_space == jax.memory.Space.Host)
+
+
+def _device_bytes(types: Sequence[Any]) -> int:
+    return num_bytes([t for t in types if not on_host(t)])
 
 
 def is_fused(eqn: Any) -> bool:

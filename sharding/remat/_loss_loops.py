@@ -1,6 +1,6 @@
 """The loops of a loss, as stacks of layers: what each layer stores for its backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,11 @@ from jax.extend.core import jaxpr_as_fun
 from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import work_of_equation
-from sharding.remat._checkpoint import policy_of, scan_in
+from sharding.remat._checkpoint import INPUT, policy_of, scan_in, with_name
 from sharding.remat._choose_saved_names import (
+    HostCopies,
     SavedNames,
     TracedBlock,
     evenly,
@@ -26,16 +28,25 @@ _MOST_NAMES = 9  # of a layer's values, whose choices are compared
 _FORMS, _SEGMENTED = 12, 3  # choices of all loops, and of those with segments
 
 
+Offload = bool | Collection[str]  # whether values may be copied to host memory, or their names
+
+
 class LoopForm(NamedTuple):
     """What the layers of each loop store; what they do not is computed again."""
 
     stored: tuple[tuple[str, ...], ...] | None = None  # names of values, by loop; None: all
+    offloaded: tuple[tuple[str, ...], ...] = ()  # of those that are copied to host memory
+    host: float = 0.0  # bytes that these take
+    wait: float = 0.0  # seconds by which copies outlast layers
     segments: bool = False  # of layers, each computed again as a whole
 
     def __str__(self) -> str:
+        """What layers compute again."""
         if self.stored is None:
             return "nothing"
-        names = ", ".join(dict.fromkeys(name for names in self.stored for name in names))
+        moved = dict.fromkeys(f"{name} (host)" for names in self.offloaded for name in names)
+        kept = dict.fromkeys(name for names in self.stored for name in names)
+        names = ", ".join(kept | moved)
         layers = f"all but {names}" if names else "each layer"
         return f"{layers}, and segments of layers" if self.segments else layers
 
@@ -47,7 +58,7 @@ class Loop:
     operation and the line where it is written.
     """
 
-    def __init__(self, eqn: Equation, kind: DeviceKind | None):
+    def __init__(self, eqn: Equation, kind: DeviceKind | None, offload: Offload = False):
         self._options, self._body = eqn.params, jaxpr_as_fun(eqn.params["jaxpr"])
         num_consts, num_carry = scan_sizes(eqn.params)
         self._ends = num_consts, num_consts + num_carry
@@ -59,10 +70,38 @@ class Loop:
         consts, carry, x = self._split(own)
 
         def layer(params: Any, carry: Any) -> Any:
-            return self._layer(*params[0], *carry, *params[1])
+            outs = self._layer(*params[0], *carry, *params[1])
+            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        block = TracedBlock.of(layer, (consts, x), carry, kind)
-        self.choices = block.frontier() if block.values else [SavedNames((), 0, 0.0)]
+        self._block = TracedBlock.of(layer, (consts, x), carry, kind)
+        self._input = num_bytes([t for t in carry if jnp.issubdtype(t.dtype, jnp.inexact)])
+        link = kind and kind.host_link
+        self.choices = self._choices(None)
+        if offload and link:
+            names = self._block.values if offload is True else offload
+            forward = self._block.forward.seconds
+            backward = self._block.step.seconds - forward
+            for nbytes in (0, self._input) if offload is True or INPUT in names else (0,):
+                self.choices += self._choices(HostCopies(names, link, forward, backward, nbytes))
+
+    def _choices(self, host: HostCopies | None) -> list[SavedNames]:
+        """Of all layers: bytes and seconds are theirs together, with those of their inputs."""
+        moved = host.input_bytes if host else 0
+        return [
+            SavedNames(
+                each.names,
+                self.length * (each.nbytes + self._input - moved),
+                self.length * each.seconds,
+                (*each.offloaded, *([INPUT] if moved else [])),
+                self.length * (each.host_bytes + moved),
+            )
+            for each in self._block.frontier(host)
+        ]
+
+    def wait(self, choice: SavedNames) -> float:
+        """Seconds by which the copies of a choice outlast the layers."""
+        names = (*choice.names, *(name for name in choice.offloaded if name != INPUT))
+        return choice.seconds - self.length * self._block.again(names)[0]
 
     @property
     def has_segments(self) -> bool:
@@ -100,11 +139,24 @@ class Loop:
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self._graph.outputs]
 
-    def run(self, operands: Sequence[Any], stored: Sequence[str], segments: bool) -> list[Any]:
+    def run(
+        self,
+        operands: Sequence[Any],
+        stored: Sequence[str],
+        offloaded: Sequence[str],
+        segments: bool,
+    ) -> list[Any]:
         """The scan, whose layers store values of these names."""
         consts, init, xs = self._split(operands)
+
+        def named(*args: Any) -> list[Any]:
+            consts, carry, x = self._split(args)
+            carry = list(map(with_name, carry)) if INPUT in offloaded else carry
+            return self._layer(*consts, *carry, *x)
+
         # A loop separates what runs again from its first run without barriers.
-        layer = jax.checkpoint(self._layer, policy=policy_of(stored), prevent_cse=False)
+        policy = policy_of(stored, offloaded)
+        layer = jax.checkpoint(named, policy=policy, prevent_cse=False)
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             out = layer(*consts, *carry, *x)
@@ -126,20 +178,24 @@ def forms_of(loops: Sequence[Loop]) -> list[LoopForm]:
     """Forms of the loops of a loss that are worth a try: the first stores all."""
     if not loops:
         return [LoopForm()]
-    ways = [SavedNames((), 0, 0.0)]  # whose names are those of each loop
+    # By loop: names, those that are offloaded, and how long copies are waited for.
+    ways = [SavedNames((), 0, 0.0)]
     for loop in loops:
         joined = [
             SavedNames(
-                (*way.names, own.names),
-                way.nbytes + loop.length * own.nbytes,
-                way.seconds + loop.length * own.seconds,
+                (*way.names, (own.names, own.offloaded, loop.wait(own))),
+                *(way.nbytes + own.nbytes, way.seconds + own.seconds),
+                host_bytes=way.host_bytes + own.host_bytes,
             )
             for way in ways
             for own in loop.choices
         ]
         ways = evenly(unbeaten_choices(joined), 2 * _FORMS)
-    ways = evenly(ways, _FORMS)
-    forms = [LoopForm(), *(LoopForm(way.names) for way in ways)]
+    forms = [LoopForm()]
+    for way in evenly(ways, _FORMS):
+        stored, offloaded, waits = zip(*way.names, strict=True)
+        forms.append(LoopForm(stored, offloaded, way.host_bytes, sum(waits)))
     if any(loop.has_segments for loop in loops):
-        forms += [LoopForm(way.names, True) for way in evenly(ways, _SEGMENTED)]
+        whole = [form for form in forms[1:] if not form.host]
+        forms += [form._replace(segments=True) for form in evenly(whole, _SEGMENTED)]
     return forms

@@ -21,8 +21,9 @@ from sharding._user_line import line_of
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
-from sharding.remat._joint_graph import JointGraph
-from sharding.remat._loss_loops import Loop, LoopForm, forms_of
+from sharding.plan.model._traced_model import Work
+from sharding.remat._joint_graph import JointGraph, on_host
+from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
@@ -124,6 +125,7 @@ class LossPlan(RematPlan):
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
             free = {v: held.pop(v) for i in own for v in joint.nodes[i].values if v in held}
+            free |= {v: held.pop(v) for v in [*held] if on_host(graph.types[v])}
             if not on_cpu:  # cotangents are fused with what reads them: they do not wait
                 held, done = lax.optimization_barrier((held, after))
                 for v in done.keys() - read - places:
@@ -276,24 +278,25 @@ class PlannableLoss:
                 "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
             )
 
-    def loops_of(self, kind: DeviceKind | None) -> list[Loop]:
+    def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
         needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
         scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
-        self._loops = {e.results: Loop(e, kind) for e in scans if e.params["length"] > 1}
+        self._loops = {e.results: Loop(e, kind, offload) for e in scans if e.params["length"] > 1}
         return list(self._loops.values())
 
     def fn(self, inputs: list[Any], loops: LoopForm = _AS_IT_IS) -> list[Any]:
         """The loss, with loops in a form."""
         if loops.stored is None:
             return jax.tree.leaves(self._call(inputs))
-        stored = dict(zip(self._loops, loops.stored, strict=True))
+        named = zip(loops.stored, loops.offloaded, strict=True)
+        choices = dict(zip(self._loops, named, strict=True))
         values = self.graph.constants | dict(enumerate(inputs))
         for eqn in self.graph.equations:
             operands = [values[v] for v in eqn.operands]
-            if eqn.results in stored:
+            if eqn.results in choices:
                 loop = self._loops[eqn.results]
-                outs = loop.run(operands, stored[eqn.results], loops.segments)
+                outs = loop.run(operands, *choices[eqn.results], loops.segments)
             else:
                 outs = list(bind(eqn, operands))
             values |= zip(eqn.results, outs, strict=True)
@@ -319,11 +322,11 @@ def _collectives(jaxpr: Any) -> set[str]:
 class LossSearch:
     """Plans of a loss, each compiled for its bytes."""
 
-    def __init__(self, loss: PlannableLoss, kind: DeviceKind | None):
+    def __init__(self, loss: PlannableLoss, kind: DeviceKind | None, offload: Offload = False):
         self._loss = loss
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
-        for form in forms_of(loss.loops_of(kind)):
+        for form in forms_of(loss.loops_of(kind, offload)):
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards)
             check_pure(joint.graph)  # rules of derivatives, too
@@ -341,13 +344,14 @@ class LossSearch:
             if found is None:
                 continue
             again = [joint.nodes[k].work for ks in found.again for k in ks]
-            work = sum(again, joint.work)
+            work = sum(again, joint.work) + Work(0.0, form.wait)
             if best is None or work.seconds < best.work.seconds:
-                least = joint.work.seconds + found.at_least - self._plain.seconds
+                least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
                 seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
                 best = LossPlan(
                     peak=planned,
                     saved=sum(joint.nodes[k].nbytes for k in found.stored),
+                    host=form.host,
                     budget=planned,
                     work=work,
                     plain=self._plain,

@@ -71,8 +71,8 @@ def plan(
       names: of a stack, that may be saved; None for all. A preset of MaxText, such as
         ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
         leaves no choice.
-      offload: whether a stack may copy named values, and the inputs of its blocks
-        (``"block_input"``), to pinned host memory; or the names of those that it may.
+      offload: whether a stack, or the loops of a loss, may copy named values, and the inputs of
+        layers (``"block_input"``), to pinned host memory; or the names of those that it may.
 
     Returns:
       A ``LossPlan``, which is called as the loss is, or a ``StackPlan``.
@@ -155,11 +155,11 @@ def loss_search(
             "expected one function of parameters and a batch; of blocks in a row, give the loss "
             "that calls them."
         )
-    if names is not None or offload:
-        raise ValueError("names= and offload= are for stacks of blocks, with length=.")
+    if names is not None:
+        raise ValueError("names= is for stacks of blocks, with length=.")
     check_arrays(params, batch)
-    kind, target = _device(device, (params, batch))
-    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind)
+    kind, target = _device(device, (params, batch), offload)
+    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind, offload)
 
 
 def in_bytes(budget: Budget) -> float:
@@ -208,8 +208,6 @@ def _measured_stack(
 ) -> tuple[Stack, list[Candidate]]:
     if not callable(block):
         raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
-    if isinstance(offload, str):
-        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
     if offload and request.saved is not None:
         raise ValueError(
             "offload= leaves to the planner what names= has decided: give the names to offload the "
@@ -217,17 +215,7 @@ def _measured_stack(
         )
     if modes is not None and modes < 2:
         raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
-    kind, target = _device(device, (params, x))
-    if offload or request.offloaded:
-        if target.platform == "cpu":
-            raise ValueError(
-                "offload is ignored by XLA on CPUs: values stay where they are. Give a device."
-            )
-        if kind is None or kind.host_link is None:
-            raise ValueError(
-                f"offload needs the speed of the link to the host, and none is known of "
-                f"{target.device_kind}."
-            )
+    kind, target = _device(device, (params, x), offload or request.offloaded)
     stack = Stack(block, params, x, length, target, kind)
     wanted = () if isinstance(offload, bool) else offload
     _warn(stack.block.only(request.allowed), request, wanted)
@@ -256,15 +244,30 @@ def _warn(block: TracedBlock, request: NameRequest, offload: Collection[str]) ->
         warn(f"none of the requested names is in the blocks, which have {names}.")
 
 
-def _device(device: Device, args: Any) -> tuple[DeviceKind | None, jax.Device]:
+def _device(
+    device: Device, args: Any, offload: bool | Collection[str]
+) -> tuple[DeviceKind | None, jax.Device]:
+    kind = None
     if isinstance(device, str):
-        return device_of_target(device)
-    if device is None:
+        kind, device = device_of_target(device)
+    elif device is None:
         meshes = [x.sharding.mesh for x in jax.tree.leaves(types_of(args)) if is_sharded(x)]
         device = meshes[0].devices.flat[0] if meshes else jax.devices()[0]
     if not isinstance(device, jax.Device):
         raise ValueError(f"device is a target such as 'h100x1', or a device, got {device!r}.")
-    return kind_of(device.device_kind), device
+    kind = kind or kind_of(device.device_kind)
+    if isinstance(offload, str):
+        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
+    if offload and device.platform == "cpu":
+        raise ValueError(
+            "offload is ignored by XLA on CPUs: values stay where they are. Give a device."
+        )
+    if offload and (kind is None or kind.host_link is None):
+        raise ValueError(
+            f"offload needs the speed of the link to the host, and none is known of "
+            f"{device.device_kind}."
+        )
+    return kind, device
 
 
 def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
