@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ class LossNode(NamedTuple):
     inside: float  # bytes in memory while it runs, beside what it reads and its values
     work: Work
     in_place: bool  # whether its value may take the place of one that it reads
+    heavy: bool  # whether XLA does not fuse it with others
 
 
 class _FusedGroup(NamedTuple):
@@ -172,12 +173,17 @@ class JointGraph:
             inside / shards,
             Work(*(x / shards for x in work)),
             is_fused(eqn),
+            not all(is_fused(e) or e.primitive.name in REDUCTIONS for e in equations),
         )
 
     @property
     def work(self) -> Work:
         """Of the loss and its gradient."""
         return sum((node.work for node in self.nodes), Work(0.0, 0.0))
+
+    def equations(self, ks: Iterable[int]) -> list[Equation]:
+        """Of nodes."""
+        return [eqn for k in ks for eqn in self.nodes[k].equations]
 
     def returns(self, k: int) -> bool:
         """Whether the loss returns what a node computes."""

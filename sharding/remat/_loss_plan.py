@@ -109,18 +109,20 @@ class LossPlan(RematPlan):
         places = {v for each in replaced for i in each for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
-        read = {v for k in order for eqn in joint.nodes[k].equations for v in eqn.operands}
+        read = {v for eqn in joint.equations(order) for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
         after = {v: stored[v] for v in last[-_LAST:]} or dict(grads)
         on_cpu = self._loss.device.platform == "cpu"
 
-        def run(k: int, own: set[int]) -> None:
+        def run(group: list[int], own: set[int], later: set[int]) -> None:
             nonlocal after
-            node, later = joint.nodes[k], k >= joint.forward
-            read = {v for eqn in node.equations for v in eqn.operands}
+            equations = joint.equations(group)
+            made = {v: k for k in group for v in joint.nodes[k].values if v in later}
+            read = {v for eqn in equations for v in eqn.operands}
+            read -= {v for eqn in equations for v in eqn.results}
             held = {v: x for v, x in (given | values).items() if v in read}
             # The zeros of a scatter are made when it needs them.
-            for eqn in node.equations:
+            for eqn in equations:
                 if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
@@ -133,18 +135,19 @@ class LossPlan(RematPlan):
 
             def compute(held: dict[int, Any]) -> dict[int, Any]:
                 known = graph.constants | grads | free | held
-                evaluate(node.equations, known)
-                return {v: known[v] for v in node.values}
+                evaluate(equations, known)
+                return {v: known[v] for v in made}
 
-            if on_cpu and not later:
+            if on_cpu and group[0] < joint.forward:
                 results = _in_branch(compute, held, [*after.values()][-1])
             else:
                 results = compute(held)
             after = results or after
-            (grads if later else values).update(results)
+            for v, k in made.items():
+                (grads if k >= joint.forward else values)[v] = results[v]
 
-        for k, own in zip(order, replaced, strict=True):
-            run(k, own)
+        for group in _groups(joint, order, replaced, on_cpu):
+            run(*group)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
@@ -169,6 +172,26 @@ class LossPlan(RematPlan):
         rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
         rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
         return rows
+
+
+def _groups(
+    joint: JointGraph, order: Sequence[int], replaced: Sequence[set[int]], single: bool
+) -> list[tuple[list[int], set[int], set[int]]]:
+    """Nodes without a barrier between them: one that XLA does not fuse, and those behind it.
+
+    With values that they replace, and those that are read behind them.
+    """
+    groups: list[tuple[list[int], set[int]]] = []
+    for k, own in zip(order, replaced, strict=True):
+        if single or not groups or joint.nodes[k].heavy or k in groups[-1][0]:
+            groups.append(([], set()))
+        groups[-1][0].append(k)
+        groups[-1][1].update(own)
+    later, out = set(joint.grads), []
+    for group, own in reversed(groups):
+        out.append((group, own, later))
+        later = later | {v for eqn in joint.equations(group) for v in eqn.operands}
+    return out[::-1]
 
 
 def _in_branch(compute: Callable[[Any], Any], held: Any, after: jax.Array) -> Any:
