@@ -66,10 +66,13 @@ class HostCopies(NamedTuple):
     forward: float  # seconds of the block's forward pass
     backward: float  # seconds of its backward pass without recomputation
     input_bytes: int = 0  # of the block's input, if it is copied too
+    hidden: bool = True  # whether they run beside the passes
 
     def wait(self, nbytes: float, recompute: float) -> float:
         """Seconds by which copies of names outlast the passes that they run beside."""
         copy = (self.input_bytes + nbytes) / self.bandwidth
+        if not self.hidden:
+            return 2 * copy
         return max(0.0, copy - self.forward) + max(0.0, copy - self.backward - recompute)
 
 
@@ -80,6 +83,16 @@ class SavedNames(NamedTuple):
     seconds: float
     offloaded: tuple[str, ...] = ()  # names of the values that are copied to host memory
     host_bytes: int = 0  # that they take
+
+
+def host_copies(
+    kind: DeviceKind, names: Collection[str], forward: Work, step: Work, input_bytes: int
+) -> HostCopies:
+    assert kind.host_link is not None
+    # XLA's default for GPUs is no schedule that hides copies: on an H200 all of them were waited
+    # for (benchmarks/results/activation_time.md).
+    hidden, backward = kind.tile is not None, step.seconds - forward.seconds
+    return HostCopies(names, kind.host_link, forward.seconds, backward, input_bytes, hidden)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

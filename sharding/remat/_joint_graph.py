@@ -12,7 +12,7 @@ from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import Work, work_of_equation
+from sharding.plan.model._traced_model import ANY_DEVICE, Work, work_of_equation
 from sharding.remat._schedule_search import Step, Value
 
 _MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
@@ -62,6 +62,7 @@ class JointGraph:
         trained: Sequence[bool],
         kind: DeviceKind | None,
         shards: int = 1,  # devices that share each value
+        fine: bool = False,  # what products read may be stored, too
     ):
         def joint(args: list[Any]) -> Any:
             *args, cotangent = args
@@ -89,6 +90,9 @@ class JointGraph:
         self._uses = collections.Counter(v for e in needed for v in set(e.operands))
         self._uses.update(2 * outputs)  # nothing is fused with what reads a result
         self._returned = set(outputs)
+        self._maker = {v: eqn for eqn in needed for v in eqn.results}
+        heavy = (eqn for eqn in needed if fine and not _is_light(eqn))
+        self._in_memory = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
         self.nodes = [self._node(k, *groups[k], number, kind, shards) for k in groups]
@@ -96,6 +100,11 @@ class JointGraph:
 
     def _is_gradient(self, eqn: Equation) -> bool:
         return any(self.graph.reads[v] for v in eqn.results)
+
+    def _behind_moves(self, v: int) -> int:
+        while v in self._maker and self._maker[v].primitive.name in _MOVES:
+            v = self._maker[v].operands[0]
+        return v
 
     def _groups(self) -> dict[int, _FusedGroup]:
         """Fuses operations; by the number of the last one."""
@@ -118,8 +127,8 @@ class JointGraph:
                 own = _FusedGroup(own.equations | part.equations, own.reads - {before} | part.reads)
             size = self._nbytes(eqn) * _LARGER
             small = sum(self._nbytes(self._equations[k]) for k in own.reads) <= size
-            returned = not self._returned.isdisjoint(eqn.results)
-            if can_fuse and small and not takes and not returned:
+            kept = self._returned | self._in_memory
+            if can_fuse and small and not takes and kept.isdisjoint(eqn.results):
                 fused[eqn.results[0]] = own
             else:
                 groups[i] = own
@@ -150,14 +159,12 @@ class JointGraph:
         kind: DeviceKind | None,
         shards: int,
     ) -> LossNode:
-        graph, work, inside = self.graph, Work(0.0, 0.0), 0.0
+        graph, inside = self.graph, 0.0
         equations = [self._equations[i] for i in sorted(own)]
         made = {v: eqn for eqn in equations for v in eqn.results}
         for eqn in equations:
-            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
-            work = work + work_of_equation(eqn, operands, results, kind)
             inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
-            if not (is_fused(eqn) or eqn.primitive.name in REDUCTIONS | {"gather"}):
+            if not (_is_light(eqn) or eqn.primitive.name == "gather"):
                 # What is computed for it is in memory.
                 given = {v for v in eqn.operands if v in made}
                 given = {v for v in given if made[v].primitive.name not in _MOVES}
@@ -171,10 +178,31 @@ class JointGraph:
             values,
             held / shards,
             inside / shards,
-            Work(*(x / shards for x in work)),
+            Work(*(x / shards for x in self._work(equations, values, kind or ANY_DEVICE))),
             is_fused(eqn),
-            not all(is_fused(e) or e.primitive.name in REDUCTIONS for e in equations),
+            not all(map(_is_light, equations)),
         )
+
+    def _work(self, equations: Sequence[Equation], values: Sequence[int], kind: DeviceKind) -> Work:
+        """Products by their operations or bytes, the others by what they read and write."""
+        types, work = self.graph.types, Work(0.0, 0.0)
+        made = {v for eqn in equations for v in eqn.results}
+        moved = set[int]()
+        heavy = (eqn for eqn in equations if not _is_light(eqn))
+        written = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(values)
+        for eqn in equations:
+            operands, results = ([types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+            if _is_light(eqn):
+                moved.update(v for v in eqn.operands if v not in made | self.graph.constants.keys())
+                moved.update(v for v in eqn.results if v in written)
+                continue
+            own = work_of_equation(eqn, operands, results, kind)
+            if own.touched:  # GPUs compute float32 products in TF32
+                slower = 2 if kind.tile is None and results[0].dtype.itemsize > 2 else 1
+                seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
+                own = own._replace(seconds=seconds)
+            work = work + own
+        return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
 
     @property
     def work(self) -> Work:
@@ -253,6 +281,10 @@ def is_fused(eqn: Any) -> bool:
     if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
         return all(is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
     return eqn.primitive.name in _FUSED
+
+
+def _is_light(eqn: Any) -> bool:
+    return is_fused(eqn) or eqn.primitive.name in REDUCTIONS
 
 
 def _bytes_inside(jaxpr: Any) -> float:

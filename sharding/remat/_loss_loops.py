@@ -19,6 +19,7 @@ from sharding.remat._choose_saved_names import (
     SavedNames,
     TracedBlock,
     evenly,
+    host_copies,
     unbeaten_choices,
 )
 from sharding.remat._joint_graph import is_fused
@@ -75,14 +76,12 @@ class Loop:
 
         self._block = TracedBlock.of(layer, (consts, x), carry, kind)
         self._input = num_bytes([t for t in carry if jnp.issubdtype(t.dtype, jnp.inexact)])
-        link = kind and kind.host_link
         self.choices = self._choices(None)
-        if offload and link:
+        if offload and kind:
             names = self._block.values if offload is True else offload
-            forward = self._block.forward.seconds
-            backward = self._block.step.seconds - forward
+            works = self._block.forward, self._block.step
             for nbytes in (0, self._input) if offload is True or INPUT in names else (0,):
-                self.choices += self._choices(HostCopies(names, link, forward, backward, nbytes))
+                self.choices += self._choices(host_copies(kind, names, *works, nbytes))
 
     def _choices(self, host: HostCopies | None) -> list[SavedNames]:
         """Of all layers: bytes and seconds are theirs together, with those of their inputs."""

@@ -118,8 +118,10 @@ class LossPlan(RematPlan):
             nonlocal after
             equations = joint.equations(group)
             made = {v: k for k in group for v in joint.nodes[k].values if v in later}
-            read = {v for eqn in equations for v in eqn.operands}
-            read -= {v for eqn in equations for v in eqn.results}
+            read, own_results = set[int](), set[int]()
+            for eqn in equations:  # some values are computed again behind what reads them
+                read.update(v for v in eqn.operands if v not in own_results)
+                own_results.update(eqn.results)
             held = {v: x for v, x in (given | values).items() if v in read}
             # The zeros of a scatter are made when it needs them.
             for eqn in equations:
@@ -349,14 +351,16 @@ class LossSearch:
         self._loss = loss
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
-        for form in forms_of(loss.loops_of(kind, offload)):
+        forms = forms_of(loss.loops_of(kind, offload))
+        for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
             fn = functools.partial(loss.fn, loops=form)
-            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards)
+            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
             search = ScheduleSearch(joint.values(), joint.steps(), results)
             self._searches.append((form, joint, search))
-        self._plain = self._searches[0][1].work
+        works = (joint.work for _, joint, _ in self._searches)
+        self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
 
     def plan(self, planned: float) -> LossPlan | None:
@@ -400,7 +404,7 @@ class LossSearch:
         return self._measured(plan)
 
     def _measured(self, plan: LossPlan) -> LossPlan:
-        key = plan.loops, plan._schedule[:2]
+        key = plan.loops, plan._graph, plan._schedule[:2]
         if key not in self._known:
             first = functools.partial(_first, plan)
             params, batch = self._loss.types

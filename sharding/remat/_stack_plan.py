@@ -18,6 +18,7 @@ from sharding.remat._choose_saved_names import (
     SavedNames,
     TracedBlock,
     evenly,
+    host_copies,
 )
 from sharding.remat._program_bytes import device_bytes, step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
@@ -162,11 +163,8 @@ class Stack:
 
     def _host(self, names: Collection[str], input_too: bool) -> HostCopies:
         assert self._kind is not None
-        assert self._kind.host_link is not None
-        forward = self.block.forward.seconds
-        backward = self.block.step.seconds - forward
         nbytes = self._input if input_too else 0
-        return HostCopies(names, self._kind.host_link, forward, backward, nbytes)
+        return host_copies(self._kind, names, self.block.forward, self.block.step, nbytes)
 
     def _lengths(self, choice: SavedNames, host: HostCopies | None) -> list[tuple[int, ...]]:
         """One scan; without offloading also two, of the least bytes, if there are any."""

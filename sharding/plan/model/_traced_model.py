@@ -21,7 +21,7 @@ from sharding.plan.model._loss_layers import Layer, LossTrace, Run
 from sharding.plan.model._models import PRESETS, Decoder
 
 # Where the device is not known: only relative times count then.
-_ANY_DEVICE = KINDS["h100"]
+ANY_DEVICE = KINDS["h100"]
 # Element-wise operations are fused: of four, about one reads or writes main memory.
 _FUSED = 0.25
 _FREE = frozenset(
@@ -51,14 +51,14 @@ class Work(NamedTuple):
 
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
-    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
+    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or ANY_DEVICE)
 
 
 def work_of_equation(
     eqn: JaxprEqn | Equation, operands: list[Any], results: list[Any], kind: DeviceKind | None
 ) -> Work:
     """The work of one operation; operands and results have ``shape`` and ``dtype``."""
-    kind = kind or _ANY_DEVICE
+    kind = kind or ANY_DEVICE
     name, params = eqn.primitive.name, eqn.params
     inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
     others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth

@@ -358,7 +358,7 @@ def test_bad_input():
         (r"must be a real number, but it is float32\[512,16\]", lambda p, x: x, ()),
         ("give the loss that calls them", [large], ()),
         ("no parameter is of a floating dtype", lambda p, x: jnp.sum(x), ([1], X)),
-        ("names= and offload= are for stacks", large, (LAYERS, X, 1e9, "full")),
+        ("names= is for stacks", large, (LAYERS, X, 1e9, "full")),
         ("a text such as '8GiB', got '8 apples'", large, (LAYERS, X, "8 apples")),
         ("must be above 0", large, (LAYERS, X, 0)),
         (r"a number of bytes, a text .* got \[1\]", large, (LAYERS, X, [1])),
