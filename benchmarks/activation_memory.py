@@ -11,7 +11,6 @@ bytes are those of the program, times those of a roofline at the device's figure
 
 import argparse
 import functools
-import math
 import os
 import re
 import warnings
@@ -26,7 +25,6 @@ from _networks import NETWORKS, array, identity
 import sharding as shd
 from sharding.plan._format import size
 from sharding.plan.model._models import MODELS, gpt2
-from sharding.plan.model._traced_model import work_of_jaxpr
 from sharding.remat._choose_saved_names import NameRequest, request_of
 from sharding.remat._plan_activations import device_of_target, loss_search
 from sharding.remat._program_bytes import step_temporaries
@@ -101,10 +99,14 @@ def unet(params, x, checkpoint=identity):
     return jnp.sum(x**2)
 
 
-def seconds_of(loss, params, batch, target):
-    """Of the gradient of a loss, operation by operation."""
-    kind = device_of_target(target)[0]
-    return work_of_jaxpr(jax.make_jaxpr(jax.grad(loss))(params, batch).jaxpr, kind).seconds
+def gradient(loss, params, batch, target):
+    """Bytes of temporaries, bytes read and written, and operations of products, as compiled."""
+    device = device_of_target(target)[1]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    args = jax.tree.map(lambda t: t.update(sharding=placed), (params, batch))
+    program = jax.jit(jax.grad(loss), out_shardings=placed).lower(*args).compile()
+    found = shd.audit(program)
+    return step_temporaries(loss, params, batch, device), found.nbytes, found.matmul_flops
 
 
 def in_budgets(loss, by_hand, params, batch, target, budgets):
@@ -112,31 +114,39 @@ def in_budgets(loss, by_hand, params, batch, target, budgets):
 
     The last budget is what ``by_hand`` needs, the loss with a checkpoint around each block.
     """
+    plain, hand = (gradient(fn, params, batch, target) for fn in (loss, by_hand))
     search = loss_search(loss, params, batch, target)
-    plain = search.compiled(search.most, budget=math.inf).peak
-    nbytes = step_temporaries(by_hand, params, batch, device_of_target(target)[1])
-    seconds = [seconds_of(each, params, batch, target) for each in (loss, by_hand)]
-    extra, rows = f"{seconds[1] / seconds[0] - 1:.1%}", []
-    limits = [plain * budget if budget < 1 else budget * 2**20 for budget in budgets]
-    for limit in (*limits, nbytes):
+
+    def more(of, at):  # than the plain gradient, of these
+        one, base = (sum(x[at].values()) if at == 1 else x[at] for x in (of, plain))
+        return f"{one / base - 1:+.1%}" if base else ""
+
+    def row(budget, program, extra, of, took):
+        cells = size(plain[0]), budget, size(program), extra, more(of, 1), more(of, 2), took
+        print(target, cells, flush=True)
+        return " | ".join(cells) + " |"
+
+    rows = [row("by hand", hand[0], " | ", hand, "")]
+    limits = [plain[0] * budget if budget < 1 else budget * 2**20 for budget in budgets]
+    for limit in (*limits, hand[0]):
         start = sum(os.times()[:4])
         try:
             found = search.fastest(limit)
-            figures = (found.peak, found.extra_time, found.at_least)
-            cells = f"{size(figures[0])} | {figures[1]:.1%} | {figures[2]:.1%}"
         except ValueError as error:
-            cells = f"needs {re.search('needs (.*) at', str(error))[1]} | | "
-        same = extra if limit is nbytes else ""
-        took = sum(os.times()[:4]) - start
-        rows.append(f"{size(plain)} | {size(limit)} | {cells} | {same} | {took:.0f} |")
-        print(target, rows[-1], flush=True)
+            least = re.search("needs (.*) at", str(error))[1]
+            rows.append(f"{size(plain[0])} | {size(limit)} | needs {least} | | | | | |")
+            continue
+        took = f"{sum(os.times()[:4]) - start:.0f}"
+        of = gradient(found, params, batch, target)
+        extra = f"{found.extra_time:.1%} | {found.at_least:.1%}"
+        rows.append(row(size(limit), found.peak, extra, of, took))
     return rows
 
 
 def graphs(smoke=False):
     """Losses as they are, within budgets."""
-    columns = "| plain | budget | program | extra time | at least | by hand | CPU s |"
-    head, scale = f"{columns}\n|---|---|---|---|---|---|---|", 16 if smoke else 1
+    columns = "| plain | budget | program | extra time | at least | traffic | products | CPU s |"
+    head, scale = f"{columns}\n|---|---|---|---|---|---|---|---|", 16 if smoke else 1
     params = [{"a": array(256, 1024), "b": array(1024, 256)}] * 12
     cases = {"cpu:1": (110, 140)}
     if not smoke:
@@ -157,7 +167,9 @@ def graphs(smoke=False):
         except Exception as error:
             print(name, type(error).__name__, error, flush=True)
         if not smoke:
-            table = _results.table(f"| network {columns}\n|---|---|---|---|---|---|---|---|", rows)
+            table = _results.table(
+                f"| network {columns}\n|---|---|---|---|---|---|---|---|---|", rows
+            )
             networks = f"## Networks on h100x1\n\n{table}"
             _results.write(
                 "activation_memory_graphs",
@@ -210,14 +222,16 @@ extra time is by a roofline at the device's figures, and was not measured. Prese
 bold. `16 x 2` is a scan over scans; (host) is what is copied to host memory."""
 
 ABOUT_GRAPHS = """With `--graphs`: `remat.plan` of losses in which nothing is marked, float32, one
-device. Plain is what the gradient of the loss takes without a plan. Bytes are temporaries of
-programs compiled for the target; extra time is by a roofline at the device's figures, and was not
-measured; no schedule of the same operations within these bytes takes less than what "at least"
-says. By hand is the extra time of the loss with a `jax.checkpoint` around each block, whose bytes
-are the budget of that row. CPU s are seconds of one core to plan, programs compiled included.
-Of a TPU what its fast memory holds is not counted. Where no plan fits, the least bytes that one
-needs are in its place. Rockmate, which plans modules of PyTorch, is reported to take 10 to 20 % of
-time for activations 2 to 5 times smaller (Zhao et al., ICML 2023)."""
+device. Plain is what the gradient of the loss takes without a plan. Programs are compiled for the
+target: bytes of their temporaries, and how much more memory they read and write, and how many more
+operations of products they run, than the plain one. Extra time is the plan's, by a roofline at the
+device's figures; no schedule of the same operations within these bytes takes less than what "at
+least" says. By hand is the loss with a `jax.checkpoint` around each block, whose bytes are the last
+budget. CPU s are seconds of one core to plan, programs compiled included. Of a TPU what its fast
+memory holds is not counted. Where no plan fits, the least bytes that one needs are in its place.
+What a GPU takes is in [`activation_time.md`](activation_time.md). Rockmate, which plans modules of
+PyTorch, is reported to take 10 to 20 % of time for activations 2 to 5 times smaller (Zhao et al.,
+ICML 2023)."""
 
 
 if __name__ == "__main__":

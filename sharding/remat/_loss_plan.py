@@ -31,7 +31,7 @@ from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 _FLOAT0 = jax.dtypes.float0
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _LINES = 12  # of the user's code that a plan prints
-_FEW_STATES = 200  # to find the fewest bytes
+_FEW_STATES = 60  # to find the fewest bytes
 _AIM, _FITS = 0.97, 0.93  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
@@ -363,11 +363,11 @@ class LossSearch:
         self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
 
-    def plan(self, planned: float) -> LossPlan | None:
+    def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
         best: LossPlan | None = None
         for form, joint, search in self._searches:
-            found = search.find(planned)
+            found = search.find(planned, states)
             if found is None:
                 continue
             again = [joint.nodes[k].work for ks in found.again for k in ks]
@@ -391,9 +391,11 @@ class LossSearch:
                 )
         return best
 
-    def compiled(self, planned: float, budget: float | None = None) -> LossPlan | None:
+    def compiled(
+        self, planned: float, budget: float | None = None, states: int | None = None
+    ) -> LossPlan | None:
         """The same with the bytes of its program; infinite where the compiler gives up."""
-        plan = self.plan(planned)
+        plan = self.plan(planned, states)
         if plan is None:
             return None
         if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
@@ -440,8 +442,10 @@ class LossSearch:
             if fails - fits < 0.01 * budget or fails <= self.least:
                 break
         if best is None:
-            ends = filter(None, map(self.compiled, (self.least, self.most)))
-            best = min(ends, key=lambda plan: plan.peak, default=None)
+            # A search of few states finds another schedule, whose program may need fewer bytes.
+            ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
+            plans = filter(None, (self.compiled(at, states=states) for at, states in ends))
+            best = min(plans, key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
                 least = min(self._known.values(), default=math.inf)
                 raise no_plan_fits(budget, "this loss needs", least)

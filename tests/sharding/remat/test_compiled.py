@@ -133,4 +133,4 @@ def test_programs_keep_the_order_of_the_graph():
     plain = search.compiled(search.most, budget=math.inf)
     ordered = search.compiled(search.most)
     assert ordered.extra_time == 0
-    assert 0.93 * search.most < ordered.peak < 1.03 * search.most < 0.7 * plain.peak
+    assert 0.93 * search.most < ordered.peak < 1.03 * search.most < 0.9 * plain.peak
