@@ -79,14 +79,12 @@ def parts(rows: Rows, scale: Scale, dtype: str, picture: pathlib.Path) -> list[s
 
 def write_of(platform: str, path: pathlib.Path) -> None:
     """Writes the report of a platform's record and its picture."""
-    rows, void = _rows.finished(path), {row.get("void", "") for row in _rows.read(path)}
-    scale, dtype = _fine_study.SCALES["cpu"], _fine_study.DTYPES[platform]
-    text = parts(rows, scale, dtype, path.with_suffix(".png"))
+    rows, scale = _rows.finished(path), _fine_study.SCALES["cpu"]
+    text = parts(rows, scale, _fine_study.DTYPES[platform], path.with_suffix(".png"))
     if not text:
         raise SystemExit(f"{path.name}: at no length are all runs of {BASELINE} there yet.")
-    about = " ".join([*sorted(void - {""}), METHOD])
     title = "Fine-tuning: which optimizer ends best?"
-    write(path.stem, title, rows, about, *text, script="fine_tuning")
+    write(path.stem, title, rows, METHOD, *text, script="fine_tuning")
 
 
 def _differences(found: Found) -> str:
