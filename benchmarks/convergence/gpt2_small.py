@@ -73,12 +73,15 @@ def plans(rows: Rows, size: str) -> list[_studies.Plan]:
 
 def one_run(chosen: argparse.Namespace) -> None:
     """Trains one run in this process, as far as the time goes."""
+    import _runs  # after main() has started the processes
     import jax
 
     programs = _results.ROOT / "runs" / "convergence" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
     asked = functools.partial(plans, size=chosen.size)
-    run.work(chosen, asked, with_parent=False, runs=1, speed=True)
+    run.work(
+        chosen, asked, with_parent=False, runs=1, trainer=_runs.Trainer(chosen.corpus, speed=True)
+    )
 
 
 def all_runs(chosen: argparse.Namespace) -> int:
