@@ -33,15 +33,15 @@ def prepare(folder: pathlib.Path, size: str, texts: _fine_data.Texts, part: int 
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / "windows.npz", **_fine_data.build(texts, part))
     rows, trainer = _rows.finished(_rows.path(size)), _runs.Trainer()
+    corpus = Corpus(None, _sizes.SIZES[_long.size_of(size)].context)
+    for split in ("train", "held_out"):
+        text = b"".join(file for files in texts[split].values() for file in files)
+        setattr(corpus, split, np.frombuffer(text, np.uint8))
+    trainer.corpus = lambda context: corpus
     for name in STARTS:
         cell = _long.cell(rows, size, "masked", name, _long.LENGTHS[size][-1 if rows else 0])
-        config = (cell.finals or cell.wanted)[0]
-        corpus = Corpus(None, config["context"])
-        for split in ("train", "held_out"):
-            text = b"".join(file for files in texts[split].values() for file in files)
-            setattr(corpus, split, np.frombuffer(text, np.uint8))
-        trainer.corpus = lambda context, corpus=corpus: corpus
-        print(f"{name}: held-out loss {trainer.run(config)['loss']:.4f}", flush=True)
+        loss = trainer.run((cell.finals or cell.wanted)[0])["loss"]
+        print(f"{name}: held-out loss {loss:.4f}", flush=True)
         leaves = jax.tree.leaves(jax.device_get(trainer.params))
         np.savez_compressed(folder / f"start_{name}.npz", *leaves)
 
@@ -66,15 +66,12 @@ class Trainer(_runs.Trainer):
         base, classes = self.starts[config["start"]], TASKS[config["task"]]
         model = dataclasses.replace(self.model, dtype=config["dtype"])
 
-        def product(adapter: Any) -> Any:
-            return LORA_SCALE * adapter["down"] @ adapter["up"] if adapter else 0
-
         def judged(params: Any, batch: Any) -> dict[str, jax.Array]:
             tokens, spans, labels = batch
             whole = {**base, **params}
             if config["mode"] == "lora":
                 whole["blocks"] = [
-                    {k: x + product(of.get(k)) for k, x in block.items()}
+                    block | {k: block[k] + LORA_SCALE * x["down"] @ x["up"] for k, x in of.items()}
                     for block, of in zip(base["blocks"], params["blocks"], strict=True)
                 ]
             whole = jax.tree.map(lambda x: x.astype(model.dtype), whole)
@@ -102,12 +99,8 @@ class Trainer(_runs.Trainer):
             down = rng.standard_normal((len(x), RANK), np.float32) * np.float32(len(x) ** -0.5)
             return {"down": down, "up": np.zeros((RANK, x.shape[1]), np.float32)}
 
-        if config["mode"] == "full":
-            params |= base
-        else:
-            params["blocks"] = [
-                {k: adapter(x) for k, x in block.items() if x.ndim > 1} for block in base["blocks"]
-            ]
+        adapters = [{k: adapter(x) for k, x in of.items() if x.ndim > 1} for of in base["blocks"]]
+        params |= base if config["mode"] == "full" else {"blocks": adapters}
 
         def windows(split: str, chosen: Any = slice(None)) -> list[np.ndarray]:
             parts = ("tokens", "spans", "labels")

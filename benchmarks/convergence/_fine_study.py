@@ -1,6 +1,5 @@
 """What is fine-tuned, and what must be run next, from the rows that are there."""
 
-import dataclasses
 import itertools
 import pathlib
 from collections.abc import Iterator
@@ -38,14 +37,6 @@ def record(backend: str) -> pathlib.Path:
 def cells(rows: Rows, size: str, backend: str, mode: str, steps: int, contender: str) -> list[Cell]:
     """Of one optimizer, in the order of CELLS, as far as the rows go."""
     one, (budget, decades) = EVERY[contender], SEARCHES[mode]
-    space = dataclasses.replace(
-        one,
-        budget=budget,
-        learning_rate=one.learning_rate + decades,
-        weight_decays=one.weight_decays[:1],
-        betas=one.betas[:1],
-        shifts=(),
-    )
     run = {"study": "fine_tuning", "size": _long.size_of(size), "dtype": DTYPES[backend]}
     run |= {"mode": mode, "steps": steps, "warmup": steps // 10, "batch": BATCH}
     run |= {"window": _fine_data.WINDOW, "contender": contender}
@@ -54,7 +45,8 @@ def cells(rows: Rows, size: str, backend: str, mode: str, steps: int, contender:
         def config(trial: _search.Trial, seed: int) -> Config:
             return {**run, "task": task, "start": start, "seed": seed, "hyper": trial.hyper}
 
-        return _studies.searched(rows, _search.search(space), config, SEEDS)
+        search = _search.rates(one, budget, one.learning_rate + decades)
+        return _studies.searched(rows, search, config, SEEDS)
 
     return [cell(*of) for of in CELLS]
 
