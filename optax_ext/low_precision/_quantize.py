@@ -268,8 +268,9 @@ def codes_of(
         level = jnp.maximum(jnp.where(x < ZERO, -level, level), -lowest) + lowest
     elif scaled.map.zero:
         level = jnp.where(positive, jnp.maximum(level, 1), level)
-    # Integers of at most 16 bits: of 2^23 + level in float32 the lower bits are the level. One more
-    # and, as an integer, one less: ptxas of CUDA 13 converts a sum of floats whose bits are stored.
+    # Integers of at most 16 bits: of 2^23 + level in float32 the lower bits are the level. One is
+    # added and subtracted again, as an integer: where the lowest byte of a float is stored, ptxas
+    # of CUDA 13 stores that number converted to a byte, here always 255.
     bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + (2.0**23 + 1), jnp.uint32)
     level, rest = (bits - 1) & 0xFFFF, None
     if rounding == "compensated":
