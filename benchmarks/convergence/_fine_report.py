@@ -54,7 +54,7 @@ def final(rows: Rows, cells: list[Cell]) -> Final | None:
 
 
 def write_to(folder: pathlib.Path, backend: str) -> None:
-    """Draws a platform's record; its report is written if ``folder`` has the record, or printed."""
+    """Draws a platform's record; writes its report if ``folder`` has the record, else prints it."""
     record, every = _fine_study.record(backend), {}
     rows, picture = _rows.finished(record), folder / f"{record.stem}.png"
     for mode, steps in _fine_study.RUNS["cpu"]:
@@ -70,7 +70,8 @@ def write_to(folder: pathlib.Path, backend: str) -> None:
     out += ["## Not there yet", todo] if todo else []
     if folder == record.parent:
         title = "Fine-tuning: which optimizer ends best?"
-        write(record.stem, title, rows, METHOD, *out, script="fine_tuning")
+        about = f"{METHOD} Rows: `{record.name}`; seed 0 has the searches."
+        write(record.stem, title, rows, about, *out, script="fine_tuning")
     else:
         print("\n\n".join(out))
 
