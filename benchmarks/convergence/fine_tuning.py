@@ -19,7 +19,6 @@ import tempfile
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _fine_data
-import _fine_report
 import _fine_runs
 import _fine_study
 import _rows
@@ -35,6 +34,13 @@ def work(chosen: argparse.Namespace, folder: pathlib.Path, runs: float = float("
     run.work(chosen, plans, runs=runs, trainer=_fine_runs.Trainer(folder, chosen.size))
 
 
+def report(folder: pathlib.Path, backend: str) -> None:
+    """Of a platform's record; its picture goes into ``folder``."""
+    import _fine_report  # draws, which workers need not
+
+    _fine_report.write_to(folder, backend)
+
+
 def main() -> int:
     """Prepares, reports, starts the workers or is one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -47,7 +53,7 @@ def main() -> int:
     chosen, folder = parser.parse_args(), run.CLAIMS / "fine_tuning"
     chosen.size = "smoke" if chosen.smoke else "cpu"
     if chosen.report:
-        _fine_report.write_to(_rows.FOLDER, chosen.report)
+        report(_rows.FOLDER, chosen.report)
     elif chosen.prepare:
         _fine_runs.prepare(folder, chosen.size, _fine_data.texts())
     elif chosen.smoke:
@@ -56,7 +62,7 @@ def main() -> int:
             chosen.rows = folder / "rows.jsonl"
             _fine_runs.prepare(folder, chosen.size, _fine_data.texts(FEW), part=20)
             work(chosen, folder, runs=2)
-            _fine_report.write_to(folder, "cpu")
+            report(folder, "cpu")
     elif chosen.core is not None:
         chosen.rows = _fine_study.record(jax.default_backend())
         work(chosen, folder)
