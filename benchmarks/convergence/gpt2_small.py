@@ -23,6 +23,7 @@ from collections.abc import Iterator
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
 import _rows
+import _runs
 import _search
 import _sizes
 import _studies
@@ -73,15 +74,15 @@ def plans(rows: Rows, size: str) -> list[_studies.Plan]:
 
 def one_run(chosen: argparse.Namespace) -> None:
     """Trains one run in this process, as far as the time goes."""
-    import _runs  # after main() has started the processes
     import jax
 
     programs = _results.ROOT / "runs" / "convergence" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    asked = functools.partial(plans, size=chosen.size)
-    run.work(
-        chosen, asked, with_parent=False, runs=1, trainer=_runs.Trainer(chosen.corpus, speed=True)
+    asked, trainer = (
+        functools.partial(plans, size=chosen.size),
+        _runs.Trainer(chosen.corpus, speed=True),
     )
+    run.work(chosen, asked, with_parent=False, runs=1, trainer=trainer)
 
 
 def all_runs(chosen: argparse.Namespace) -> int:
