@@ -78,10 +78,8 @@ def one_run(chosen: argparse.Namespace) -> None:
 
     programs = _results.ROOT / "runs" / "convergence" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
-    asked, trainer = (
-        functools.partial(plans, size=chosen.size),
-        _runs.Trainer(chosen.corpus, speed=True),
-    )
+    trainer = _runs.Trainer(chosen.corpus, speed=True)
+    asked = functools.partial(plans, size=chosen.size)
     run.work(chosen, asked, with_parent=False, runs=1, trainer=trainer)
 
 
