@@ -22,7 +22,8 @@ LEAST = 2000  # bytes of a package in each split
 SHORTEST = 8  # bytes of a line
 
 Texts = dict[str, dict[str, list[bytes]]]  # by split and top folder
-Asked = tuple[bytes, int, int, int]  # a text, where its window starts, the bytes that are asked for
+# A label, a text, where its window starts, the bytes that are asked for.
+Example = tuple[int, bytes, int, int, int]
 
 
 def texts(folders: Sequence[str] = ()) -> Texts:
@@ -33,61 +34,57 @@ def texts(folders: Sequence[str] = ()) -> Texts:
     """
     root, by_folder = pathlib.Path(sysconfig.get_path("stdlib")), collections.defaultdict(list)
     for file in _text_files(root, "*.py"):
-        name = file.relative_to(root).as_posix()
-        folder = name.rpartition("/")[0].split("/")[0]
-        if folder in (folders or [folder]):
-            by_folder[folder].append((zlib.crc32(name.encode()), file))
+        name = file.relative_to(root)
+        text = zlib.crc32(name.as_posix().encode()), file.read_bytes()
+        by_folder["".join(name.parts[:-1][:1])].append(text)
     out: Texts = {split: {} for split in SPLITS}
-    for folder, files in by_folder.items():
-        ordered = [file.read_bytes() for _, file in sorted(files)]
+    for folder in folders or by_folder:
+        files = [text for _, text in sorted(by_folder[folder])]
         part = max(1, len(files) // 5) if len(files) > 2 else 0
-        out["held_out"][folder], ordered = ordered[:part], ordered[part:]
-        out["validation"][folder], out["train"][folder] = ordered[:part], ordered[part:]
+        out["held_out"][folder], out["validation"][folder] = files[:part], files[part : 2 * part]
+        out["train"][folder] = files[2 * part :]
     return out
 
 
 def build(found: Texts, part: int = 1) -> dict[str, np.ndarray]:
     """Tokens (tasks, windows, 256), spans (tasks, windows, 2) and labels of each split."""
-    size = {
+    sizes = {
         folder: [sum(map(len, found[split][folder])) for split in SPLITS]
         for folder in found["train"]
+        if folder
     }
-    large = [folder for folder in size if folder and min(size[folder]) >= LEAST]
-    packages = sorted(sorted(large, key=lambda folder: -size[folder][0])[: TASKS["package"]])
+    large = [folder for folder, size in sizes.items() if min(size) >= LEAST]
+    packages = sorted(sorted(large, key=lambda of: -sizes[of][0])[: TASKS["package"]])
     out: dict[str, list[np.ndarray]] = collections.defaultdict(list)
     for number, (split, windows) in enumerate(SPLITS.items()):
         rng, labels = np.random.default_rng(number), np.arange(windows // part)
+        joined = [b"".join(found[split][name]) for name in packages]
         files = [file for of in found[split].values() for file in of]
-        for classes in (
-            [_anywhere(b"".join(found[split][name]), rng, len(labels)) for name in packages],
-            _by_class(TASKS["line"], (each for file in files for each in _lines(file))),
-            _by_class(TASKS["raises"], (each for file in files for each in _functions(file))),
+        for examples in (
+            [
+                (label, text, start, start, start + WINDOW)
+                for label, text in enumerate(joined)
+                for start in rng.integers(len(text) - WINDOW, size=len(labels)).tolist()
+            ],
+            [each for file in files for each in _lines(file)],
+            [each for file in files for each in _functions(file)],
         ):
+            by_class = collections.defaultdict(list)
+            for label, *asked in examples:
+                by_class[label].append(asked)
             # Classes in turn; each example of a class once before any twice.
-            orders = [rng.permutation(len(of)) for of in classes]
-            turns = [(i % len(classes), i // len(classes)) for i in labels]
-            asked = [classes[c][orders[c][turn % len(orders[c])]] for c, turn in turns]
-            cut = [text[start : start + WINDOW].ljust(WINDOW, b"\0") for text, start, *_ in asked]
-            spans = np.array([(first - start, last - start) for _, start, first, last in asked])
+            classes = [by_class[label] for label in sorted(by_class)]
+            orders, n = [rng.permutation(len(of)) for of in classes], len(classes)
+            chosen = [classes[i % n][orders[i % n][i // n % len(orders[i % n])]] for i in labels]
+            cut = [text[start : start + WINDOW].ljust(WINDOW, b"\0") for text, start, *_ in chosen]
+            spans = np.array([(first - start, last - start) for _, start, first, last in chosen])
             out[f"{split}_tokens"].append(np.array([np.frombuffer(of, np.uint8) for of in cut]))
             out[f"{split}_spans"].append(spans.clip(0, WINDOW).astype(np.int32))
-            out[f"{split}_labels"].append((labels % len(classes)).astype(np.int32))
+            out[f"{split}_labels"].append((labels % n).astype(np.int32))
     return {name: np.array(of) for name, of in out.items()}
 
 
-def _by_class(classes: int, found: Iterator[tuple[int, Asked]]) -> list[list[Asked]]:
-    out: list[list[Asked]] = [[] for _ in range(classes)]
-    for label, asked in found:
-        out[label].append(asked)
-    return out
-
-
-def _anywhere(text: bytes, rng: np.random.Generator, windows: int) -> list[Asked]:
-    starts = rng.integers(len(text) - WINDOW, size=windows)
-    return [(text, start, start, start + WINDOW) for start in starts.tolist()]
-
-
-def _lines(text: bytes) -> Iterator[tuple[int, Asked]]:
+def _lines(text: bytes) -> Iterator[Example]:
     """Code, comments and lines of docstrings; the window has what is around, the mean the line."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -103,10 +100,10 @@ def _lines(text: bytes) -> Iterator[tuple[int, Asked]]:
         if last - first >= SHORTEST:
             is_comment = number in comments and text[first : first + 1] == b"#"
             label = 1 if is_comment else 2 if number in documented else 0
-            yield label, (text, max((first + last) // 2 - 160, 0), first, last)
+            yield label, text, max((first + last) // 2 - 160, 0), first, last
 
 
-def _functions(text: bytes) -> Iterator[tuple[int, Asked]]:
+def _functions(text: bytes) -> Iterator[Example]:
     """Whether one raises, by its first bytes, in which the word itself is blank."""
     blank = re.sub(rb"\braise\b", b"     ", text)
     starts = np.cumsum([0, *map(len, text.splitlines(keepends=True))]).tolist()
@@ -114,4 +111,4 @@ def _functions(text: bytes) -> Iterator[tuple[int, Asked]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first, last = starts[node.lineno - 1], starts[node.end_lineno or 0]
             label = any(isinstance(each, ast.Raise) for each in ast.walk(node))
-            yield int(label), (blank[:last], first, first, last)
+            yield int(label), blank[:last], first, first, last

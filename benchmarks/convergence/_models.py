@@ -111,11 +111,8 @@ def last_layer(
 
 def _embed(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
     table = params["embed"]
-    if config.one_hot:
-        return _norm(
-            jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table, params["embed_norm"]
-        )
-    return _norm(table[tokens], params["embed_norm"])
+    rows = jax.nn.one_hot(tokens, len(table), dtype=table.dtype) @ table
+    return _norm(rows if config.one_hot else table[tokens], params["embed_norm"])
 
 
 def _block(

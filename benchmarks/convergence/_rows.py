@@ -57,10 +57,9 @@ def read(path: pathlib.Path) -> Iterator[Row]:
 def finished(path: pathlib.Path, corpus: int | None = None) -> dict[str, Row]:
     """The runs on one text by key: on that of this checksum, or else of most rows.
 
-    Losses on other texts do not compare, so these rows are left out, which is printed. So are those
-    whose ``void`` says why they are wrong.
+    Losses on other texts do not compare, so these rows are left out, which is printed.
     """
-    rows = [row for row in read(path) if "void" not in row]
+    rows = list(read(path))
     if corpus is None and rows:
         corpus = Counter(row["corpus"] for row in rows).most_common(1)[0][0]
     others = sum(row["corpus"] != corpus for row in rows)

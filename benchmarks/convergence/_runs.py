@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import platform
 import time
+from collections.abc import Callable
 from typing import Any
 
 import _models
@@ -29,6 +30,7 @@ SAVE_EVERY = 60.0  # seconds between checkpoints
 TRACED = ("learning_rate", "weight_decay")
 
 Config = dict[str, Any]
+Judge = Callable[[Any, Any], dict[str, jax.Array]]
 
 
 class Program:
@@ -36,15 +38,15 @@ class Program:
 
     Args:
       config: a run's; its seed, learning rate and weight decay do not matter.
+      judge: the loss of parameters on a batch, and what else held-out windows are asked.
     """
 
-    def __init__(self, config: Config):
-        causal, model = TASKS[config["task"]].causal, _sizes.model(config)
+    def __init__(self, config: Config, judge: Judge):
         steps, warmup, contender = config["steps"], config["warmup"], EVERY[config["contender"]]
         betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
-            return _models.loss_fn(model, params, batch, causal)
+            return judge(params, batch)["loss"]
 
         def make(traced: dict[str, jax.Array]) -> Any:
             return transformation(contender, {**betas, **traced}, warmup, steps)
@@ -69,7 +71,9 @@ class Program:
         self.train = jax.jit(train, donate_argnums=0)
         # In slices of a training batch: what is in memory at once stays small.
         self.evaluate = jax.jit(
-            lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
+            lambda params, batches: jax.tree.map(
+                jnp.mean, jax.lax.map(lambda b: judge(params, b), batches)
+            )
         )
 
 
@@ -98,7 +102,25 @@ class Trainer:
         self._speed = speed
         self._commit = _results.commit()  # as the code was when it was loaded
         self.corpus = functools.cache(lambda context: Corpus(path, context))
-        self._program = functools.lru_cache(3)(lambda text: Program(json.loads(text)))
+        self.params: Any = None  # of the last run that ended
+        self._program = functools.lru_cache(3)(
+            lambda text: Program(json.loads(text), self.judge(json.loads(text)))
+        )
+
+    def judge(self, config: Config) -> Judge:
+        """What a run is judged by: the loss alone."""
+        causal, model = TASKS[config["task"]].causal, _sizes.model(config)
+        return lambda params, batch: {"loss": _models.loss_fn(model, params, batch, causal)}
+
+    def given(self, config: Config) -> tuple[Any, Callable[[int], Any], Any, Any]:
+        """First parameters, the batch of a step, slices that judge: of the curve, at the end."""
+        task, size = TASKS[config["task"]], _sizes.SIZES[config["size"]]
+        corpus, windows = self.corpus(config["context"]), (size.curve_windows, size.final_windows)
+        return (
+            _models.init(_sizes.model(config), config["seed"], task.encoder_decoder),
+            lambda step: task.batch(corpus, config["seed"], step, config["batch"]),
+            *(sliced(task.validation(corpus, number), size.slice) for number in windows),
+        )
 
     def run(
         self, config: Config, folder: pathlib.Path | None = None, until: float = math.inf
@@ -114,19 +136,18 @@ class Trainer:
           The row; None if the run was stopped, and saved.
         """
         started, worked = time.perf_counter(), time.process_time()
-        program, task = self._program(signature(config)), TASKS[config["task"]]
-        corpus = self.corpus(config["context"])
-        size, steps = _sizes.SIZES[config["size"]], config["steps"]
+        program, steps = self._program(signature(config)), config["steps"]
+        params, batch_of, points, last = self.given(config)
+        window = config.get("context") or config["window"]
+        checksum = self.corpus(window).checksum
         traced = {name: jnp.float32(config["hyper"][name]) for name in TRACED}
-        validation = _sliced(task.validation(corpus, size.curve_windows), size.slice)
-        params = _models.init(_sizes.model(config), config["seed"], task.encoder_decoder)
         state = program.init(params, traced)
         sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
         num_params = sum(x.size for x in jax.tree.leaves(state[0]))
         log: dict[str, Any] = {"curve": [], "loss": [], "rms": [], "commits": []}
         log |= {"train_seconds": [], "peak_bytes": 0}
         log |= {"seconds": 0.0, "cpu_seconds": 0.0}
-        saved = folder and folder / f"{_rows.key_of(config)}-{corpus.checksum}"
+        saved = folder and folder / f"{_rows.key_of(config)}-{checksum}"
         if saved and saved.exists():
             leaves, log = pickle.loads(saved.read_bytes())
             state = jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -141,8 +162,7 @@ class Trainer:
         each, last_save = steps // POINTS, time.monotonic()
         for start in range(len(log["loss"]), steps, each):
             begun = time.monotonic()
-            numbers = range(start, start + each)
-            batches = [task.batch(corpus, config["seed"], i, config["batch"]) for i in numbers]
+            batches = [batch_of(i) for i in range(start, start + each)]
             stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
             dispatched = time.perf_counter()
             state, (loss, update) = program.train(state, traced, stacked)
@@ -150,7 +170,7 @@ class Trainer:
             log["train_seconds"].append(time.perf_counter() - dispatched)
             log["peak_bytes"] = max(log["peak_bytes"], _peak_bytes())
             log["rms"].extend(np.asarray(update).tolist())
-            log["curve"].append([start + each, float(program.evaluate(state[0], validation))])
+            log["curve"].append([start + each, float(program.evaluate(state[0], points)["loss"])])
             if not math.isfinite(log["curve"][-1][1]):
                 break
             now = time.monotonic()
@@ -161,8 +181,8 @@ class Trainer:
                 last_save = time.monotonic()
                 if stop:
                     return None
-        large = _sliced(task.validation(corpus, size.final_windows), size.slice)
-        final = float(program.evaluate(state[0], large))
+        self.params = state[0]
+        final = {k: float(x) for k, x in program.evaluate(state[0], last).items()}
         note_time()
         if saved:
             saved.unlink(missing_ok=True)
@@ -170,20 +190,20 @@ class Trainer:
         return {
             "key": _rows.key_of(config),
             "config": config,
-            "loss": number(final),
-            "diverged": not final < math.log(VOCABULARY),  # no better than chance
+            **{name: number(x) for name, x in final.items()},
+            "diverged": not final["loss"] < math.log(VOCABULARY),  # no better than chance
             "curve": [(step, number(loss)) for step, loss in log["curve"]],
             "train": _thinned(losses, each),
             "early_loss": [number(x) for x in losses[:EARLY]],
             "early_update_rms": [number(x) for x in rms[:EARLY]],
             "num_params": num_params,
             "state_bytes": sizes[1],
-            "tokens": steps * config["batch"] * config["context"],
+            "tokens": steps * config["batch"] * window,
             "seconds": round(log["seconds"], 2),
             "cpu_seconds": round(log["cpu_seconds"], 2),
             "commit": ", ".join(log["commits"]),
-            **about(corpus.checksum),
-            **(_speed(log, each * config["batch"] * config["context"]) if self._speed else {}),
+            **_about(checksum),
+            **(_speed(log, each * config["batch"] * window) if self._speed else {}),
         }
 
 
@@ -195,7 +215,7 @@ def _save(path: pathlib.Path, state: Any, log: dict[str, Any]) -> None:
     new.replace(path)
 
 
-def about(corpus: int) -> _rows.Row:
+def _about(corpus: int) -> _rows.Row:
     """By what, of which text, where and when a row was made."""
     return {
         "jax": importlib.metadata.version("jax"),
@@ -233,6 +253,6 @@ def _thinned(losses: list[float], every: int) -> list[tuple[int, float | None]]:
     ]
 
 
-def _sliced(batch: Any, size: int) -> Any:
+def sliced(batch: Any, size: int) -> Any:
     """(n, ...) to (n / size, size, ...)."""
     return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)

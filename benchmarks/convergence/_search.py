@@ -90,6 +90,12 @@ def search(of: Contender) -> Search:
     return found
 
 
+def rates(of: Contender, budget: int, centre: float) -> Search:
+    """The same for learning rates around a centre alone."""
+    alone = {"weight_decays": of.weight_decays[:1], "betas": of.betas[:1], "shifts": ()}
+    return search(dataclasses.replace(of, budget=budget, learning_rate=centre, **alone))
+
+
 def best(found: Found) -> Trial:
     """The trial of the lowest loss; of equal ones the first."""
     return min(found, key=lambda trial: found[trial])

@@ -163,17 +163,9 @@ def batch(rows: Rows, size: str, contender: str, times: int) -> Cell:
     if times > 1:
         centre = batch_rule(rows, size, contender, math.sqrt(times)).exponent
         others = [batch_rule(rows, size, contender, times)]
-    small = dataclasses.replace(
-        one,
-        budget=BATCH_BUDGET,
-        learning_rate=centre,
-        weight_decays=one.weight_decays[:1],
-        betas=one.betas[:1],
-        shifts=(),
-    )
     return searched(
         rows,
-        _search.search(small),
+        _search.rates(one, BATCH_BUDGET, centre),
         lambda trial, seed: batch_config(size, contender, trial, times, seed),
         BATCH_SEEDS if times in BATCH_ENDS else (),
         others,

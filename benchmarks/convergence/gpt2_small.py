@@ -23,6 +23,7 @@ from collections.abc import Iterator
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
 import _rows
+import _runs
 import _search
 import _sizes
 import _studies
@@ -77,8 +78,9 @@ def one_run(chosen: argparse.Namespace) -> None:
 
     programs = _results.ROOT / "runs" / "convergence" / "programs"
     jax.config.update("jax_compilation_cache_dir", str(programs))
+    trainer = _runs.Trainer(chosen.corpus, speed=True)
     asked = functools.partial(plans, size=chosen.size)
-    run.work(chosen, asked, with_parent=False, runs=1, speed=True)
+    run.work(chosen, asked, with_parent=False, runs=1, trainer=trainer)
 
 
 def all_runs(chosen: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
@@ -91,7 +92,7 @@ def work(
     plans: Plans,
     with_parent: bool = True,
     runs: float = float("inf"),
-    speed: bool = False,
+    trainer: Any = None,
 ) -> None:
     """Runs what is ready and not claimed, until nothing is or the time is over.
 
@@ -100,12 +101,12 @@ def work(
       plans: what is to be run, by the rows that are there.
       with_parent: whether it ends with the process that started it.
       runs: how many to finish at most.
-      speed: whether rows also have speed and memory, which needs a process for each run.
+      trainer: if not that of the tasks.
     """
     import _runs  # after the process has its core
     import _sizes
 
-    trainer = _runs.Trainer(chosen.corpus, speed=speed)
+    trainer = trainer or _runs.Trainer(chosen.corpus)
     checksum = trainer.corpus(_sizes.SIZES[chosen.size].context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
     last, parent = "", os.getppid()

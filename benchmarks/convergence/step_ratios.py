@@ -36,7 +36,7 @@ def one(size: str, contender: str, corpus: Corpus, steps: int) -> Callable[[], N
 
     hyper = _search.start(CONTENDERS[contender]).hyper
     config = _sizes.config(size, "next_token", contender, 0, hyper)
-    program = _runs.Program(config)
+    program = _runs.Program(config, _runs.Trainer().judge(config))
     traced = {name: jnp.float32(hyper[name]) for name in _runs.TRACED}
     held = [program.init(_models.init(_sizes.model(config), 0), traced)]
     task, batch = TASKS["next_token"], config["batch"]

@@ -8,7 +8,6 @@ def test_rows_of_another_text_are_left_out_with_a_note(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     for name, corpus in (("a", 1), ("b", 1), ("c", 2)):
         _rows.append(path, {"key": name, "corpus": corpus, "loss": 2.5})
-    _rows.append(path, {"key": "d", "corpus": 1, "loss": 2.5, "void": "A wrong program."})
     assert list(_rows.finished(path)) == ["a", "b"]
     assert "1 rows of other texts than 1" in capsys.readouterr().out
     assert list(_rows.finished(path, corpus=2)) == ["c"]

@@ -53,8 +53,8 @@ def test_data_are_a_function_of_seed_and_step(corpus, name):
 
 def test_windows_to_fine_tune_on_have_their_labels():
     text = b'"""What it does."""\nx = "# no"\n# A comment.\ndef f():\n    raise KeyError\n'
-    lines = [(text[first:last], label) for label, (_, _, first, last) in _fine_data._lines(text)]
+    lines = [(text[first:last], label) for label, _, _, first, last in _fine_data._lines(text)]
     assert [label for _, label in lines] == [2, 0, 1, 0, 0]
     assert lines[2][0] == b"# A comment."
-    [(label, (blank, first, _, last))] = _fine_data._functions(text)
+    [(label, blank, first, _, last)] = _fine_data._functions(text)
     assert (label, blank[first:last]) == (1, b"def f():\n          KeyError\n")
