@@ -10,7 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.machine._tiles import num_bytes
-from sharding.remat._choose_saved_names import HostCopies, TracedBlock
+from sharding.plan.model._traced_model import Work
+from sharding.remat._choose_saved_names import HostCopies, TracedBlock, host_copies
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 
@@ -154,3 +155,11 @@ def test_frontiers_equal_enumeration(block, speed, hidden, input_bytes):
     frontier = [(each.nbytes, each.seconds) for each in reversed(found.frontier(host))]
     assert [nbytes for nbytes, _ in frontier] == [nbytes for nbytes, _ in best]
     np.testing.assert_allclose([s for _, s in frontier], [s for _, s in best], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("v5e", 0.0), ("h100", 2.0)])
+def test_a_gpu_waits_for_its_copies(kind, seconds):
+    """As an H200 was seen to, by XLA's default; a TPU copies beside its products."""
+    link = KINDS[kind].host_link
+    host = host_copies(KINDS[kind], ["a"], Work(0.0, 5.0), Work(0.0, 15.0), 0)
+    assert host.wait(link, 0.0) == seconds

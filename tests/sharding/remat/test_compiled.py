@@ -24,13 +24,9 @@ def array(*shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def compiled(target, fn, params, x):
+def compiled(target, loss, params, x):
     """Of a step that returns gradients of parameters."""
     placed = jax.sharding.SingleDeviceSharding(targets.topology(target)[0])
-
-    def loss(params, x):
-        return jnp.sum(fn(params, x).astype(jnp.float32) ** 2)
-
     args = jax.tree.map(lambda t: t.update(sharding=placed), (params, x))
     return jax.jit(jax.grad(loss), out_shardings=placed).lower(*args).compile()
 
@@ -61,7 +57,12 @@ def test_programs_of_stacks_hold_what_is_planned(target):
     assert [each.host > 0 for each in (moved, *found)] == [True, False, False, False]
     fitting = found[:-1] if target.startswith("v5e") else found  # all names are beyond its memory
     for each in (moved, *fitting):
-        program = compiled(target, each.apply(), params, x)
+        apply = each.apply()
+
+        def loss(params, x, fn=apply):
+            return jnp.sum(fn(params, x).astype(jnp.float32) ** 2)
+
+        program = compiled(target, loss, params, x)
         assert each.peak * 0.97 < each.check(program) <= each.budget
         assert shd.audit(program).matmul_flops == each.work.flops
         host = program.memory_analysis().host_temp_size_in_bytes
@@ -76,13 +77,39 @@ def test_programs_of_losses_hold_what_is_planned(budget, most):
     shapes = {"a": array(256, 1024, dtype=jnp.float32), "b": array(1024, 256, dtype=jnp.float32)}
     params, x = [shapes] * 12, array(4096, 256, dtype=jnp.float32)
     found = shd.remat.plan(unet, params, x, f"{budget}MiB", device="h100x1")
-    placed = jax.sharding.SingleDeviceSharding(targets.topology("h100x1")[0])
-    args = jax.tree.map(lambda t: t.update(sharding=placed), (params, x))
-    program = jax.jit(jax.grad(found), out_shardings=placed).lower(*args).compile()
+    program = compiled("h100x1", found, params, x)
     assert found.peak * 0.9 <= found.check(program) <= budget * 2**20
     assert found.peak >= 0.85 * budget * 2**20
     assert found.at_least <= found.extra_time <= most
     assert shd.audit(program).matmul_flops == found.work.flops
+
+
+def test_loops_of_losses_are_stacks():
+    """What their layers store is chosen by value, also what is copied to the host."""
+    need("h100x1")
+    params = {"up": array(LENGTH, WIDTH, HIDDEN), "down": array(LENGTH, HIDDEN, WIDTH)}
+    x = array(ROWS // 8, WIDTH)
+
+    def loss(params, x):
+        def layer(x, p):
+            return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+    frontier = shd.remat.frontier(loss, params, x, device="h100x1")
+    layers, stored = (each for each in frontier if each.loops.stored is not None)
+    assert str(layers.loops) == "each layer"
+    assert re.fullmatch(r"all but dot_general test_compiled.py:\d+", str(stored.loops))
+    assert layers.extra_flops > stored.extra_flops == 0
+    moved = shd.remat.plan(loss, params, x, layers.peak * 0.9, device="h100x1", offload=True)
+    assert "block_input (host)" in str(moved.loops)
+    assert [each.host > 0 for each in (moved, layers, stored)] == [True, False, False]
+    for each in (moved, layers, stored):
+        program = compiled("h100x1", each, params, x)
+        assert each.check(program) <= each.budget
+        assert shd.audit(program).matmul_flops == each.work.flops
+        host = program.memory_analysis().host_temp_size_in_bytes
+        assert host == pytest.approx(each.host, rel=1e-3)
 
 
 def test_logits_are_in_memory_twice():
@@ -101,9 +128,7 @@ def test_logits_are_in_memory_twice():
 
     search = loss_search(loss, params, tokens, "h100x1")
     found = search.plan(search.least * 1.01)
-    placed = jax.sharding.SingleDeviceSharding(targets.topology("h100x1")[0])
-    args = jax.tree.map(lambda t: t.update(sharding=placed), (params, tokens))
-    program = jax.jit(jax.grad(found), out_shardings=placed).lower(*args).compile()
+    program = compiled("h100x1", found, params, tokens)
     logits = 4 * tokens.size * table.shape[0]
     temporaries = program.memory_analysis().temp_size_in_bytes
     assert 2 * logits < temporaries < 1.05 * search.least < 2.5 * logits

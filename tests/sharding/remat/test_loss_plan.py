@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 from jax.sharding import AxisType
 
 import sharding as shd
+from sharding.plan.machine._devices import KINDS
 from sharding.remat._loss_plan import LossSearch, PlannableLoss
 
 from .. import model
@@ -236,6 +238,40 @@ def test_the_least_bytes_are_those_of_any_program():
     plain = search.compiled(search.most).peak
     assert search.compiled(search.least).peak >= plain  # jax 0.10: above
     assert f"{plain:,} bytes" in str(error.value)
+
+
+@pytest.mark.usefixtures("x64")
+def test_loops_have_the_same_gradient_in_every_form():
+    """Two loops, whose layers store values, copy some to the host, or run again in segments."""
+
+    def loss(params, x):
+        def layer(carry, w):
+            x, count = carry
+            x = x + checkpoint_name(jnp.sin(x @ w["up"]), "sin") @ w["down"]
+            return (x * (1 + count % 2), count + 1), jnp.sum(x)
+
+        (y, _), sums = jax.lax.scan(layer, (x, 0), params)
+        y = jax.lax.scan(lambda y, w: (mlp(w, y), None), y, params, reverse=True)[0]
+        return jnp.sum(y**2) + jnp.sum(sums)
+
+    params, x = jax.tree.map(lambda x: x.astype(jnp.float64), (STACKED, X))
+    want = gradients(loss, False, params, x)
+    planned = PlannableLoss(loss, params, x, jax.devices()[0])
+    kind = dataclasses.replace(KINDS["v5e"], host_link=1e15)  # so fast that copies are worth it
+    texts = ""
+    for offload in (False, True):
+        for form, _, _ in LossSearch(planned, kind, offload)._searches:
+
+            def run(params, x, form=form):
+                return planned.fn([*jax.tree.leaves(params), x], form)[0]
+
+            on_host = "<host>" in str(jax.make_jaxpr(jax.grad(run))(params, x))
+            assert on_host == bool(form.host)
+            have = gradients(run, False, params, x)
+            jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-11), have, want)
+            texts += f"{form}; "
+    for text in ("nothing;", "each layer;", "each layer, and segments", "sin,", "sin (host)"):
+        assert text in texts
 
 
 def test_gradients_are_complete_before_the_next_operation():
