@@ -53,6 +53,11 @@ class LossPlan(RematPlan):
     _graph: JointGraph
     _schedule: LossSchedule
 
+    @property
+    def batch(self) -> Any:
+        """The types of the planned batch."""
+        return self._loss.types[1]
+
     def __call__(self, params: Tree, batch: Batch) -> Any:
         """What the loss returns, for parameters and a batch of the planned types."""
         inputs = self._loss.inputs_of(params, batch)

@@ -4,6 +4,7 @@ What is stored is chosen in ``_schedule_search.py`` for any loss, in ``_stack_pl
 scanned stack of equal blocks.
 """
 
+import contextlib
 import numbers
 from collections.abc import Collection
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from sharding.plan import targets
 from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._traced_model import TracedModel
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
@@ -24,7 +26,7 @@ from sharding.remat._choose_saved_names import (
     TracedBlock,
     request_of,
 )
-from sharding.remat._loss_plan import LossSearch, PlannableLoss, check_arrays
+from sharding.remat._loss_plan import LossPlan, LossSearch, PlannableLoss, check_arrays
 from sharding.remat._program_bytes import is_sharded, types_of
 from sharding.remat._remat_plan import Frontier
 from sharding.remat._stack_plan import Candidate, Stack
@@ -43,6 +45,7 @@ def plan(
     length: int | None = None,
     names: Names = None,
     offload: bool | Collection[str] = False,
+    largest: bool = False,
 ) -> Any:
     """Finds the fastest way to train a loss, or a stack of blocks, within a budget of bytes.
 
@@ -74,6 +77,9 @@ def plan(
       offload: whether a stack, or the loops of a loss, may copy named values, and the inputs of
         layers (``"block_input"``), to pinned host memory; or the names of those that it may.
 
+      largest: whether to plan a loss for the most examples that fit, in powers of two times those
+        of ``batch``, or parts of them; ``found.batch`` has their types.
+
     Returns:
       A ``LossPlan``, which is called as the loss is, or a ``StackPlan``.
 
@@ -99,6 +105,10 @@ def plan(
       neural networks with limited memory, ACM TOMS 2024, arXiv 1911.13214.
     """
     most = in_bytes(budget)
+    if largest:
+        if length is not None:
+            raise ValueError("largest= is for a loss, not for stacks of blocks with length=.")
+        return _largest(loss_fn, params, batch, most, device, names, offload)
     if length is None:
         return loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
     stack, candidates = _measured_stack(
@@ -140,6 +150,26 @@ def frontier(
     given = loss_fn, params, batch, device, request_of(names), offload
     stack, candidates = _measured_stack(*given, length, modes)
     return Frontier(stack.frontier(candidates))
+
+
+def _largest(
+    loss_fn: Any, params: Tree, batch: Batch, most: float, device: Device, *options: Any
+) -> LossPlan:
+    model = TracedModel(loss_fn, lambda _: params, types_of(batch))
+
+    def search_of(count: int) -> LossSearch:
+        return loss_search(loss_fn, params, model.batch(count), device, *options)
+
+    # By the graph first: programs are compiled on the way down.
+    search, count = search_of(model.size), model.size
+    while search.least <= most:
+        search, count = search_of(2 * count), 2 * count
+    while count > 1:
+        search, count = search_of(count // 2), count // 2
+        if search.least <= most:
+            with contextlib.suppress(ValueError):
+                return search.fastest(most)
+    return search.fastest(most)
 
 
 def loss_search(

@@ -176,6 +176,20 @@ def test_a_budget_is_kept():
     assert shd.remat.plan(large, LAYERS, x, least).peak <= least < most * 0.6
 
 
+def test_the_largest_batch_is_the_last_that_fits():
+    budget = shd.remat.frontier(large, LAYERS, jnp.tile(X, (4, 1)))[0].peak
+    found = shd.remat.plan(large, LAYERS, X, budget, largest=True)
+    assert found.batch.shape == (4 * ROWS, WIDTH)
+    assert found.peak <= budget
+    twice = jnp.ones((8 * ROWS, WIDTH))
+    with pytest.raises(ValueError, match="no plan fits"):
+        shd.remat.plan(large, LAYERS, twice, budget)
+    with pytest.raises(ValueError, match="no plan fits"):
+        shd.remat.plan(large, LAYERS, X, 16, largest=True)
+    with pytest.raises(ValueError, match="not for stacks"):
+        shd.remat.plan(mlp, STACKED, X, budget, length=6, largest=True)
+
+
 @pytest.mark.parametrize(("loss", "params"), [(skips, LAYERS), (scanned, STACKED)])
 def test_the_frontier_trades_bytes_for_time(loss, params):
     """Layers of loops are computed again one by one, or in segments."""
