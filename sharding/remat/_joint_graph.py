@@ -269,12 +269,12 @@ def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equatio
         yield dataclasses.replace(eqn, primitive=lax.slice_p, params=params, results=(v,))
 
 
-def on_host(t: Any) -> bool:
+def in_host_memory(t: Any) -> bool:
     return bool(t.memory_space == jax.memory.Space.Host)
 
 
 def _device_bytes(types: Sequence[Any]) -> int:
-    return num_bytes([t for t in types if not on_host(t)])
+    return num_bytes([t for t in types if not in_host_memory(t)])
 
 
 def is_fused(eqn: Any) -> bool:

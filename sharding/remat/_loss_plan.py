@@ -22,7 +22,7 @@ from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._traced_model import Work
-from sharding.remat._joint_graph import JointGraph, on_host
+from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._remat_plan import RematPlan, no_plan_fits, unbeaten
@@ -134,7 +134,7 @@ class LossPlan(RematPlan):
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
             free = {v: held.pop(v) for i in own for v in joint.nodes[i].values if v in held}
-            free |= {v: held.pop(v) for v in [*held] if on_host(graph.types[v])}
+            free |= {v: held.pop(v) for v in [*held] if in_host_memory(graph.types[v])}
             if not on_cpu:  # cotangents are fused with what reads them: they do not wait
                 held, done = lax.optimization_barrier((held, after))
                 for v in done.keys() - read - places:

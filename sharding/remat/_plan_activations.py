@@ -108,7 +108,7 @@ def plan(
     if largest:
         if length is not None:
             raise ValueError("largest= is for a loss, not for stacks of blocks with length=.")
-        return _largest(loss_fn, params, batch, most, device, names, offload)
+        return _of_most_examples(loss_fn, params, batch, most, device, names, offload)
     if length is None:
         return loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
     stack, candidates = _measured_stack(
@@ -152,7 +152,7 @@ def frontier(
     return Frontier(stack.frontier(candidates))
 
 
-def _largest(
+def _of_most_examples(
     loss_fn: Any, params: Tree, batch: Batch, most: float, device: Device, *options: Any
 ) -> LossPlan:
     model = TracedModel(loss_fn, lambda _: params, types_of(batch))
