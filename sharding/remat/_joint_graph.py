@@ -92,7 +92,7 @@ class JointGraph:
         self._returned = set(outputs)
         self._maker = {v: eqn for eqn in needed for v in eqn.results}
         heavy = (eqn for eqn in needed if fine and not _is_light(eqn))
-        self._in_memory = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}
+        self._kept = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(outputs)
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
         self.nodes = [self._node(k, *groups[k], number, kind, shards) for k in groups]
@@ -127,8 +127,7 @@ class JointGraph:
                 own = _FusedGroup(own.equations | part.equations, own.reads - {before} | part.reads)
             size = self._nbytes(eqn) * _LARGER
             small = sum(self._nbytes(self._equations[k]) for k in own.reads) <= size
-            kept = self._returned | self._in_memory
-            if can_fuse and small and not takes and kept.isdisjoint(eqn.results):
+            if can_fuse and small and not takes and self._kept.isdisjoint(eqn.results):
                 fused[eqn.results[0]] = own
             else:
                 groups[i] = own
@@ -186,15 +185,15 @@ class JointGraph:
     def _work(self, equations: Sequence[Equation], values: Sequence[int], kind: DeviceKind) -> Work:
         """Products by their operations or bytes, the others by what they read and write."""
         types, work = self.graph.types, Work(0.0, 0.0)
-        made = {v for eqn in equations for v in eqn.results}
-        moved = set[int]()
+        near = {v for eqn in equations for v in eqn.results} | self.graph.constants.keys()
         heavy = (eqn for eqn in equations if not _is_light(eqn))
         written = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(values)
+        moved = set[int]()
         for eqn in equations:
             operands, results = ([types[v] for v in vs] for vs in (eqn.operands, eqn.results))
             if _is_light(eqn):
-                moved.update(v for v in eqn.operands if v not in made | self.graph.constants.keys())
-                moved.update(v for v in eqn.results if v in written)
+                moved |= set(eqn.operands) - near
+                moved |= set(eqn.results) & written
                 continue
             own = work_of_equation(eqn, operands, results, kind)
             if own.touched:  # GPUs compute float32 products in TF32
