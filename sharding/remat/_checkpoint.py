@@ -83,4 +83,4 @@ def scan_in(
 
 
 def with_name(x: jax.Array) -> jax.Array:
-    return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.floating) else x

@@ -1,5 +1,7 @@
 """The loops of a loss, as stacks of layers: what each layer stores for its backward pass."""
 
+import heapq
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -74,8 +76,10 @@ class Loop:
             outs = self._layer(*params[0], *carry, *params[1])
             return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
 
-        self._block = TracedBlock.of(layer, (consts, x), carry, kind)
-        self._input = num_bytes([t for t in carry if jnp.issubdtype(t.dtype, jnp.inexact)])
+        block = TracedBlock.of(layer, (consts, x), carry, kind)
+        spared = {name: block.again([])[0] - block.again([name])[0] for name in block.values}
+        self._block = block.only(heapq.nlargest(_MOST_NAMES, spared, key=lambda name: spared[name]))
+        self._input = num_bytes([t for t in carry if jnp.issubdtype(t.dtype, jnp.floating)])
         self.choices = self._choices(None)
         if offload and kind:
             names = self._block.values if offload is True else offload
@@ -117,7 +121,7 @@ class Loop:
         already = {v for e in graph.equations if e.primitive.name == "name" for v in e.operands}
         for i, eqn in enumerate(graph.equations):
             operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
-            is_float = jnp.issubdtype(results[0].dtype, jnp.inexact) if results else False
+            is_float = jnp.issubdtype(results[0].dtype, jnp.floating) if results else False
             if is_float and already.isdisjoint(eqn.results) and not is_fused(eqn):
                 seconds[i] = work_of_equation(eqn, operands, results, kind).seconds
         most = max(0, _MOST_NAMES - len(already))
@@ -169,8 +173,7 @@ class Loop:
 
 def _inner_length(length: int) -> int:
     """Of segments; 1 if there are none of equal length."""
-    divisors = [i for i in range(1, length) if length % i == 0]
-    return min(divisors, key=lambda i: i + length // i)
+    return next(i for i in range(math.isqrt(length), 0, -1) if length % i == 0)
 
 
 def forms_of(loops: Sequence[Loop]) -> list[LoopForm]:

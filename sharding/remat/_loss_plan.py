@@ -5,7 +5,7 @@ import functools
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -370,31 +370,40 @@ class LossSearch:
 
     def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
-        best: LossPlan | None = None
+        plans = []
         for form, joint, search in self._searches:
-            found = search.find(planned, states)
-            if found is None:
-                continue
-            again = [joint.nodes[k].work for ks in found.again for k in ks]
-            work = sum(again, joint.work) + Work(0.0, form.wait)
-            if best is None or work.seconds < best.work.seconds:
-                least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
-                seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
-                best = LossPlan(
-                    peak=planned,
-                    saved=sum(joint.nodes[k].nbytes for k in found.stored),
-                    host=form.host,
-                    budget=planned,
-                    work=work,
-                    plain=self._plain,
-                    loss_fn=self._loss.loss_fn,
-                    loops=form,
-                    at_least=max(0.0, least / seconds),
-                    _loss=self._loss,
-                    _graph=joint,
-                    _schedule=found,
-                )
-        return best
+            if found := search.find(planned, states):
+                plans.append(self._plan_of(form, joint, found, planned))
+        return min(plans, key=lambda plan: plan.work.seconds, default=None)
+
+    def _plan_of(
+        self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
+    ) -> LossPlan:
+        again = [joint.nodes[k].work for ks in found.again for k in ks]
+        least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
+        seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
+        return LossPlan(
+            peak=planned,
+            saved=sum(joint.nodes[k].nbytes for k in found.stored),
+            host=form.host,
+            budget=planned,
+            work=sum(again, joint.work) + Work(0.0, form.wait),
+            plain=self._plain,
+            loss_fn=self._loss.loss_fn,
+            loops=form,
+            at_least=max(0.0, least / seconds),
+            _loss=self._loss,
+            _graph=joint,
+            _schedule=found,
+        )
+
+    def _forms(self) -> Iterator[LossPlan]:
+        """Each form of the loops as the compiler orders it, the fastest first."""
+        plans = []
+        for form, joint, search in self._searches:
+            if form.stored is not None and (found := search.find(math.inf)):
+                plans.append(self._plan_of(form, joint, found._replace(again=()), math.inf))
+        yield from sorted(plans, key=lambda plan: plan.work.seconds)
 
     def compiled(
         self, planned: float, budget: float | None = None, states: int | None = None
@@ -446,6 +455,12 @@ class LossSearch:
                 planned = (max(fits, self.least) + fails) / 2
             if fails - fits < 0.01 * budget or fails <= self.least:
                 break
+        # Graphs count more bytes of loops than programs need.
+        for plan in self._forms():
+            if best is not None and plan.work.seconds >= best.work.seconds:
+                break
+            if plan.saved <= budget and self._measured(plan).peak <= budget:
+                best = self._measured(plan)
         if best is None:
             # A search of few states finds another schedule, whose program may need fewer bytes.
             ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))

@@ -17,7 +17,6 @@ from sharding.plan import targets
 from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.plan.model._traced_model import TracedModel
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._choose_saved_names import (
     MAXTEXT_NAMES,
@@ -78,7 +77,8 @@ def plan(
         layers (``"block_input"``), to pinned host memory; or the names of those that it may.
 
       largest: whether to plan a loss for the most examples that fit, in powers of two times those
-        of ``batch``, or parts of them; ``found.batch`` has their types.
+        of ``batch``, or parts of them: dim 0 of all arrays as long as the first. ``found.batch``
+        has their types.
 
     Returns:
       A ``LossPlan``, which is called as the loss is, or a ``StackPlan``.
@@ -155,17 +155,29 @@ def frontier(
 def _of_most_examples(
     loss_fn: Any, params: Tree, batch: Batch, most: float, device: Device, *options: Any
 ) -> LossPlan:
-    model = TracedModel(loss_fn, lambda _: params, types_of(batch))
+    types = types_of(batch)
+    given = next((t.shape[0] for t in jax.tree.leaves(types) if t.shape), 0)
+    if not given:
+        raise ValueError("largest= needs a batch of arrays with examples in dim 0.")
 
     def search_of(count: int) -> LossSearch:
-        return loss_search(loss_fn, params, model.batch(count), device, *options)
+        def resized(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (given,) else t
+
+        return loss_search(loss_fn, params, jax.tree.map(resized, types), device, *options)
 
     # By the graph first: programs are compiled on the way down.
-    search, count = search_of(model.size), model.size
+    search, count = search_of(given), given
     while search.least <= most:
-        search, count = search_of(2 * count), 2 * count
+        before, count = search.least, 2 * count
+        search = search_of(count)
+        if search.least <= before:
+            raise ValueError("largest= needs a loss whose bytes grow with its batch.")
     while count > 1:
-        search, count = search_of(count // 2), count // 2
+        try:
+            search, count = search_of(count // 2), count // 2
+        except (TypeError, ValueError):  # not of so few
+            break
         if search.least <= most:
             with contextlib.suppress(ValueError):
                 return search.fastest(most)

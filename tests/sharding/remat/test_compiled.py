@@ -101,10 +101,13 @@ def test_loops_of_losses_are_stacks():
     assert str(layers.loops) == "each layer"
     assert re.fullmatch(r"all but dot_general test_compiled.py:\d+", str(stored.loops))
     assert layers.extra_flops > stored.extra_flops == 0
-    moved = shd.remat.plan(loss, params, x, layers.peak * 0.9, device="h100x1", offload=True)
+    least = shd.remat.plan(loss, params, x, layers.peak * 0.95, device="h100x1")
+    assert str(least.loops) == "each layer, and segments of layers"  # fewer bytes than its graph's
+    moved = shd.remat.plan(loss, params, x, least.peak * 0.9, device="h100x1", offload=True)
     assert "block_input (host)" in str(moved.loops)
-    assert [each.host > 0 for each in (moved, layers, stored)] == [True, False, False]
-    for each in (moved, layers, stored):
+    plans = moved, least, layers, stored
+    assert [each.host > 0 for each in plans] == [True, False, False, False]
+    for each in plans:
         program = compiled("h100x1", each, params, x)
         assert each.check(program) <= each.budget
         assert shd.audit(program).matmul_flops == each.work.flops

@@ -177,17 +177,27 @@ def test_a_budget_is_kept():
 
 
 def test_the_largest_batch_is_the_last_that_fits():
-    budget = shd.remat.frontier(large, LAYERS, jnp.tile(X, (4, 1)))[0].peak
-    found = shd.remat.plan(large, LAYERS, X, budget, largest=True)
+    few = LAYERS[:2]
+    budget = shd.remat.frontier(large, few, jnp.tile(X, (4, 1)))[0].peak
+    found = shd.remat.plan(large, few, X, budget, largest=True)
     assert found.batch.shape == (4 * ROWS, WIDTH)
     assert found.peak <= budget
     twice = jnp.ones((8 * ROWS, WIDTH))
     with pytest.raises(ValueError, match="no plan fits"):
-        shd.remat.plan(large, LAYERS, twice, budget)
+        shd.remat.plan(large, few, twice, budget)
     with pytest.raises(ValueError, match="no plan fits"):
-        shd.remat.plan(large, LAYERS, X, 16, largest=True)
+        shd.remat.plan(large, few, X, 16, largest=True)
     with pytest.raises(ValueError, match="not for stacks"):
         shd.remat.plan(mlp, STACKED, X, budget, length=6, largest=True)
+    for pattern, loss, batch in (
+        ("bytes grow with its batch", lambda p, x: large(p, jnp.mean(x, 0)[None]), X),
+        ("arrays with examples in dim 0", lambda p, x: large(p, X) * x, 2.0),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            shd.remat.plan(loss, few, batch, budget, largest=True)
+    both = X, jnp.eye(WIDTH)  # the second has no examples
+    found = shd.remat.plan(lambda p, b: large(p, b[0] @ b[1]), few, both, budget, largest=True)
+    assert [x.shape[0] for x in found.batch][1] == WIDTH
 
 
 @pytest.mark.parametrize(("loss", "params"), [(skips, LAYERS), (scanned, STACKED)])
@@ -286,6 +296,22 @@ def test_loops_have_the_same_gradient_in_every_form():
             texts += f"{form}; "
     for text in ("nothing;", "each layer;", "each layer, and segments", "sin,", "sin (host)"):
         assert text in texts
+
+
+def test_loops_of_complex_values_and_many_names():
+    def loss(params, x):
+        def layer(x, w):
+            for i in range(15):
+                x = x + checkpoint_name(jnp.sin(x @ w["up"]), f"name {i}") @ w["down"]
+            return jnp.real(jnp.fft.ifft(jnp.fft.fft(x))), None
+
+        return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    search = search_of(loss, STACKED, X)
+    found = search.plan(search.least)
+    assert found.extra_time > 0
+    have, want = (gradients(fn, False, STACKED, X)[1] for fn in (found, loss))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), have, want)
 
 
 def test_gradients_are_complete_before_the_next_operation():
