@@ -224,7 +224,8 @@ bold. `16 x 2` is a scan over scans; (host) is what is copied to host memory."""
 ABOUT_GRAPHS = """With `--graphs`: `remat.plan` of losses in which nothing is marked, float32, one
 device. Plain is what the gradient of the loss takes without a plan. Programs are compiled for the
 target: bytes of their temporaries, and how much more memory they read and write, and how many more
-operations of matrix products they run, than the plain one; convolutions of GPUs are not counted. Extra time is the plan's, by a roofline at the
+operations of matrix products they run, than the plain one;
+convolutions of GPUs are not counted. Extra time is the plan's, by a roofline at the
 device's figures; no schedule of the same operations within these bytes takes less than what "at
 least" says. By hand is the loss with a `jax.checkpoint` around each block, whose bytes are the last
 budget. CPU s are seconds of one core to plan, programs compiled included. Of a TPU what its fast
