@@ -420,7 +420,8 @@ class LossSearch:
         return self._measured(plan)
 
     def _measured(self, plan: LossPlan) -> LossPlan:
-        key = plan.loops, plan._graph, plan._schedule[:2]
+        stored, again, *_ = plan._schedule
+        key = (plan.loops, plan._graph, stored, again) if again else plan.loops
         if key not in self._known:
             first = functools.partial(_first, plan)
             params, batch = self._loss.types
@@ -433,7 +434,8 @@ class LossSearch:
         # Bytes that are planned are not those of programs: from above and below.
         fits, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
-        programs = _TPU_PROGRAMS if self._loss.device.platform == "tpu" else _MOST_PROGRAMS
+        on_tpu = self._loss.device.platform == "tpu"
+        programs = _TPU_PROGRAMS if on_tpu else _MOST_PROGRAMS
         for _ in range(4 * programs):  # most guesses are programs that are known
             if len(self._known) - before >= programs:
                 break
@@ -455,8 +457,8 @@ class LossSearch:
                 planned = (max(fits, self.least) + fails) / 2
             if fails - fits < 0.01 * budget or fails <= self.least:
                 break
-        # Graphs count more bytes of loops than programs need.
-        for plan in self._forms():
+        # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
+        for plan in () if on_tpu and best else self._forms():
             if best is not None and plan.work.seconds >= best.work.seconds:
                 break
             if plan.saved <= budget and self._measured(plan).peak <= budget:
