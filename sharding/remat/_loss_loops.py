@@ -107,6 +107,11 @@ class Loop:
         return choice.seconds - self.length * self._block.again(names)[0]
 
     @property
+    def names(self) -> list[str]:
+        """Of values that layers may store."""
+        return list(self._block.values)
+
+    @property
     def has_segments(self) -> bool:
         return self._inner > 1
 

@@ -22,6 +22,7 @@ from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._traced_model import Work
+from sharding.remat._checkpoint import INPUT
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._program_bytes import step_temporaries, types_of
@@ -356,7 +357,12 @@ class LossSearch:
         self._loss = loss
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
-        forms = forms_of(loss.loops_of(kind, offload))
+        loops = loss.loops_of(kind, offload)
+        known = {INPUT, *(name for loop in loops for name in loop.names)}
+        if offload and (not loops or (offload is not True and known.isdisjoint(offload))):
+            found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
+            raise ValueError(f"offload= copies what layers of loops store, {found}.")
+        forms = forms_of(loops)
         for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)

@@ -453,6 +453,13 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=pattern):
             fn(LAYERS)
+    kind, device = KINDS["h100"], jax.devices()[0]
+    for loss, params, pattern in (
+        (large, LAYERS, "of which this has none"),
+        (scanned, STACKED, "with values block_input, dot_general test_loss_plan.py"),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            LossSearch(PlannableLoss(loss, params, X, device), kind, ["nope"])
     with pytest.raises(ValueError, match="or a device, got 5"):
         shd.remat.plan(large, LAYERS, X, 1e9, device=5)
     texts = {"2KB": 2000, "2 TiB": 2**41, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
