@@ -54,8 +54,8 @@ def losses_of(name, scale):
     """A loss, the same with a checkpoint around each block, and their arguments."""
     if name == SCANNED:
         model = MODELS["llama2-7b"]
-        args = model.abstract(jnp.bfloat16)["layers"], array(4, 2048, model.width)
-        args = args[0], args[1].update(dtype=jnp.bfloat16)
+        x = array(4, 2048, model.width, dtype=jnp.bfloat16)
+        args = model.abstract(jnp.bfloat16)["layers"], x
         return scanned, functools.partial(scanned, checkpoint=jax.checkpoint), *args
     return NETWORKS[name](scale)[0], *NETWORKS[name](scale, True)
 
@@ -74,9 +74,9 @@ def plans_of(name, scale, target):
         offload = what.endswith("host")
         search, bytes_of = loss_search(loss, *types, target, offload=offload), {}
 
-        def recorded(planned, *args, compiled=search.compiled, bytes_of=bytes_of):
-            plan = compiled(planned, *args)
-            if plan:
+        def recorded(planned, *args, compiled=search.compiled, bytes_of=bytes_of, **options):
+            plan = compiled(planned, *args, **options)
+            if plan and not options:  # else ``search.plan`` would find another one
                 bytes_of[plan.loops, plan._schedule] = planned
             return plan
 
@@ -85,7 +85,7 @@ def plans_of(name, scale, target):
             plan = search.fastest(limit)
             in_order = any(plan._schedule.again)
             found[what] = bytes_of[plan.loops, plan._schedule], in_order, offload
-        except ValueError as error:
+        except (KeyError, ValueError) as error:
             print(name, what, error, file=sys.stderr, flush=True)
     return found
 

@@ -75,7 +75,6 @@ def plan(
         leaves no choice.
       offload: whether a stack, or the loops of a loss, may copy named values, and the inputs of
         layers (``"block_input"``), to pinned host memory; or the names of those that it may.
-
       largest: whether to plan a loss for the most examples that fit, in powers of two times those
         of ``batch``, or parts of them: dim 0 of all arrays as long as the first. ``found.batch``
         has their types.
