@@ -1,6 +1,8 @@
 """Bytes of arrays of one device, and of a compiled program that runs a function both ways."""
 
+import functools
 import math
+import tempfile
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -34,11 +36,22 @@ def step_temporaries(
     else:
         args = jax.tree.map(lambda t: t.update(sharding=shardings), args)
     try:
-        return temporaries_of(jax.jit(step, out_shardings=shardings).lower(*args).compile())
+        lowered = jax.jit(step, out_shardings=shardings).lower(*args)
+        options, _ = _kernels() if device.platform in ("cuda", "gpu") else ({}, None)
+        return temporaries_of(lowered.compile(options))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return math.inf
+
+
+@functools.cache
+def _kernels() -> tuple[dict[str, Any], Any]:
+    """Options of XLA for GPUs: programs of a search share their kernels, most of their seconds."""
+    folder = tempfile.TemporaryDirectory()  # until this process ends
+    file = f"{folder.name}/kernels"
+    parallel = "xla_gpu_enable_llvm_module_compilation_parallelism"
+    return {"xla_gpu_kernel_cache_file": file, parallel: True}, folder
 
 
 def _floating(tree: Tree) -> list[Any]:
