@@ -189,12 +189,34 @@ def _groups(
 
     With values that they replace, and those that are read behind them.
     """
+    import os
+
+    mode = os.environ.get("MERGE", "sum")
+    share = float(os.environ.get("SHARE", "1"))
+    before, new, later = [], [], set[int]()  # bytes
+    for k in reversed(order):
+        node = joint.nodes[k]
+        ends = [joint.nodes[i].nbytes for i in node.reads - later]
+        later = later - {k} | node.reads
+        before.append(sum(joint.nodes[i].nbytes for i in later))
+        over = node.in_place and max(ends, default=0.0) >= node.nbytes > 0
+        new.append(0.0 if over else node.nbytes)
+    before, new = before[::-1], new[::-1]
+    inside = [joint.nodes[k].inside for k in order]
+    limit = max(map(sum, zip(before, new, inside)))
     groups: list[tuple[list[int], set[int]]] = []
-    for k, own in zip(order, replaced, strict=True):
-        if single or not groups or joint.nodes[k].heavy or k in groups[-1][0]:
+    first, made, most = 0, 0.0, 0.0
+    for n, (k, own) in enumerate(zip(order, replaced, strict=True)):
+        size, within = made + share * new[n], max(most, inside[n])
+        full = mode == "none" or before[first] + size + within > limit
+        if single or not groups or joint.nodes[k].heavy and full or k in groups[-1][0]:
             groups.append(([], set()))
+            first, size, within = n, share * new[n], inside[n]
+        made, most = size, within
         groups[-1][0].append(k)
         groups[-1][1].update(own)
+    if os.environ.get("SHOW"):
+        print("groups", len(groups), "of", len(order), "heavy", sum(joint.nodes[k].heavy for k in order), "limit %.3f" % (limit / 2**30), [len(g) for g, _ in groups])
     later, out = set(joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))
