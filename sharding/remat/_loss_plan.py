@@ -185,38 +185,32 @@ class LossPlan(RematPlan):
 def _groups(
     joint: JointGraph, order: Sequence[int], replaced: Sequence[set[int]], single: bool
 ) -> list[tuple[list[int], set[int], set[int]]]:
-    """Nodes without a barrier between them: one that XLA does not fuse, and those behind it.
+    """Nodes without a barrier between them, which XLA fuses and runs in an order of its own.
 
-    With values that they replace, and those that are read behind them.
+    With values that they replace, and those that are read behind them. A group ends in front of a
+    node that is not fused where all its values together would exceed the peak of the order.
     """
-    import os
-
-    mode = os.environ.get("MERGE", "sum")
-    share = float(os.environ.get("SHARE", "1"))
-    before, new, later = [], [], set[int]()  # bytes
+    held, made, live = [], [], set[int]()  # bytes in front of each node, and of its values
     for k in reversed(order):
         node = joint.nodes[k]
-        ends = [joint.nodes[i].nbytes for i in node.reads - later]
-        later = later - {k} | node.reads
-        before.append(sum(joint.nodes[i].nbytes for i in later))
-        over = node.in_place and max(ends, default=0.0) >= node.nbytes > 0
-        new.append(0.0 if over else node.nbytes)
-    before, new = before[::-1], new[::-1]
-    inside = [joint.nodes[k].inside for k in order]
-    limit = max(map(sum, zip(before, new, inside)))
+        ends = [joint.nodes[i].nbytes for i in node.reads - live]
+        in_place = node.in_place and max(ends, default=0.0) >= node.nbytes
+        made.append(0.0 if in_place else node.nbytes)
+        live = live - {k} | node.reads
+        held.append(sum(joint.nodes[i].nbytes for i in live))
+    inside = [joint.nodes[k].inside for k in reversed(order)]
+    peak = max(map(sum, zip(held, made, inside, strict=True)))
     groups: list[tuple[list[int], set[int]]] = []
-    first, made, most = 0, 0.0, 0.0
-    for n, (k, own) in enumerate(zip(order, replaced, strict=True)):
-        size, within = made + share * new[n], max(most, inside[n])
-        full = mode == "none" or before[first] + size + within > limit
-        if single or not groups or joint.nodes[k].heavy and full or k in groups[-1][0]:
+    total = most = 0.0
+    for k, own in zip(order, replaced, strict=True):
+        before, new, within = held.pop(), made.pop(), inside.pop()
+        total, most = total + new, max(most, within)
+        full = joint.nodes[k].heavy and total + most > peak
+        if single or not groups or full or k in groups[-1][0]:
             groups.append(([], set()))
-            first, size, within = n, share * new[n], inside[n]
-        made, most = size, within
+            total, most = before + new, within
         groups[-1][0].append(k)
         groups[-1][1].update(own)
-    if os.environ.get("SHOW"):
-        print("groups", len(groups), "of", len(order), "heavy", sum(joint.nodes[k].heavy for k in order), "limit %.3f" % (limit / 2**30), [len(g) for g, _ in groups])
     later, out = set(joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))
