@@ -255,17 +255,6 @@ class JointGraph:
                 live[i] = node.nbytes
         return steps
 
-    def replaced(self, order: Sequence[int]) -> list[set[int]]:
-        """For each of nodes in an order, values of the loss in whose place its own may be."""
-        places, later = [], set[int]()
-        for k in reversed(order):
-            node = self.nodes[k]
-            last = node.reads - later if node.in_place and k >= self.forward else set[int]()
-            sizes = {i: self.nodes[i].nbytes for i in last if i < self.forward}
-            places.append({i for i, nbytes in sizes.items() if nbytes >= node.nbytes > 0})
-            later = later - {k} | node.reads
-        return places[::-1]
-
 
 def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equation]:
     """The results of a split one by one, each with uses of its own; others as they are."""

@@ -110,15 +110,15 @@ class LossPlan(RematPlan):
             for step, again in enumerate(self._schedule.again)
             for k in (*again, joint.forward + step)
         ]
-        replaced = joint.replaced(order)
+        on_cpu = self._loss.device.platform == "cpu"
+        groups = _groups(joint, order, on_cpu)
         # XLA writes a result in the place of what it reads, but not through a barrier.
-        places = {v for each in replaced for i in each for v in joint.nodes[i].values}
+        places = {v for _, own, _ in groups for i in own for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for eqn in joint.equations(order) for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
         after = {v: stored[v] for v in last[-_LAST:]} or dict(grads)
-        on_cpu = self._loss.device.platform == "cpu"
 
         def run(group: list[int], own: set[int], later: set[int]) -> None:
             nonlocal after
@@ -154,7 +154,7 @@ class LossPlan(RematPlan):
             for v, k in made.items():
                 (grads if k >= joint.forward else values)[v] = results[v]
 
-        for group in _groups(joint, order, replaced, on_cpu):
+        for group in groups:
             run(*group)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
@@ -183,34 +183,38 @@ class LossPlan(RematPlan):
 
 
 def _groups(
-    joint: JointGraph, order: Sequence[int], replaced: Sequence[set[int]], single: bool
+    joint: JointGraph, order: Sequence[int], single: bool
 ) -> list[tuple[list[int], set[int], set[int]]]:
     """Nodes without a barrier between them, which XLA fuses and runs in an order of its own.
 
-    With values that they replace, and those that are read behind them. A group ends in front of a
-    node that is not fused where all its values together would exceed the peak of the order.
+    With values of the loss that they replace, and those that are read behind them. A group ends in
+    front of a node that is not fused where all that it makes would exceed the peak of the order.
     """
-    held, made, live = [], [], set[int]()  # bytes in front of each node, and of its values
+    nodes, live = joint.nodes, set[int]()
+    bytes_of, ends = list[tuple[float, float]](), list[set[int]]()
     for k in reversed(order):
-        node = joint.nodes[k]
-        ends = [joint.nodes[i].nbytes for i in node.reads - live]
-        in_place = node.in_place and max(ends, default=0.0) >= node.nbytes
-        made.append(0.0 if in_place else node.nbytes)
+        node = nodes[k]
+        last = node.reads - live if node.in_place else set[int]()
+        ends.append({i for i in last if nodes[i].nbytes >= node.nbytes > 0})
         live = live - {k} | node.reads
-        held.append(sum(joint.nodes[i].nbytes for i in live))
-    inside = [joint.nodes[k].inside for k in reversed(order)]
-    peak = max(map(sum, zip(held, made, inside, strict=True)))
+        held = sum(nodes[i].nbytes for i in live)
+        bytes_of.append((held, held + node.inside + (0.0 if ends[-1] else node.nbytes)))
+    peak = max(total for _, total in bytes_of)
     groups: list[tuple[list[int], set[int]]] = []
-    total = most = 0.0
-    for k, own in zip(order, replaced, strict=True):
-        before, new, within = held.pop(), made.pop(), inside.pop()
-        total, most = total + new, max(most, within)
-        full = joint.nodes[k].heavy and total + most > peak
+    made = inside = 0.0
+    for k in order:
+        node, own, (held, _) = nodes[k], ends.pop(), bytes_of.pop()
+        # XLA would not compute again what is computed from values that are not behind a barrier.
+        if k < joint.forward or held + node.nbytes + node.inside <= peak:
+            own = {i for i in own if i >= joint.forward}
+        new = 0.0 if own else node.nbytes
+        made, inside = made + new, max(inside, node.inside)
+        full = node.heavy and made + inside > peak
         if single or not groups or full or k in groups[-1][0]:
             groups.append(([], set()))
-            total, most = before + new, within
+            made, inside = held + new, node.inside
         groups[-1][0].append(k)
-        groups[-1][1].update(own)
+        groups[-1][1].update(i for i in own if i < joint.forward)
     later, out = set(joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))
@@ -464,7 +468,8 @@ class LossSearch:
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
                 planned = max(self.least, fits)
-                plan = self.compiled(planned, budget)
+                few = functools.partial(self.compiled, states=_FEW_STATES)
+                plan = self.compiled(planned, budget) or few(planned, budget)
             assert plan is not None
             if plan.peak > budget:
                 fails = min(fails, planned)
