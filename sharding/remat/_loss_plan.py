@@ -111,7 +111,7 @@ class LossPlan(RematPlan):
             for k in (*again, joint.forward + step)
         ]
         on_cpu = self._loss.device.platform == "cpu"
-        groups = _groups(joint, order, on_cpu)
+        groups = _groups(joint, _late(joint, order), on_cpu)
         # XLA writes a result in the place of what it reads, but not through a barrier.
         places = {v for _, own, _ in groups for i in own for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
@@ -180,6 +180,25 @@ class LossPlan(RematPlan):
         rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
         rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
         return rows
+
+
+def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:
+    """Each value is computed again in front of what reads it, if what it reads is there still."""
+    late = [*order]
+
+    def reader(k: int, start: int) -> int | None:
+        for n, other in enumerate(late[start:], start):
+            if k in joint.nodes[other].reads:
+                return n
+            if k == other:
+                break
+        return None
+
+    for n, k in [*enumerate(order)][::-1]:
+        first = reader(k, n + 1) if k < joint.forward else None
+        if first and all(reader(i, first) for i in joint.nodes[k].reads):
+            late.insert(first - 1, late.pop(n))
+    return late
 
 
 def _groups(
