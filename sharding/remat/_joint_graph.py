@@ -133,20 +133,16 @@ class JointGraph:
                 groups[i] = own
                 group_of |= dict.fromkeys(eqn.results, i)
         # XLA fuses a softmax unless its maximum is stored.
-        for k in [k for k, own in groups.items() if self._is_maximum(own)]:
-            readers = [each for each in groups.values() if k in each.reads]
-            if all(groups[k].reads <= each.reads for each in readers):
-                own = groups.pop(k)
+        maxima = {i for i, eqn in enumerate(self._equations) if eqn.primitive is lax.reduce_max_p}
+        for k in [k for k, own in groups.items() if own.equations & maxima]:
+            own, readers = groups[k], [each for each in groups.values() if k in each.reads]
+            inner = self._returned.isdisjoint(self._equations[k].results)
+            if inner and all(own.reads <= each.reads for each in readers):
+                del groups[k]
                 for each in readers:
                     each.equations.update(own.equations)
                     each.reads.discard(k)
         return groups
-
-    def _is_maximum(self, group: _FusedGroup) -> bool:
-        eqns = [self._equations[i] for i in group.equations]
-        returned = any(v in self._returned for eqn in eqns for v in eqn.results)
-        maximum = any(eqn.primitive is lax.reduce_max_p for eqn in eqns)
-        return maximum and not returned and all(map(_is_light, eqns))
 
     def _values(self, eqn: Equation) -> tuple[int, ...]:
         return tuple(v for v in eqn.results if self._uses[v])

@@ -186,16 +186,13 @@ def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:
     """Each value is computed again in front of what reads it, if what it reads is there still."""
     late = [*order]
 
-    def reader(k: int, start: int) -> int | None:
-        for n, other in enumerate(late[start:], start):
-            if k in joint.nodes[other].reads:
-                return n
-            if k == other:
-                break
-        return None
+    def reader(k: int, start: int) -> int:  # 0 if there is none
+        behind = enumerate(late[start:], start)
+        first = next((n for n, i in behind if i == k or k in joint.nodes[i].reads), 0)
+        return 0 if late[first] == k else first
 
     for n, k in [*enumerate(order)][::-1]:
-        first = reader(k, n + 1) if k < joint.forward else None
+        first = reader(k, n + 1) if k < joint.forward else 0
         if first and all(reader(i, first) for i in joint.nodes[k].reads):
             late.insert(first - 1, late.pop(n))
     return late
@@ -210,30 +207,28 @@ def _groups(
     front of a node that is not fused where all that it makes would exceed the peak of the order.
     """
     nodes, live = joint.nodes, set[int]()
-    bytes_of, ends = list[tuple[float, float]](), list[set[int]]()
+    rows, peak = list[tuple[int, set[int], float, float]](), 0.0
     for k in reversed(order):
         node = nodes[k]
-        last = node.reads - live if node.in_place else set[int]()
-        ends.append({i for i in last if nodes[i].nbytes >= node.nbytes > 0})
+        over = {i for i in node.reads - live if nodes[i].nbytes >= node.nbytes > 0}
+        new = 0.0 if node.in_place and over else node.nbytes
         live = live - {k} | node.reads
         held = sum(nodes[i].nbytes for i in live)
-        bytes_of.append((held, held + node.inside + (0.0 if ends[-1] else node.nbytes)))
-    peak = max(total for _, total in bytes_of)
+        peak = max(peak, held + new + node.inside)
+        rows.append((k, over, new, held))
     groups: list[tuple[list[int], set[int]]] = []
     made = inside = 0.0
-    for k in order:
-        node, own, (held, _) = nodes[k], ends.pop(), bytes_of.pop()
-        # XLA would not compute again what is computed from values that are not behind a barrier.
-        if k < joint.forward or held + node.nbytes + node.inside <= peak:
-            own = {i for i in own if i >= joint.forward}
-        new = 0.0 if own else node.nbytes
+    for k, over, new, held in reversed(rows):
+        node = nodes[k]
         made, inside = made + new, max(inside, node.inside)
         full = node.heavy and made + inside > peak
         if single or not groups or full or k in groups[-1][0]:
             groups.append(([], set()))
             made, inside = held + new, node.inside
         groups[-1][0].append(k)
-        groups[-1][1].update(i for i in own if i < joint.forward)
+        # XLA would not compute again what reads values that are not behind a barrier.
+        if k >= joint.forward and new < node.nbytes and held + node.nbytes + node.inside > peak:
+            groups[-1][1].update(i for i in over if i < joint.forward)
     later, out = set(joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))
