@@ -225,7 +225,7 @@ def _some(states: _States, most: int) -> Any:
     if count <= most:
         return slice(None)
     sizes = states.nbytes - states.nbytes.min()
-    bins = (sizes / max(float(sizes.max()), 1e-30) * (_SIZES - 1)).astype(int)
+    bins = (sizes / max(float(sizes.max()), 1e-30) * (min(_SIZES, most) - 1)).astype(int)
     # Of equal ones those of late values, in front of which segments are left for earlier steps.
     order = np.lexsort((*~states.masks.T, states.seconds, bins))
     position = np.arange(count)

@@ -96,9 +96,12 @@ def test_equals_brute_force_at_every_budget(seed):
             assert found.at_least == found.seconds == run(values, steps, found, budget)
 
 
-@pytest.mark.parametrize("states", [2000, 150])
+@pytest.mark.parametrize("states", [2000, 60])
 def test_a_large_graph_is_planned(monkeypatch, states):
-    """More bytes are never slower, nor is a schedule below the bound that it has."""
+    """More bytes are never slower, nor is a schedule below the bound that it has.
+
+    Nothing is computed again where all fits, however few the states, even of many values.
+    """
     monkeypatch.setattr(_schedule_search, "_MOST_STATES", states)
     values, steps = chain(40, np.random.default_rng(0))
     search = ScheduleSearch(values, steps)
