@@ -132,6 +132,16 @@ class JointGraph:
             else:
                 groups[i] = own
                 group_of |= dict.fromkeys(eqn.results, i)
+        # XLA fuses a softmax unless its maximum is stored.
+        maxima = {i for i, eqn in enumerate(self._equations) if eqn.primitive is lax.reduce_max_p}
+        for k in [k for k, own in groups.items() if own.equations & maxima]:
+            own, readers = groups[k], [each for each in groups.values() if k in each.reads]
+            inner = self._returned.isdisjoint(self._equations[k].results)
+            if inner and all(own.reads <= each.reads for each in readers):
+                del groups[k]
+                for each in readers:
+                    each.equations.update(own.equations)
+                    each.reads.discard(k)
         return groups
 
     def _values(self, eqn: Equation) -> tuple[int, ...]:
@@ -240,17 +250,6 @@ class JointGraph:
             if i in last:
                 live[i] = node.nbytes
         return steps
-
-    def replaced(self, order: Sequence[int]) -> list[set[int]]:
-        """For each of nodes in an order, values of the loss in whose place its own may be."""
-        places, later = [], set[int]()
-        for k in reversed(order):
-            node = self.nodes[k]
-            last = node.reads - later if node.in_place and k >= self.forward else set[int]()
-            sizes = {i: self.nodes[i].nbytes for i in last if i < self.forward}
-            places.append({i for i, nbytes in sizes.items() if nbytes >= node.nbytes > 0})
-            later = later - {k} | node.reads
-        return places[::-1]
 
 
 def _results_one_by_one(eqn: Equation, types: Sequence[Any]) -> Iterator[Equation]:

@@ -110,15 +110,15 @@ class LossPlan:
             for step, again in enumerate(self._schedule.again)
             for k in (*again, joint.forward + step)
         ]
-        replaced = joint.replaced(order)
+        on_cpu = self._loss.device.platform == "cpu"
+        groups = _groups(joint, _late(joint, order), on_cpu)
         # XLA writes a result in the place of what it reads, but not through a barrier.
-        places = {v for each in replaced for i in each for v in joint.nodes[i].values}
+        places = {v for _, own, _ in groups for i in own for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for eqn in joint.equations(order) for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
         after = {v: stored[v] for v in last[-_LAST:]} or dict(grads)
-        on_cpu = self._loss.device.platform == "cpu"
 
         def run(group: list[int], own: set[int], later: set[int]) -> None:
             nonlocal after
@@ -154,7 +154,7 @@ class LossPlan:
             for v, k in made.items():
                 (grads if k >= joint.forward else values)[v] = results[v]
 
-        for group in _groups(joint, order, replaced, on_cpu):
+        for group in groups:
             run(*group)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
@@ -231,19 +231,53 @@ class LossPlan:
         return rows
 
 
-def _groups(
-    joint: JointGraph, order: Sequence[int], replaced: Sequence[set[int]], single: bool
-) -> list[tuple[list[int], set[int], set[int]]]:
-    """Nodes without a barrier between them: one that XLA does not fuse, and those behind it.
+def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:
+    """Each value is computed again in front of what reads it, if what it reads is there still."""
+    late = [*order]
 
-    With values that they replace, and those that are read behind them.
+    def reader(k: int, start: int) -> int:  # 0 if there is none
+        behind = enumerate(late[start:], start)
+        first = next((n for n, i in behind if i == k or k in joint.nodes[i].reads), 0)
+        return 0 if late[first] == k else first
+
+    for n, k in [*enumerate(order)][::-1]:
+        first = reader(k, n + 1) if k < joint.forward else 0
+        if first and all(reader(i, first) for i in joint.nodes[k].reads):
+            late.insert(first - 1, late.pop(n))
+    return late
+
+
+def _groups(
+    joint: JointGraph, order: Sequence[int], single: bool
+) -> list[tuple[list[int], set[int], set[int]]]:
+    """Nodes without a barrier between them, which XLA fuses and runs in an order of its own.
+
+    With values of the loss that they replace, and those that are read behind them. A group ends in
+    front of a node that is not fused where all that it makes would exceed the peak of the order.
     """
+    nodes, live = joint.nodes, set[int]()
+    rows, peak = list[tuple[int, set[int], float, float]](), 0.0
+    for k in reversed(order):
+        node = nodes[k]
+        over = {i for i in node.reads - live if nodes[i].nbytes >= node.nbytes > 0}
+        new = 0.0 if node.in_place and over else node.nbytes
+        live = live - {k} | node.reads
+        held = sum(nodes[i].nbytes for i in live)
+        peak = max(peak, held + new + node.inside)
+        rows.append((k, over, new, held))
     groups: list[tuple[list[int], set[int]]] = []
-    for k, own in zip(order, replaced, strict=True):
-        if single or not groups or joint.nodes[k].heavy or k in groups[-1][0]:
+    made = inside = 0.0
+    for k, over, new, held in reversed(rows):
+        node = nodes[k]
+        made, inside = made + new, max(inside, node.inside)
+        full = node.heavy and made + inside > peak
+        if single or not groups or full or k in groups[-1][0]:
             groups.append(([], set()))
+            made, inside = held + new, node.inside
         groups[-1][0].append(k)
-        groups[-1][1].update(own)
+        # XLA would not compute again what reads values that are not behind a barrier.
+        if k >= joint.forward and new < node.nbytes and held + node.nbytes + node.inside > peak:
+            groups[-1][1].update(i for i in over if i < joint.forward)
     later, out = set(joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))

@@ -326,7 +326,8 @@ class LossSearch:
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
                 planned = max(self.least, fits)
-                plan = self.compiled(planned, budget)
+                few = functools.partial(self.compiled, states=_FEW_STATES)
+                plan = self.compiled(planned, budget) or few(planned, budget)
             assert plan is not None
             if plan.peak > budget:
                 fails = min(fails, planned)

@@ -136,3 +136,9 @@ def test_programs_keep_the_order_of_the_graph():
     ordered = search.compiled(search.most)
     assert ordered.extra_time == 0
     assert 0.93 * search.most < ordered.peak < 1.03 * search.most < 0.9 * plain.peak
+    # What XLA fuses in the plain gradient it fuses where bytes allow.
+    fewer = search.plan(search.most * 0.6)
+    few, whole = (compiled("h100x1", fn, params, tokens) for fn in (fewer, loss))
+    assert fewer.check(few) < 1.03 * fewer.peak
+    bytes_of = [sum(shd.audit(program).nbytes.values()) for program in (few, whole)]
+    assert bytes_of[0] < 1.32 * bytes_of[1]
