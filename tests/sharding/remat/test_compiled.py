@@ -73,14 +73,18 @@ def test_loops_of_losses_are_stacks(target):
 
     plan = functools.partial(shd.remat.plan, loss, params, x, device=target)
     found = shd.remat.frontier(loss, params, x, device=target, stage=3)
-    forms = [str(each.loops) for each in found]
-    assert forms[:3] == ["each layer, and segments of layers", "each layer", "all but pre"]
-    segments, layers, stored = found[:3]
+    segments = found[0]
+    layers = next(each for each in found if str(each.loops) == "each layer")
+    stored = next(each for each in found if each.extra_flops == 0 and each.loops.stored)
+    assert str(segments.loops) == "each layer, and segments of layers"
+    assert "pre" in str(stored.loops)
     assert segments.extra_flops > layers.extra_flops > stored.extra_flops == 0
-    moved = plan(layers.peak * 0.8, offload=True)
+    moved = plan(segments.peak * 0.9, offload=True)
     assert "block_input (host)" in str(moved.loops)
     assert [each.host > 0 for each in (moved, *found)] == [True, *[False] * len(found)]
-    fitting = (moved, segments, layers) if target.startswith("v5e") else (moved, *found[:3])
+    fitting = (
+        (moved, segments, layers) if target.startswith("v5e") else (moved, segments, layers, stored)
+    )
     for each in fitting:
         program = compiled(target, each, params, x)
         assert each.peak * 0.97 < each.check(program) <= each.budget
