@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import numbers
 from collections import Counter
@@ -73,14 +74,21 @@ class LossPlan(RematPlan):
         if not self._schedule.again:  # as the compiler orders it
             return functools.partial(loss.fn, loops=self.loops)
         stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
+        copied = {v for k in self._copied for v in self._graph.nodes[k].values}
         forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
 
         def fwd(inputs: list[Any]) -> tuple[list[Any], Any]:
             loss.check_differentiated([x.perturbed for x in inputs])
             given = [x.value for x in inputs]
             values = graph.constants | dict(enumerate(given))
-            evaluate(forward, values)
-            return [values[v] for v in self._graph.results], (given, {v: values[v] for v in stored})
+            on_host = {}  # ~v for a value v
+            for eqn in forward:
+                evaluate([eqn], values)
+                for v in copied.intersection(eqn.results):  # is copied before anything reads it
+                    there = jax.device_put(values[v], jax.memory.Space.Host)
+                    values[v], on_host[~v] = lax.optimization_barrier((values[v], there))
+            kept = {v: values[v] for v in stored} | on_host
+            return [values[v] for v in self._graph.results], (given, kept)
 
         def bwd(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
             seed, *others = cotangents
@@ -105,11 +113,14 @@ class LossPlan(RematPlan):
         given = dict(enumerate(inputs))
         values = dict(stored)  # of the loss
         grads = {joint.seed: seed}  # of the gradient
-        order = [
-            k
-            for step, again in enumerate(self._schedule.again)
-            for k in (*again, joint.forward + step)
-        ]
+        order, fetched = list[int](), [list[int]()]  # in front of each
+        for step, again in enumerate(self._schedule.again):
+            for k in (*again, joint.forward + step):
+                if k < 0:
+                    fetched[-1].append(~k)
+                else:
+                    order.append(k)
+                    fetched.append([])
         replaced = joint.replaced(order)
         # XLA writes a result in the place of what it reads, but not through a barrier.
         places = {v for each in replaced for i in each for v in joint.nodes[i].values}
@@ -154,30 +165,43 @@ class LossPlan(RematPlan):
             for v, k in made.items():
                 (grads if k >= joint.forward else values)[v] = results[v]
 
+        parts = iter(fetched)
         for group in _groups(joint, order, replaced, on_cpu):
+            for k in itertools.chain(*itertools.islice(parts, len(group[0]))):
+                there = {v: values[~v] for v in joint.nodes[k].values}
+                there, _ = lax.optimization_barrier((there, after))  # no earlier than it is read
+                values |= jax.device_put(there, jax.memory.Space.Device)
             run(*group)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
 
     @property
+    def _copied(self) -> set[int]:
+        """Nodes whose values are fetched from the host."""
+        return {~k for ks in self._schedule.again for k in ks if k < 0}
+
+    @property
     def summary(self) -> str:
         """How many values are stored, and how many are computed again."""
-        again = sum(map(len, self._schedule.again))
-        return f"{len(self._schedule.stored)} values, {again} again"
+        again = sum(k >= 0 for ks in self._schedule.again for k in ks)
+        host = f", {len(self._copied)} on the host" if self._copied else ""
+        return f"{len(self._schedule.stored)} values{host}, {again} again"
 
     def choices(self) -> list[tuple[str, str, str]]:
         """Lines of the loss, with what is stored of each and what is computed again."""
         nodes = self._graph.nodes
-        stored, again = Counter[str](), Counter[str]()
-        for k in self._schedule.stored:
-            stored[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
+        stored, copied, again = Counter[str](), Counter[str](), Counter[str]()
+        for into, ks in (stored, self._schedule.stored), (copied, self._copied):
+            for k in ks:
+                into[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
         for ks in self._schedule.again:
-            again.update(_line(nodes[k].equations[-1]) for k in ks)
+            again.update(_line(nodes[k].equations[-1]) for k in ks if k >= 0)
         rows = [("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations")]
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
         rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
+        rows += [("copies", size(n), line) for line, n in copied.most_common(_LINES)]
         rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
         return rows
 
@@ -359,16 +383,17 @@ class LossSearch:
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {INPUT, *(name for loop in loops for name in loop.names)}
-        if offload and (not loops or (offload is not True and known.isdisjoint(offload))):
+        if not isinstance(offload, bool) and (not loops or known.isdisjoint(offload)):
             found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
-            raise ValueError(f"offload= copies what layers of loops store, {found}.")
+            raise ValueError(f"offload= with names is for what layers of loops store, {found}.")
+        link = kind.host_link if kind and offload is True else None
         forms = forms_of(loops)
         for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
-            search = ScheduleSearch(joint.values(), joint.steps(), results)
+            search = ScheduleSearch(joint.values(link), joint.steps(), results)
             self._searches.append((form, joint, search))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
@@ -385,15 +410,17 @@ class LossSearch:
     def _plan_of(
         self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
     ) -> LossPlan:
-        again = [joint.nodes[k].work for ks in found.again for k in ks]
+        again = [k for ks in found.again for k in ks]
+        flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
+        copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
         least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
         seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
         return LossPlan(
             peak=planned,
             saved=sum(joint.nodes[k].nbytes for k in found.stored),
-            host=form.host,
+            host=form.host + copied,
             budget=planned,
-            work=sum(again, joint.work) + Work(0.0, form.wait),
+            work=joint.work + Work(flops, found.seconds + form.wait),
             plain=self._plain,
             loss_fn=self._loss.loss_fn,
             loops=form,

@@ -115,8 +115,12 @@ def print_forward(x):
 printing.defvjp(print_forward, lambda _, ct: (ct,))
 
 
-def search_of(loss, params, batch):
-    return LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), None)
+def search_of(loss, params, batch, kind=None):
+    """With a kind also of copies to the host, which XLA leaves out on CPUs."""
+    return LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), kind, kind is not None)
+
+
+FAST = dataclasses.replace(KINDS["v5e"], host_link=1e15)  # so fast that copies are worth it
 
 
 def gradients(loss, has_aux, *args):
@@ -127,7 +131,7 @@ def gradients(loss, has_aux, *args):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_the_loss(name):
-    """However much is computed again, in the forms for CPUs and for accelerators."""
+    """However much is computed again or copied, in the forms for CPUs and for accelerators."""
     loss, params, batch = LOSSES[name]
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float64) if jnp.result_type(x) == jnp.float32 else x, (params, batch)
@@ -137,10 +141,15 @@ def test_the_gradient_is_that_of_the_loss(name):
     most = max(s.most for *_, s in search._searches)
     again = set()
     middle, least = (most + search.least) / 2, search.least
-    for planned, form in ((most, "gpu"), (middle, "cpu"), (least, "cpu"), (least, "gpu")):
-        found = search.plan(planned)
+    plans = [(search.plan(most), "gpu"), (search.plan(middle), "cpu")]
+    plans += [(search.plan(least), "cpu"), (search.plan(least), "gpu")]
+    copying = search_of(loss, params, batch, FAST)
+    plans.append((copying.plan(copying.least), "gpu"))
+    for found, form in plans:
         found._loss.device = types.SimpleNamespace(platform=form)
         again.add(found.work.seconds)
+        on_host = "<host>" in str(jax.make_jaxpr(jax.grad(found, has_aux=has_aux, allow_int=True))(params, batch))
+        assert on_host == bool(found.host) == (found is plans[-1][0])
         got = gradients(found, has_aux, params, batch)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), got, want
@@ -281,10 +290,9 @@ def test_loops_have_the_same_gradient_in_every_form():
     params, x = jax.tree.map(lambda x: x.astype(jnp.float64), (STACKED, X))
     want = gradients(loss, False, params, x)
     planned = PlannableLoss(loss, params, x, jax.devices()[0])
-    kind = dataclasses.replace(KINDS["v5e"], host_link=1e15)  # so fast that copies are worth it
     texts = ""
     for offload in (False, True):
-        for form, _, _ in LossSearch(planned, kind, offload)._searches:
+        for form, _, _ in LossSearch(planned, FAST, offload)._searches:
 
             def run(params, x, form=form):
                 return planned.fn([*jax.tree.leaves(params), x], form)[0]

@@ -48,7 +48,9 @@ def run(values, steps, schedule, budget):
                 assert values[~k].fetch < math.inf
                 events.append(((), {~k}, step.before, values[~k].fetch))
             else:
-                events.append((values[k].reads, {k}, step.before + values[k].inside, values[k].seconds))
+                events.append(
+                    (values[k].reads, {k}, step.before + values[k].inside, values[k].seconds)
+                )
         events.append((step.reads, set(), step.during, 0))
     have = set(schedule.stored)
     for i, (reads, made, beside, _) in enumerate(events):
