@@ -386,15 +386,17 @@ class LossSearch:
         if not isinstance(offload, bool) and (not loops or known.isdisjoint(offload)):
             found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
             raise ValueError(f"offload= with names is for what layers of loops store, {found}.")
-        link = kind.host_link if kind and offload is True else None
+        links = (None, kind.host_link) if kind and offload is True else (None,)
         forms = forms_of(loops)
         for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
-            search = ScheduleSearch(joint.values(link), joint.steps(), results)
-            self._searches.append((form, joint, search))
+            # Copies are a search of their own: of states that go on, none are left out for them.
+            for link in links if form is forms[0] else (None,):
+                search = ScheduleSearch(joint.values(link), joint.steps(), results)
+                self._searches.append((form, joint, search))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
