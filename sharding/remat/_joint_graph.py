@@ -219,8 +219,9 @@ class JointGraph:
 
     def values(self, host_link: float | None = None) -> list[Value]:
         """The values of the loss that may be stored; with a link, also in host memory."""
-        needed = self.graph.needed(self.results, self.graph.constants)[0]
-        made = {v for eqn in needed for v in eqn.results if self._can_move(v)}
+        types, needed = self.graph.types, self.graph.needed(self.results, self.graph.constants)[0]
+        made = {v for eqn in needed for v in eqn.results if not in_host_memory(types[v])}
+        made = {v for v in made if jnp.issubdtype(types[v].dtype, jnp.floating)}
         values = []
         for node in self.nodes[: self.forward]:
             value = Value(node.nbytes, node.work.seconds, tuple(node.reads), node.inside)
@@ -229,10 +230,6 @@ class JointGraph:
                 value = value._replace(fetch=2 * node.nbytes / host_link)
             values.append(value)
         return values
-
-    def _can_move(self, v: int) -> bool:
-        t = self.graph.types[v]
-        return jnp.issubdtype(t.dtype, jnp.floating) and not in_host_memory(t)
 
     def steps(self) -> list[Step]:
         """The operations of the gradient, and what it holds beside values of the loss."""

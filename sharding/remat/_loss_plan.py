@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import numbers
 from collections import Counter
@@ -113,14 +112,12 @@ class LossPlan(RematPlan):
         given = dict(enumerate(inputs))
         values = dict(stored)  # of the loss
         grads = {joint.seed: seed}  # of the gradient
-        order, fetched = list[int](), [list[int]()]  # in front of each
-        for step, again in enumerate(self._schedule.again):
-            for k in (*again, joint.forward + step):
-                if k < 0:
-                    fetched[-1].append(~k)
-                else:
-                    order.append(k)
-                    fetched.append([])
+        events = [
+            k
+            for step, again in enumerate(self._schedule.again)
+            for k in (*again, joint.forward + step)
+        ]
+        order = [k for k in events if k >= 0]
         replaced = joint.replaced(order)
         # XLA writes a result in the place of what it reads, but not through a barrier.
         places = {v for each in replaced for i in each for v in joint.nodes[i].values}
@@ -165,12 +162,13 @@ class LossPlan(RematPlan):
             for v, k in made.items():
                 (grads if k >= joint.forward else values)[v] = results[v]
 
-        parts = iter(fetched)
+        ahead = iter(events)
         for group in _groups(joint, order, replaced, on_cpu):
-            for k in itertools.chain(*itertools.islice(parts, len(group[0]))):
-                there = {v: values[~v] for v in joint.nodes[k].values}
-                there, _ = lax.optimization_barrier((there, after))  # no earlier than it is read
-                values |= jax.device_put(there, jax.memory.Space.Device)
+            for _ in group[0]:
+                while (k := next(ahead)) < 0:  # is fetched, no earlier than it is needed
+                    there = {v: values[~v] for v in joint.nodes[~k].values}
+                    there, _ = lax.optimization_barrier((there, after))
+                    values |= jax.device_put(there, jax.memory.Space.Device)
             run(*group)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
@@ -178,7 +176,7 @@ class LossPlan(RematPlan):
 
     @property
     def _copied(self) -> set[int]:
-        """Nodes whose values are fetched from the host."""
+        """Nodes whose values the forward pass copies to the host."""
         return {~k for ks in self._schedule.again for k in ks if k < 0}
 
     @property
@@ -383,19 +381,23 @@ class LossSearch:
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {INPUT, *(name for loop in loops for name in loop.names)}
-        if not isinstance(offload, bool) and (not loops or known.isdisjoint(offload)):
+        # XLA fetches what is not in loops one by one on GPUs, on TPUs all at once.
+        link = kind.host_link if kind and not kind.tile and offload is True else None
+        known_named = offload is True or not known.isdisjoint(offload or ())
+        if offload and not link and not (loops and known_named):
             found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
-            raise ValueError(f"offload= with names is for what layers of loops store, {found}.")
-        links = (None, kind.host_link) if kind and offload is True else (None,)
+            raise ValueError(
+                f"offload= with names, or on TPUs, copies what layers of loops store, {found}."
+            )
         forms = forms_of(loops)
         for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
-            # Copies are a search of their own: of states that go on, none are left out for them.
-            for link in links if form is forms[0] else (None,):
-                search = ScheduleSearch(joint.values(link), joint.steps(), results)
+            # Two searches: none of the states without copies is left out for one with them.
+            for own in (None, link) if link and form is forms[0] else (None,):
+                search = ScheduleSearch(joint.values(own), joint.steps(), results)
                 self._searches.append((form, joint, search))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)

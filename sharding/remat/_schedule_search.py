@@ -207,17 +207,16 @@ class ScheduleSearch:
 
     def _at_least(self, limit: float) -> float:
         """What later steps read, and does not fit beside a step, is computed or fetched once."""
-        cost = [min(value.seconds, value.fetch) for value in self._values]
+        values = [v._replace(seconds=min(v.seconds, v.fetch)) for v in self._values]
         least, later = 0.0, set[int]()
         for _, step in reversed(self._steps):
             later |= set(step.reads)
-            excess = sum(self._values[k].nbytes for k in later) + step.during - limit
+            excess = sum(values[k].nbytes for k in later) + step.during - limit
             seconds = 0.0
-            others = later.difference(step.reads)
-            for k in sorted(others, key=lambda k: cost[k] / max(self._values[k].nbytes, 1.0)):
-                nbytes = self._values[k].nbytes
-                share = min(1.0, max(0.0, excess) / max(nbytes, 1.0))
-                seconds, excess = seconds + share * cost[k], excess - nbytes
+            others = (values[k] for k in later.difference(step.reads))
+            for value in sorted(others, key=lambda v: v.seconds / max(v.nbytes, 1.0)):
+                share = min(1.0, max(0.0, excess) / max(value.nbytes, 1.0))
+                seconds, excess = seconds + share * value.seconds, excess - value.nbytes
             least = max(least, seconds)
         return least
 

@@ -115,12 +115,8 @@ def print_forward(x):
 printing.defvjp(print_forward, lambda _, ct: (ct,))
 
 
-def search_of(loss, params, batch, kind=None):
-    """With a kind also of copies to the host, which XLA leaves out on CPUs."""
-    return LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), kind, kind is not None)
-
-
-FAST = dataclasses.replace(KINDS["v5e"], host_link=1e15)  # so fast that copies are worth it
+def search_of(loss, params, batch):
+    return LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), None)
 
 
 def gradients(loss, has_aux, *args):
@@ -143,13 +139,14 @@ def test_the_gradient_is_that_of_the_loss(name):
     middle, least = (most + search.least) / 2, search.least
     plans = [(search.plan(most), "gpu"), (search.plan(middle), "cpu")]
     plans += [(search.plan(least), "cpu"), (search.plan(least), "gpu")]
-    copying = search_of(loss, params, batch, FAST)
+    kind = dataclasses.replace(KINDS["h100"], host_link=1e15)  # so fast that copies are worth it
+    copying = LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), kind, True)
     plans.append((copying.plan(copying.least), "gpu"))
     for found, form in plans:
         found._loss.device = types.SimpleNamespace(platform=form)
         again.add(found.work.seconds)
-        on_host = "<host>" in str(jax.make_jaxpr(jax.grad(found, has_aux=has_aux, allow_int=True))(params, batch))
-        assert on_host == bool(found.host) == (found is plans[-1][0])
+        jaxpr = jax.make_jaxpr(jax.grad(found, has_aux=has_aux, allow_int=True))(params, batch)
+        assert ("<host>" in str(jaxpr)) == (found.host > 0) == (found is plans[-1][0])
         got = gradients(found, has_aux, params, batch)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), got, want
@@ -290,9 +287,10 @@ def test_loops_have_the_same_gradient_in_every_form():
     params, x = jax.tree.map(lambda x: x.astype(jnp.float64), (STACKED, X))
     want = gradients(loss, False, params, x)
     planned = PlannableLoss(loss, params, x, jax.devices()[0])
+    kind = dataclasses.replace(KINDS["v5e"], host_link=1e15)  # so fast that copies are worth it
     texts = ""
     for offload in (False, True):
-        for form, _, _ in LossSearch(planned, FAST, offload)._searches:
+        for form, _, _ in LossSearch(planned, kind, offload)._searches:
 
             def run(params, x, form=form):
                 return planned.fn([*jax.tree.leaves(params), x], form)[0]
@@ -461,13 +459,14 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=pattern):
             fn(LAYERS)
-    kind, device = KINDS["h100"], jax.devices()[0]
-    for loss, params, pattern in (
-        (large, LAYERS, "of which this has none"),
-        (scanned, STACKED, "with values block_input, dot_general test_loss_plan.py"),
+    device = jax.devices()[0]
+    for loss, params, kind, offload, pattern in (
+        (large, LAYERS, "h100", ["nope"], "of which this has none"),
+        (large, LAYERS, "v5e", True, "or on TPUs, copies what layers of loops store"),
+        (scanned, STACKED, "h100", ["nope"], "with values block_input, dot_general test_loss_plan"),
     ):
         with pytest.raises(ValueError, match=pattern):
-            LossSearch(PlannableLoss(loss, params, X, device), kind, ["nope"])
+            LossSearch(PlannableLoss(loss, params, X, device), KINDS[kind], offload)
     with pytest.raises(ValueError, match="or a device, got 5"):
         shd.remat.plan(large, LAYERS, X, 1e9, device=5)
     texts = {"2KB": 2000, "2 TiB": 2**41, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
