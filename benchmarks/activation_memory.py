@@ -11,9 +11,9 @@ bytes are those of the program, times those of a roofline at the device's figure
 
 import argparse
 import functools
+import math
 import os
 import re
-import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -23,12 +23,16 @@ import jax.numpy as jnp
 from _networks import NETWORKS, array, identity
 
 import sharding as shd
+from sharding.plan import kind_of
 from sharding.plan._format import size
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
-from sharding.remat._choose_saved_names import NameRequest, request_of
+from sharding.plan.model._models import PRESETS as MAXTEXT
+from sharding.plan.model._traced_model import work_of
+from sharding.remat._choose_saved_names import HostCopies, policy_of
+from sharding.remat._joint_graph import in_host_memory
 from sharding.remat._plan_activations import device_of_target, loss_search
 from sharding.remat._program_bytes import step_temporaries
-from sharding.remat._stack_plan import Stack
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
 GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))
@@ -39,50 +43,65 @@ PRESETS = (
 )
 
 
-def measure(name, target, sequences, length, modes):
-    """Frontiers without and with offloading, and plans of presets; None if one is too large."""
+def layers_of(model):
+    """A loss of stacked layers in a scan, with a ``checkpoint`` around each."""
+
+    def loss(params, x, checkpoint=identity):
+        layer = checkpoint(model.apply_layer)
+        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params)
+        return jnp.sum(x.astype(jnp.float32) ** 2)
+
+    return loss
+
+
+def by_preset(loss, preset, plain, *args, target):
+    """The row of a preset of MaxText: a policy around each layer."""
+    checkpoint = functools.partial(jax.checkpoint, policy=policy_of(*MAXTEXT[preset]))
+    by_hand = functools.partial(loss, checkpoint=checkpoint)
+    search, kind = loss_search(by_hand, *args, target, in_loops=True), kind_of(target)
+    found = search._measured(next(x for x in search._forms() if x.loops.stored is None))
+    graph, forward = found._graph.graph, work_of(loss, *args, kind=kind).seconds
+    host = num_bytes([t for t in graph.types if in_host_memory(t)]) / 2  # out and back
+    link = kind.host_link if kind else math.inf
+    copies = HostCopies((), link, forward, plain.seconds - forward, hidden=kind and kind.tile)
+    extra = found.work.seconds - plain.seconds
+    extra += copies.wait(host, found.work.seconds - plain.seconds)
+    again = found.work.flops - plain.flops
+    figures = found.peak, host, again / plain.flops, extra / plain.seconds
+    return found.peak, row(f"**{preset}**", *figures)
+
+
+def measure(name, target, sequences, length):
+    """Frontiers without and with offloading, and a table of them and of presets."""
     model = gpt2(4, 64, 2) if name == "smoke" else MODELS[name]
     dtype = jnp.float32 if target == "cpu:1" else jnp.bfloat16
-    params = model.abstract(dtype)["layers"]
+    loss, params = layers_of(model), model.abstract(dtype)["layers"]
     x = jax.ShapeDtypeStruct((sequences, length, model.width), dtype)
-    kind, device = device_of_target(target)
-    # One stack for all tables, so that no choice is compiled twice.
-    stack = Stack(model.apply_layer, params, x, model.layers, device, kind)
-    frontiers, presets = {}, {}
+    frontiers, rows = {}, {}
     for offload in (False, True) if target != "cpu:1" else (False,):
         print(f"{name} on {target}, offload={offload}", flush=True)
-        candidates = stack.candidates(NameRequest(), offload, modes)
-        found = shd.remat.Frontier(stack.frontier(candidates))
+        found = shd.remat.frontier(loss, params, x, device=target, offload=offload, stage=3)
         frontiers["with host memory" if offload else "on the device"] = found
         print(found, flush=True)
+        for each in found:
+            again = each.extra_flops / each.plain.flops
+            figures = each.peak, each.host, again, each.extra_time
+            rows[each.summary] = each.peak, row(each.summary, *figures)
     for preset in PRESETS:
         if "offloaded" in preset and target == "cpu:1":
             continue
-        try:
-            chosen = stack.fastest(stack.candidates(request_of(preset), False), 1e15)
-            presets[preset] = stack.plan(chosen, stack.peak(chosen), 1e15)
-        except ValueError:  # the compiler gave up
-            presets[preset] = None
-        print(preset, presets[preset] and size(presets[preset].peak), flush=True)
-    return frontiers, presets
+        rows[preset] = by_preset(loss, preset, found[0].plain, params, x, target=target)
+        print(rows[preset], flush=True)
+    columns = "| computes again | peak | in host memory | products again | extra time |"
+    table = [text for _, text in sorted(rows.values())]
+    return frontiers, _results.table(f"{columns}\n|---|---|---|---|---|", table)
 
 
-def row(each, stores):
-    """A row of the table."""
-    host = size(each.host) if each.host else ""
-    products = f"{each.extra_flops / each.plain.flops:.1%}"
-    return f"| {stores} | {size(each.peak)} | {host} | {products} | {each.extra_time:.1%} |"
-
-
-def table_of(frontiers, presets):
-    """Planned choices and presets, from the fewest bytes to the most."""
-    plans = {each.summary: each for found in frontiers.values() for each in found}
-    every = [(each, summary) for summary, each in plans.items()]
-    every += [(each, f"**{preset}**") for preset, each in presets.items() if each]
-    rows = [row(each, stores) for each, stores in sorted(every, key=lambda pair: pair[0].peak)]
-    rows += [f"| **{name}** | too much | | | |" for name, each in presets.items() if not each]
-    columns = "| stores | peak | in host memory | products again | extra time |"
-    return _results.table(f"{columns}\n|---|---|---|---|---|", rows)
+def row(what, peak, host, again, extra):
+    """Of the table."""
+    if peak == math.inf:
+        return f"| {what} | too much | | | |"
+    return f"| {what} | {size(peak)} | {size(host) if host else ''} | {again:.1%} | {extra:.1%} |"
 
 
 def unet(params, x, checkpoint=identity):
@@ -190,21 +209,19 @@ def main():
     parser.add_argument("--tpu", action="store_true", help="a TPU v5e instead of an H100")
     parser.add_argument("--graphs", action="store_true", help="whole losses instead of stacks")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message=".*spares no operation.*")
     if options.graphs:
         graphs(options.smoke)
         return
     if options.smoke:
-        table_of(*measure("smoke", "cpu:1", 2, 64, 2))
+        measure("smoke", "cpu:1", 2, 64)
         return
-    # A TPU's compiler takes a minute for each choice.
-    cases, modes, suffix = (TPU_CASES, 4, "_v5e") if options.tpu else (GPU_CASES, 12, "")
+    cases, suffix = (TPU_CASES, "_v5e") if options.tpu else (GPU_CASES, "")
     sections = []
     for name, target, sequences, length in cases:
-        frontiers, presets = measure(name, target, sequences, length, modes)
+        frontiers, table = measure(name, target, sequences, length)
         what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
-        sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
-        figure = shd.remat.plot(frontiers, {k: v for k, v in presets.items() if v})
+        sections.append(f"## {name} on {target}, {what}\n\n{table}")
+        figure = shd.remat.plot(frontiers)
         figure.savefig(_results.RESULTS / f"activation_memory{suffix}_{name}.png", dpi=150)
         _results.write(
             f"activation_memory{suffix}",
@@ -216,10 +233,10 @@ def main():
 
 
 ABOUT = """All layers in one scan, bfloat16, one device and its sequences; parameters, gradients
-and logits are not counted. Bytes are temporaries of programs compiled for the target (of the TPU
-with as many layers as fit with all their parameters, three at least); products again are exact;
-extra time is by a roofline at the device's figures, and was not measured. Presets of MaxText are in
-bold. `16 x 2` is a scan over scans; (host) is what is copied to host memory."""
+and logits are not counted. Bytes are temporaries of programs compiled for the target (of the TPU by
+those of 4 and 8 layers); products again are exact; extra time is by a roofline at the device's
+figures, and was not measured. Presets of MaxText, in bold, are policies around each layer. Segments
+are a scan over scans; (host) is what is copied to host memory."""
 
 ABOUT_GRAPHS = """With `--graphs`: `remat.plan` of losses in which nothing is marked, float32, one
 device. Plain is what the gradient of the loss takes without a plan. Programs are compiled for the

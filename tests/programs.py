@@ -177,16 +177,11 @@ def optimizer_program(target, optimizer, shapes):
 
 
 def layers_of(zero, words, size):
-    """``run(layers, x)``: a scan, one layer after the other, or as a plan of activations says."""
+    """``run(layers, x)``: a scan, or one layer after the other."""
 
     def split(layers):
         return [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(size.layers)]
 
-    if "stack" in words:
-        layers = jax.eval_shape(lambda: init(size, jnp.float32)["layers"])
-        x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
-        own = {"length": size.layers, "device": zero.mesh.devices.flat[0]}
-        return shd.remat.plan(block, layers, x, "1GiB", **own).apply(zero)
     layer = jax.checkpoint(block) if "global" in words else zero.gathered(block)
     if "unrolled" in words:
         return lambda layers, x: functools.reduce(lambda x, p: layer(p, x), split(layers), x)
@@ -230,6 +225,12 @@ def training(target, name, size, dtype=jnp.float32):
             total, weight = head(params, run(params["layers"], x), batch)
             return ((total, weight), {"weight": weight}) if keys else total / len(x)
 
+    if "stack" in words:  # as a plan of activations says
+        sizes = size._replace(batch=size.batch // zero.num_devices // (1 + ("micro" in words)))
+        compute = zero.precision.compute or dtype
+        types = jax.eval_shape(lambda: (init(size, compute), batch(sizes, 0)))
+        device = mesh.devices.flat[0]
+        loss_fn = shd.remat.plan(loss_fn, *types, "1GiB", device=device, stage=3)
     if "tensor" in words:
         wide = P(None, None, "model")
         layers = {"query": wide, "up": wide, "out": P(), "down": P(), "scale": P(), "bias": P()}

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
-from sharding.cli._model_activations import note_on, planned_model
+from sharding.cli._model_activations import note_on, planned_loss
 from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
@@ -220,13 +220,8 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     """The audit of a step of a named model."""
     zero = setup.zero
     setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
-    plan, model, stack = setup.plan(zero), setup.model, None
+    plan, model = setup.plan(zero), setup.model
     assert isinstance(model, Decoder)
-    if options.remat is not None:
-        planned, activations = planned_model(options, setup, plan, plan.requested)
-        print(note_on(planned, activations), file=sys.stderr)
-        stack = planned.apply(zero)
-        plan = dataclasses.replace(setup, activations=activations).plan(zero)
     layer: Callable[..., jax.Array] = model.apply_layer
     if not options.update_in_backward:
         layer = zero.gathered(layer)
@@ -237,7 +232,11 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         params = model.init(opts.dtype_of(options))
         return params, setup.tx.init(params)
 
-    loss = model.make_loss(layer, stack)
+    loss: Callable[..., Any] = model.make_loss(layer)
+    if options.remat is not None:
+        loss = planned = planned_loss(options, setup, plan, plan.requested)
+        print(note_on(planned), file=sys.stderr)
+        plan = dataclasses.replace(setup, activations=planned.peak).plan(zero)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=setup.update)
     expected = plan.stage(plan.requested)
     is_planned = expected.activations is not None

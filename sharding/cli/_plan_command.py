@@ -16,7 +16,7 @@ import optax_ext
 from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
-from sharding.cli._model_activations import note_on, planned_model
+from sharding.cli._model_activations import note_on, planned_loss
 from sharding.cli._output import print_json, save
 from sharding.plan._format import show, size, with_article
 from sharding.plan._plot import plot_plans
@@ -39,8 +39,8 @@ def run_plan(options: Namespace) -> int:
     if options.remat is not None:
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
-        planned, activations = planned_model(options, setup, plan, stage)
-        setup = dataclasses.replace(setup, activations=activations, extra_time=planned.extra_time)
+        planned = planned_loss(options, setup, plan, stage)
+        setup = dataclasses.replace(setup, activations=planned.peak, extra_time=planned.extra_time)
         plan = setup.compared_stages(options.state)
 
     # Notes: on times, on other optimizers, on what would fit.
@@ -55,7 +55,7 @@ def run_plan(options: Namespace) -> int:
     if target.groups > 1 and setup.device and not setup.device.network:
         notes.append("warning: the speed between hosts is not known: give --network GB/S.")
     if planned:
-        notes.append(note_on(planned, activations))
+        notes.append(note_on(planned))
     elif activations_counted(plan.stages):
         notes.append("Layers store their input only, and are computed again; --remat plans more.")
     if any(map(plan.seconds, plan.stages)):

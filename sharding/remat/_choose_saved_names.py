@@ -1,61 +1,36 @@
-"""Chooses which named values of a block are saved: the least time for their bytes."""
+"""Which named values of a loop's layer are saved: the least time for their bytes."""
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from optax_ext.traced_graph import Graph, evaluate
+from optax_ext.traced_graph import Graph
 from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.model._models import PRESETS
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work, work_of, work_of_equation
-from sharding.remat._checkpoint import Fn, policy_of
-from sharding.remat._program_bytes import device_bytes, is_sharded, types_of
+from sharding.remat._program_bytes import types_of
 
-MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
-_PLACES = ("device", "offload", "remat")
-_MOST_NAMES = 14  # whose choices are compared
-
+Fn = Callable[[Any, Any], Any]
 _Choice = TypeVar("_Choice")
-Names = Collection[str] | Mapping[str, str] | str | None
 
 
-class NameRequest(NamedTuple):
-    allowed: Collection[str] | None = None  # names that may be saved; None for all
-    saved: tuple[str, ...] | None = None  # names on the device; None where the planner chooses
-    offloaded: tuple[str, ...] = ()  # names that are copied to host memory
-
-
-def request_of(names: Names) -> NameRequest:
-    """Reads the argument ``names``: a preset, a place for each name, or names that are allowed.
-
-    >>> request_of({"mlpwi": "offload", "context": "device", "mlpwo": "remat"})
-    NameRequest(allowed=None, saved=('context',), offloaded=('mlpwi',))
-    """
-    if isinstance(names, str):
-        if names not in PRESETS:
-            known = ", ".join(map(repr, PRESETS))
-            raise ValueError(f"names={names!r} is no preset; known are {known}.")
-        return NameRequest(None, *PRESETS[names])
-    if isinstance(names, Mapping):
-        for name, place in names.items():
-            if place not in _PLACES:
-                raise ValueError(
-                    f"names: {name!r} must be in one of {', '.join(map(repr, _PLACES))}, got "
-                    f"{place!r}."
-                )
-        saved, offloaded = (
-            tuple(name for name, place in names.items() if place == wanted)
-            for wanted in ("device", "offload")
-        )
-        return NameRequest(None, saved, offloaded)
-    return NameRequest(names if names is None else frozenset(names))
+def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callable[..., Any]:
+    """What ``jax.checkpoint`` stores: some values on the device, some in host memory."""
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 class HostCopies(NamedTuple):
@@ -110,8 +85,7 @@ class TracedBlock:
     graph: Graph  # from parameters and input to what the backward pass reads
     seconds: tuple[float, ...]  # of each operation
     values: dict[str, tuple[int, ...]]  # for each name, the values that have it
-    nbytes: dict[int, int]  # of one device, of these
-    inputs: frozenset[int]  # the block's input, beside its parameters
+    nbytes: dict[int, int]  # of these
 
     @staticmethod
     def of(fn: Fn, params: Tree, x: Array, kind: DeviceKind | None) -> "TracedBlock":
@@ -132,20 +106,8 @@ class TracedBlock:
             if eqn.primitive.name == "name":
                 name = eqn.params["name"]
                 values[name] = (*values.get(name, ()), *eqn.results)
-        named = [v for each in values.values() for v in each]
-
-        def compute(inputs: list[Any]) -> list[Any]:
-            known = graph.constants | dict(enumerate(inputs))
-            evaluate(graph.needed(named, known)[0], known)
-            return [known[v] for v in named]
-
-        types = jax.eval_shape(compute, leaves)
-        if is_sharded(leaves):  # as the compiler has it
-            shardings = jax.jit(compute).lower(leaves).compile().output_shardings
-            types = jax.tree.map(lambda t, s: t.update(sharding=s), types, shardings)
-        nbytes = dict(zip(named, map(device_bytes, types), strict=True))
-        inputs = frozenset(range(len(jax.tree.leaves(params)), len(leaves)))
-        return TracedBlock(fn, params, x, kind, graph, tuple(seconds), values, nbytes, inputs)
+        nbytes = {v: num_bytes(graph.types[v]) for each in values.values() for v in each}
+        return TracedBlock(fn, params, x, kind, graph, tuple(seconds), values, nbytes)
 
     @functools.cached_property
     def forward(self) -> Work:
@@ -153,51 +115,22 @@ class TracedBlock:
 
     @functools.cached_property
     def step(self) -> Work:
-        """Of the forward and the backward pass, without what runs again."""
-        return self._step(self.fn)
+        """Of the forward and the backward pass."""
+        return self.step_of(self.fn)
 
-    def recompute(self, names: Collection[str]) -> Work:
-        """Operations that run again if the named values alone are stored."""
-        return self._step(jax.checkpoint(self.fn, policy=policy_of(names))) - self.step
-
-    def _step(self, fn: Fn) -> Work:
+    def step_of(self, fn: Fn) -> Work:
         def step(params: Tree, x: Array, cotangent: Tree) -> Any:
             y, vjp = jax.vjp(fn, params, x)
             grads = jax.tree.leaves(vjp(cotangent))
             return y, [g for g in grads if jnp.issubdtype(g.dtype, jnp.inexact)]
 
-        y = jax.eval_shape(fn, self.params, self.x)
+        y: Any = jax.eval_shape(fn, self.params, self.x)
         return work_of(step, self.params, self.x, y, kind=self.kind)
 
-    def only(self, names: Collection[str] | None) -> "TracedBlock":
-        """With these names alone; None for all."""
-        known = self.values.items()
-        values = {name: vs for name, vs in known if names is None or name in names}
+    def only(self, names: Collection[str]) -> "TracedBlock":
+        """With these names alone."""
+        values = {name: vs for name, vs in self.values.items() if name in names}
         return dataclasses.replace(self, values=values)
-
-    def of_input(self) -> list[str]:
-        graph = self.graph
-
-        def operands(name: str) -> set[int]:
-            equations = (graph.equations[graph.producer[value]] for value in self.values[name])
-            return {operand for eqn in equations for operand in eqn.operands}
-
-        return [name for name in self.values if operands(name) <= self.inputs]
-
-    def useless(self) -> list[str]:
-        """Names that spare no operation, alone or beside all others; that of the input aside."""
-        every = set(self.values)
-
-        def seconds(names: Collection[str]) -> float:
-            return self.again(names)[0]
-
-        return [
-            name
-            for name in self.values
-            if name not in self.of_input()
-            and seconds({name}) >= seconds(())
-            and seconds(every - {name}) <= seconds(every)
-        ]
 
     def again(self, names: Iterable[str]) -> tuple[float, dict[str, int]]:
         """Time of what runs again if these names are stored, and bytes of each that is read."""
@@ -222,22 +155,9 @@ class TracedBlock:
             on_device = sum(nbytes[name] for name in kept)
             yield SavedNames(kept, on_device, seconds + wait, tuple(moved), on_host)
 
-    def fixed(
-        self, saved: Collection[str], offloaded: Collection[str], host: HostCopies | None = None
-    ) -> SavedNames:
-        """Takes the choice of others, as far as this block has their names."""
-        moved = [name for name in self.values if name in offloaded]
-        stored = [name for name in self.values if name in saved or name in moved]
-        return next(self.choices(stored, [moved], host))
-
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
         # With ``host``, values may be copied to host memory as well.
-        if len(self.values) > _MOST_NAMES:
-            raise ValueError(
-                f"the blocks have {len(self.values)} names: give at most {_MOST_NAMES} of them as "
-                "names= (docs: how_to/recompute)."
-            )
         choices = (
             choice
             for stored in _subsets(self.values)
@@ -262,9 +182,9 @@ def unbeaten_choices(choices: Iterable[SavedNames]) -> list[SavedNames]:
     return kept[::-1]
 
 
-def evenly(frontier: Sequence[_Choice], most: int | None) -> list[_Choice]:
-    """At most ``most`` choices of a frontier, its ends included; None for all."""
-    if most is None or len(frontier) <= most:
+def evenly(frontier: Sequence[_Choice], most: int) -> list[_Choice]:
+    """At most ``most`` choices of a frontier, its ends included."""
+    if len(frontier) <= most:
         return list(frontier)
     step = (len(frontier) - 1) / (most - 1)
     return [frontier[round(i * step)] for i in range(most)]

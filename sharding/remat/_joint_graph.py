@@ -197,7 +197,7 @@ class JointGraph:
                 moved |= set(eqn.results) & written
                 continue
             own = work_of_equation(eqn, operands, results, kind)
-            if own.touched:  # GPUs compute float32 products in TF32
+            if own.touched and not any(inner_jaxprs(eqn)):  # GPUs compute float32 products in TF32
                 slower = 2 if kind.tile is None and results[0].dtype.itemsize > 2 else 1
                 seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
                 own = own._replace(seconds=seconds)

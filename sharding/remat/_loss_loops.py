@@ -1,12 +1,14 @@
 """The loops of a loss, as stacks of layers: what each layer stores for its backward pass."""
 
+import functools
 import heapq
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
@@ -15,18 +17,19 @@ from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import work_of_equation
-from sharding.remat._checkpoint import INPUT, policy_of, scan_in, with_name
 from sharding.remat._choose_saved_names import (
     HostCopies,
     SavedNames,
     TracedBlock,
     evenly,
     host_copies,
+    policy_of,
     unbeaten_choices,
 )
 from sharding.remat._joint_graph import is_fused
 from sharding.step._layer_hooks import scan_sizes
 
+INPUT = "block_input"  # the name that is given to what a layer gets
 _MOST_NAMES = 9  # of a layer's values, whose choices are compared
 _FORMS, _SEGMENTED = 12, 3  # choices of all loops, and of those with segments
 
@@ -159,7 +162,7 @@ class Loop:
 
         def named(*args: Any) -> list[Any]:
             consts, carry, x = self._split(args)
-            carry = list(map(with_name, carry)) if INPUT in offloaded else carry
+            carry = list(map(_with_name, carry)) if INPUT in offloaded else carry
             return self._layer(*consts, *carry, *x)
 
         # A loop separates what runs again from its first run without barriers.
@@ -172,8 +175,27 @@ class Loop:
 
         inner = self._inner if segments else 1
         lengths = (self.length // inner, inner)[: min(inner, 2)]
-        carry, outs = scan_in(step, init, xs, lengths, self._options["reverse"])
+        carry, outs = _scan_in(step, init, xs, lengths, self._options["reverse"])
         return [*carry, *outs]
+
+
+def _with_name(x: jax.Array) -> jax.Array:
+    # Only a name within the loop's body lets its carry be offloaded.
+    return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _scan_in(
+    step: Callable[..., Any], carry: Any, xs: Any, lengths: Sequence[int], reverse: bool = False
+) -> tuple[Any, Any]:
+    """A scan; of an outer and an inner length a scan over scans, each of which runs again."""
+    scan = functools.partial(lax.scan, reverse=reverse)
+    if len(lengths) == 1:
+        return scan(step, carry, xs, length=lengths[0])
+    outer, inner = lengths
+    segment = functools.partial(scan, step, length=inner)
+    parts = jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), xs)
+    carry, outs = scan(jax.checkpoint(segment, prevent_cse=False), carry, parts, length=outer)
+    return carry, jax.tree.map(lambda x: x.reshape(outer * inner, *x.shape[2:]), outs)
 
 
 def _inner_length(length: int) -> int:

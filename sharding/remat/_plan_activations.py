@@ -1,34 +1,21 @@
-"""``plan`` and ``frontier``: activations under a budget of bytes.
-
-What is stored is chosen in ``_schedule_search.py`` for any loss, in ``_stack_plan.py`` for a
-scanned stack of equal blocks.
-"""
+"""``plan`` and ``frontier``: activations under a budget of bytes."""
 
 import contextlib
 import numbers
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
-from sharding._types import Array, Batch, Tree
-from sharding._user_line import warn
+from sharding._types import Batch, Tree
 from sharding.plan import targets
-from sharding.plan._format import read_size, size
+from sharding.plan._format import NEED, Table, read_size, size, text_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.remat._checkpoint import INPUT
-from sharding.remat._choose_saved_names import (
-    MAXTEXT_NAMES,
-    NameRequest,
-    Names,
-    TracedBlock,
-    request_of,
-)
-from sharding.remat._loss_plan import LossPlan, LossSearch, PlannableLoss, check_arrays
+from sharding.remat._loss_loops import Offload
+from sharding.remat._loss_plan import LossPlan, ratio
+from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
 from sharding.remat._program_bytes import is_sharded, types_of
-from sharding.remat._remat_plan import Frontier
-from sharding.remat._stack_plan import Candidate, Stack
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
@@ -41,20 +28,17 @@ def plan(
     budget: Budget,
     *,
     device: Device = None,
-    length: int | None = None,
-    names: Names = None,
-    offload: bool | Collection[str] = False,
+    offload: Offload = False,
     largest: bool = False,
-) -> Any:
-    """Finds the fastest way to train a loss, or a stack of blocks, within a budget of bytes.
+    stage: int | None = None,
+) -> LossPlan:
+    """Finds the fastest way to train a loss within a budget of bytes.
 
-    The operations of *a loss* and of its gradient are a graph: any function that JAX differentiates
+    The operations of a loss and of its gradient are a graph: any function that JAX differentiates
     has one. Each of its values is stored from the forward pass on, or is computed again in front of
     steps of the gradient that need it, once or several times. The search for the fastest schedule
-    is exact for small graphs; a plan has a bound on what any schedule takes. With ``length`` the
-    function is a block of *a stack*, ``block(params, x) -> x``: a scan over stacked parameters, or
-    a scan over scans, whose blocks save some of their named values
-    (``jax.ad_checkpoint.checkpoint_name``).
+    is exact for small graphs; a plan has a bound on what any schedule takes. A scan is a stack of
+    layers, of whose values some are stored; it may become a scan over scans.
 
     Bytes are temporaries of the compiled program of one device; not its arguments and results, such
     as gradients.
@@ -62,25 +46,23 @@ def plan(
     Args:
       loss_fn: ``loss_fn(params, batch)``; of several results the first is differentiated, by
         floating parameters.
-      params: of the loss; or of a stack [length, ...]. Real or abstract; sharded arrays are planned
-        as they are.
-      batch: of one device, real or abstract: what the loss, or the first block, gets.
+      params: real or abstract; sharded arrays are planned as they are.
+      batch: of one device, real or abstract.
       budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` of
         ``sharding.plan.estimate`` with a device: what it leaves there.
       device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
         the first of this machine.
-      length: the number of blocks of a stack.
-      names: of a stack, that may be saved; None for all. A preset of MaxText, such as
-        ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
-        leaves no choice.
-      offload: whether a stack, or the loops of a loss, may copy named values, and the inputs of
-        layers (``"block_input"``), to pinned host memory; or the names of those that it may.
-      largest: whether to plan a loss for the most examples that fit, in powers of two times those
+      offload: whether loops may copy values of their layers, and what these get
+        (``"block_input"``), to pinned host memory; or the names of values that they may.
+      largest: whether to plan for the most examples that fit, in powers of two times those
         of ``batch``, or parts of them: dim 0 of all arrays as long as the first. ``found.batch``
         has their types.
+      stage: of ZeRO, under which the loss is trained; None for that of a ``Plan``, or 0. Stage 3
+        gathers loops layer by layer; other parts of a plan get all parameters. So at stage 3 a loss
+        with loops plans these alone.
 
     Returns:
-      A ``LossPlan``, which is called as the loss is, or a ``StackPlan``.
+      A ``LossPlan``, which is called as the loss is.
 
     Raises:
       ValueError: if no plan fits the budget (the message has the least that does), the arguments
@@ -104,17 +86,12 @@ def plan(
       neural networks with limited memory, ACM TOMS 2024, arXiv 1911.13214.
     """
     most = in_bytes(budget)
+    if stage is None and isinstance(budget, Plan):
+        stage = 3 if budget.stage(budget.requested).share < 1 else 0
+    options = device, offload, stage == 3
     if largest:
-        if length is not None:
-            raise ValueError("largest= is for a loss, not for stacks of blocks with length=.")
-        return _of_most_examples(loss_fn, params, batch, most, device, names, offload)
-    if length is None:
-        return loss_search(loss_fn, params, batch, device, names, offload).fastest(most)
-    stack, candidates = _measured_stack(
-        loss_fn, params, batch, device, request_of(names), offload, length, None
-    )
-    fastest = stack.fastest(candidates, most)
-    return stack.plan(fastest, stack.peak(fastest), most)
+        return _of_most_examples(loss_fn, params, batch, most, *options)
+    return loss_search(loss_fn, params, batch, *options).fastest(most)
 
 
 def frontier(
@@ -123,16 +100,13 @@ def frontier(
     batch: Batch,
     *,
     device: Device = None,
-    length: int | None = None,
-    names: Names = None,
-    offload: bool | Collection[str] = False,
-    modes: int = 4,
-) -> Frontier:
+    offload: Offload = False,
+    stage: int = 0,
+) -> "Frontier":
     """Finds plans that no other one beats in bytes and time, by ascending bytes.
 
-    The arguments are those of ``plan``. Of a loss eight plans are compiled. Of a stack all
-    candidates are, seconds each on GPUs, up to a minute on TPUs, with at most ``modes`` choices of
-    names. ``print`` shows a table.
+    The arguments are those of ``plan``. Up to eight plans are compiled, and at stage 3
+    all of loops. ``print`` shows a table.
 
     Raises:
       ValueError: as ``plan``.
@@ -144,11 +118,7 @@ def frontier(
       >>> shd.remat.plot({"loss": plans}).axes[0].get_xlabel()
       'peak of activations and temporaries, GiB'
     """
-    if length is None:
-        return Frontier(loss_search(loss_fn, params, batch, device, names, offload).frontier())
-    given = loss_fn, params, batch, device, request_of(names), offload
-    stack, candidates = _measured_stack(*given, length, modes)
-    return Frontier(stack.frontier(candidates))
+    return Frontier(loss_search(loss_fn, params, batch, device, offload, stage == 3).frontier())
 
 
 def _of_most_examples(
@@ -188,19 +158,17 @@ def loss_search(
     params: Tree,
     batch: Batch,
     device: Device,
-    names: Names = None,
-    offload: Any = False,
+    offload: Offload = False,
+    in_loops: bool = False,
 ) -> LossSearch:
     if not callable(loss_fn):
         raise ValueError(
             "expected one function of parameters and a batch; of blocks in a row, give the loss "
             "that calls them."
         )
-    if names is not None:
-        raise ValueError("names= is for stacks of blocks, with length=.")
     check_arrays(params, batch)
     kind, target = _device(device, (params, batch), offload)
-    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind, offload)
+    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind, offload, in_loops)
 
 
 def in_bytes(budget: Budget) -> float:
@@ -237,57 +205,7 @@ def _left_by(planned: Plan) -> float:
     return memory - stage.peak
 
 
-def _measured_stack(
-    block: Any,
-    params: Tree,
-    x: Array,
-    device: Device,
-    request: NameRequest,
-    offload: bool | Collection[str],
-    length: int,
-    modes: int | None,
-) -> tuple[Stack, list[Candidate]]:
-    if not callable(block):
-        raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
-    if offload and request.saved is not None:
-        raise ValueError(
-            "offload= leaves to the planner what names= has decided: give the names to offload the "
-            "place 'offload', or names= as a list."
-        )
-    if modes is not None and modes < 2:
-        raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
-    kind, target = _device(device, (params, x), offload or request.offloaded)
-    stack = Stack(block, params, x, length, target, kind)
-    wanted = () if isinstance(offload, bool) else offload
-    _warn(stack.block.only(request.allowed), request, wanted)
-    return stack, stack.candidates(request, offload, modes)
-
-
-def _warn(block: TracedBlock, request: NameRequest, offload: Collection[str]) -> None:
-    known = set(block.values)
-    if not known:
-        what = "no name that may be saved" if request.allowed is not None else "no named values"
-        warn(
-            f"the blocks have {what}: each stores its input, or nothing. Name values that are "
-            "worth storing with jax.ad_checkpoint.checkpoint_name."
-        )
-    # MaxText's models name what only some of its presets save.
-    useless = sorted(set(block.useless()) - MAXTEXT_NAMES)
-    if useless:
-        warn(
-            f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "
-            "that is read later: x = checkpoint_name(x, ...), before the operation whose "
-            "derivative needs it, as in tanh(checkpoint_name(x @ w, ...))."
-        )
-    demanded = {*(request.saved or ()), *request.offloaded, *offload}
-    if known and demanded and not demanded & {*known, INPUT}:
-        names = ", ".join(sorted(known))
-        warn(f"none of the requested names is in the blocks, which have {names}.")
-
-
-def _device(
-    device: Device, args: Any, offload: bool | Collection[str]
-) -> tuple[DeviceKind | None, jax.Device]:
+def _device(device: Device, args: Any, offload: Offload) -> tuple[DeviceKind | None, jax.Device]:
     kind = None
     if isinstance(device, str):
         kind, device = device_of_target(device)
@@ -313,3 +231,56 @@ def _device(
 
 def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
     return kind_of(name), targets.topology(name)[0]
+
+
+class Frontier(list[Any]):
+    """Plans that no other one beats in bytes and time, from the fewest bytes to the most."""
+
+    def tables(self) -> list[Table]:
+        """The table to print."""
+        columns = ("computes again", "peak", "in host memory", "products again", "extra time")
+        rows = []
+        for plan in self:
+            nbytes = size(plan.peak), size(plan.host) if plan.host else ""
+            again = ratio(plan.extra_flops, plan.plain.flops), plan.extra_time
+            rows.append((plan.summary, *nbytes, *(f"{fraction:.1%}" for fraction in again)))
+        return [Table("Activations of one device", columns, rows)]
+
+    def __str__(self) -> str:
+        return text_of(self.tables())
+
+
+def plot(frontiers: Mapping[str, Sequence[LossPlan]], others: Any = None) -> Any:
+    """A ``matplotlib.figure.Figure`` of bytes against time, a line for each frontier by its name.
+
+    ``frontiers`` are as of ``frontier``, whose example draws one. ``others`` are, by name, plans to
+    be shown as points, such as those of presets.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"a picture needs matplotlib: {NEED}.") from None
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for name, plans in frontiers.items():
+        peaks, times = ([point[i] for point in map(_point, plans)] for i in range(2))
+        axes.plot(peaks, times, drawstyle="steps-post", marker="o", markersize=4, label=name)
+    for name, plan in (others or {}).items():
+        point = _point(plan)
+        axes.plot(*point, "x", color="black", markersize=5)
+        axes.annotate(name, point, xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("peak of activations and temporaries, GiB")
+    axes.set_ylabel("extra time, % of a step")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    if any(frontiers):
+        axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _point(plan: LossPlan) -> tuple[float, float]:
+    """GiB and percent of a step."""
+    return plan.peak / 2**30, 100 * plan.extra_time

@@ -1,6 +1,7 @@
 """Bytes of arrays of one device, and of a compiled program that runs a function both ways."""
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -9,11 +10,11 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from sharding._types import Array, Tree
 from sharding.plan.audit._liveness import temporaries_of
-from sharding.plan.machine._tiles import num_bytes
-from sharding.remat._checkpoint import Fn
 
 
-def step_temporaries(fn: Fn, params: Tree, x: Array, device: jax.Device) -> float:
+def step_temporaries(
+    fn: Callable[[Any, Any], Any], params: Tree, x: Array, device: jax.Device
+) -> float:
     """Bytes of a compiled program that runs a function forward and backward."""
     # As in a training step, the cotangent of the result is computed from the result, unless it is a
     # loss, and that of the input is not returned. Infinite where the compiler gives up, as beyond a
@@ -47,15 +48,6 @@ def _floating(tree: Tree) -> list[Any]:
 
 def is_sharded(tree: Tree) -> bool:
     return any(x.sharding is not None for x in jax.tree.leaves(tree))
-
-
-def device_bytes(tree: Tree) -> int:
-    def of_one(x: Array) -> int:
-        if x.sharding is None:
-            return num_bytes(x)
-        return math.prod(x.sharding.shard_shape(x.shape)) * int(x.dtype.itemsize)
-
-    return sum(map(of_one, jax.tree.leaves(tree)))
 
 
 def types_of(tree: Tree) -> Any:

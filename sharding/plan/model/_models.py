@@ -233,21 +233,16 @@ class Decoder:
         losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
         return losses.sum(), jnp.float32(losses.size)
 
-    def make_loss(
-        self, layer: Callable[..., Any] | None = None, stack: Callable[..., Any] | None = None
-    ) -> Callable[..., Any]:
+    def make_loss(self, layer: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """The mean cross entropy of the next token, ``loss(params, tokens)``.
 
-        ``layer`` replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``; ``stack``
-        the loop over stacked layers: ``stack(params, x)``, such as ``remat.plan(...).apply(zero)``.
+        ``layer`` replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
         """
         layer = layer or self.apply_layer
 
         def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
             x = self.embed(params, tokens)
-            if stack is not None:
-                x = stack(params["layers"], x)
-            elif self.scan:
+            if self.scan:
                 x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
             else:
                 for p in params["layers"]:

@@ -1,4 +1,4 @@
-"""What a block costs by its saved names: operations, bytes, every choice that none beats."""
+"""What a layer costs by its saved names: operations, bytes, every choice that none beats."""
 
 import itertools
 
@@ -67,16 +67,15 @@ def test_flash_attention_is_an_operation_with_its_products():
     traced = TracedBlock.of(attention, weights, x, KINDS["v5e"])
     product, kernel = 2 * x.size * width, 2 * 2 * x.size * length
     assert traced.forward.flops == 4 * product + kernel
-    # What its forward rule keeps has no name: the kernel runs again, whatever is saved.
-    for names, again in ((), 3 * product + kernel), (tuple("qkv"), kernel):
-        assert traced.recompute(names).flops == again
-    # Its scores stay on the chip: the time is that of its products, and of what it returns.
-    saved = traced.recompute(tuple("qkv"))
-    assert kernel < saved.seconds * KINDS["v5e"].flops < 4 * kernel
+    # What its forward rule keeps has no name: the kernel runs again, whatever is saved. Its scores
+    # stay on the chip: the time is that of its products, and of what it returns.
+    saved, none = (traced.again(names)[0] * KINDS["v5e"].flops for names in ("qkv", ""))
+    assert kernel < saved < 4 * kernel
+    assert none - saved == pytest.approx(3 * product, rel=0.01)
 
 
 def test_names_within_loops_and_branches_are_not_found():
-    """As the guide says. Those of an inner jit are."""
+    """Those of an inner jit are."""
 
     def loop(p, x):
         return jax.lax.fori_loop(0, 2, lambda i, x: mlp(p, x), x)
@@ -88,7 +87,7 @@ def test_names_within_loops_and_branches_are_not_found():
         assert not traced_block(block).values
     traced = traced_block(jax.jit(mlp))
     assert set(traced.values) == {"scaled", "up", "gate", "product"}
-    assert set(traced.only(["up", "other"]).values) == {"up"}
+    assert set(traced.only(["up"]).values) == {"up"}
 
 
 def test_copies_to_host_memory_wait_for_their_link():
@@ -96,21 +95,6 @@ def test_copies_to_host_memory_wait_for_their_link():
     assert copies.wait(0, 0.0) == 0.0  # 1 second each way
     assert copies.wait(20, 0.0) == pytest.approx(1.0)  # 3 seconds: beyond the forward pass
     assert copies.wait(50, 1.0) == pytest.approx(4.0 + 2.0)
-
-
-def test_only_the_input_is_the_input():
-    """Names of parameters and constants are not offloaded with it."""
-    mask = np.ones((ROWS, WIDTH), np.float32)
-
-    def block(p, x):
-        x, two = (checkpoint_name(each, "x") for each in x)
-        up = checkpoint_name(p["up"], "weights")
-        return jnp.sin(x * checkpoint_name(mask, "mask")) @ up, jnp.sin(two)
-
-    x = jnp.ones((ROWS, WIDTH))
-    found = traced_block(block, (x, x))
-    assert set(found.values) == {"x", "weights", "mask"}
-    assert found.of_input() == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +129,6 @@ def test_frontiers_equal_enumeration(block, speed, hidden, input_bytes):
             again = seconds_again(found, [*saved, *offloaded])
             held, moved = (sum(map(nbytes, names)) for names in (saved, offloaded))
             wait = host.wait(moved, again) if host else 0.0
-            assert found.fixed(saved, offloaded, host)[1:3] == (held, pytest.approx(again + wait))
             choices.append((held, again + wait))
     best = []  # of fewer bytes than the one before, and more time
     for nbytes in sorted({nbytes for nbytes, _ in choices}):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 import sharding as shd
 from sharding.plan.machine._devices import KINDS
-from sharding.remat._loss_plan import LossSearch, PlannableLoss
+from sharding.remat._loss_search import LossSearch, PlannableLoss
 
 from .. import model
 
@@ -193,8 +193,6 @@ def test_the_largest_batch_is_the_last_that_fits():
         shd.remat.plan(large, few, twice, budget)
     with pytest.raises(ValueError, match="no plan fits"):
         shd.remat.plan(large, few, X, 16, largest=True)
-    with pytest.raises(ValueError, match="not for stacks"):
-        shd.remat.plan(mlp, STACKED, X, budget, length=6, largest=True)
     for pattern, loss, batch in (
         ("bytes grow with its batch", lambda p, x: large(p, jnp.mean(x, 0)[None]), X),
         ("arrays with examples in dim 0", lambda p, x: large(p, X) * x, 2.0),
@@ -213,10 +211,10 @@ def test_the_frontier_trades_bytes_for_time(loss, params):
     for less, more in itertools.pairwise(found):
         assert less.peak < more.peak
         assert less.extra_time > more.extra_time
-    assert found[-1].extra_time == 0
+    assert found[-1].extra_time < 1e-5
     assert found[0].peak < 0.9 * found[-1].peak
     assert (len({each.loops for each in found}) > 1) == (loss is scanned)
-    assert "values" in str(found)
+    assert ("each layer" if loss is scanned else " values") in str(found)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -440,14 +438,13 @@ def test_bad_input():
         (r"must be a real number, but it is float32\[512,16\]", lambda p, x: x, ()),
         ("give the loss that calls them", [large], ()),
         ("no parameter is of a floating dtype", lambda p, x: jnp.sum(x), ([1], X)),
-        ("names= is for stacks", large, (LAYERS, X, 1e9, "full")),
         ("a text such as '8GiB', got '8 apples'", large, (LAYERS, X, "8 apples")),
         ("must be above 0", large, (LAYERS, X, 0)),
         (r"a number of bytes, a text .* got \[1\]", large, (LAYERS, X, [1])),
     ):
-        params, x, budget, names = (*args, *(LAYERS, X, 1e9, None)[len(args) :])
+        params, x, budget = (*args, *(LAYERS, X, 1e9)[len(args) :])
         with pytest.raises(ValueError, match=pattern):
-            shd.remat.plan(loss, params, x, budget, names=names)
+            shd.remat.plan(loss, params, x, budget)
 
     search = search_of(lambda p, x: (large(p, x), x @ p[0]["up"]), LAYERS, X)
     found = search.plan(search.least)
@@ -462,12 +459,17 @@ def test_bad_input():
     device = jax.devices()[0]
     for loss, params, kind, offload, pattern in (
         (large, LAYERS, "h100", ["nope"], "of which this has none"),
-        (large, LAYERS, "v5e", True, "or on TPUs, copies what layers of loops store"),
+        (large, LAYERS, "v5e", True, "of names or TPUs is of what layers of loops store"),
         (scanned, STACKED, "h100", ["nope"], "with values block_input, dot_general test_loss_plan"),
     ):
         with pytest.raises(ValueError, match=pattern):
             LossSearch(PlannableLoss(loss, params, X, device), KINDS[kind], offload)
-    with pytest.raises(ValueError, match="or a device, got 5"):
-        shd.remat.plan(large, LAYERS, X, 1e9, device=5)
+    for pattern, options in (
+        ("or a device, got 5", {"device": 5}),
+        ("ignored by XLA on CPUs", {"offload": True}),
+        ("or a list of names, got 'sin'", {"offload": "sin"}),
+    ):
+        with pytest.raises(ValueError, match=pattern):
+            shd.remat.plan(scanned, STACKED, X, 1e9, **options)
     texts = {"2KB": 2000, "2 TiB": 2**41, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
     assert {text: shd.remat.in_bytes(text) for text in texts} == texts

@@ -1,0 +1,404 @@
+"""The search for the plan of a loss, whose programs are compiled for their bytes."""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_ext.traced_graph import Graph, bind
+from sharding._jaxprs import all_equations
+from sharding._types import Batch, Tree
+from sharding._user_line import line_of
+from sharding.placement._specs import path_str
+from sharding.plan._format import size
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._traced_model import Work
+from sharding.remat._joint_graph import JointGraph
+from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
+from sharding.remat._loss_plan import LossPlan
+from sharding.remat._program_bytes import step_temporaries, types_of
+from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
+_FEW_STATES = 60  # to find the fewest bytes
+_AIM, _FITS = 0.97, 0.93  # of a budget: what is looked for, and what suffices
+_MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
+_POINTS = 8  # of a frontier
+_LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
+_FEW_LAYERS = 4, 8  # that a TPU's compiler accepts
+_AS_IT_IS = LoopForm()
+
+
+def check_pure(graph: Graph) -> None:
+    """Raises if the operations do more than compute their results."""
+    with_refs = (
+        eqn
+        for eqn in graph.equations
+        if any(hasattr(graph.types[v], "inner_aval") for v in eqn.operands + eqn.results)
+    )
+    words = "callback", "print"
+    calls = (e for e in all_equations(graph.jaxpr) if any(w in e.primitive.name for w in words))
+    for eqns, what in ((with_refs, "refs"), (calls, "callbacks and prints")):
+        for eqn in eqns:
+            raise ValueError(
+                f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
+                f"again: a loss with {what} is not planned."
+            )
+    if graph.jaxpr.effects:
+        raise ValueError(f"a loss with side effects is not planned: {graph.jaxpr.effects}.")
+
+
+def check_arrays(params: Tree, batch: Batch) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path((params, batch)):
+        if not hasattr(x, "dtype") and not isinstance(x, numbers.Number):
+            raise ValueError(f"{_name(path)}: expected an array or a number, got {x!r:.80}.")
+
+
+class PlannableLoss:
+    """A loss of inputs in a list, with its loops found."""
+
+    def __init__(self, loss_fn: Callable[..., Any], params: Tree, batch: Batch, device: jax.Device):
+        self.loss_fn, self.device = loss_fn, device
+        self.types: tuple[Any, Any] = types_of((params, batch))
+        self._named = jax.tree_util.tree_leaves_with_path(self.types)
+        self.leaves, self._treedef = jax.tree.flatten(self.types)
+        own = len(jax.tree.leaves(params))
+        self.trained = [
+            i < own and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(self.leaves)
+        ]
+        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
+        try:
+            self.graph = Graph(self._call, plain, [False] * len(plain), exact=True)
+        except NameError as error:
+            raise ValueError(f"a loss with collectives is not planned: {error}.") from error
+        self.out_treedef: Any = self.graph.out_treedef
+        self._check()
+
+    def _call(self, inputs: list[Any]) -> Any:
+        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+
+    def _check(self) -> None:
+        graph = self.graph
+        first = graph.types[graph.outputs[0]] if graph.outputs else None
+        if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss, the first result, must be a real number, but it is "
+                f"{first and first.str_short()}."
+            )
+        if not any(self.trained):
+            raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
+        check_pure(graph)
+
+    def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
+        """The leaves of arguments, which must be of the planned types."""
+        treedef: Any
+        leaves, treedef = jax.tree.flatten((params, batch))
+        if treedef != self._treedef:
+            raise ValueError(f"planned for arguments of the form {self._treedef}, got {treedef}.")
+        for (path, planned), x in zip(self._named, leaves, strict=True):
+            if (planned.shape, planned.dtype) != (jnp.shape(x), jnp.result_type(x)):
+                raise ValueError(
+                    f"{_name(path)}: planned for {planned.dtype}{list(planned.shape)}, got "
+                    f"{jnp.result_type(x)}{list(jnp.shape(x))}: plan for these types."
+                )
+        return leaves
+
+    def check_differentiated(self, perturbed: Sequence[bool]) -> None:
+        for (path, _), wanted, trained in zip(self._named, perturbed, self.trained, strict=True):
+            if wanted and not trained:
+                raise ValueError(
+                    f"a planned loss is differentiated by floating parameters, not by "
+                    f"{_name(path)}: give it as one of them."
+                )
+
+    def check_as_planned(self, inputs: list[Any]) -> None:
+        """A loss that has collectives where it is called computes what has not been planned."""
+        planned, now = self.graph.jaxpr, jax.make_jaxpr(self._call)(inputs).jaxpr
+        if new := _collectives(now) - _collectives(planned):
+            raise ValueError(
+                f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
+                "the statistics of all devices, and had none when it was planned: pass "
+                "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
+            )
+
+    def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
+        """Its loops; ``fn`` runs them in one form or another."""
+        needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
+        scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
+        self._loops = {e.results: Loop(e, kind, offload) for e in scans if e.params["length"] > 1}
+        return list(self._loops.values())
+
+    def fn(self, inputs: list[Any], loops: LoopForm = _AS_IT_IS) -> list[Any]:
+        """The loss, with loops in a form."""
+        if loops.stored is None:
+            return jax.tree.leaves(self._call(inputs))
+        named = zip(loops.stored, loops.offloaded, strict=True)
+        choices = dict(zip(self._loops, named, strict=True))
+        values = self.graph.constants | dict(enumerate(inputs))
+        for eqn in self.graph.equations:
+            operands = [values[v] for v in eqn.operands]
+            if eqn.results in choices:
+                loop = self._loops[eqn.results]
+                outs = loop.run(operands, *choices[eqn.results], loops.segments)
+            else:
+                outs = list(bind(eqn, operands))
+            values |= zip(eqn.results, outs, strict=True)
+        return [values[v] for v in self.graph.outputs]
+
+    def of_layers(self, length: int, count: int) -> "PlannableLoss":
+        """The same with stacked parameters of fewer layers."""
+
+        def shortened(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (length,) else t
+
+        params, batch = self.types
+        return PlannableLoss(self.loss_fn, jax.tree.map(shortened, params), batch, self.device)
+
+    @property
+    def shards(self) -> int:
+        """Devices that share the batch, and with it each value."""
+        batch = [x.sharding for (path, x) in self._named if path[0].idx and x.sharding is not None]
+        axes = {a for s in batch for a in jax.tree.leaves(tuple(s.spec)) if a is not None}
+        return math.prod(batch[0].mesh.shape[a] for a in axes) if axes else 1
+
+
+def _name(path: Any) -> str:
+    return "/".join([("params", "batch")[path[0].idx], *filter(None, [path_str(path[1:])])])
+
+
+def _collectives(jaxpr: Any) -> set[str]:
+    names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
+    return {name for name in names if name.startswith(_COLLECTIVES)}
+
+
+class LossSearch:
+    """Plans of a loss, each compiled for its bytes."""
+
+    def __init__(
+        self,
+        loss: PlannableLoss,
+        kind: DeviceKind | None,
+        offload: Offload = False,
+        in_loops: bool = False,
+    ):
+        self._loss, self._kind = loss, kind
+        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
+        self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
+        loops = loss.loops_of(kind, offload)
+        known = {INPUT, *(name for loop in loops for name in loop.names)}
+        # XLA fetches what is not in loops one by one on GPUs, on TPUs all at once.
+        link = kind.host_link if kind and not kind.tile and offload is True else None
+        named = offload is True or not known.isdisjoint(offload or ())
+        if offload and not link and not (loops and named):
+            found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
+            raise ValueError(
+                f"offload= of names or TPUs is of what layers of loops store, {found}."
+            )
+        forms = forms_of(loops)
+        self._lengths = {loop.length for loop in loops}
+        self._in_loops = in_loops and bool(loops)  # and nowhere else something is computed again
+        for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
+            fn = functools.partial(loss.fn, loops=form)
+            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
+            check_pure(joint.graph)  # rules of derivatives, too
+            results = [k for k in range(joint.forward) if joint.returns(k)]
+            # Two searches: none of the states without copies is left out for one with them.
+            for own in (None, link) if link and form is forms[0] else (None,):
+                search = ScheduleSearch(joint.values(own), joint.steps(), results)
+                self._searches.append((form, joint, search))
+        works = (joint.work for _, joint, _ in self._searches)
+        self._plain = min(works, key=lambda work: work.seconds)
+        self._known: dict[Any, float] = {}  # bytes of programs
+
+    def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
+        """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
+        plans = []
+        for form, joint, search in self._searches:
+            if found := search.find(planned, states):
+                plans.append(self._plan_of(form, joint, found, planned))
+        return min(plans, key=lambda plan: plan.work.seconds, default=None)
+
+    def _plan_of(
+        self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
+    ) -> LossPlan:
+        again = [k for ks in found.again for k in ks]
+        flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
+        copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
+        least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
+        seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
+        return LossPlan(
+            peak=planned,
+            saved=sum(joint.nodes[k].nbytes for k in found.stored),
+            host=form.host + copied,
+            budget=planned,
+            work=joint.work + Work(flops, found.seconds + form.wait),
+            plain=self._plain,
+            loss_fn=self._loss.loss_fn,
+            loops=form,
+            at_least=max(0.0, least / seconds),
+            _loss=self._loss,
+            _graph=joint,
+            _schedule=found,
+        )
+
+    def _forms(self) -> list[LossPlan]:
+        """Each form of the loops as the compiler orders it, the fastest first."""
+        plans = []
+        for form, joint, search in self._searches[1:]:
+            if found := search.find(math.inf):
+                plans.append(self._plan_of(form, joint, found._replace(again=()), math.inf))
+        return sorted(plans, key=lambda plan: plan.work.seconds)
+
+    def compiled(
+        self, planned: float, budget: float | None = None, states: int | None = None
+    ) -> LossPlan | None:
+        """The same with the bytes of its program; infinite where the compiler gives up."""
+        plan = self.plan(planned, states)
+        if plan is None:
+            return None
+        if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
+            schedule = plan._schedule._replace(again=())
+            plain = self._measured(dataclasses.replace(plan, _schedule=schedule))
+            if plain.peak <= (budget or planned) or self._loss.device.platform == "cpu":
+                return plain
+        return self._measured(plan)
+
+    def _measured(self, plan: LossPlan) -> LossPlan:
+        stored, again, *_ = plan._schedule
+        key = (plan.loops, plan._graph, stored, again) if again else plan.loops
+        if key not in self._known:
+            first = functools.partial(_first, plan)
+            params, batch = self._loss.types
+            self._known[key] = step_temporaries(first, params, batch, self._loss.device)
+            if not again and self._known[key] == math.inf and len(self._lengths) == 1:
+                self._known[key] = self._by_few_layers(plan.loops)
+        return dataclasses.replace(plan, peak=self._known[key], budget=self._known[key])
+
+    def _by_few_layers(self, form: LoopForm) -> float:
+        """Bytes of the program of a form, where the compiler refuses its parameters."""
+        # That of TPUs does, though ZeRO shards them. Bytes grow linearly from some layers on.
+        loss, (length,) = self._loss, self._lengths
+        nbytes = []
+        try:
+            for count in _FEW_LAYERS:
+                short = loss.of_layers(length, count)
+                short.loops_of(self._kind, bool(form.host))
+
+                def first(params: Tree, batch: Batch, short: PlannableLoss = short) -> Any:
+                    return jnp.asarray(short.fn(short.inputs_of(params, batch), form)[0])
+
+                nbytes.append(step_temporaries(first, *short.types, loss.device))
+        except (TypeError, ValueError):  # not of other lengths
+            return math.inf
+        (few, more), (low, high) = _FEW_LAYERS, nbytes
+        return low + (high - low) * (length - few) / (more - few)
+
+    def fastest(self, budget: float) -> LossPlan:
+        """The fastest plan whose program keeps to the budget."""
+        best = None if self._in_loops else self._in_order(budget)
+        on_tpu = self._loss.device.platform == "tpu"
+        # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
+        forms = [] if on_tpu and best else self._forms()
+        for plan in forms:
+            if best is not None and plan.work.seconds >= best.work.seconds:
+                break
+            if plan.saved <= budget and self._measured(plan).peak <= budget:
+                best = self._measured(plan)
+        if best is None:
+            # A search of few states finds another schedule, whose program may need fewer bytes.
+            ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
+            if self._in_loops:
+                small = sorted(forms, key=lambda plan: plan.saved)[:_LEAST_FORMS]
+                found: Iterable[LossPlan | None] = map(self._measured, small)
+            else:
+                found = (self.compiled(at, states=states) for at, states in ends)
+            best = min(filter(None, found), key=lambda plan: plan.peak, default=None)
+            if best is None or best.peak > budget:
+                raise _no_plan_fits(budget, min(self._known.values(), default=math.inf))
+        return dataclasses.replace(best, budget=budget)
+
+    def _in_order(self, budget: float) -> LossPlan | None:
+        best: LossPlan | None = None
+        # Bytes that are planned are not those of programs: from above and below.
+        fits, fails, before = 0.0, self.most * 1.01, len(self._known)
+        planned = min(budget, self.most)
+        programs = _TPU_PROGRAMS if self._loss.device.platform == "tpu" else _MOST_PROGRAMS
+        for _ in range(4 * programs):  # most guesses are programs that are known
+            if len(self._known) - before >= programs:
+                break
+            plan = self.compiled(planned, budget)
+            if plan is None:  # fewer than the graph needs
+                planned = max(self.least, fits)
+                plan = self.compiled(planned, budget)
+            assert plan is not None
+            if plan.peak > budget:
+                fails = min(fails, planned)
+            else:
+                fits = max(fits, planned)
+                if best is None or plan.work.seconds < best.work.seconds:
+                    best = plan
+                if plan.peak >= _FITS * budget or plan.extra_time <= 0:
+                    break
+            planned += _AIM * budget - plan.peak
+            if not fits < planned < fails:
+                planned = (max(fits, self.least) + fails) / 2
+            if fails - fits < 0.01 * budget or fails <= self.least:
+                break
+        return best
+
+    @property
+    def most(self) -> float:
+        """Bytes with which nothing is computed again."""
+        return self._searches[0][2].most
+
+    @functools.cached_property
+    def least(self) -> float:
+        """About the fewest bytes for which there is a plan."""
+        low, high = 0.0, max(search.most for *_, search in self._searches)
+        while high - low > 0.02 * high:
+            middle = (low + high) / 2
+            if any(search.find(middle, _FEW_STATES) for *_, search in self._searches):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def frontier(self) -> list[LossPlan]:
+        """Plans that no other one beats, by ascending bytes."""
+        if self._in_loops:
+            return _unbeaten(map(self._measured, self._forms()))
+        planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
+        plans = [self.compiled(each) for each in map(float, planned)]
+        fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
+        return _unbeaten(fastest_first)
+
+
+def _first(plan: LossPlan, params: Tree, batch: Batch) -> Any:
+    return jnp.asarray(jax.tree.leaves(plan(params, batch))[0])
+
+
+def _no_plan_fits(budget: float, least: float) -> ValueError:
+    """An error with the least bytes that fit, all digits of them: a budget that does."""
+    if least == math.inf:
+        return ValueError(
+            f"no plan fits {size(budget)}, nor the memory of the device (docs: how_to/recompute)."
+        )
+    return ValueError(
+        f"no plan fits {size(budget)}: this loss needs {size(least)} at least, "
+        f"{math.ceil(least):,} bytes (docs: how_to/recompute)."
+    )
+
+
+def _unbeaten(plans: Iterable[LossPlan]) -> list[LossPlan]:
+    """Of plans, the fastest first, those that no faster one beats, by ascending bytes."""
+    kept: list[LossPlan] = []
+    for plan in plans:
+        if plan.peak < (kept[-1].peak if kept else math.inf):
+            kept.append(plan)
+    return kept[::-1]
