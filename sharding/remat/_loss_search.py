@@ -197,9 +197,7 @@ class LossSearch:
         named = offload is True or not known.isdisjoint(offload or ())
         if offload and not link and not (loops and named):
             found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
-            raise ValueError(
-                f"offload= of names or TPUs is of what layers of loops store, {found}."
-            )
+            raise ValueError(f"offload= on TPUs or by name copies what loops store, {found}.")
         forms = forms_of(loops)
         self._lengths = {loop.length for loop in loops}
         self._in_loops = in_loops and bool(loops)  # and nowhere else something is computed again

@@ -69,10 +69,11 @@ class _Trace:
     def __init__(self) -> None:
         self.starts, self.parts = [0], list[tuple[int, int, np.ndarray]]()
 
-    def add(self, step: int, value: int, before: np.ndarray) -> np.ndarray:
-        self.parts.append((step, value, before))
-        self.starts.append(self.starts[-1] + len(before))
-        return np.arange(*self.starts[-2:])
+    def add(self, states: _States, step: int, value: int, seconds: float) -> _States:
+        self.parts.append((step, value, states.last))
+        self.starts.append(self.starts[-1] + len(states.last))
+        last = np.arange(*self.starts[-2:])
+        return states._replace(seconds=states.seconds + seconds, last=last)
 
     def read(self, last: int) -> Iterator[tuple[int, int]]:
         while last >= 0:
@@ -139,14 +140,10 @@ class ScheduleSearch:
             exact = exact and len(states.last) <= most
             return states.at(_some(states, most))
 
-        def traced(states: _States, t: int, k: int, seconds: float) -> _States:
-            last = trace.add(t, k, states.last)
-            return states._replace(seconds=states.seconds + seconds, last=last)
-
         def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
             for k in filter(self._fetched.__contains__, reads):
                 new = self._without(states.at(self._has(states, k)), k)
-                states = joined(states, traced(new, t, ~k, self._values[k].fetch))
+                states = joined(states, trace.add(new, t, ~k, self._values[k].fetch))
             return states
 
         for t, step in reversed(self._steps):
@@ -163,7 +160,7 @@ class ScheduleSearch:
                 new = self._compute(states.at(rows), k, limit - step.before)
                 if len(new.last):
                     used.update(self._reads[k])
-                    new = traced(new, t, k, self._values[k].seconds)
+                    new = trace.add(new, t, k, self._values[k].seconds)
                     states = joined(states, with_fetched(new, t, self._reads[k]))
         # The forward pass computes all.
         stored = states.masks

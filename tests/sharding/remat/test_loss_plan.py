@@ -459,7 +459,7 @@ def test_bad_input():
     device = jax.devices()[0]
     for loss, params, kind, offload, pattern in (
         (large, LAYERS, "h100", ["nope"], "of which this has none"),
-        (large, LAYERS, "v5e", True, "of names or TPUs is of what layers of loops store"),
+        (large, LAYERS, "v5e", True, "on TPUs or by name copies what loops store"),
         (scanned, STACKED, "h100", ["nope"], "with values block_input, dot_general test_loss_plan"),
     ):
         with pytest.raises(ValueError, match=pattern):
