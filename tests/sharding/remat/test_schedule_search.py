@@ -28,7 +28,7 @@ def random_graph(rng, count, fetched=False):
     for k in reversed(range(count)):
         if k in needed:
             needed.update(values[k].reads)
-            values[k] = values[k]._replace(fetch=int(rng.integers(0, 15)))
+            values[k] = values[k]._replace(fetch=int(rng.integers(0, 4)))
     return values, steps
 
 
