@@ -56,13 +56,15 @@ def search_of(x, fn=loss, params=None):
 
 
 def test_products_run_again_as_often_as_planned():
-    """Of every form: with and without names, in one and in two levels."""
+    """Of every form: with and without names, in one and in two levels; time op by op."""
     plans = search_of(data(0))._forms()
     forms = {str(each.loops): each for each in plans}
     assert {"nothing", "all but hidden, gate", "each layer, and segments of layers"} <= {*forms}
     for each in plans:
         grad = jax.grad(each, argnums=(0,))
-        assert work_of(grad, init(), data(0), kind=None).flops == each.work.flops
+        work = work_of(grad, init(), data(0), kind=None)
+        assert work.flops == each.work.flops
+        assert work.seconds == pytest.approx(each.work.seconds, rel=0.1)
     assert forms["all but hidden, gate"].extra_flops == 0
 
 
