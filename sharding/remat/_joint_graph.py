@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
@@ -226,12 +227,19 @@ class JointGraph:
         """Whether the loss returns what a node computes."""
         return not set(self.results).isdisjoint(self.nodes[k].values)
 
-    def values(self) -> list[Value]:
-        """The values of the loss that may be stored."""
-        return [
-            Value(node.nbytes, node.work.seconds, tuple(node.reads), node.inside)
-            for node in self.nodes[: self.forward]
-        ]
+    def values(self, host_link: float | None = None) -> list[Value]:
+        """The values of the loss that may be stored; with a link, also in host memory."""
+        types, needed = self.graph.types, self.graph.needed(self.results, self.graph.constants)[0]
+        made = {v for eqn in needed for v in eqn.results if not in_host_memory(types[v])}
+        made = {v for v in made if jnp.issubdtype(types[v].dtype, jnp.floating)}
+        values = []
+        for node in self.nodes[: self.forward]:
+            value = Value(node.nbytes, node.work.seconds, tuple(node.reads), node.inside)
+            if host_link and made.issuperset(node.values):
+                # Out and back: neither runs beside what is behind a barrier.
+                value = value._replace(fetch=2 * node.nbytes / host_link)
+            values.append(value)
+        return values
 
     def steps(self) -> list[Step]:
         """The operations of the gradient, and what it holds beside values of the loss."""

@@ -73,14 +73,21 @@ class LossPlan:
         if not self._schedule.again:  # as the compiler orders it
             return functools.partial(loss.fn, loops=self.loops)
         stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
+        copied = {v for k in self._copied for v in self._graph.nodes[k].values}
         forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
 
         def fwd(inputs: list[Any]) -> tuple[list[Any], Any]:
             loss.check_differentiated([x.perturbed for x in inputs])
             given = [x.value for x in inputs]
             values = graph.constants | dict(enumerate(given))
-            evaluate(forward, values)
-            return [values[v] for v in self._graph.results], (given, {v: values[v] for v in stored})
+            on_host = {}  # ~v for a value v
+            for eqn in forward:
+                evaluate([eqn], values)
+                for v in copied.intersection(eqn.results):  # is copied before anything reads it
+                    there = jax.device_put(values[v], jax.memory.Space.Host)
+                    values[v], on_host[~v] = lax.optimization_barrier((values[v], there))
+            kept = {v: values[v] for v in stored} | on_host
+            return [values[v] for v in self._graph.results], (given, kept)
 
         def bwd(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
             seed, *others = cotangents
@@ -154,11 +161,20 @@ class LossPlan:
             for v, k in made.items():
                 (grads if k >= joint.forward else values)[v] = results[v]
 
-        for group in groups:
-            run(*group)
+        for group, *others in groups:
+            fetched = [v for k in group if k < 0 for v in joint.nodes[~k].values]
+            if fetched:  # no earlier than they are needed
+                there, _ = lax.optimization_barrier(({v: values[~v] for v in fetched}, after))
+                values |= jax.device_put(there, jax.memory.Space.Device)
+            run([k for k in group if k >= 0], *others)
         known = graph.constants | given | grads
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
+
+    @property
+    def _copied(self) -> set[int]:
+        """Nodes whose values the forward pass copies to the host."""
+        return {~k for ks in self._schedule.again for k in ks if k < 0}
 
     @property
     def extra_flops(self) -> float:
@@ -211,22 +227,25 @@ class LossPlan:
     @property
     def summary(self) -> str:
         """What is computed again, in a few words."""
-        again = sum(map(len, self._schedule.again))
-        parts = [f"{again} values"] if again else []
+        again = sum(k >= 0 for ks in self._schedule.again for k in ks)
+        parts = [f"{again} values"] if again or self._copied else []
+        parts += [f"fetches {len(self._copied)}"] if self._copied else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
 
     def choices(self) -> list[tuple[str, str, str]]:
         """Lines of the loss, with what is stored of each and what is computed again."""
         nodes = self._graph.nodes
-        stored, again = Counter[str](), Counter[str]()
-        for k in self._schedule.stored:
-            stored[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
+        stored, copied, again = Counter[str](), Counter[str](), Counter[str]()
+        for into, ks in (stored, self._schedule.stored), (copied, self._copied):
+            for k in ks:
+                into[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
         for ks in self._schedule.again:
-            again.update(_line(nodes[k].equations[-1]) for k in ks)
+            again.update(_line(nodes[k].equations[-1]) for k in ks if k >= 0)
         rows = [("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations")]
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
         rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
+        rows += [("copies", size(n), line) for line, n in copied.most_common(_LINES)]
         rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
         return rows
 
@@ -237,11 +256,12 @@ def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:
 
     def reader(k: int, start: int) -> int:  # 0 if there is none
         behind = enumerate(late[start:], start)
-        first = next((n for n, i in behind if i == k or k in joint.nodes[i].reads), 0)
-        return 0 if late[first] == k else first
+        reads = (n for n, i in behind if i in (k, ~k) or (i >= 0 and k in joint.nodes[i].reads))
+        first = next(reads, 0)
+        return 0 if late[first] in (k, ~k) else first
 
     for n, k in [*enumerate(order)][::-1]:
-        first = reader(k, n + 1) if k < joint.forward else 0
+        first = reader(k, n + 1) if 0 <= k < joint.forward else 0
         if first and all(reader(i, first) for i in joint.nodes[k].reads):
             late.insert(first - 1, late.pop(n))
     return late
@@ -253,25 +273,27 @@ def _groups(
     """Nodes without a barrier between them, which XLA fuses and runs in an order of its own.
 
     With values of the loss that they replace, and those that are read behind them. A group ends in
-    front of a node that is not fused where all that it makes would exceed the peak of the order.
+    front of a node that is not fused where all that it makes would exceed the peak of the order,
+    and in front of ~k, which fetches values.
     """
     nodes, live = joint.nodes, set[int]()
     rows, peak = list[tuple[int, set[int], float, float]](), 0.0
     for k in reversed(order):
-        node = nodes[k]
+        node = nodes[k] if k >= 0 else nodes[~k]._replace(reads=frozenset(), inside=0.0)
         over = {i for i in node.reads - live if nodes[i].nbytes >= node.nbytes > 0}
         new = 0.0 if node.in_place and over else node.nbytes
-        live = live - {k} | node.reads
+        live = live - {k, ~k} | node.reads
         held = sum(nodes[i].nbytes for i in live)
         peak = max(peak, held + new + node.inside)
         rows.append((k, over, new, held))
     groups: list[tuple[list[int], set[int]]] = []
     made = inside = 0.0
     for k, over, new, held in reversed(rows):
-        node = nodes[k]
+        node = nodes[max(k, ~k)]
         made, inside = made + new, max(inside, node.inside)
         full = node.heavy and made + inside > peak
-        if single or not groups or full or k in groups[-1][0]:
+        fetch = k < 0 <= groups[-1][0][-1] if groups else False
+        if single or not groups or full or fetch or k in groups[-1][0]:
             groups.append(([], set()))
             made, inside = held + new, node.inside
         groups[-1][0].append(k)

@@ -192,9 +192,12 @@ class LossSearch:
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {INPUT, *(name for loop in loops for name in loop.names)}
-        if offload and (not loops or (offload is not True and known.isdisjoint(offload))):
+        # XLA fetches what is not in loops one by one on GPUs, on TPUs all at once.
+        link = kind.host_link if kind and not kind.tile and offload is True else None
+        named = offload is True or not known.isdisjoint(offload or ())
+        if offload and not link and not (loops and named):
             found = f"with values {', '.join(sorted(known))}" if loops else "of which this has none"
-            raise ValueError(f"offload= copies what layers of loops store, {found}.")
+            raise ValueError(f"offload= on TPUs or by name copies what loops store, {found}.")
         forms = forms_of(loops)
         self._lengths = {loop.length for loop in loops}
         self._in_loops = in_loops and bool(loops)  # and nowhere else something is computed again
@@ -203,8 +206,10 @@ class LossSearch:
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             results = [k for k in range(joint.forward) if joint.returns(k)]
-            search = ScheduleSearch(joint.values(), joint.steps(), results)
-            self._searches.append((form, joint, search))
+            # Two searches: none of the states without copies is left out for one with them.
+            for own in (None, link) if link and form is forms[0] else (None,):
+                search = ScheduleSearch(joint.values(own), joint.steps(), results)
+                self._searches.append((form, joint, search))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
@@ -220,15 +225,17 @@ class LossSearch:
     def _plan_of(
         self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
     ) -> LossPlan:
-        again = [joint.nodes[k].work for ks in found.again for k in ks]
+        again = [k for ks in found.again for k in ks]
+        flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
+        copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
         least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
         seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
         return LossPlan(
             peak=planned,
             saved=sum(joint.nodes[k].nbytes for k in found.stored),
-            host=form.host,
+            host=form.host + copied,
             budget=planned,
-            work=sum(again, joint.work) + Work(0.0, form.wait),
+            work=joint.work + Work(flops, found.seconds + form.wait),
             plain=self._plain,
             loss_fn=self._loss.loss_fn,
             loops=form,

@@ -2,8 +2,10 @@
 
 The operations of the gradient keep their order. Before each, values are computed again, each at
 most once; what is computed is kept as long as it is worth it, and may be computed yet again.
+Instead, the forward pass may copy a value to the host, from where it is fetched.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ class Value(NamedTuple):
     seconds: float  # to compute it
     reads: tuple[int, ...]  # values in front of it
     inside: float = 0.0  # bytes in memory while it is computed, beside what it reads and itself
+    fetch: float = math.inf  # seconds to the host and back; of values that the results need
 
 
 class Step(NamedTuple):
@@ -37,8 +40,9 @@ class Step(NamedTuple):
 
 class LossSchedule(NamedTuple):
     stored: tuple[int, ...]  # values that the forward pass leaves
-    again: tuple[tuple[int, ...], ...]  # for each step, what is computed again in front of it
-    seconds: float  # to compute it
+    # For each step, in order, what is computed again in front of it; ~k: k is fetched.
+    again: tuple[tuple[int, ...], ...]
+    seconds: float  # of all that
     at_least: float  # seconds that any schedule takes: those of this one if it is optimal
 
 
@@ -48,8 +52,8 @@ class _States(NamedTuple):
     masks: np.ndarray  # [states, words], a bit for each value
     keys: np.ndarray  # [states], equal for equal masks
     nbytes: np.ndarray  # [states], of the values
-    seconds: np.ndarray  # [states], of what is computed again from here on
-    last: np.ndarray  # [states], the number of the last computation in ``_Trace``
+    seconds: np.ndarray  # [states], of what is computed again or fetched from here on
+    last: np.ndarray  # [states], the number of the last one in ``_Trace``
     stored: np.ndarray  # [states], the number of the set that the forward pass leaves
 
     def at(self, rows: Any) -> "_States":
@@ -60,15 +64,16 @@ class _States(NamedTuple):
 
 
 class _Trace:
-    """What was computed again on the way to each state."""
+    """What was computed again, or fetched, on the way to each state."""
 
     def __init__(self) -> None:
         self.starts, self.parts = [0], list[tuple[int, int, np.ndarray]]()
 
-    def add(self, step: int, value: int, before: np.ndarray) -> np.ndarray:
-        self.parts.append((step, value, before))
-        self.starts.append(self.starts[-1] + len(before))
-        return np.arange(*self.starts[-2:])
+    def add(self, states: _States, step: int, value: int, seconds: float) -> _States:
+        self.parts.append((step, value, states.last))
+        self.starts.append(self.starts[-1] + len(states.last))
+        last = np.arange(*self.starts[-2:])
+        return states._replace(seconds=states.seconds + seconds, last=last)
 
     def read(self, last: int) -> Iterator[tuple[int, int]]:
         while last >= 0:
@@ -83,9 +88,10 @@ class ScheduleSearch:
 
     A state is the set of values that must be in memory at some point. From the last step to the
     first, and in each from the last value to the first, a value that must be there either has been
-    there before the step, or is computed in it from what it reads. The least time to each state is
-    found: the optimum of few values, unless states are left out at some point, of those with about
-    as many bytes the slowest. Values of ``_SMALL`` bytes are always stored.
+    there before the step, or is computed in it from what it reads, or is fetched in front of what
+    reads it. The least time to each state is found: the optimum of few values, unless states are
+    left out at some point, of those with about as many bytes the slowest. Values of ``_SMALL``
+    bytes are always stored.
     """
 
     def __init__(self, values: Sequence[Value], steps: Sequence[Step], results: Sequence[int] = ()):
@@ -98,6 +104,7 @@ class ScheduleSearch:
         self._fixed = float(sum(values[k].nbytes for k in self._small))
         self._large = [k for k in range(len(values)) if k not in self._small]
         self._reads = [self._of_large(value.reads) for value in values]
+        self._fetched = {k for k in self._large if values[k].fetch < math.inf}
         self._results = self._of_large(results)
         self._steps: list[tuple[int, Step]] = []  # with their numbers
         for t, step in enumerate(steps):
@@ -125,10 +132,25 @@ class ScheduleSearch:
         masks, zero = np.zeros((1, self._words), np.uint64), np.zeros(1)
         states = _States(masks, np.zeros(1, np.uint64), zero, zero, none, none)
         trace, exact = _Trace(), len(self._values) <= _FEW
+
+        def joined(states: _States, new: _States) -> _States:
+            nonlocal exact
+            states = states.joined(new)
+            states = states.at(_distinct(states))
+            exact = exact and len(states.last) <= most
+            return states.at(_some(states, most))
+
+        def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
+            for k in filter(self._fetched.__contains__, reads):
+                new = self._without(states.at(self._has(states, k)), k)
+                states = joined(states, trace.add(new, t, ~k, self._values[k].fetch))
+            return states
+
         for t, step in reversed(self._steps):
             replaced = ~self._has(states, step.over) if step.over >= 0 else False
             states = self._require(states, step.reads)
             states = states.at(states.nbytes + step.during - step.own * replaced <= limit)
+            states = with_fetched(states, t, step.reads)
             # Of many values, those that the step, or what is computed in front of it, reads.
             used = set(step.reads if len(self._values) > _FEW else self._large)
             for k in reversed(self._large):
@@ -138,12 +160,8 @@ class ScheduleSearch:
                 new = self._compute(states.at(rows), k, limit - step.before)
                 if len(new.last):
                     used.update(self._reads[k])
-                    later, own = trace.add(t, k, new.last), self._values[k].seconds
-                    new = new._replace(seconds=new.seconds + own, last=later)
-                    states = states.joined(new)
-                    states = states.at(_distinct(states))
-                    exact = exact and len(states.last) <= most
-                    states = states.at(_some(states, most))
+                    new = trace.add(new, t, k, self._values[k].seconds)
+                    states = joined(states, with_fetched(new, t, self._reads[k]))
         # The forward pass computes all.
         stored = states.masks
         states = self._require(states._replace(stored=np.arange(len(stored))), self._results)
@@ -159,7 +177,7 @@ class ScheduleSearch:
             again[t].append(k)
         left = [k for k, bit in enumerate(self._bits) if row[k // 64] & bit or k in self._small]
         least = seconds if exact else min(seconds, self._at_least(limit))
-        return LossSchedule(tuple(left), tuple(tuple(sorted(ks)) for ks in again), seconds, least)
+        return LossSchedule(tuple(left), tuple(map(tuple, again)), seconds, least)
 
     def _has(self, states: _States, k: int) -> np.ndarray:
         return (states.masks[:, k // 64] & self._bits[k]) != 0
@@ -177,19 +195,22 @@ class ScheduleSearch:
         """States in front of the computation of a value, which is in all of them."""
         value = self._values[k]
         states = self._require(states, self._reads[k])
-        states = states.at(states.nbytes + value.inside <= limit)
+        return self._without(states.at(states.nbytes + value.inside <= limit), k)
+
+    def _without(self, states: _States, k: int) -> _States:
         states.masks[:, k // 64] &= ~self._bits[k]
-        nbytes, keys = states.nbytes - value.nbytes, states.keys ^ self._keys[k]
+        nbytes, keys = states.nbytes - self._values[k].nbytes, states.keys ^ self._keys[k]
         return states._replace(nbytes=nbytes, keys=keys)
 
     def _at_least(self, limit: float) -> float:
-        """Of what later steps read, and does not fit beside a step, each is computed once more."""
+        """What later steps read, and does not fit beside a step, is computed or fetched once."""
+        values = [v._replace(seconds=min(v.seconds, v.fetch)) for v in self._values]
         least, later = 0.0, set[int]()
         for _, step in reversed(self._steps):
             later |= set(step.reads)
-            excess = sum(self._values[k].nbytes for k in later) + step.during - limit
+            excess = sum(values[k].nbytes for k in later) + step.during - limit
             seconds = 0.0
-            others = (self._values[k] for k in later.difference(step.reads))
+            others = (values[k] for k in later.difference(step.reads))
             for value in sorted(others, key=lambda v: v.seconds / max(v.nbytes, 1.0)):
                 share = min(1.0, max(0.0, excess) / max(value.nbytes, 1.0))
                 seconds, excess = seconds + share * value.seconds, excess - value.nbytes

@@ -93,6 +93,31 @@ def test_loops_of_losses_are_stacks(target):
         assert host == pytest.approx(each.host, rel=1e-3)
 
 
+def test_values_of_losses_are_copied_to_the_host():
+    """Each is fetched when it is read: the program has fewer bytes than any without copies."""
+    need("h100x1")
+    params, x = [array(32768, 32768)] * 10, array(40960, 32768)
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    again = loss_search(loss, params, x, "h100x1")
+    moving = loss_search(loss, params, x, "h100x1", offload=True)
+    assert again.plan(again.least * 0.9) is None
+    plans = [moving.plan(again.least * 0.75), moving.plan(again.least), again.plan(again.least)]
+    bytes_of = []
+    for each in plans:
+        memory = compiled("h100x1", each, params, x).memory_analysis()
+        assert memory.host_temp_size_in_bytes == pytest.approx(each.host, rel=1e-3)
+        bytes_of.append(memory.temp_size_in_bytes)
+    assert bytes_of[0] < 0.8 * min(bytes_of[1:])
+    assert plans[1].extra_time < 0.6 * plans[2].extra_time
+    assert "copies" in str(plans[0])
+    assert plans[0].summary == "0 values, fetches 8"
+
+
 def test_logits_are_in_memory_twice():
     """Their gradient is written over them; its zeros are made after the forward pass."""
     need("h100x1")

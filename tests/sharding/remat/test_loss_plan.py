@@ -127,7 +127,7 @@ def gradients(loss, has_aux, *args):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_gradient_is_that_of_the_loss(name):
-    """However much is computed again, in the forms for CPUs and for accelerators."""
+    """However much is computed again or copied, in the forms for CPUs and for accelerators."""
     loss, params, batch = LOSSES[name]
     params, batch = jax.tree.map(
         lambda x: x.astype(jnp.float64) if jnp.result_type(x) == jnp.float32 else x, (params, batch)
@@ -137,10 +137,16 @@ def test_the_gradient_is_that_of_the_loss(name):
     most = max(s.most for *_, s in search._searches)
     again = set()
     middle, least = (most + search.least) / 2, search.least
-    for planned, form in ((most, "gpu"), (middle, "cpu"), (least, "cpu"), (least, "gpu")):
-        found = search.plan(planned)
+    plans = [(search.plan(most), "gpu"), (search.plan(middle), "cpu")]
+    plans += [(search.plan(least), "cpu"), (search.plan(least), "gpu")]
+    kind = dataclasses.replace(KINDS["h100"], host_link=1e15)  # so fast that copies are worth it
+    copying = LossSearch(PlannableLoss(loss, params, batch, jax.devices()[0]), kind, True)
+    plans.append((copying.plan(copying.least), "gpu"))
+    for found, form in plans:
         found._loss.device = types.SimpleNamespace(platform=form)
         again.add(found.work.seconds)
+        jaxpr = jax.make_jaxpr(jax.grad(found, has_aux=has_aux, allow_int=True))(params, batch)
+        assert ("<host>" in str(jaxpr)) == (found.host > 0) == (found is plans[-1][0])
         got = gradients(found, has_aux, params, batch)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=1e-11, atol=1e-13), got, want
@@ -450,13 +456,14 @@ def test_bad_input():
     ):
         with pytest.raises(ValueError, match=pattern):
             fn(LAYERS)
-    kind, device = KINDS["h100"], jax.devices()[0]
-    for loss, params, pattern in (
-        (large, LAYERS, "of which this has none"),
-        (scanned, STACKED, "with values block_input, dot_general test_loss_plan.py"),
+    device = jax.devices()[0]
+    for loss, params, kind, offload, pattern in (
+        (large, LAYERS, "h100", ["nope"], "of which this has none"),
+        (large, LAYERS, "v5e", True, "on TPUs or by name copies what loops store"),
+        (scanned, STACKED, "h100", ["nope"], "with values block_input, dot_general test_loss_plan"),
     ):
         with pytest.raises(ValueError, match=pattern):
-            LossSearch(PlannableLoss(loss, params, X, device), kind, ["nope"])
+            LossSearch(PlannableLoss(loss, params, X, device), KINDS[kind], offload)
     for pattern, options in (
         ("or a device, got 5", {"device": 5}),
         ("ignored by XLA on CPUs", {"offload": True}),

@@ -10,8 +10,11 @@ from sharding.remat import _schedule_search
 from sharding.remat._schedule_search import ScheduleSearch, Step, Value
 
 
-def random_graph(rng, count):
-    """Values that read one to three earlier ones, and a step of the gradient for each."""
+def random_graph(rng, count, fetched=False):
+    """Values that read one to three earlier ones, and a step of the gradient for each.
+
+    What the last value needs may be ``fetched``.
+    """
     values, steps = [], []
     for k in range(count):
         reads = rng.choice(k, min(k, int(rng.integers(1, 4))), replace=False) if k else ()
@@ -21,6 +24,11 @@ def random_graph(rng, count):
         reads = (*values[k].reads, k) if rng.integers(2) else values[k].reads
         before = int(rng.integers(0, 4))
         steps.append(Step(reads, before, before + int(rng.integers(0, 4))))
+    needed = {count - 1} if fetched else set()
+    for k in reversed(range(count)):
+        if k in needed:
+            needed.update(values[k].reads)
+            values[k] = values[k]._replace(fetch=int(rng.integers(0, 4)))
     return values, steps
 
 
@@ -33,27 +41,31 @@ def chain(count, rng=None):
 
 def run(values, steps, schedule, budget):
     """The time of a schedule, which keeps to a budget if values are dropped when they can be."""
-    events = [("again", k, t) for t, ks in enumerate(schedule.again) for k in ks]
-    events += [("step", None, t) for t in range(len(steps))]
-    events.sort(key=lambda e: (e[2], e[0] == "step", e[1] or 0))
-    have, seconds = set(schedule.stored), 0
-    for i, (kind, k, t) in enumerate(events):
-        needed = values[k].reads if kind == "again" else steps[t].reads
-        assert have.issuperset(needed)
-        have |= {k} if kind == "again" else set()
-        held = sum(values[v].nbytes for v in have)
-        held += values[k].inside + steps[t].before if kind == "again" else steps[t].during
-        assert held <= budget
-        seconds += values[k].seconds if kind == "again" else 0
-        used, made = set(), set()  # what is read before it is computed again
-        for other, v, at in events[i + 1 :]:
-            used |= set(values[v].reads if other == "again" else steps[at].reads) - made
-            made |= {v} if other == "again" else set()
+    events = []  # what they read, make, and need beside values
+    for step, ks in zip(steps, schedule.again, strict=True):
+        for k in ks:
+            if k < 0:
+                assert values[~k].fetch < math.inf
+                events.append(((), {~k}, step.before, values[~k].fetch))
+            else:
+                events.append(
+                    (values[k].reads, {k}, step.before + values[k].inside, values[k].seconds)
+                )
+        events.append((step.reads, set(), step.during, 0))
+    have = set(schedule.stored)
+    for i, (reads, made, beside, _) in enumerate(events):
+        assert have.issuperset(reads)
+        have |= made
+        assert sum(values[v].nbytes for v in have) + beside <= budget
+        used, made = set(), set()  # what is read before it is there again
+        for later, own, *_ in events[i + 1 :]:
+            used |= set(later) - made
+            made |= own
         have &= used
-    return seconds
+    return sum(seconds for *_, seconds in events)
 
 
-def by_brute_force(values, steps, budget):
+def by_brute_force(values, steps, budget, result):
     """The least time over all schedules: the shortest path over what is in memory, in real time."""
     count = len(values)
     sizes = [sum(v.nbytes for k, v in enumerate(values) if m >> k & 1) for m in range(1 << count)]
@@ -70,27 +82,37 @@ def by_brute_force(values, steps, budget):
         if t == len(steps):
             return seconds
         moves = [(seconds, t, k, have & ~(1 << v)) for v in range(count) if have >> v & 1]
+        before = 0 if t < 0 else steps[t].before
+        for v in range(count if t >= 0 else 0):
+            if values[v].fetch < math.inf and sizes[have | 1 << v] + before <= budget:
+                moves.append((seconds + values[v].fetch, t, k, have | 1 << v))
         if k < count:
             moves.append((seconds, t, k + 1, have))
-            before, own = (0 if t < 0 else steps[t].before), have | 1 << k
+            own = have | 1 << k
             if have & bits[k] == bits[k] and sizes[own] + values[k].inside + before <= budget:
                 more = 0 if t < 0 else values[k].seconds
                 moves.append((seconds + more, t, k + 1, own))
-        elif t < 0 or (have & needs[t] == needs[t] and sizes[have] + steps[t].during <= budget):
+        elif t < 0:
+            moves += [(seconds, 0, 0, have)] if have & result == result else []
+        elif have & needs[t] == needs[t] and sizes[have] + steps[t].during <= budget:
             moves.append((seconds, t + 1, 0, have))
         for move in moves:
             heapq.heappush(queue, move)
     return None
 
 
+@pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_equals_brute_force_at_every_budget(seed):
+def test_equals_brute_force_at_every_budget(seed, fetched):
+    """Also where values may be copied to the host."""
     rng = np.random.default_rng(seed)
-    values, steps = random_graph(rng, 4 + seed % 4)
-    search = ScheduleSearch(values, steps)
+    values, steps = random_graph(rng, 4 + seed % 4, fetched)
+    results = [len(values) - 1] * fetched
+    search = ScheduleSearch(values, steps, results)
     assert search.find(search.most).seconds == 0
     for budget in np.linspace(4, search.most, 6).astype(int):
-        found, want = search.find(budget), by_brute_force(values, steps, budget)
+        found = search.find(budget)
+        want = by_brute_force(values, steps, budget, sum(1 << k for k in results))
         assert (found and found.seconds) == want
         if found:
             assert found.at_least == found.seconds == run(values, steps, found, budget)
