@@ -27,8 +27,8 @@ from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _FEW_STATES = 60  # to find the fewest bytes
-_AIM, _FITS = 0.97, 0.93  # of a budget: what is looked for, and what suffices
-_MOST_PROGRAMS, _TPU_PROGRAMS = 6, 4  # that are compiled for a budget
+_AIM, _FITS = 0.97, 0.96  # of a budget: what is looked for, and what suffices
+_MOST_PROGRAMS = 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
 _FEW_LAYERS = 4, 8  # that a TPU's compiler accepts
@@ -326,9 +326,8 @@ class LossSearch:
         # Bytes that are planned are not those of programs: from above and below.
         fits, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
-        programs = _TPU_PROGRAMS if self._loss.device.platform == "tpu" else _MOST_PROGRAMS
-        for _ in range(4 * programs):  # most guesses are programs that are known
-            if len(self._known) - before >= programs:
+        for _ in range(4 * _MOST_PROGRAMS):  # most guesses are programs that are known
+            if len(self._known) - before >= _MOST_PROGRAMS:
                 break
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs

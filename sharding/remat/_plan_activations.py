@@ -52,8 +52,8 @@ def plan(
         ``sharding.plan.estimate`` with a device: what it leaves there.
       device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
         the first of this machine.
-      offload: whether loops may copy values of their layers, and what these get
-        (``"block_input"``), to pinned host memory; or the names of values that they may.
+      offload: whether values may be copied to pinned host memory: on GPUs any, on TPUs those of
+        layers of loops, and what these get (``"block_input"``); or names of values of layers.
       largest: whether to plan for the most examples that fit, in powers of two times those
         of ``batch``, or parts of them: dim 0 of all arrays as long as the first. ``found.batch``
         has their types.
