@@ -220,8 +220,8 @@ class JointGraph:
         return sum((node.work for node in self.nodes), Work(0.0, 0.0))
 
     def equations(self, ks: Iterable[int]) -> list[Equation]:
-        """Of nodes."""
-        return [eqn for k in ks for eqn in self.nodes[k].equations]
+        """Of nodes; ~k, which fetches values, has none."""
+        return [eqn for k in ks if k >= 0 for eqn in self.nodes[k].equations]
 
     def returns(self, k: int) -> bool:
         """Whether the loss returns what a node computes."""

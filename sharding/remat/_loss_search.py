@@ -18,6 +18,7 @@ from sharding._user_line import line_of
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
@@ -31,7 +32,7 @@ _AIM, _FITS = 0.97, 0.96  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS = 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
-_FEW_LAYERS = 4, 8  # that a TPU's compiler accepts
+_COMPILED = 0.6  # of a TPU's memory, for parameters and gradients in a compiled program
 _AS_IT_IS = LoopForm()
 
 
@@ -271,31 +272,34 @@ class LossSearch:
         stored, again, *_ = plan._schedule
         key = (plan.loops, plan._graph, stored, again) if again else plan.loops
         if key not in self._known:
-            first = functools.partial(_first, plan)
-            params, batch = self._loss.types
-            self._known[key] = step_temporaries(first, params, batch, self._loss.device)
+            self._known[key] = step_temporaries(plan, *self._loss.types, self._loss.device)
             if not again and self._known[key] == math.inf and len(self._lengths) == 1:
                 self._known[key] = self._by_few_layers(plan.loops)
         return dataclasses.replace(plan, peak=self._known[key], budget=self._known[key])
 
     def _by_few_layers(self, form: LoopForm) -> float:
         """Bytes of the program of a form, where the compiler refuses its parameters."""
-        # That of TPUs does, though ZeRO shards them. Bytes grow linearly from some layers on.
+        # That of TPUs does, though ZeRO shards them. Bytes grow linearly from three layers on.
         loss, (length,) = self._loss, self._lengths
-        nbytes = []
+        stacked = num_bytes([t for t in loss.leaves if t.shape[:1] == (length,)])
+        fit = int(_COMPILED * self._kind.memory * length / (2 * stacked)) if self._kind else 0
+        more = min(length - 1, max(fit, 4))
+        few, nbytes = max(3, more // 2), []
+        if form.segments or few >= more:
+            return math.inf
         try:
-            for count in _FEW_LAYERS:
+            for count in few, more:
                 short = loss.of_layers(length, count)
                 short.loops_of(self._kind, bool(form.host))
 
-                def first(params: Tree, batch: Batch, short: PlannableLoss = short) -> Any:
-                    return jnp.asarray(short.fn(short.inputs_of(params, batch), form)[0])
+                def run(params: Tree, batch: Batch, short: PlannableLoss = short) -> Any:
+                    return short.fn(short.inputs_of(params, batch), form)
 
-                nbytes.append(step_temporaries(first, *short.types, loss.device))
+                nbytes.append(step_temporaries(run, *short.types, loss.device))
         except (TypeError, ValueError):  # not of other lengths
             return math.inf
-        (few, more), (low, high) = _FEW_LAYERS, nbytes
-        return low + (high - low) * (length - few) / (more - few)
+        low, high = nbytes
+        return low + (high - low) * (length - few) / (more - few) if high < math.inf else math.inf
 
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
@@ -375,10 +379,6 @@ class LossSearch:
         plans = [self.compiled(each) for each in map(float, planned)]
         fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
         return _unbeaten(fastest_first)
-
-
-def _first(plan: LossPlan, params: Tree, batch: Batch) -> Any:
-    return jnp.asarray(jax.tree.leaves(plan(params, batch))[0])
 
 
 def _no_plan_fits(budget: float, least: float) -> ValueError:

@@ -9,7 +9,7 @@ import jax
 
 from sharding._types import Batch, Tree
 from sharding.plan import targets
-from sharding.plan._format import NEED, Table, read_size, size, text_of
+from sharding.plan._format import NEED, Table, check_choice, read_size, size, text_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
@@ -88,7 +88,7 @@ def plan(
     most = in_bytes(budget)
     if stage is None and isinstance(budget, Plan):
         stage = 3 if budget.stage(budget.requested).share < 1 else 0
-    options = device, offload, stage == 3
+    options = device, offload, _is_3(stage or 0)
     if largest:
         return _of_most_examples(loss_fn, params, batch, most, *options)
     return loss_search(loss_fn, params, batch, *options).fastest(most)
@@ -118,7 +118,13 @@ def frontier(
       >>> shd.remat.plot({"loss": plans}).axes[0].get_xlabel()
       'peak of activations and temporaries, GiB'
     """
-    return Frontier(loss_search(loss_fn, params, batch, device, offload, stage == 3).frontier())
+    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage))
+    return Frontier(search.frontier())
+
+
+def _is_3(stage: int) -> bool:
+    check_choice("stage", stage, (0, 1, 2, 3))
+    return stage == 3
 
 
 def _of_most_examples(

@@ -1,4 +1,4 @@
-"""Bytes of arrays of one device, and of a compiled program that runs a function both ways."""
+"""Bytes of the compiled program of a loss and its gradient."""
 
 import functools
 import math
@@ -10,29 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from sharding._types import Array, Tree
+from sharding._types import Array, Batch, Tree
 from sharding.plan.audit._liveness import temporaries_of
 
 
 def step_temporaries(
-    fn: Callable[[Any, Any], Any], params: Tree, x: Array, device: jax.Device
+    fn: Callable[[Any, Any], Any], params: Tree, batch: Batch, device: jax.Device
 ) -> float:
-    """Bytes of a compiled program that runs a function forward and backward."""
-    # As in a training step, the cotangent of the result is computed from the result, unless it is a
-    # loss, and that of the input is not returned. Infinite where the compiler gives up, as beyond a
-    # TPU's memory.
+    """Bytes of a compiled program that returns a loss, its other results and its gradient."""
+    # Infinite where the compiler gives up, as beyond a TPU's memory.
 
-    def loss(params: Tree, x: Array) -> Any:
-        results = [y.astype(jnp.float32) for y in _floating(fn(params, x))]
-        return sum(jnp.sum(jnp.square(y)) if y.ndim else y for y in results)
+    def step(params: Tree, batch: Batch) -> Any:
+        def loss(params: Tree) -> Any:
+            first, *others = jax.tree.leaves(fn(params, batch))
+            return jnp.asarray(first), others
 
-    def step(params: Tree, x: Array) -> Any:
-        derivative = jax.vjp(lambda params: loss(params, x), params)[1]
-        return _floating(derivative(jnp.float32(1.0)))
+        value, derivative, others = jax.vjp(loss, params, has_aux=True)
+        return _floating(derivative(jnp.ones_like(value))), value, others
 
-    args, shardings = (params, x), cast(Any, SingleDeviceSharding(device))
+    args, shardings = (params, batch), cast(Any, SingleDeviceSharding(device))
     if is_sharded(args):
-        shardings = [t.sharding for t in _floating(params)]
+        shardings = [t.sharding for t in _floating(params)], None, None
     else:
         args = jax.tree.map(lambda t: t.update(sharding=shardings), args)
     try:

@@ -236,6 +236,23 @@ def test_training_is_that_of_one_device(stage, view):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), have, want)
 
 
+def test_bytes_are_those_with_other_results():
+    """A step returns them beside the gradient: they are not dropped from the measured program."""
+
+    def loss(params, x):
+        kept = []
+        for w in params:
+            x = mlp(w, x)
+            kept.append(jnp.tanh(x))
+        return jnp.mean(x), kept
+
+    search = search_of(loss, LAYERS, jnp.tile(X, (4, 1)))
+    for planned in (search.most, search.least):
+        found = search.compiled(planned)
+        run = jax.jit(jax.value_and_grad(found, has_aux=True))
+        found.check(run.lower(LAYERS, jnp.tile(X, (4, 1))).compile())
+
+
 @pytest.mark.parametrize("loss", [lambda p, x: p, lambda p, x: 3.0, lambda p, x: p * p])
 def test_a_loss_that_stores_nothing(loss):
     found = shd.remat.plan(loss, 2.0, X, "1GiB")
@@ -466,6 +483,7 @@ def test_bad_input():
             LossSearch(PlannableLoss(loss, params, X, device), KINDS[kind], offload)
     for pattern, options in (
         ("or a device, got 5", {"device": 5}),
+        ("stage", {"stage": 4}),
         ("ignored by XLA on CPUs", {"offload": True}),
         ("or a list of names, got 'sin'", {"offload": "sin"}),
     ):
