@@ -240,11 +240,9 @@ def test_bytes_are_those_with_other_results():
     """A step returns them beside the gradient: they are not dropped from the measured program."""
 
     def loss(params, x):
-        kept = []
         for w in params:
             x = mlp(w, x)
-            kept.append(jnp.tanh(x))
-        return jnp.mean(x), kept
+        return jnp.mean(x), jnp.sort(jnp.tile(x, (1, 64)), axis=0)[0]
 
     search = search_of(loss, LAYERS, jnp.tile(X, (4, 1)))
     for planned in (search.most, search.least):
