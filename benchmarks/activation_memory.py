@@ -10,6 +10,7 @@ bytes are those of the program, times those of a roofline at the device's figure
 """
 
 import argparse
+import dataclasses
 import functools
 import math
 import os
@@ -28,7 +29,7 @@ from sharding.plan._format import size
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
-from sharding.plan.model._traced_model import work_of
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._choose_saved_names import HostCopies, policy_of
 from sharding.remat._joint_graph import in_host_memory
 from sharding.remat._plan_activations import device_of_target, loss_search
@@ -55,7 +56,7 @@ def layers_of(model):
 
 
 def by_preset(loss, preset, plain, *args, target):
-    """The row of a preset of MaxText: a policy around each layer."""
+    """A policy of MaxText around each layer, as a plan."""
     checkpoint = functools.partial(jax.checkpoint, policy=policy_of(*MAXTEXT[preset]))
     by_hand = functools.partial(loss, checkpoint=checkpoint)
     search, kind = loss_search(by_hand, *args, target, in_loops=True), kind_of(target)
@@ -64,44 +65,41 @@ def by_preset(loss, preset, plain, *args, target):
     host = num_bytes([t for t in graph.types if in_host_memory(t)]) / 2  # out and back
     link = kind.host_link if kind else math.inf
     copies = HostCopies((), link, forward, plain.seconds - forward, hidden=kind and kind.tile)
-    extra = found.work.seconds - plain.seconds
-    extra += copies.wait(host, found.work.seconds - plain.seconds)
-    again = found.work.flops - plain.flops
-    figures = found.peak, host, again / plain.flops, extra / plain.seconds
-    return found.peak, row(f"**{preset}**", *figures)
+    wait = copies.wait(host, found.work.seconds - plain.seconds)
+    return dataclasses.replace(found, work=found.work + Work(0.0, wait), plain=plain, host=host)
 
 
 def measure(name, target, sequences, length):
-    """Frontiers without and with offloading, and a table of them and of presets."""
+    """Frontiers without and with offloading, and plans of presets."""
     model = gpt2(4, 64, 2) if name == "smoke" else MODELS[name]
     dtype = jnp.float32 if target == "cpu:1" else jnp.bfloat16
     loss, params = layers_of(model), model.abstract(dtype)["layers"]
     x = jax.ShapeDtypeStruct((sequences, length, model.width), dtype)
-    frontiers, rows = {}, {}
+    frontiers, presets = {}, {}
     for offload in (False, True) if target != "cpu:1" else (False,):
         print(f"{name} on {target}, offload={offload}", flush=True)
         found = shd.remat.frontier(loss, params, x, device=target, offload=offload, stage=3)
         frontiers["with host memory" if offload else "on the device"] = found
         print(found, flush=True)
-        for each in found:
-            again = each.extra_flops / each.plain.flops
-            figures = each.peak, each.host, again, each.extra_time
-            rows[each.summary] = each.peak, row(each.summary, *figures)
     for preset in PRESETS:
-        if "offloaded" in preset and target == "cpu:1":
-            continue
-        rows[preset] = by_preset(loss, preset, found[0].plain, params, x, target=target)
-        print(rows[preset], flush=True)
+        if "offloaded" not in preset or target != "cpu:1":
+            plain = found[0].plain
+            presets[preset] = by_preset(loss, preset, plain, params, x, target=target)
+            print(preset, size(presets[preset].peak), flush=True)
+    return frontiers, presets
+
+
+def table_of(frontiers, presets):
+    """Plans and presets, from the fewest bytes to the most."""
+    plans = {each.summary: each for found in frontiers.values() for each in found}
+    plans |= {f"**{name}**": each for name, each in presets.items()}
+    rows = []
+    for what, each in sorted(plans.items(), key=lambda pair: pair[1].peak):
+        host, again = size(each.host) if each.host else "", each.extra_flops / each.plain.flops
+        figures = f"{size(each.peak)} | {host} | {again:.1%} | {each.extra_time:.1%}"
+        rows.append(f"| {what} | {'too much | | |' if each.peak == math.inf else figures} |")
     columns = "| computes again | peak | in host memory | products again | extra time |"
-    table = [text for _, text in sorted(rows.values())]
-    return frontiers, _results.table(f"{columns}\n|---|---|---|---|---|", table)
-
-
-def row(what, peak, host, again, extra):
-    """Of the table."""
-    if peak == math.inf:
-        return f"| {what} | too much | | | |"
-    return f"| {what} | {size(peak)} | {size(host) if host else ''} | {again:.1%} | {extra:.1%} |"
+    return _results.table(f"{columns}\n|---|---|---|---|---|", rows)
 
 
 def unet(params, x, checkpoint=identity):
@@ -213,15 +211,18 @@ def main():
         graphs(options.smoke)
         return
     if options.smoke:
-        measure("smoke", "cpu:1", 2, 64)
+        table_of(*measure("smoke", "cpu:1", 2, 64))
         return
     cases, suffix = (TPU_CASES, "_v5e") if options.tpu else (GPU_CASES, "")
     sections = []
     for name, target, sequences, length in cases:
-        frontiers, table = measure(name, target, sequences, length)
+        frontiers, presets = measure(name, target, sequences, length)
         what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
-        sections.append(f"## {name} on {target}, {what}\n\n{table}")
-        figure = shd.remat.plot(frontiers)
+        sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
+        shown = {name: each for name, each in presets.items() if each.peak < math.inf}
+        figure = shd.remat.plot(frontiers, shown)
+        most = max(each.peak for each in shown.values())
+        figure.axes[0].set_xlim(0, 1.1 * most / 2**30)  # what stores all is far beyond
         figure.savefig(_results.RESULTS / f"activation_memory{suffix}_{name}.png", dpi=150)
         _results.write(
             f"activation_memory{suffix}",
