@@ -62,7 +62,7 @@ def by_preset(loss, preset, plain, *args, target):
     search, kind = loss_search(by_hand, *args, target, in_loops=True), kind_of(target)
     found = search._measured(next(x for x in search._forms() if x.loops.stored is None))
     graph, forward = found._graph.graph, work_of(loss, *args, kind=kind).seconds
-    host = num_bytes([t for t in graph.types if in_host_memory(t)]) / 2  # out and back
+    host = num_bytes([t for t in graph.types if in_host_memory(t)])
     link = kind.host_link if kind else math.inf
     copies = HostCopies((), link, forward, plain.seconds - forward, hidden=kind and kind.tile)
     wait = copies.wait(host, found.work.seconds - plain.seconds)
