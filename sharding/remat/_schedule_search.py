@@ -127,7 +127,9 @@ class ScheduleSearch:
 
     def find(self, budget: float, most: int | None = None) -> LossSchedule | None:
         """None if no schedule is found, with ``most`` states."""
-        most = most or min(_MOST_STATES, _WORK // max(1, len(self._values)))
+        own = min(_MOST_STATES, _WORK // max(1, len(self._values)))
+        # A given number of states is to find few bytes: those of the most are left out.
+        most, sizes = most or own, _SIZES if most else min(_SIZES, own)
         limit, none = budget - self._fixed, np.full(1, -1)
         masks, zero = np.zeros((1, self._words), np.uint64), np.zeros(1)
         states = _States(masks, np.zeros(1, np.uint64), zero, zero, none, none)
@@ -138,7 +140,7 @@ class ScheduleSearch:
             states = states.joined(new)
             states = states.at(_distinct(states))
             exact = exact and len(states.last) <= most
-            return states.at(_some(states, most))
+            return states.at(_some(states, most, sizes))
 
         def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
             for k in filter(self._fetched.__contains__, reads):
@@ -240,13 +242,13 @@ def _distinct(states: _States) -> np.ndarray:
     return order[np.diff(states.keys[order], prepend=~states.keys[order[:1]]) != 0]
 
 
-def _some(states: _States, most: int) -> Any:
+def _some(states: _States, most: int, num_sizes: int) -> Any:
     """The fastest with about as many bytes, of every number of bytes."""
     count = len(states.last)
     if count <= most:
         return slice(None)
     sizes = states.nbytes - states.nbytes.min()
-    bins = (sizes / max(float(sizes.max()), 1e-30) * (min(_SIZES, most) - 1)).astype(int)
+    bins = (sizes / max(float(sizes.max()), 1e-30) * (num_sizes - 1)).astype(int)
     # Of equal ones those of late values, in front of which segments are left for earlier steps.
     order = np.lexsort((*~states.masks.T, states.seconds, bins))
     position = np.arange(count)
