@@ -17,7 +17,7 @@ from sharding.plan.audit._liveness import temporaries_of
 def step_temporaries(
     fn: Callable[[Any, Any], Any], params: Tree, batch: Batch, device: jax.Device
 ) -> float:
-    """Bytes of a compiled program that returns a loss, its other results and its gradient."""
+    """Bytes of a compiled program that returns the gradient of a loss, and its other results."""
     # Infinite where the compiler gives up, as beyond a TPU's memory.
 
     def step(params: Tree, batch: Batch) -> Any:
@@ -26,11 +26,11 @@ def step_temporaries(
             return jnp.asarray(first), others
 
         value, derivative, others = jax.vjp(loss, params, has_aux=True)
-        return _floating(derivative(jnp.ones_like(value))), value, others
+        return _floating(derivative(jnp.ones_like(value))), others
 
     args, shardings = (params, batch), cast(Any, SingleDeviceSharding(device))
     if is_sharded(args):
-        shardings = [t.sharding for t in _floating(params)], None, None
+        shardings = [t.sharding for t in _floating(params)], None
     else:
         args = jax.tree.map(lambda t: t.update(sharding=shardings), args)
     try:
