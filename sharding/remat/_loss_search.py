@@ -313,12 +313,12 @@ class LossSearch:
             if plan.saved <= budget and self._measured(plan).peak <= budget:
                 best = self._measured(plan)
         if best is None:
-            # A search of few states finds another schedule, whose program may need fewer bytes.
-            ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
             if self._in_loops:
                 small = sorted(forms, key=lambda plan: plan.saved)[:_LEAST_FORMS]
                 found: Iterable[LossPlan | None] = map(self._measured, small)
             else:
+                # A search of few states finds another schedule, whose program may need fewer bytes.
+                ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
                 found = (self.compiled(at, states=states) for at, states in ends)
             best = min(filter(None, found), key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
