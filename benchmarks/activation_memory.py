@@ -29,7 +29,7 @@ from sharding.plan._format import size
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
-from sharding.plan.model._traced_model import Work, work_of
+from sharding.plan.model._traced_work import Work, work_of
 from sharding.remat._choose_saved_names import HostCopies, policy_of
 from sharding.remat._joint_graph import in_host_memory
 from sharding.remat._plan_activations import device_of_target, loss_search

@@ -2,6 +2,7 @@
 
 from optax_ext import __version__ as __version__
 from sharding import pipeline as pipeline
+from sharding import plan as plan
 from sharding import recovery as recovery
 from sharding import remat as remat
 from sharding import sync as sync

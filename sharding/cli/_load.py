@@ -16,7 +16,7 @@ import optax_ext
 from sharding._types import DType
 from sharding.plan._format import nearest, users_code
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
-from sharding.plan.model._traced_model import AnyModel, TracedModel
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step.owners._by_owner import by_owner
 
 

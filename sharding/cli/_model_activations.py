@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sharding.cli._setup import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
-from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._traced_model import TracedModel
 from sharding.remat._loss_plan import LossPlan
 from sharding.remat._plan_activations import in_bytes, loss_search
 

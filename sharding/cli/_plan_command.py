@@ -23,8 +23,8 @@ from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._stage_plan import variants_of
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
+from sharding.plan.search._traced_model import TracedModel
 
 
 def run_plan(options: Namespace) -> int:

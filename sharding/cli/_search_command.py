@@ -12,9 +12,9 @@ from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.model._models import MODELS
-from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
+from sharding.plan.search._traced_model import AnyModel
 from sharding.plan.search._verify import Verification, verify
 
 

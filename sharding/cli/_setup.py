@@ -25,8 +25,8 @@ from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._search import check_dtype, costs_of, machine_of
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step._precision import Precision
 
 # The options that make an unknown device known.

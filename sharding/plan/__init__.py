@@ -36,7 +36,6 @@ from sharding.plan.model._layer_costs import activations_of as activations_of
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
-from sharding.plan.model._traced_model import TracedModel as TracedModel
 from sharding.plan.partition._balanced_stages import GroupedStages as GroupedStages
 from sharding.plan.partition._balanced_stages import StagePartition as StagePartition
 from sharding.plan.partition._balanced_stages import balanced_stages as balanced_stages
@@ -62,6 +61,7 @@ from sharding.plan.search._search import ChosenPlan as ChosenPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
 from sharding.plan.search._search import SearchResult as SearchResult
 from sharding.plan.search._search import search as search
+from sharding.plan.search._traced_model import TracedModel as TracedModel
 from sharding.plan.search._verify import Verification as Verification
 from sharding.plan.search._verify import verify as verify
 

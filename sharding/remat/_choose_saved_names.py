@@ -14,7 +14,7 @@ from optax_ext.traced_graph import Graph
 from sharding._types import Array, Tree
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import Work, work_of, work_of_equation
+from sharding.plan.model._traced_work import Work, work_of, work_of_equation
 from sharding.remat._program_bytes import types_of
 
 Fn = Callable[[Any, Any], Any]

@@ -13,7 +13,7 @@ from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import ANY_DEVICE, Work, work_of_equation
+from sharding.plan.model._traced_work import ANY_DEVICE, Work, work_of_equation
 from sharding.remat._schedule_search import Step, Value
 
 _MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))

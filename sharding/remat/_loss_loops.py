@@ -16,7 +16,7 @@ from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import work_of_equation
+from sharding.plan.model._traced_work import work_of_equation
 from sharding.remat._choose_saved_names import (
     HostCopies,
     SavedNames,

@@ -16,7 +16,7 @@ from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.plan._format import Table, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
-from sharding.plan.model._traced_model import Work
+from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import LoopForm
 from sharding.remat._schedule_search import LossSchedule

@@ -19,7 +19,7 @@ from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import Work
+from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
 from sharding.remat._loss_plan import LossPlan
@@ -222,6 +222,17 @@ class LossSearch:
             if found := search.find(planned, states):
                 plans.append(self._plan_of(form, joint, found, planned))
         return min(plans, key=lambda plan: plan.work.seconds, default=None)
+
+    def within(self, share: float) -> LossPlan:
+        """The fastest plan by its graph within a share of the bytes of storing all, if there is."""
+        if self._in_loops:
+            plans = [plan for plan in self._forms() if not plan.loops.segments]
+            plans.sort(key=lambda plan: plan.saved)
+            fit = [plan for plan in plans if plan.saved <= share * plans[-1].saved]
+            return min(fit or plans[:1], key=lambda plan: plan.work.seconds)
+        plan = self.plan(share * self.most) or self.plan(self.least, _FEW_STATES)
+        assert plan is not None
+        return plan
 
     def _plan_of(
         self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 import jax
 
 from sharding._types import Batch, Tree
-from sharding.plan import targets
 from sharding.plan._format import NEED, Table, check_choice, read_size, size, text_of
 from sharding.plan.cost._estimate import Plan
+from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
 from sharding.remat._loss_plan import LossPlan, ratio

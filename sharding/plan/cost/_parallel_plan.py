@@ -8,6 +8,8 @@ from sharding.plan.model._models import PARTLY, Decoder, saved_parts
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
+# Of a traced loss: its share of the bytes of ``"none"``, planned by ``sharding.remat``.
+PLANNED = {"planned_half": 1 / 2, "planned_third": 1 / 3, "planned_least": 0.0}
 # What forward and backward passes do not depend on.
 OF_STATE = (
     *("stage", "replicas", "spread", "offload", "state_format", "weights", "sync"),
@@ -34,7 +36,8 @@ class ParallelPlan:
     chunks: int = 1  #: of layers on each device of a pipeline
     even: bool = False  #: whether chunks are as equal as possible, for memory, or else fastest
     #: what the backward pass computes again: ``"none"``; ``"selective"``, scores and their product
-    #: with values; ``"full"``, each layer; or what a preset of MaxText does not save
+    #: with values; ``"full"``, each layer; what a preset of MaxText does not save; or, of a
+    #: ``TracedModel``, what a plan for a half or a third of the bytes does: ``"planned_half"``
     recompute: str = "full"
     #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``;
     #: ``"update"``: where the CPU updates it, ``Zero(update_on="host")``

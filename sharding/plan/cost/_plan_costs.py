@@ -19,7 +19,7 @@ from sharding.placement._specs import expand_specs, num_shards, with_axis
 from sharding.plan._format import memory_by_part
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import with_state_format
-from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
+from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
 from sharding.plan.cost._update_traffic import update_bytes
@@ -38,7 +38,7 @@ from sharding.plan.model._layer_costs import (
     layer_costs,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import Traced, work_of
+from sharding.plan.model._traced_work import Traced, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -454,17 +454,22 @@ class TracedCosts(PlanCosts):
     """Those of a ``TracedModel``, by traces of one and of two examples a device.
 
     All is linear in them: what does not grow, such as parameters that the loss casts, is on every
-    device, all else on one.
+    device, all else on one. Plans of graphs, at powers of eight.
     """
 
     model: Any  # a TracedModel
 
     def traced(self, size: float, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
-        devices = self.machine.num_devices
-        one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (1, 2))
-        each = zip(one, two, strict=True)
-        return Traced(*(max(2 * a - b, 0.0) + size * (b - a) / devices for a, b in each))
+        low, high, devices = 1, 2, self.machine.num_devices
+        if recompute in PLANNED:
+            high = 8
+            while size > high:
+                low, high = high, 8 * high
+        one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (low, high))
+        growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
+        each = zip(one, growths, strict=True)
+        return Traced(*(max(a - low * b, 0.0) + size * b / devices for a, b in each))
 
     def flops(self, sequences: int) -> float:
         return self.traced(sequences / self.machine.num_devices, "none").flops
@@ -478,16 +483,17 @@ class TracedCosts(PlanCosts):
         known = {"none": 0, "full": 1} | ({} if names else {"minimal": 2})
         kinds: dict[Traced, str] = {}  # of the names, a model may have none
         for form in sorted(recompute, key=lambda form: known.get(form, 3)):
-            if form in known or names:
+            if form in known or (names and form not in PLANNED):
                 one = self.model.traced(self.machine.num_devices, self.dtype, form)
                 kinds.setdefault(one, form)
-        return tuple(form for form in recompute if form in kinds.values())
+        return tuple(x for x in recompute if x in kinds.values() or x in PLANNED)
 
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced, kept = (self.traced(n, plan.recompute) for n in (plan.microbatch / plan.tensor, 0))
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
+        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute)
         # Programs may hold what layers gathered to the end, where these are no loop.
-        again = plan.stage < 3 or plan.recompute != "none" or self.model.trace.has_loops
-        held = 0.0 if again else sum(self._sizes) * self.param_bytes / plan.tensor
+        whole = plan.recompute in ("none", *PLANNED) and not self.model.trace.has_loops
+        held = sum(self._sizes) * self.param_bytes / plan.tensor * (plan.stage == 3 and whole)
         return Activations(traced.stored - kept.stored + held, traced.working, copied=kept.stored)
 
     def batch(self, plan: ParallelPlan) -> float:

@@ -15,7 +15,7 @@ from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import Decoder, saved_elements, saved_parts
-from sharding.plan.model._traced_model import products_of, stored_by
+from sharding.plan.model._traced_work import products_of, stored_by
 
 # What fused attention reaches, relative to matrix products, without masked blocks: 0.50 of the peak
 # on A100 and 0.42 on H100. Its kernels reach 0.50 to 0.73 on A100; on H100 0.35, and later forward

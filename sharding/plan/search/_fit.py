@@ -33,10 +33,10 @@ from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of, zero_of
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import TracedModel
 from sharding.plan.search._fit_machine import FitMachine
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
+from sharding.plan.search._traced_model import TracedModel
 from sharding.step._checks import check_batch
 from sharding.step._loss import Loss, check_arguments, loss_args
 from sharding.step._rng import microbatch_key
@@ -488,7 +488,10 @@ class _FitRequest:
             opt_state = tx.init(params_of(state))
             return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
 
-        loss, given = self.model.loss(file.recompute, self.loss_fn), tx if self.pair else None
+        given = tx if self.pair else None
+        real = isinstance(zero.mesh, jax.sharding.Mesh)
+        device = zero.mesh.devices.flat[0] if real else None
+        loss = self.model.loss(file.recompute, self.loss_fn, device)
         fixed: Any = {"tx": given, "microbatches": plan.microbatches}
         fixed |= {"update": "backward" if plan.update_in_backward else "after"}
         step = zero.train_step(loss, **fixed, **self.options)

@@ -25,8 +25,8 @@ from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS, PARTLY, PRESETS, Decoder
-from sharding.plan.model._traced_model import AnyModel
 from sharding.plan.search._search import ChosenPlan
+from sharding.plan.search._traced_model import AnyModel
 
 _VERSION = 1
 # Of a step of an asynchronous pipeline: in the code, and in the program that is verified.
@@ -347,7 +347,7 @@ def lowered_step(
         step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     else:
         if not isinstance(model, Decoder):
-            loss = model.loss(file.recompute)
+            loss = model.loss(file.recompute, device=mesh.devices.flat[0])
         elif plan.update_in_backward:
             loss = model.make_loss()
         elif plan.checkpoints_layers:

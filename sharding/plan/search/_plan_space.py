@@ -9,7 +9,7 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
-from sharding.plan.cost._parallel_plan import OF_STATE, RECOMPUTE, WEIGHTS, ParallelPlan
+from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, RECOMPUTE, WEIGHTS, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SCHEDULES,
@@ -19,7 +19,7 @@ from sharding.plan.cost._pipeline_schedules import (
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.cost._wire_and_flops import sync_of
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import AnyModel
+from sharding.plan.search._traced_model import AnyModel
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
@@ -179,7 +179,11 @@ def divisors(number: int) -> list[int]:
 
 def check_values(**searched: Sequence[str | None]) -> None:
     """Raises unless all that a search may choose is known, and there is one of each."""
-    every = {"recompute": SEARCHED, "state_formats": (None, *STATE_FORMATS), "weights": WEIGHTS}
+    every = {
+        "recompute": (*SEARCHED, *PLANNED),
+        "state_formats": (None, *STATE_FORMATS),
+        "weights": WEIGHTS,
+    }
     for name, values in searched.items():
         if not values:
             raise ValueError(f"{name} must have at least one value, got none.")

@@ -23,7 +23,7 @@ from sharding.plan._format import (
     size,
     with_article,
 )
-from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, ParallelPlan, cells, short
+from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, PLANNED, ParallelPlan, cells, short
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
@@ -32,8 +32,8 @@ from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.model._layer_costs import COMPILED, Implementation
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 
 _NOTED = 0.01  # a share of the operations
 # Of equal times the first.
@@ -216,7 +216,7 @@ def search(
     dtype: DType = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
-    recompute: Sequence[str] = SEARCHED,
+    recompute: Sequence[str] = (*SEARCHED, *PLANNED),
     offload: bool | str = True,
     asynchronous: bool = False,
     update_in_backward: bool = False,
@@ -297,7 +297,6 @@ def search(
         model,
         machine.num_devices,
         sequences,
-        recompute=costs.forms(recompute),
         offload=places if offload and machine.device.host_link else (False,),
         asynchronous=asynchronous,
         state_formats=tuple(state_formats),
@@ -306,10 +305,17 @@ def search(
         in_backward=(False, True) if update_in_backward else (False,),
         costs=costs,
     )
-    groups = list(space.groups(keep))
+    budget = machine.device.memory * (1 - headroom)
+    # Plans of a graph take seconds to find, and are of use where memory is short.
+    known = tuple(form for form in recompute if form not in PLANNED)
+    for forms in (known, recompute) if isinstance(model, TracedModel) else (known,):
+        space = dataclasses.replace(space, recompute=costs.forms(forms))
+        groups = list(space.groups(keep))
+        chosen, rejected = _that_fit(costs, groups, budget, top)
+        if len(chosen) == top and not (rejected or frontier):
+            break
     if not groups:
         raise ValueError(_no_plan(space, keep))
-    budget = machine.device.memory * (1 - headroom)
     compared = sum(len(group.variants) for group in groups)
 
     tokens = float(sequences * length)
@@ -322,23 +328,6 @@ def search(
         held, layers = costs.by_part(plan), costs.passes(plan).chunks
         return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
 
-    # In the order of predicted times.
-    chosen: list[ParallelPlan] = []
-    rejected: list[ParallelPlan] = []
-
-    def too_large(passes: ParallelPlan) -> bool:
-        return costs.least(passes) > budget
-
-    def skip(passes: ParallelPlan) -> bool:
-        return len(rejected) == top and too_large(passes)
-
-    for _, plan in _in_order(costs, groups, skip):
-        if costs.fullest(plan) <= budget:
-            chosen.append(plan)
-        elif len(rejected) < top:
-            rejected.append(plan)
-        if len(chosen) == top:
-            break
     if not chosen:
         plan = _smallest(costs, groups)
         raise NoPlanFits(
@@ -348,7 +337,7 @@ def search(
             f"{short(plan)} (docs: how_to/let_it_choose).",
             chosen_plan(plan),
         )
-    bounds = _in_order(costs, groups, too_large, ideal=True)
+    bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
         *(target, machine.device, headroom),
@@ -361,6 +350,26 @@ def search(
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
         frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
+
+
+def _that_fit(
+    costs: PlanCosts, groups: Sequence[PlanGroup], budget: float, top: int
+) -> tuple[list[ParallelPlan], list[ParallelPlan]]:
+    """The fastest plans, and those before them that do not fit."""
+    chosen: list[ParallelPlan] = []
+    rejected: list[ParallelPlan] = []
+
+    def skip(passes: ParallelPlan) -> bool:
+        return len(rejected) == top and costs.least(passes) > budget
+
+    for _, plan in _in_order(costs, groups, skip):
+        if costs.fullest(plan) <= budget:
+            chosen.append(plan)
+        elif len(rejected) < top:
+            rejected.append(plan)
+        if len(chosen) == top:
+            break
+    return chosen, rejected
 
 
 def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[ParallelPlan]:

@@ -14,8 +14,8 @@ from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import AnyModel, TracedModel
 from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01

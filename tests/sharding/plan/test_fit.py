@@ -182,6 +182,22 @@ def experts():
     return loss_fn, state_of(params), TOKENS, {"weighted": True}
 
 
+def unet():
+    """Skips, and no layers that are found: only a plan of the graph fits."""
+    params = {name: draw(WIDTH, 4 * WIDTH) for name in "abcdefgh"}
+
+    def loss_fn(params, x):
+        skips = []
+        for name in "abcdefgh":
+            x = x + skips.pop() if name > "d" else x
+            x = jnp.tanh(jnp.tanh(x @ params[name]) @ params[name].T)
+            skips.append(x)
+        return jnp.mean(x**2)
+
+    x = RNG.normal(size=(4096, WIDTH)).astype(np.float32)
+    return loss_fn, state_of(params), x, {"keep": {"microbatches": 1}}
+
+
 class LSTM(nn.Module):
     @nn.compact
     def __call__(self, tokens):
@@ -235,6 +251,7 @@ LOSSES = {
     "experts": (experts, 3, 450e3),
     "LSTM": (lstm, 2, 600e3),
     "nnx": (perceptron, 5, 260e3),
+    "U-Net": (unet, 0, 2e6),
     "scale": (scale, 0, 100e3),
 }
 
@@ -269,12 +286,14 @@ def test_any_loss_runs_where_it_fits(name):
     """As it is, sharded and computed again as its plan says, with the losses of one device."""
     make, num_layers, memory = LOSSES[name]
     loss_fn, make_state, batch, options = make()
+    keep = options.pop("keep", {})
     state = make_state(*[KEY] * len(inspect.signature(make_state).parameters))
     assert num_layers == layers_of(loss_fn, state, batch)
     pair = isinstance(state, tuple)
     options |= {"tx": TX} if pair else {}
-    plan = fit(loss_fn, make_state, batch, memory=memory, headroom=0.0, **options)
+    plan = fit(loss_fn, make_state, batch, memory=memory, headroom=0.0, keep=keep, **options)
     assert plan.memory <= memory
+    assert name != "U-Net" or "planned" in plan.plan.recompute
     step, sharded = plan.train_step(), plan.init(*[KEY] * pair)
     losses = []
     for _ in range(3):

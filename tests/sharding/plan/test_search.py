@@ -18,7 +18,7 @@ from sharding.plan.cost._plan_costs import PlanCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._layer_costs import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import work_of
+from sharding.plan.model._traced_work import work_of
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._plan_space import PlanSpace
 from sharding.plan.search._search import _simpler_first, machine_of

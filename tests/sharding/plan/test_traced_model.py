@@ -9,12 +9,12 @@ import numpy as np
 import optax
 import pytest
 
-from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
+from sharding.plan import PlanFile, TracedModel, estimate, kind_of, layer_costs, search, verify
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_model import work_of
+from sharding.plan.model._traced_work import work_of
 from sharding.plan.search._search import machine_of
 
 TX = optax.adamw(1e-3)
@@ -125,3 +125,31 @@ def test_the_plans_of_any_loss():
     assert found.bound <= found.best.seconds.seconds
     with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
         search(OWN, TX, "h100x8", sequences=8, length=5)
+
+
+def skips(params, x):
+    """No layers are found in it."""
+    kept = []
+    for name in "abcdefgh":
+        x = x + kept.pop() if name > "d" else x
+        x = jnp.tanh(jnp.tanh(x @ params[name]) @ params[name].T)
+        kept.append(x)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("loss", [skips, loss_fn])
+def test_plans_of_a_graph_are_those_of_its_program(loss):
+    """Each has fewer bytes, as planned, for more products: exactly those that the program has."""
+    init_skips = lambda dtype: {name: jnp.ones((64, 256), dtype) for name in "abcdefgh"}  # noqa: E731
+    x = jax.ShapeDtypeStruct((2048, 64), jnp.float32)
+    model = TracedModel(skips, init_skips, x) if loss is skips else OWN
+    memory, device = [], kind_of("h100")
+    for form in ("none", "planned_half", "planned_third"):
+        plan = ParallelPlan(microbatch=2048, recompute=form, param_bytes=4, grad_bytes=4)
+        costs = TracedCosts(model, TX, machine_of("cpu:1", device), dtype=jnp.float32)
+        file = PlanFile("", "", "cpu:1", 1, "float32", (), plan, {"memory": costs.fullest(plan)})
+        found = verify(file, model, TX, memory=2.0**40, device=device)
+        assert found.flops == found.planned_flops
+        assert found.memory <= 1.15 * found.planned_memory
+        memory.append(found.memory)
+    assert memory[2] < memory[1] < 0.8 * memory[0]

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_model import Work
+from sharding.plan.model._traced_work import Work
 from sharding.remat._choose_saved_names import HostCopies, TracedBlock, host_copies
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32

@@ -19,7 +19,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding.plan import estimate
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.model._models import MODELS
-from sharding.plan.model._traced_model import work_of
+from sharding.plan.model._traced_work import work_of
 from sharding.remat import _loss_search, _plan_activations
 from sharding.remat._loss_search import LossSearch, PlannableLoss
 from sharding.remat._plan_activations import loss_search

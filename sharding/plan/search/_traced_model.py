@@ -2,136 +2,28 @@
 
 import dataclasses
 import functools
-import math
-import operator
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.traced_graph import Equation
-from sharding._jaxprs import all_equations, inner_jaxprs
+from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
-from sharding.plan.machine._devices import KINDS, DeviceKind
+from sharding.plan.cost._parallel_plan import PLANNED
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._loss_layers import Layer, LossTrace, Run
 from sharding.plan.model._models import PRESETS, Decoder
-
-# Where the device is not known: only relative times count then.
-ANY_DEVICE = KINDS["h100"]
-# Element-wise operations are fused: of four, about one reads or writes main memory.
-_FUSED = 0.25
-_FREE = frozenset(
-    (
-        *("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier"),
-        *("transpose", "reduce_precision"),  # jax.checkpoint rounds what it saves to its own dtype
-    )
+from sharding.plan.model._traced_work import (
+    UNIT,
+    Traced,
+    no_matrices,
+    products_of,
+    stored_by,
+    work_of_jaxpr,
 )
-
-
-class Work(NamedTuple):
-    """Operations and their time."""
-
-    flops: float  # of matrix products
-    seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
-    products: float = 0.0  # how many matrix products
-    touched: float = 0.0  # bytes that these read and write
-
-    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
-        return Work(*map(operator.add, self, other))
-
-    def __sub__(self, other: "Work") -> "Work":
-        return Work(*map(operator.sub, self, other))
-
-    def times(self, count: int) -> "Work":
-        return Work(*(value * count for value in self))
-
-
-def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
-    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or ANY_DEVICE)
-
-
-def work_of_equation(
-    eqn: JaxprEqn | Equation, operands: list[Any], results: list[Any], kind: DeviceKind | None
-) -> Work:
-    """The work of one operation; operands and results have ``shape`` and ``dtype``."""
-    kind = kind or ANY_DEVICE
-    name, params = eqn.primitive.name, eqn.params
-    inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
-    others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth
-    if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
-        flops = sum(work.flops for work in inner) * math.prod(params["grid_mapping"].grid)
-        return Work(flops, flops / kind.flops + others)
-    if inner and "branches" in params:  # as pl.when, whose other branch is empty
-        return max(inner, key=lambda work: work.seconds)
-    if inner:
-        return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
-    if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        flops = 2.0 * math.prod(results[0].shape)
-        flops *= math.prod(operands[0].shape[dim] for dim in summed)
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
-    if name == "conv_general_dilated":
-        spec = params["dimension_numbers"].rhs_spec
-        kernel = operands[1].shape
-        flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
-    if name in _FREE:
-        return Work(0.0, 0.0)
-    return Work(0.0, others)
-
-
-@functools.lru_cache(maxsize=1024)
-def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
-    total = Work(0.0, 0.0)
-    for eqn in jaxpr.eqns:
-        operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
-        total += work_of_equation(eqn, operands, results, kind)
-    return total
-
-
-def stored_by(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
-    """The types of what the vector-Jacobian product of a function stores beside its matrices."""
-    vjp = jax.eval_shape(lambda *args: jax.vjp(lambda *args: fn(*args), *args)[1], params, *args)
-    return _no_matrices(vjp, params)
-
-
-def _no_matrices(stored: Tree, params: Tree) -> list[Any]:
-    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
-    return [x for x in jax.tree.leaves(stored) if (x.shape, x.dtype) not in matrices]
-
-
-def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
-    """The types of what the matrix products of a function read and write, without parameters."""
-    traced = jax.make_jaxpr(fn)(params, *args).jaxpr
-    own = traced.invars[: len(jax.tree.leaves(params))]
-
-    def touched(jaxpr: Jaxpr) -> Iterator[Any]:
-        for eqn in jaxpr.eqns:
-            for inner in inner_jaxprs(eqn):
-                yield from touched(inner)
-            if eqn.primitive.name == "dot_general":
-                yield from (var for var in (*eqn.invars, *eqn.outvars) if not hasattr(var, "val"))
-
-    return [var.aval for var in dict.fromkeys(touched(traced)) if var not in own]
-
-
-# On which the seconds of work are bytes.
-_UNIT = dataclasses.replace(KINDS["h100"], flops=math.inf, bandwidth=1.0)
-
-
-class Traced(NamedTuple):
-    """Forward and backward passes of some examples, without parameters."""
-
-    flops: float  # of matrix products, with those that run again
-    products: float  # how many
-    touched: float  # bytes that these read and write
-    moved: float  # bytes that all other operations do
-    stored: float  # bytes that the forward pass stores for the backward pass
-    working: float  # bytes of temporaries of the backward pass beside these
+from sharding.remat._loss_search import LossSearch, PlannableLoss
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,7 +34,9 @@ class TracedModel:
     layers: the bodies of loops over stacked parameters, such as those of ``nn.scan``, or else what
     uses the parameters of one number, such as ``block_3``. ``"minimal"`` stores the results of
     products with matrices; if the loss gives values one of MaxText's names by
-    ``jax.ad_checkpoint.checkpoint_name``, all forms store what these say.
+    ``jax.ad_checkpoint.checkpoint_name``, all forms store what these say. ``"planned_half"`` and
+    ``"planned_third"`` need no layers: ``sharding.remat`` plans the graph of the loss, or its
+    loops, within this share of the bytes that storing all takes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -166,7 +60,7 @@ class TracedModel:
     layers = 1  # to plans, which no pipeline shares
 
     def __post_init__(self) -> None:
-        for name in ("abstract", "traced", "_trace"):  # by this object alone
+        for name in ("abstract", "traced", "_trace", "_planned"):  # by this object alone
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
 
     @property
@@ -207,35 +101,42 @@ class TracedModel:
         """Examples of ``example``."""
         return next(jnp.shape(x)[0] for x in jax.tree.leaves(self.example) if jnp.ndim(x))
 
-    def loss(self, recompute: str, fn: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The loss, whose backward pass computes its layers again.
+    def loss(
+        self,
+        recompute: str,
+        fn: Callable[..., Any] | None = None,
+        device: jax.Device | None = None,
+    ) -> Callable[..., Any]:
+        """The loss, whose backward pass computes layers or values again.
 
-        In its place ``fn(params, ...)`` may return more.
+        In its place ``fn(params, ...)`` may return more; ``device`` is one of those that run it.
         """
         loss = fn or self.loss_fn
         if recompute == "none":
             return loss
 
         @functools.wraps(loss)
-        def call(*args: Any) -> Any:
-            return LossTrace(loss, *args).run(self._recomputing(recompute), *args)
+        def call(params: Tree, *args: Any) -> Any:
+            if recompute in PLANNED:
+                planned = _search_of(loss, params, args, device).within(PLANNED[recompute])
+                return planned(params, args)
+            return LossTrace(loss, params, *args).run(self._recomputing(recompute), params, *args)
 
         return call
 
     def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
         args, trace = self._args(size, dtype), self._trace(size, jnp.dtype(dtype))
+        if recompute in PLANNED:
+            planned = self._planned(size, jnp.dtype(dtype)).within(PLANNED[recompute])
+            found, _ = _passes(lambda params, batch: planned(params, (batch,)), *args)
+            if trace.has_loops:  # one layer at a time is computed again
+                return found._replace(working=self.traced(size, dtype, "full").working)
+            return found._replace(working=max(0.0, planned.peak - found.stored))
         # Layers that compute alike are traced once.
         once = {layer.code: layer for layer in trace.layers}
         runs = {code: jax.jit(self._recomputing(recompute)(once[code])) for code in once}
-        run = functools.partial(trace.run, lambda layer: runs[layer.code])
-
-        def passes(params: Tree, batch: Batch) -> Any:
-            loss, vjp = jax.vjp(lambda params: run(params, batch), params)
-            return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
-
-        closed, (_, kept) = jax.make_jaxpr(passes, return_shape=True)(*args)
-        work, stored = work_of_jaxpr(closed.jaxpr, _UNIT), _no_matrices(kept, args[0])
+        found, stored = _passes(functools.partial(trace.run, lambda layer: runs[layer.code]), *args)
         # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
         # what layers store, of which scans have one layer at a time.
         layers = once.values()
@@ -243,8 +144,7 @@ class TracedModel:
         others = [x for x in stored if x.shape[1:] not in stacked]
         of_layers = [self._temporaries(layer, recompute) for layer in layers]
         working = max([*map(num_bytes, others), *of_layers], default=0)
-        done = work.flops, work.products, work.touched, work.seconds
-        return Traced(*done, float(num_bytes(stored)), float(working))
+        return found._replace(working=float(working))
 
     @property
     def gathered_once(self) -> str:
@@ -265,6 +165,10 @@ class TracedModel:
 
     def _trace(self, size: int, dtype: DType) -> LossTrace:
         return LossTrace(self.loss_fn, *self._args(size, dtype))
+
+    def _planned(self, size: int, dtype: DType) -> LossSearch:
+        params, batch = self._args(size, dtype)
+        return _search_of(self.loss_fn, params, (batch,))
 
     def _args(self, size: int, dtype: DType) -> tuple[Any, Any]:
         return self.abstract(dtype), self.batch(size)
@@ -293,6 +197,30 @@ class TracedModel:
         saved = stored_by(jax.checkpoint(run, policy=self._policy(recompute)), *args)
         kept = num_bytes(saved) - num_bytes(inputs)
         return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
+
+
+def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
+    """The first four fields of ``Traced``, and the types of what is stored."""
+
+    def passes(params: Tree, batch: Batch) -> Any:
+        loss, vjp = jax.vjp(lambda params: run(params, batch), params)
+        return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
+
+    closed, (_, kept) = jax.make_jaxpr(passes, return_shape=True)(*args)
+    work = work_of_jaxpr(closed.jaxpr, UNIT)
+    stored = no_matrices(kept, args[0])
+    nbytes = float(num_bytes(stored))
+    return Traced(work.flops, work.products, work.touched, work.seconds, nbytes, 0.0), stored
+
+
+def _search_of(
+    loss: Callable[..., Any], params: Tree, args: Any, device: jax.Device | None = None
+) -> LossSearch:
+    """Of a loss of parameters and a tuple of what else it gets."""
+    plannable = PlannableLoss(
+        lambda params, args: loss(params, *args), params, args, device or jax.devices()[0]
+    )
+    return LossSearch(plannable, None, in_loops=True)  # for any device: the plan of a trace
 
 
 AnyModel = Decoder | TracedModel
