@@ -220,7 +220,7 @@ def main():
         what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
         sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
         shown = {name: each for name, each in presets.items() if each.peak < math.inf}
-        figure = shd.remat.plot(frontiers, shown)
+        figure = shd.plan.plot_frontiers(frontiers, shown)
         most = max(each.peak for each in shown.values())
         figure.axes[0].set_xlim(0, 1.1 * most / 2**30)  # what stores all is far beyond
         figure.savefig(_results.RESULTS / f"activation_memory{suffix}_{name}.png", dpi=150)

@@ -1,12 +1,13 @@
-"""Pictures of the memory of one device."""
+"""Pictures of the memory of one device, and of its price in time."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sharding.plan._format import NEED
 from sharding.plan.audit._audit import Audit
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.search._search import SearchResult
+from sharding.remat._loss_plan import LossPlan
 
 # Parts of memory from the lowest, as ``by_part`` has them: their labels and colors.
 _PARTS = {
@@ -85,6 +86,38 @@ def plot_search(found: SearchResult) -> Any:
     axes.set(yscale="log", title=found.target)
     axes.legend()
     return figure
+
+
+def plot_frontiers(
+    frontiers: Mapping[str, Sequence[LossPlan]], others: Mapping[str, LossPlan] | None = None
+) -> Any:
+    """Bytes against time of ``remat.frontier``'s plans, by name: a ``matplotlib.figure.Figure``.
+
+    ``others`` are plans to be shown as points.
+
+    >>> import jax, jax.numpy as jnp, sharding as shd
+    >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+    >>> plans = shd.remat.frontier(loss, jnp.ones((64, 64)), jnp.ones((512, 64)))
+    >>> plot_frontiers({"loss": plans}).axes[0].get_xlabel()
+    'peak of activations and temporaries, GiB'
+    """
+    figure, (axes,) = _figure([6])
+    for name, plans in frontiers.items():
+        line = {"drawstyle": "steps-post", "marker": "o", "markersize": 4, "label": name}
+        axes.plot(*zip(*map(_point, plans), strict=True), **line)
+    for name, plan in (others or {}).items():
+        axes.plot(*_point(plan), "x", color="black", markersize=5)
+        axes.annotate(name, _point(plan), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="peak of activations and temporaries, GiB", ylabel="extra time, % of a step")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def _point(plan: LossPlan) -> tuple[float, float]:
+    """GiB and percent of a step."""
+    return plan.peak / 2**30, 100 * plan.extra_time
 
 
 def _figure(bars: list[int]) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ from sharding.remat._plan_activations import Frontier as Frontier
 from sharding.remat._plan_activations import frontier as frontier
 from sharding.remat._plan_activations import in_bytes as in_bytes
 from sharding.remat._plan_activations import plan as plan
-from sharding.remat._plan_activations import plot as plot
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 __dir__ = __all__.copy

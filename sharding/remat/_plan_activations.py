@@ -2,13 +2,12 @@
 
 import contextlib
 import numbers
-from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from sharding._types import Batch, Tree
-from sharding.plan._format import NEED, Table, check_choice, read_size, size, text_of
+from sharding.plan._format import Table, check_choice, read_size, size, text_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
@@ -115,8 +114,8 @@ def frontier(
       >>> import jax, jax.numpy as jnp, sharding as shd
       >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
       >>> plans = shd.remat.frontier(loss, jnp.ones((64, 64)), jnp.ones((512, 64)))
-      >>> shd.remat.plot({"loss": plans}).axes[0].get_xlabel()
-      'peak of activations and temporaries, GiB'
+      >>> plans[-1].extra_time  # stores all
+      0.0
     """
     search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage))
     return Frontier(search.frontier())
@@ -254,39 +253,3 @@ class Frontier(list[Any]):
 
     def __str__(self) -> str:
         return text_of(self.tables())
-
-
-def plot(frontiers: Mapping[str, Sequence[LossPlan]], others: Any = None) -> Any:
-    """A ``matplotlib.figure.Figure`` of bytes against time, a line for each frontier by its name.
-
-    ``frontiers`` are as of ``frontier``, whose example draws one. ``others`` are, by name, plans to
-    be shown as points, such as those of presets.
-
-    Raises:
-      ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"a picture needs matplotlib: {NEED}.") from None
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-    for name, plans in frontiers.items():
-        peaks, times = ([point[i] for point in map(_point, plans)] for i in range(2))
-        axes.plot(peaks, times, drawstyle="steps-post", marker="o", markersize=4, label=name)
-    for name, plan in (others or {}).items():
-        point = _point(plan)
-        axes.plot(*point, "x", color="black", markersize=5)
-        axes.annotate(name, point, xytext=(4, 3), textcoords="offset points", fontsize=7)
-    axes.set_xlabel("peak of activations and temporaries, GiB")
-    axes.set_ylabel("extra time, % of a step")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    if any(frontiers):
-        axes.legend(fontsize=8, frameon=False)
-    return figure
-
-
-def _point(plan: LossPlan) -> tuple[float, float]:
-    """GiB and percent of a step."""
-    return plan.peak / 2**30, 100 * plan.extra_time
