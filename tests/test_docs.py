@@ -90,7 +90,7 @@ def test_the_api_pages_have_every_public_name():
         lines = "".join((DOCS / "api" / f"{name}.rst").read_text() for name in names)
         documented = re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M)
         exported = re.findall(r" as (\w+),?$", pathlib.Path(module.__file__).read_text(), re.M)
-        known = {"pipeline", "recovery", "remat", "sync", "targets", "__version__"}
+        known = {"pipeline", "plan", "recovery", "remat", "sync", "targets", "__version__"}
         assert exported
         assert set(exported) - set(documented) <= known, module
         # What help, completion and a star show.

@@ -91,9 +91,9 @@ def plot_search(found: SearchResult) -> Any:
 def plot_frontiers(
     frontiers: Mapping[str, Sequence[LossPlan]], others: Mapping[str, LossPlan] | None = None
 ) -> Any:
-    """Bytes against time of ``remat.frontier``'s plans, by name: a ``matplotlib.figure.Figure``.
+    """Bytes against time of activations, as a ``matplotlib.figure.Figure``.
 
-    ``others`` are plans to be shown as points.
+    ``frontiers`` are those of ``remat.frontier`` by name, each a line; ``others`` are points.
 
     >>> import jax, jax.numpy as jnp, sharding as shd
     >>> loss = lambda w, x: jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
