@@ -479,14 +479,17 @@ class TracedCosts(PlanCosts):
         return zero
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        names = self.model.names
+        names, devices = self.model.names, self.machine.num_devices
         known = {"none": 0, "full": 1} | ({} if names else {"minimal": 2})
         kinds: dict[Traced, str] = {}  # of the names, a model may have none
         for form in sorted(recompute, key=lambda form: known.get(form, 3)):
             if form in known or (names and form not in PLANNED):
-                one = self.model.traced(self.machine.num_devices, self.dtype, form)
+                one = self.model.traced(devices, self.dtype, form)
                 kinds.setdefault(one, form)
-        return tuple(x for x in recompute if x in kinds.values() or x in PLANNED)
+        found = {*kinds.values()}
+        if not PLANNED.keys().isdisjoint(recompute):
+            found |= PLANNED.keys() if self.model.can_be_planned(devices, self.dtype) else set()
+        return tuple(form for form in recompute if form in found)
 
     def activations(self, plan: ParallelPlan) -> Activations:
         traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)

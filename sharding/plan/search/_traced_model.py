@@ -1,5 +1,6 @@
 """A loss of one's own for a search: what its step computes and stores is traced."""
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -34,9 +35,9 @@ class TracedModel:
     layers: the bodies of loops over stacked parameters, such as those of ``nn.scan``, or else what
     uses the parameters of one number, such as ``block_3``. ``"minimal"`` stores the results of
     products with matrices; if the loss gives values one of MaxText's names by
-    ``jax.ad_checkpoint.checkpoint_name``, all forms store what these say. ``"planned_half"`` and
-    ``"planned_third"`` need no layers: ``sharding.remat`` plans the graph of the loss, or its
-    loops, within this share of the bytes that storing all takes.
+    ``jax.ad_checkpoint.checkpoint_name``, all forms store what these say. ``"planned_half"``,
+    ``"planned_third"`` and ``"planned_least"`` need no layers: ``sharding.remat`` plans the graph
+    of the loss, or its loops, within this share of the bytes that storing all takes.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -118,8 +119,8 @@ class TracedModel:
         @functools.wraps(loss)
         def call(params: Tree, *args: Any) -> Any:
             if recompute in PLANNED:
-                planned = _search_of(loss, params, args, device).within(PLANNED[recompute])
-                return planned(params, args)
+                search = self._search_of(loss, params, args, device)
+                return search.within(PLANNED[recompute])(params, args)
             return LossTrace(loss, params, *args).run(self._recomputing(recompute), params, *args)
 
         return call
@@ -166,9 +167,26 @@ class TracedModel:
     def _trace(self, size: int, dtype: DType) -> LossTrace:
         return LossTrace(self.loss_fn, *self._args(size, dtype))
 
+    def can_be_planned(self, size: int, dtype: DType) -> bool:
+        """Whether ``sharding.remat`` takes the loss, as it does not with callbacks."""
+        with contextlib.suppress(ValueError):
+            return bool(self._planned(size, dtype))
+        return False
+
     def _planned(self, size: int, dtype: DType) -> LossSearch:
         params, batch = self._args(size, dtype)
-        return _search_of(self.loss_fn, params, (batch,))
+        return self._search_of(self.loss_fn, params, (batch,), None)
+
+    def _search_of(
+        self, loss: Callable[..., Any], params: Tree, args: Any, device: jax.Device | None
+    ) -> LossSearch:
+        """Of a loss of parameters and a tuple of what else it gets; for any device alike."""
+
+        def of_tuple(params: Tree, args: Any) -> Any:
+            return loss(params, *args)
+
+        plannable = PlannableLoss(of_tuple, params, args, device or jax.devices()[0])
+        return LossSearch(plannable, None, in_loops=self.trace.has_loops)
 
     def _args(self, size: int, dtype: DType) -> tuple[Any, Any]:
         return self.abstract(dtype), self.batch(size)
@@ -200,7 +218,7 @@ class TracedModel:
 
 
 def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
-    """The first four fields of ``Traced``, and the types of what is stored."""
+    """What a function computes and stores, without temporaries; the types of what it stores."""
 
     def passes(params: Tree, batch: Batch) -> Any:
         loss, vjp = jax.vjp(lambda params: run(params, batch), params)
@@ -211,16 +229,6 @@ def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
     stored = no_matrices(kept, args[0])
     nbytes = float(num_bytes(stored))
     return Traced(work.flops, work.products, work.touched, work.seconds, nbytes, 0.0), stored
-
-
-def _search_of(
-    loss: Callable[..., Any], params: Tree, args: Any, device: jax.Device | None = None
-) -> LossSearch:
-    """Of a loss of parameters and a tuple of what else it gets."""
-    plannable = PlannableLoss(
-        lambda params, args: loss(params, *args), params, args, device or jax.devices()[0]
-    )
-    return LossSearch(plannable, None, in_loops=True)  # for any device: the plan of a trace
 
 
 AnyModel = Decoder | TracedModel
