@@ -1,13 +1,12 @@
 """``plan`` and ``frontier``: activations under a budget of bytes."""
 
 import contextlib
-import numbers
 from typing import Any, TypeAlias
 
 import jax
 
 from sharding._types import Batch, Tree
-from sharding.plan._format import Table, check_choice, read_size, size, text_of
+from sharding.plan._format import Printed, Table, check_choice, read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
@@ -185,29 +184,20 @@ def in_bytes(budget: Budget) -> float:
     >>> in_bytes("1.5KiB")
     1536.0
     """
-    if isinstance(budget, Plan):
-        return _left_by(budget)
-    if not isinstance(budget, str | numbers.Real):
-        raise ValueError(
-            f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
-            f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
-        )
-    return read_size(budget)
-
-
-def _left_by(planned: Plan) -> float:
-    if planned.device is None:
+    if not isinstance(budget, Plan):
+        return read_size(budget, "budget (or a Plan of the state): ")
+    stage, device = budget.stage(budget.requested), budget.device
+    if device is None:
         raise ValueError(
             "a budget from a Plan needs the memory of its device: call estimate(..., "
             "device=sharding.plan.kind_of(...))."
         )
-    stage, memory = planned.stage(planned.requested), planned.device.memory
-    if stage.peak >= memory:
+    if stage.peak >= device.memory:
         raise ValueError(
-            f"{stage.name} alone needs {size(stage.peak)} of the {size(memory)} of a "
-            f"{planned.device.name}: nothing is left for activations."
+            f"{stage.name} alone needs {size(stage.peak)} of the {size(device.memory)} of a "
+            f"{device.name}: nothing is left for activations."
         )
-    return memory - stage.peak
+    return device.memory - stage.peak
 
 
 def _device(device: Device, args: Any, offload: Offload) -> tuple[DeviceKind | None, jax.Device]:
@@ -238,7 +228,7 @@ def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
     return kind_of(name), targets.topology(name)[0]
 
 
-class Frontier(list[Any]):
+class Frontier(list[LossPlan], Printed):
     """Plans that no other one beats in bytes and time, from the fewest bytes to the most."""
 
     def tables(self) -> list[Table]:
@@ -250,6 +240,3 @@ class Frontier(list[Any]):
             again = ratio(plan.extra_flops, plan.plain.flops), plan.extra_time
             rows.append((plan.summary, *nbytes, *(f"{fraction:.1%}" for fraction in again)))
         return [Table("Activations of one device", columns, rows)]
-
-    def __str__(self) -> str:
-        return text_of(self.tables())
