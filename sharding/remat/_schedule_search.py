@@ -49,26 +49,26 @@ class LossSchedule(NamedTuple):
 class _States:
     """Sets of values that must be in memory, at one point; a row for each."""
 
-    def __init__(self, table: np.ndarray):
-        self.table = table  # [states, 5 + words], of uint64
-        self.keys = table[:, 0]  # equal for equal masks
-        self.nbytes = table[:, 1].view(np.float64)  # of the values
-        # Of what is computed again or fetched from here on, and the number of its end in a trace.
-        self.seconds, self.last = table[:, 2].view(np.float64), table[:, 3]
-        self.stored = table[:, 4]  # the number of the set that the forward pass leaves
-        self.masks = table[:, 5:]  # a bit for each value
+    def __init__(self, masks: np.ndarray, numbers: np.ndarray):
+        self.masks = masks  # [states, values]
+        self.numbers = numbers  # [states, 5]
+        self.nbytes, self.keys = numbers[:, 0], numbers[:, 1]  # sums over the values; keys differ
+        self.seconds = numbers[:, 2]  # of what is computed again or fetched from here on
+        self.last = numbers[:, 3]  # where all that ends in a trace
+        self.stored = numbers[:, 4]  # the number of the set that the forward pass leaves
 
     def __len__(self) -> int:
-        return len(self.table)
-
-    def has(self, k: int) -> np.ndarray:
-        return (self.masks[:, k // 64] >> np.uint64(k % 64) & np.uint64(1)).astype(bool)
+        return len(self.masks)
 
     def where(self, rows: np.ndarray) -> "_States":
-        return _States(self.table.compress(rows, axis=0))
+        return _States(self.masks.compress(rows, axis=0), self.numbers.compress(rows, axis=0))
+
+    def take(self, rows: np.ndarray) -> "_States":
+        return _States(self.masks.take(rows, axis=0), self.numbers.take(rows, axis=0))
 
     def joined(self, other: "_States") -> "_States":
-        return _States(np.concatenate([self.table, other.table]))
+        masks = np.concatenate([self.masks, other.masks])
+        return _States(masks, np.concatenate([self.numbers, other.numbers]))
 
 
 class _Trace(list[tuple[int, int, np.ndarray]]):
@@ -77,7 +77,7 @@ class _Trace(list[tuple[int, int, np.ndarray]]):
     def add(self, states: _States, step: int, value: int, seconds: float) -> None:
         self.append((step, value, states.last.copy()))
         states.seconds += seconds
-        states.last[:] = np.arange(len(states), dtype=np.uint64) + np.uint64(len(self) << 32)
+        states.last[:] = np.arange(len(states)) + (len(self) << 32)
 
     def read(self, last: int) -> Iterator[tuple[int, int]]:
         while last:
@@ -123,7 +123,9 @@ class ScheduleSearch:
                 self._steps[-1] = first, before._replace(during=during, own=own)
             else:
                 self._steps.append((t, step))
-        self._keys = np.random.default_rng(0).integers(2**63, size=len(values), dtype=np.uint64)[self._large]
+        keys = np.arange(len(number)) + np.random.default_rng(0).random(len(number))
+        keys = np.floor(2.0**51 * keys / max(1, len(number)) ** 2)  # their sums are exact
+        self._numbers = np.stack([[value.nbytes for value in self._values], keys], axis=1)
 
     def find(self, budget: float, most: int | None = None) -> LossSchedule | None:
         """None if no schedule is found, with ``most`` states."""
@@ -131,25 +133,31 @@ class ScheduleSearch:
         # A given number of states is to find few bytes: those of the most are left out.
         most, sizes = most or own, _SIZES if most else min(_SIZES, own)
         limit, exact = budget - self._fixed, self._count <= _FEW
-        trace, states = _Trace(), _States(np.zeros((1, 6 + len(self._values) // 64), np.uint64))
+        room = 1
+        trace = _Trace()
+        states = _States(np.zeros((1, len(self._values)), bool), np.zeros((1, 5)))
 
         def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
             for k in reads:
                 if self._values[k].fetch < math.inf:
-                    new = states.where(states.has(k))
+                    new = states.where(states.masks[:, k])
                     self._remove(new, k)
                     trace.add(new, t, ~k, self._values[k].fetch)
                     states = joined(states, new)
             return states
 
         def joined(states: _States, new: _States) -> _States:
-            nonlocal exact
-            states = _distinct(states.joined(new))
-            exact = exact and len(states) <= most
-            return _some(states, most, sizes)
+            nonlocal exact, room
+            states = states.joined(new)
+            if len(states) > room:
+                states = _distinct(states)
+                exact = exact and len(states) <= most
+                states = _some(states, most, sizes)
+                room = 2 * len(states)
+            return states
 
         for t, step in reversed(self._steps):
-            replaced = ~states.has(step.over) if step.over >= 0 else False
+            replaced = ~states.masks[:, step.over] if step.over >= 0 else False
             self._require(states, step.reads)
             states = states.where(states.nbytes + step.during - step.own * replaced <= limit)
             states = with_fetched(states, t, step.reads)
@@ -168,7 +176,7 @@ class ScheduleSearch:
         states.stored[:] = np.arange(len(states))
         self._require(states, self._results)
         for k in reversed(range(len(self._values))):
-            states = states.where(~states.has(k)).joined(self._compute(states, k, limit))
+            states = states.where(~states.masks[:, k]).joined(self._compute(states, k, limit))
         if not len(states):
             return None
         best = int(np.argmin(states.seconds))
@@ -176,30 +184,26 @@ class ScheduleSearch:
         again: list[list[int]] = [[] for _ in range(self._num_steps)]
         for t, k in trace.read(int(states.last[best])):
             again[t].append(self._large[k] if k >= 0 else ~self._large[~k])
-        bits = np.unpackbits(mask.astype("<u8").view(np.uint8), bitorder="little")
-        left = sorted([*self._small, *(self._large[k] for k in np.flatnonzero(bits))])
+        left = sorted([*self._small, *(self._large[k] for k in np.flatnonzero(mask))])
         least = seconds if exact else min(seconds, self._at_least(limit))
         return LossSchedule(tuple(left), tuple(map(tuple, again)), seconds, least)
 
-    def _require(self, states: _States, values: Iterable[int]) -> None:
-        for k in values:
-            lack = ~states.has(k)
-            states.nbytes += lack * self._values[k].nbytes
-            states.keys ^= lack * self._keys[k]
-            states.masks[:, k // 64] |= np.uint64(1 << k % 64)
+    def _require(self, states: _States, values: Sequence[int]) -> None:
+        lack = ~states.masks[:, values]
+        states.numbers[:, :2] += lack @ self._numbers[[*values]]
+        states.masks[:, values] = True
 
     def _compute(self, states: _States, k: int, limit: float) -> _States:
         """States in front of the computation of a value, of those that have it."""
-        states = states.where(states.has(k))
+        states = states.where(states.masks[:, k])
         self._require(states, self._values[k].reads)
         states = states.where(states.nbytes + self._values[k].inside <= limit)
         self._remove(states, k)
         return states
 
     def _remove(self, states: _States, k: int) -> None:
-        states.nbytes -= self._values[k].nbytes
-        states.keys ^= self._keys[k]
-        states.masks[:, k // 64] ^= np.uint64(1 << k % 64)
+        states.numbers[:, :2] -= self._numbers[k]
+        states.masks[:, k] = False
 
     def _with_later(self) -> Iterator[tuple[Step, set[int]]]:
         """The steps from the last one on, with what they and later ones read."""
@@ -242,9 +246,9 @@ class ScheduleSearch:
 
 def _distinct(states: _States) -> _States:
     """Of states with the same values, the fastest."""
-    order = np.lexsort((states.seconds, states.keys))
+    order = np.lexsort((states.seconds, -states.keys))
     keys = states.keys[order]
-    return _States(states.table.take(order[np.diff(keys, prepend=~keys[:1]) != 0], axis=0))
+    return states.take(order[np.concatenate([[True], keys[1:] != keys[:-1]])])
 
 
 def _some(states: _States, most: int, num_sizes: int) -> _States:
@@ -254,8 +258,6 @@ def _some(states: _States, most: int, num_sizes: int) -> _States:
     sizes = states.nbytes - states.nbytes.min()
     bins = (sizes / max(float(sizes.max()), 1e-30) * (num_sizes - 1)).astype(int)
     # Of equal ones those of late values, in front of which segments are left for earlier steps.
-    order = np.lexsort((*~states.masks.T, states.seconds, bins))
-    position = np.arange(len(states))
-    first = np.diff(bins[order], prepend=-1) != 0
-    rank = position - np.maximum.accumulate(np.where(first, position, 0))
-    return _States(states.table.take(order[np.argsort(rank, kind="stable")[:most]], axis=0))
+    order = np.lexsort((-states.keys, states.seconds, bins))
+    rank = np.arange(len(bins)) - np.searchsorted(bins[order], bins[order])
+    return states.take(order[np.argsort(rank, kind="stable")[:most]])
