@@ -202,7 +202,8 @@ class LossSearch:
         forms = forms_of(loops)
         self._lengths = {loop.length for loop in loops}
         self._in_loops = in_loops and bool(loops)  # and nowhere else something is computed again
-        for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
+        graphs = [(form, False) for form in forms]
+        for form, fine in graphs if self._in_loops else [(forms[0], True), *graphs]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
@@ -217,11 +218,12 @@ class LossSearch:
 
     def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
-        plans = []
+        best = None
         for form, joint, search in self._searches:
-            if found := search.find(planned, states):
-                plans.append(self._plan_of(form, joint, found, planned))
-        return min(plans, key=lambda plan: plan.work.seconds, default=None)
+            bound = best.work.seconds - joint.work.seconds - form.wait if best else math.inf
+            if bound > 0 and (found := search.find(planned, states, bound)):
+                best = self._plan_of(form, joint, found, planned)
+        return best
 
     def _plan_of(
         self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
@@ -248,10 +250,11 @@ class LossSearch:
 
     def _forms(self) -> list[LossPlan]:
         """Each form of the loops as the compiler orders it, the fastest first."""
-        plans = []
-        for form, joint, search in self._searches[1:]:
-            if found := search.find(math.inf):
-                plans.append(self._plan_of(form, joint, found._replace(again=()), math.inf))
+        coarse = {form: (joint, search.without_any) for form, joint, search in self._searches}
+        plans = [
+            self._plan_of(form, joint, found._replace(again=()), math.inf)
+            for form, (joint, found) in coarse.items()
+        ]
         return sorted(plans, key=lambda plan: plan.work.seconds)
 
     def compiled(

@@ -5,6 +5,7 @@ most once; what is computed is kept as long as it is worth it, and may be comput
 Instead, the forward pass may copy a value to the host, from where it is fetched.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MOST_STATES = 2000  # from which the search goes on, of small graphs
-_WORK = 80_000  # states times values of large ones
+_WORK = 120_000  # states times values of large ones
 _FEW = 40  # values for which no steps are joined, and all schedules are compared
 _SMALL = 0.005  # of the bytes of all values
 _SIZES = 100  # numbers of bytes that are told apart if there are more
@@ -127,8 +128,12 @@ class ScheduleSearch:
         keys = np.floor(2.0**51 * keys / max(1, len(number)) ** 2)  # their sums are exact
         self._numbers = np.stack([[value.nbytes for value in self._values], keys], axis=1)
 
-    def find(self, budget: float, most: int | None = None) -> LossSchedule | None:
-        """None if no schedule is found, with ``most`` states."""
+    def find(
+        self, budget: float, most: int | None = None, bound: float = math.inf
+    ) -> LossSchedule | None:
+        """None if no schedule of less than ``bound`` seconds is found, with ``most`` states."""
+        if budget >= self.most and bound > 0:
+            return self.without_any
         own = min(_MOST_STATES, _WORK // max(1, self._count))
         # A given number of states is to find few bytes: those of the most are left out.
         most, sizes = most or own, _SIZES if most else min(_SIZES, own)
@@ -150,7 +155,7 @@ class ScheduleSearch:
             nonlocal exact, room
             states = states.joined(new)
             if len(states) > room:
-                states = _distinct(states)
+                states = _distinct(states.where(states.seconds < bound))
                 exact = exact and len(states) <= most
                 states = _some(states, most, sizes)
                 room = 2 * len(states)
@@ -171,8 +176,9 @@ class ScheduleSearch:
                     used.update(value.reads)
                     trace.add(new, t, k, value.seconds)
                     states = joined(states, with_fetched(new, t, value.reads))
+        states = states.where(states.seconds < bound)
         # The forward pass computes all.
-        stored = states.masks.copy()
+        masks = states.masks.copy()
         states.stored[:] = np.arange(len(states))
         self._require(states, self._results)
         for k in reversed(range(len(self._values))):
@@ -180,13 +186,22 @@ class ScheduleSearch:
         if not len(states):
             return None
         best = int(np.argmin(states.seconds))
-        seconds, mask = float(states.seconds[best]), stored[int(states.stored[best])]
+        seconds, mask = float(states.seconds[best]), masks[int(states.stored[best])]
         again: list[list[int]] = [[] for _ in range(self._num_steps)]
         for t, k in trace.read(int(states.last[best])):
             again[t].append(self._large[k] if k >= 0 else ~self._large[~k])
-        left = sorted([*self._small, *(self._large[k] for k in np.flatnonzero(mask))])
         least = seconds if exact else min(seconds, self._at_least(limit))
-        return LossSchedule(tuple(left), tuple(map(tuple, again)), seconds, least)
+        stored = self._stored(np.flatnonzero(mask))
+        return LossSchedule(stored, tuple(map(tuple, again)), seconds, least)
+
+    def _stored(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(sorted([*self._small, *(self._large[k] for k in values)]))
+
+    @property
+    def without_any(self) -> LossSchedule:
+        """Nothing is computed again."""
+        read = {k for _, step in self._steps for k in step.reads}
+        return LossSchedule(self._stored(read), ((),) * self._num_steps, 0.0, 0.0)
 
     def _require(self, states: _States, values: Sequence[int]) -> None:
         lack = ~states.masks[:, values]
@@ -229,7 +244,7 @@ class ScheduleSearch:
             least = max(least, seconds)
         return least
 
-    @property
+    @functools.cached_property
     def most(self) -> float:
         """Bytes with which nothing is computed again."""
         peak, live = 0.0, set(self._results)
@@ -247,8 +262,7 @@ class ScheduleSearch:
 def _distinct(states: _States) -> _States:
     """Of states with the same values, the fastest."""
     order = np.lexsort((states.seconds, -states.keys))
-    keys = states.keys[order]
-    return states.take(order[np.concatenate([[True], keys[1:] != keys[:-1]])])
+    return states.take(order[np.diff(states.keys[order], prepend=-1) != 0])
 
 
 def _some(states: _States, most: int, num_sizes: int) -> _States:
