@@ -79,14 +79,7 @@ class PlannableLoss:
         except NameError as error:
             raise ValueError(f"a loss with collectives is not planned: {error}.") from error
         self.out_treedef: Any = self.graph.out_treedef
-        self._check()
-
-    def _call(self, inputs: list[Any]) -> Any:
-        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
-
-    def _check(self) -> None:
-        graph = self.graph
-        first = graph.types[graph.outputs[0]] if graph.outputs else None
+        first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
         if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
             raise ValueError(
                 f"the loss, the first result, must be a real number, but it is "
@@ -94,7 +87,10 @@ class PlannableLoss:
             )
         if not any(self.trained):
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
-        check_pure(graph)
+        check_pure(self.graph)
+
+    def _call(self, inputs: list[Any]) -> Any:
+        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -152,15 +148,6 @@ class PlannableLoss:
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self.graph.outputs]
 
-    def of_layers(self, length: int, count: int) -> "PlannableLoss":
-        """The same with stacked parameters of fewer layers."""
-
-        def shortened(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (length,) else t
-
-        params, batch = self.types
-        return PlannableLoss(self.loss_fn, jax.tree.map(shortened, params), batch, self.device)
-
     @property
     def shards(self) -> int:
         """Devices that share the batch, and with it each value."""
@@ -207,11 +194,9 @@ class LossSearch:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
-            results = [k for k in range(joint.forward) if joint.returns(k)]
             # Two searches: none of the states without copies is left out for one with them.
             for own in (None, link) if link and form is forms[0] else (None,):
-                search = ScheduleSearch(joint.values(own), joint.steps(), results)
-                self._searches.append((form, joint, search))
+                self._searches.append((form, joint, joint.search(own)))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
@@ -287,21 +272,25 @@ class LossSearch:
         stacked = num_bytes([t for t in loss.leaves if t.shape[:1] == (length,)])
         fit = int(_COMPILED * self._kind.memory * length / (2 * stacked)) if self._kind else 0
         more = min(length - 1, max(fit, 4))
-        few, nbytes = max(3, more // 2), []
+        few = max(3, more // 2)
         if form.segments or few >= more:
             return math.inf
+
+        def nbytes(count: int) -> float:
+            def shortened(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (length,) else t
+
+            params, batch = loss.types
+            types = jax.tree.map(shortened, params), batch
+            short = PlannableLoss(loss.loss_fn, *types, loss.device)
+            short.loops_of(self._kind, bool(form.host))
+            run = functools.partial(short.fn, loops=form)
+            return step_temporaries(lambda *args: run(short.inputs_of(*args)), *types, loss.device)
+
         try:
-            for count in few, more:
-                short = loss.of_layers(length, count)
-                short.loops_of(self._kind, bool(form.host))
-
-                def run(params: Tree, batch: Batch, short: PlannableLoss = short) -> Any:
-                    return short.fn(short.inputs_of(params, batch), form)
-
-                nbytes.append(step_temporaries(run, *short.types, loss.device))
+            low, high = nbytes(few), nbytes(more)
         except (TypeError, ValueError):  # not of other lengths
             return math.inf
-        low, high = nbytes
         return low + (high - low) * (length - few) / (more - few) if high < math.inf else math.inf
 
     def fastest(self, budget: float) -> LossPlan:
@@ -331,29 +320,29 @@ class LossSearch:
     def _in_order(self, budget: float) -> LossPlan | None:
         best: LossPlan | None = None
         # Bytes that are planned are not those of programs: from above and below.
-        fits, fails, before = 0.0, self.most * 1.01, len(self._known)
+        low, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
         for _ in range(4 * _MOST_PROGRAMS):  # most guesses are programs that are known
             if len(self._known) - before >= _MOST_PROGRAMS:
                 break
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
-                planned = max(self.least, fits)
+                planned = low = max(low, self.least)
                 few = functools.partial(self.compiled, states=_FEW_STATES)
                 plan = self.compiled(planned, budget) or few(planned, budget)
             assert plan is not None
             if plan.peak > budget:
                 fails = min(fails, planned)
             else:
-                fits = max(fits, planned)
+                low = max(low, planned)
                 if best is None or plan.work.seconds < best.work.seconds:
                     best = plan
                 if plan.peak >= _FITS * budget or plan.extra_time <= 0:
                     break
             planned += _AIM * budget - plan.peak
-            if not fits < planned < fails:
-                planned = (max(fits, self.least) + fails) / 2
-            if fails - fits < 0.01 * budget or fails <= self.least:
+            if not low < planned < fails:
+                planned = (low + fails) / 2
+            if fails - low < 0.01 * budget:
                 break
         return best
 

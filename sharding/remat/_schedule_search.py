@@ -8,7 +8,7 @@ Instead, the forward pass may copy a value to the host, from where it is fetched
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
