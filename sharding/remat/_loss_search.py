@@ -22,7 +22,7 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_model import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
-from sharding.remat._loss_plan import LossPlan
+from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
@@ -217,7 +217,6 @@ class LossSearch:
         flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
         copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
         least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
-        seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
         return LossPlan(
             peak=planned,
             saved=sum(joint.nodes[k].nbytes for k in found.stored),
@@ -227,7 +226,7 @@ class LossSearch:
             plain=self._plain,
             loss_fn=self._loss.loss_fn,
             loops=form,
-            at_least=max(0.0, least / seconds),
+            at_least=max(0.0, ratio(least, self._plain.seconds)),
             _loss=self._loss,
             _graph=joint,
             _schedule=found,
@@ -235,12 +234,11 @@ class LossSearch:
 
     def _forms(self) -> list[LossPlan]:
         """Each form of the loops as the compiler orders it, the fastest first."""
-        coarse = {form: (joint, search.without_any) for form, joint, search in self._searches}
-        plans = [
-            self._plan_of(form, joint, found._replace(again=()), math.inf)
-            for form, (joint, found) in coarse.items()
-        ]
-        return sorted(plans, key=lambda plan: plan.work.seconds)
+        plans = {  # the last graph of each
+            form: self._plan_of(form, joint, search.in_any_order, math.inf)
+            for form, joint, search in self._searches
+        }
+        return sorted(plans.values(), key=lambda plan: plan.work.seconds)
 
     def compiled(
         self, planned: float, budget: float | None = None, states: int | None = None
@@ -375,14 +373,10 @@ class LossSearch:
 
 def _no_plan_fits(budget: float, least: float) -> ValueError:
     """An error with the least bytes that fit, all digits of them: a budget that does."""
-    if least == math.inf:
-        return ValueError(
-            f"no plan fits {size(budget)}, nor the memory of the device (docs: how_to/recompute)."
-        )
-    return ValueError(
-        f"no plan fits {size(budget)}: this loss needs {size(least)} at least, "
-        f"{math.ceil(least):,} bytes (docs: how_to/recompute)."
-    )
+    found = ", nor the memory of the device"
+    if least < math.inf:
+        found = f": this loss needs {size(least)} at least, {math.ceil(least):,} bytes"
+    return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
 
 
 def _unbeaten(plans: Iterable[LossPlan]) -> list[LossPlan]:

@@ -41,7 +41,8 @@ class Step(NamedTuple):
 
 class LossSchedule(NamedTuple):
     stored: tuple[int, ...]  # values that the forward pass leaves
-    # For each step, in order, what is computed again in front of it; ~k: k is fetched.
+    # For each step, in order, what is computed again in front of it; ~k: k is fetched. () if steps
+    # are as the compiler orders them.
     again: tuple[tuple[int, ...], ...]
     seconds: float  # of all that
     at_least: float  # seconds that any schedule takes: those of this one if it is optimal
@@ -55,7 +56,7 @@ class _States:
         self.numbers = numbers  # [states, 5]
         self.nbytes, self.keys = numbers[:, 0], numbers[:, 1]  # sums over the values; keys differ
         self.seconds = numbers[:, 2]  # of what is computed again or fetched from here on
-        self.last = numbers[:, 3]  # where all that ends in a trace
+        self.last = numbers[:, 3]  # the number of the last of that in ``find``
         self.stored = numbers[:, 4]  # the number of the set that the forward pass leaves
 
     def __len__(self) -> int:
@@ -70,21 +71,6 @@ class _States:
     def joined(self, other: "_States") -> "_States":
         masks = np.concatenate([self.masks, other.masks])
         return _States(masks, np.concatenate([self.numbers, other.numbers]))
-
-
-class _Trace(list[tuple[int, int, np.ndarray]]):
-    """What was computed again, or fetched, on the way to each state: step, value, what before."""
-
-    def add(self, states: _States, step: int, value: int, seconds: float) -> None:
-        self.append((step, value, states.last.copy()))
-        states.seconds += seconds
-        states.last[:] = np.arange(len(states)) + (len(self) << 32)
-
-    def read(self, last: int) -> Iterator[tuple[int, int]]:
-        while last:
-            step, value, before = self[(last >> 32) - 1]
-            yield step, value
-            last = int(before[last & 0xFFFFFFFF])
 
 
 class ScheduleSearch:
@@ -133,21 +119,25 @@ class ScheduleSearch:
     ) -> LossSchedule | None:
         """None if no schedule of less than ``bound`` seconds is found, with ``most`` states."""
         if budget >= self.most and bound > 0:
-            return self.without_any
+            return self.in_any_order._replace(again=((),) * self._num_steps)
         own = min(_MOST_STATES, _WORK // max(1, self._count))
         # A given number of states is to find few bytes: those of the most are left out.
         most, sizes = most or own, _SIZES if most else min(_SIZES, own)
         limit, exact = budget - self._fixed, self._count <= _FEW
-        room = 1
-        trace = _Trace()
         states = _States(np.zeros((1, len(self._values)), bool), np.zeros((1, 5)))
+        room, done = 1, list[tuple[int, int, np.ndarray]]()  # step, value, the last before
+
+        def do(states: _States, t: int, k: int, seconds: float) -> None:
+            done.append((t, k, states.last.copy()))
+            states.seconds += seconds
+            states.last[:] = np.arange(len(states)) + (len(done) << 32)
 
         def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
             for k in reads:
                 if self._values[k].fetch < math.inf:
                     new = states.where(states.masks[:, k])
                     self._remove(new, k)
-                    trace.add(new, t, ~k, self._values[k].fetch)
+                    do(new, t, ~k, self._values[k].fetch)
                     states = joined(states, new)
             return states
 
@@ -174,7 +164,7 @@ class ScheduleSearch:
                 new = self._compute(states, k, limit - step.before)
                 if len(new):
                     used.update(value.reads)
-                    trace.add(new, t, k, value.seconds)
+                    do(new, t, k, value.seconds)
                     states = joined(states, with_fetched(new, t, value.reads))
         states = states.where(states.seconds < bound)
         # The forward pass computes all.
@@ -185,23 +175,25 @@ class ScheduleSearch:
             states = states.where(~states.masks[:, k]).joined(self._compute(states, k, limit))
         if not len(states):
             return None
-        best = int(np.argmin(states.seconds))
-        seconds, mask = float(states.seconds[best]), masks[int(states.stored[best])]
+        _, _, seconds, last, row = map(float, states.numbers[np.argmin(states.seconds)])
         again: list[list[int]] = [[] for _ in range(self._num_steps)]
-        for t, k in trace.read(int(states.last[best])):
+        while last:
+            part, number = divmod(int(last), 1 << 32)
+            t, k, before = done[part - 1]
             again[t].append(self._large[k] if k >= 0 else ~self._large[~k])
+            last = before[number]
         least = seconds if exact else min(seconds, self._at_least(limit))
-        stored = self._stored(np.flatnonzero(mask))
+        stored = self._stored(np.flatnonzero(masks[int(row)]))
         return LossSchedule(stored, tuple(map(tuple, again)), seconds, least)
 
     def _stored(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted([*self._small, *(self._large[k] for k in values)]))
 
     @property
-    def without_any(self) -> LossSchedule:
-        """Nothing is computed again."""
+    def in_any_order(self) -> LossSchedule:
+        """That which computes nothing again, without steps."""
         read = {k for _, step in self._steps for k in step.reads}
-        return LossSchedule(self._stored(read), ((),) * self._num_steps, 0.0, 0.0)
+        return LossSchedule(self._stored(read), (), 0.0, 0.0)
 
     def _require(self, states: _States, values: Sequence[int]) -> None:
         lack = ~states.masks[:, values]
