@@ -364,11 +364,15 @@ class LossSearch:
     def frontier(self) -> list[LossPlan]:
         """Plans that no other one beats, by ascending bytes."""
         if self._in_loops:
-            return _unbeaten(map(self._measured, self._forms()))
-        planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
-        plans = [self.compiled(each) for each in map(float, planned)]
-        fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
-        return _unbeaten(fastest_first)
+            plans = [*map(self._measured, self._forms())]
+        else:
+            planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
+            plans = [*filter(None, map(self.compiled, map(float, planned)))]
+        kept: list[LossPlan] = []
+        for plan in sorted(plans, key=lambda plan: plan.work.seconds):
+            if plan.peak < (kept[-1].peak if kept else math.inf):
+                kept.append(plan)
+        return kept[::-1]
 
 
 def _no_plan_fits(budget: float, least: float) -> ValueError:
@@ -377,12 +381,3 @@ def _no_plan_fits(budget: float, least: float) -> ValueError:
     if least < math.inf:
         found = f": this loss needs {size(least)} at least, {math.ceil(least):,} bytes"
     return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
-
-
-def _unbeaten(plans: Iterable[LossPlan]) -> list[LossPlan]:
-    """Of plans, the fastest first, those that no faster one beats, by ascending bytes."""
-    kept: list[LossPlan] = []
-    for plan in plans:
-        if plan.peak < (kept[-1].peak if kept else math.inf):
-            kept.append(plan)
-    return kept[::-1]
