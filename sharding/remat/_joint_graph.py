@@ -14,7 +14,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import ANY_DEVICE, Work, work_of_equation
-from sharding.remat._schedule_search import Step, Value
+from sharding.remat._schedule_search import ScheduleSearch, Step, Value
 
 _MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
 _OTHERS = """
@@ -54,6 +54,7 @@ class JointGraph:
       results: values that the loss returns.
       grads: values of the gradients of trained inputs.
       nodes: of the loss, ``forward`` of them, then of the gradient.
+      work: of all nodes.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class JointGraph:
         self._kept = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(outputs)
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
-        self.nodes = [self._node(k, *groups[k], number, kind, shards) for k in groups]
+        self._kind, self._shards = kind or ANY_DEVICE, shards
+        self.nodes = [self._node(k, own, number) for k, own in groups.items()]
         self.forward = sum(not self._is_gradient(self._equations[k]) for k in groups)
+        self.work = sum((node.work for node in self.nodes), Work(0.0, 0.0))
 
     def _is_gradient(self, eqn: Equation) -> bool:
         return any(self.graph.reads[v] for v in eqn.results)
@@ -160,17 +163,9 @@ class JointGraph:
         alone = len(values) == 1 and self._uses[values[0]] == 1 and values[0] in eqn.operands
         return alone and 2 * self._nbytes(last) > self._nbytes(eqn)  # and is no reduction
 
-    def _node(
-        self,
-        last: int,
-        own: set[int],
-        reads: set[int],
-        number: dict[int, int],
-        kind: DeviceKind | None,
-        shards: int,
-    ) -> LossNode:
-        graph, inside = self.graph, 0.0
-        equations = [self._equations[i] for i in sorted(own)]
+    def _node(self, last: int, own: _FusedGroup, number: dict[int, int]) -> LossNode:
+        graph, inside, shards = self.graph, 0.0, self._shards
+        equations = [self._equations[i] for i in sorted(own.equations)]
         made = {v: eqn for eqn in equations for v in eqn.results}
         for eqn in equations:
             inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
@@ -184,18 +179,18 @@ class JointGraph:
         held = _device_bytes([graph.types[v] for v in values if v not in self._returned])
         return LossNode(
             tuple(equations),
-            frozenset(number[k] for k in reads),
+            frozenset(number[k] for k in own.reads),
             values,
             held / shards,
             inside / shards,
-            Work(*(x / shards for x in self._work(equations, values, kind or ANY_DEVICE))),
+            Work(*(x / shards for x in self._work(equations, values))),
             is_fused(eqn),
             not all(map(_is_light, equations)),
         )
 
-    def _work(self, equations: Sequence[Equation], values: Sequence[int], kind: DeviceKind) -> Work:
+    def _work(self, equations: Sequence[Equation], values: Sequence[int]) -> Work:
         """Products by their operations or bytes, the others by what they read and write."""
-        types, work = self.graph.types, Work(0.0, 0.0)
+        types, kind, work = self.graph.types, self._kind, Work(0.0, 0.0)
         near = {v for eqn in equations for v in eqn.results} | self.graph.constants.keys()
         heavy = (eqn for eqn in equations if not _is_light(eqn))
         written = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(values)
@@ -214,21 +209,17 @@ class JointGraph:
             work = work + own
         return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
 
-    @property
-    def work(self) -> Work:
-        """Of the loss and its gradient."""
-        return sum((node.work for node in self.nodes), Work(0.0, 0.0))
-
     def equations(self, ks: Iterable[int]) -> list[Equation]:
         """Of nodes; ~k, which fetches values, has none."""
         return [eqn for k in ks if k >= 0 for eqn in self.nodes[k].equations]
 
-    def returns(self, k: int) -> bool:
-        """Whether the loss returns what a node computes."""
-        return not set(self.results).isdisjoint(self.nodes[k].values)
+    def search(self, host_link: float | None = None) -> ScheduleSearch:
+        """For which of its values are stored; with a link, also in host memory."""
+        given = enumerate(self.nodes[: self.forward])
+        returned = [k for k, node in given if not set(self.results).isdisjoint(node.values)]
+        return ScheduleSearch(self._stored_values(host_link), self._steps(), returned)
 
-    def values(self, host_link: float | None = None) -> list[Value]:
-        """The values of the loss that may be stored; with a link, also in host memory."""
+    def _stored_values(self, host_link: float | None) -> list[Value]:
         types, needed = self.graph.types, self.graph.needed(self.results, self.graph.constants)[0]
         made = {v for eqn in needed for v in eqn.results if not in_host_memory(types[v])}
         made = {v for v in made if jnp.issubdtype(types[v].dtype, jnp.floating)}
@@ -241,7 +232,7 @@ class JointGraph:
             values.append(value)
         return values
 
-    def steps(self) -> list[Step]:
+    def _steps(self) -> list[Step]:
         """The operations of the gradient, and what it holds beside values of the loss."""
         gradient = list(enumerate(self.nodes))[self.forward :]
         last = {k: i for i, node in gradient for k in node.reads if k >= self.forward}

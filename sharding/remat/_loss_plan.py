@@ -205,24 +205,29 @@ class LossPlan:
                 )
         return temporaries
 
-    def tables(self) -> list[Table]:
-        """The table to print."""
+    def __str__(self) -> str:
+        """Bytes and time, and lines of the loss with what is stored of each or computed again."""
+        again, plain = (f"{flops / 1e12:,.2f}" for flops in (self.extra_flops, self.plain.flops))
         rows = [
             ("peak", size(self.peak), f"of {size(self.budget)}"),
             ("saved", size(self.saved), "between forward and backward pass"),
-        ]
-        if self.host:
-            rows.append(("in host memory", size(self.host), ""))
-        again, plain = (f"{flops / 1e12:,.2f}" for flops in (self.extra_flops, self.plain.flops))
-        rows += [
+            *([("in host memory", size(self.host), "")] if self.host else []),
             ("products again", f"{again} TFLOP", f"of {plain}"),
             ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
-            *self.choices(),
+            ("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations"),
         ]
-        return [Table("Activations of one device", ("", "", ""), rows)]
-
-    def __str__(self) -> str:
-        return text_of(self.tables())
+        if self.loops.stored is not None:
+            rows.append(("loops", "again", str(self.loops)))
+        nodes, computed = self._graph.nodes, Counter[str]()
+        for what, ks in ("stores", self._schedule.stored), ("copies", self._copied):
+            nbytes = Counter[str]()
+            for k in ks:
+                nbytes[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
+            rows += [(what, size(n), line) for line, n in nbytes.most_common(_LINES) if n]
+        for ks in self._schedule.again:
+            computed.update(_line(nodes[k].equations[-1]) for k in ks if k >= 0)
+        rows += [("again", str(n), line) for line, n in computed.most_common(_LINES)]
+        return text_of([Table("Activations of one device", ("", "", ""), rows)])
 
     @property
     def summary(self) -> str:
@@ -231,23 +236,6 @@ class LossPlan:
         parts = [f"{again} values"] if again or self._copied else []
         parts += [f"fetches {len(self._copied)}"] if self._copied else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
-
-    def choices(self) -> list[tuple[str, str, str]]:
-        """Lines of the loss, with what is stored of each and what is computed again."""
-        nodes = self._graph.nodes
-        stored, copied, again = Counter[str](), Counter[str](), Counter[str]()
-        for into, ks in (stored, self._schedule.stored), (copied, self._copied):
-            for k in ks:
-                into[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
-        for ks in self._schedule.again:
-            again.update(_line(nodes[k].equations[-1]) for k in ks if k >= 0)
-        rows = [("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations")]
-        if self.loops.stored is not None:
-            rows.append(("loops", "again", str(self.loops)))
-        rows += [("stores", size(n), line) for line, n in stored.most_common(_LINES) if n]
-        rows += [("copies", size(n), line) for line, n in copied.most_common(_LINES)]
-        rows += [("again", str(n), line) for line, n in again.most_common(_LINES)]
-        return rows
 
 
 def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:

@@ -22,7 +22,7 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
-from sharding.remat._loss_plan import LossPlan
+from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
@@ -79,14 +79,7 @@ class PlannableLoss:
         except NameError as error:
             raise ValueError(f"a loss with collectives is not planned: {error}.") from error
         self.out_treedef: Any = self.graph.out_treedef
-        self._check()
-
-    def _call(self, inputs: list[Any]) -> Any:
-        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
-
-    def _check(self) -> None:
-        graph = self.graph
-        first = graph.types[graph.outputs[0]] if graph.outputs else None
+        first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
         if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
             raise ValueError(
                 f"the loss, the first result, must be a real number, but it is "
@@ -94,7 +87,10 @@ class PlannableLoss:
             )
         if not any(self.trained):
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
-        check_pure(graph)
+        check_pure(self.graph)
+
+    def _call(self, inputs: list[Any]) -> Any:
+        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -152,15 +148,6 @@ class PlannableLoss:
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self.graph.outputs]
 
-    def of_layers(self, length: int, count: int) -> "PlannableLoss":
-        """The same with stacked parameters of fewer layers."""
-
-        def shortened(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (length,) else t
-
-        params, batch = self.types
-        return PlannableLoss(self.loss_fn, jax.tree.map(shortened, params), batch, self.device)
-
     @property
     def shards(self) -> int:
         """Devices that share the batch, and with it each value."""
@@ -202,26 +189,26 @@ class LossSearch:
         forms = forms_of(loops)
         self._lengths = {loop.length for loop in loops}
         self._in_loops = in_loops and bool(loops)  # and nowhere else something is computed again
-        for form, fine in [(forms[0], True), *((form, False) for form in forms)]:
+        graphs = [(form, False) for form in forms]
+        for form, fine in graphs if self._in_loops else [(forms[0], True), *graphs]:
             fn = functools.partial(loss.fn, loops=form)
             joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
-            results = [k for k in range(joint.forward) if joint.returns(k)]
             # Two searches: none of the states without copies is left out for one with them.
             for own in (None, link) if link and form is forms[0] else (None,):
-                search = ScheduleSearch(joint.values(own), joint.steps(), results)
-                self._searches.append((form, joint, search))
+                self._searches.append((form, joint, joint.search(own)))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
         self._known: dict[Any, float] = {}  # bytes of programs
 
     def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
-        plans = []
+        best = None
         for form, joint, search in self._searches:
-            if found := search.find(planned, states):
-                plans.append(self._plan_of(form, joint, found, planned))
-        return min(plans, key=lambda plan: plan.work.seconds, default=None)
+            bound = best.work.seconds - joint.work.seconds - form.wait if best else math.inf
+            if bound > 0 and (found := search.find(planned, states, bound)):
+                best = self._plan_of(form, joint, found, planned)
+        return best
 
     def within(self, share: float) -> LossPlan:
         """The fastest plan by its graph within a share of the bytes of storing all, if there is."""
@@ -241,7 +228,6 @@ class LossSearch:
         flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
         copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
         least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
-        seconds = self._plain.seconds or 1.0  # 0 of a loss that computes nothing
         return LossPlan(
             peak=planned,
             saved=sum(joint.nodes[k].nbytes for k in found.stored),
@@ -251,7 +237,7 @@ class LossSearch:
             plain=self._plain,
             loss_fn=self._loss.loss_fn,
             loops=form,
-            at_least=max(0.0, least / seconds),
+            at_least=max(0.0, ratio(least, self._plain.seconds)),
             _loss=self._loss,
             _graph=joint,
             _schedule=found,
@@ -259,11 +245,11 @@ class LossSearch:
 
     def _forms(self) -> list[LossPlan]:
         """Each form of the loops as the compiler orders it, the fastest first."""
-        plans = []
-        for form, joint, search in self._searches[1:]:
-            if found := search.find(math.inf):
-                plans.append(self._plan_of(form, joint, found._replace(again=()), math.inf))
-        return sorted(plans, key=lambda plan: plan.work.seconds)
+        plans = {  # the last graph of each
+            form: self._plan_of(form, joint, search.in_any_order, math.inf)
+            for form, joint, search in self._searches
+        }
+        return sorted(plans.values(), key=lambda plan: plan.work.seconds)
 
     def compiled(
         self, planned: float, budget: float | None = None, states: int | None = None
@@ -295,21 +281,25 @@ class LossSearch:
         stacked = num_bytes([t for t in loss.leaves if t.shape[:1] == (length,)])
         fit = int(_COMPILED * self._kind.memory * length / (2 * stacked)) if self._kind else 0
         more = min(length - 1, max(fit, 4))
-        few, nbytes = max(3, more // 2), []
+        few = max(3, more // 2)
         if form.segments or few >= more:
             return math.inf
+
+        def nbytes(count: int) -> float:
+            def shortened(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (length,) else t
+
+            params, batch = loss.types
+            types = jax.tree.map(shortened, params), batch
+            short = PlannableLoss(loss.loss_fn, *types, loss.device)
+            short.loops_of(self._kind, bool(form.host))
+            run = functools.partial(short.fn, loops=form)
+            return step_temporaries(lambda *args: run(short.inputs_of(*args)), *types, loss.device)
+
         try:
-            for count in few, more:
-                short = loss.of_layers(length, count)
-                short.loops_of(self._kind, bool(form.host))
-
-                def run(params: Tree, batch: Batch, short: PlannableLoss = short) -> Any:
-                    return short.fn(short.inputs_of(params, batch), form)
-
-                nbytes.append(step_temporaries(run, *short.types, loss.device))
+            low, high = nbytes(few), nbytes(more)
         except (TypeError, ValueError):  # not of other lengths
             return math.inf
-        low, high = nbytes
         return low + (high - low) * (length - few) / (more - few) if high < math.inf else math.inf
 
     def fastest(self, budget: float) -> LossPlan:
@@ -339,29 +329,29 @@ class LossSearch:
     def _in_order(self, budget: float) -> LossPlan | None:
         best: LossPlan | None = None
         # Bytes that are planned are not those of programs: from above and below.
-        fits, fails, before = 0.0, self.most * 1.01, len(self._known)
+        low, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
         for _ in range(4 * _MOST_PROGRAMS):  # most guesses are programs that are known
             if len(self._known) - before >= _MOST_PROGRAMS:
                 break
             plan = self.compiled(planned, budget)
             if plan is None:  # fewer than the graph needs
-                planned = max(self.least, fits)
+                planned = low = max(low, self.least)
                 few = functools.partial(self.compiled, states=_FEW_STATES)
                 plan = self.compiled(planned, budget) or few(planned, budget)
             assert plan is not None
             if plan.peak > budget:
                 fails = min(fails, planned)
             else:
-                fits = max(fits, planned)
+                low = max(low, planned)
                 if best is None or plan.work.seconds < best.work.seconds:
                     best = plan
                 if plan.peak >= _FITS * budget or plan.extra_time <= 0:
                     break
             planned += _AIM * budget - plan.peak
-            if not fits < planned < fails:
-                planned = (max(fits, self.least) + fails) / 2
-            if fails - fits < 0.01 * budget or fails <= self.least:
+            if not low < planned < fails:
+                planned = (low + fails) / 2
+            if fails - low < 0.01 * budget:
                 break
         return best
 
@@ -385,29 +375,20 @@ class LossSearch:
     def frontier(self) -> list[LossPlan]:
         """Plans that no other one beats, by ascending bytes."""
         if self._in_loops:
-            return _unbeaten(map(self._measured, self._forms()))
-        planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
-        plans = [self.compiled(each) for each in map(float, planned)]
-        fastest_first = sorted((p for p in plans if p), key=lambda p: p.work.seconds)
-        return _unbeaten(fastest_first)
+            plans = [*map(self._measured, self._forms())]
+        else:
+            planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
+            plans = [*filter(None, map(self.compiled, map(float, planned)))]
+        kept: list[LossPlan] = []
+        for plan in sorted(plans, key=lambda plan: plan.work.seconds):
+            if plan.peak < (kept[-1].peak if kept else math.inf):
+                kept.append(plan)
+        return kept[::-1]
 
 
 def _no_plan_fits(budget: float, least: float) -> ValueError:
     """An error with the least bytes that fit, all digits of them: a budget that does."""
-    if least == math.inf:
-        return ValueError(
-            f"no plan fits {size(budget)}, nor the memory of the device (docs: how_to/recompute)."
-        )
-    return ValueError(
-        f"no plan fits {size(budget)}: this loss needs {size(least)} at least, "
-        f"{math.ceil(least):,} bytes (docs: how_to/recompute)."
-    )
-
-
-def _unbeaten(plans: Iterable[LossPlan]) -> list[LossPlan]:
-    """Of plans, the fastest first, those that no faster one beats, by ascending bytes."""
-    kept: list[LossPlan] = []
-    for plan in plans:
-        if plan.peak < (kept[-1].peak if kept else math.inf):
-            kept.append(plan)
-    return kept[::-1]
+    found = ", nor the memory of the device"
+    if least < math.inf:
+        found = f": this loss needs {size(least)} at least, {math.ceil(least):,} bytes"
+    return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
