@@ -30,8 +30,8 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
 from sharding.plan.model._traced_work import Work, work_of
-from sharding.remat._choose_saved_names import HostCopies, policy_of
 from sharding.remat._joint_graph import in_host_memory
+from sharding.remat._loss_loops import policy_of, wait_of
 from sharding.remat._plan_activations import device_of_target, loss_search
 from sharding.remat._program_bytes import step_temporaries
 
@@ -64,8 +64,8 @@ def by_preset(loss, preset, plain, *args, target):
     graph, forward = found._graph.graph, work_of(loss, *args, kind=kind).seconds
     host = num_bytes([t for t in graph.types if in_host_memory(t)])
     link = kind.host_link if kind else math.inf
-    copies = HostCopies((), link, forward, plain.seconds - forward, hidden=kind and kind.tile)
-    wait = copies.wait(host, found.work.seconds - plain.seconds)
+    beside = (forward, found.work.seconds - forward) if kind and kind.tile else (0.0, 0.0)
+    wait = wait_of(host / link, *beside)
     return dataclasses.replace(found, work=found.work + Work(0.0, wait), plain=plain, host=host)
 
 

@@ -1,49 +1,60 @@
 """The loops of a loss, as stacks of layers: what each layer stores for its backward pass."""
 
 import functools
-import heapq
+import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
-from optax_ext.traced_graph import Equation, Graph, bind
+from optax_ext.traced_graph import REDUCTIONS, Equation, Graph, bind
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_work import work_of_equation
-from sharding.remat._choose_saved_names import (
-    HostCopies,
-    SavedNames,
-    TracedBlock,
-    evenly,
-    host_copies,
-    policy_of,
-    unbeaten_choices,
-)
+from sharding.plan.model._traced_work import work_of, work_of_equation
 from sharding.remat._joint_graph import is_fused
 from sharding.step._layer_hooks import scan_sizes
 
 INPUT = "block_input"  # the name that is given to what a layer gets
-_MOST_NAMES = 9  # of a layer's values, whose choices are compared
-_FORMS, _SEGMENTED = 12, 3  # choices of all loops, and of those with segments
-
+_FORMS, _SEGMENTED = 13, 3  # choices of all loops, and of those with segments
+_CHOICES, _STATES = 50, 200  # of a loop, from which a search goes on
 
 Offload = bool | Collection[str]  # whether values may be copied to host memory, or their names
+Names = tuple[str, ...]
+
+
+def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callable[..., Any]:
+    """What ``jax.checkpoint`` stores: some values on the device, some in host memory."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def wait_of(copy: float, forward: float, backward: float) -> float:
+    """Seconds by which copies, one way, outlast the passes that they run beside."""
+    return max(0.0, copy - forward) + max(0.0, copy - backward)
 
 
 class LoopForm(NamedTuple):
     """What the layers of each loop store; what they do not is computed again."""
 
-    stored: tuple[tuple[str, ...], ...] | None = None  # names of values, by loop; None: all
-    offloaded: tuple[tuple[str, ...], ...] = ()  # of those that are copied to host memory
+    stored: tuple[Names, ...] | None = None  # names of values, by loop; None: all
+    offloaded: tuple[Names, ...] = ()  # of others, which are copied to host memory
     host: float = 0.0  # bytes that these take
     wait: float = 0.0  # seconds by which copies outlast layers
+    nbytes: float = 0.0  # that layers store on the device
+    seconds: float = 0.0  # of what runs again, by a model of the device, and of the wait
     segments: bool = False  # of layers, each computed again as a whole
 
     def __str__(self) -> str:
@@ -61,170 +72,184 @@ class Loop:
     """A scan whose layers are computed again, as far as their values are not stored.
 
     Values have the names that the loss gives them, or, if their operations are not fused, the
-    operation and the line where it is written.
+    operation and the line where it is written; a number follows a name that others have, too.
     """
 
     def __init__(self, eqn: Equation, kind: DeviceKind | None, offload: Offload = False):
-        self._options, self._body = eqn.params, jaxpr_as_fun(eqn.params["jaxpr"])
+        self._kind, self._reverse = kind, eqn.params["reverse"]
         num_consts, num_carry = scan_sizes(eqn.params)
         self._ends = num_consts, num_consts + num_carry
-        self.length = int(eqn.params["length"])
-        self._inner = _inner_length(self.length)
-        own = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in eqn.params["jaxpr"].in_avals]
-        self._graph = Graph(lambda args: self._body(*args), own, [False] * len(own), exact=True)
-        self._names = self._named(kind)
-        consts, carry, x = self._split(own)
+        self.length = n = int(eqn.params["length"])
+        self.inner = max(i for i in range(1, math.isqrt(n) + 1) if n % i == 0)  # of a segment
+        run, types = jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["jaxpr"].in_avals
+        self._types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        deferred = [False] * len(types)
+        self._layer = Graph(lambda args: run(*args), self._types, deferred, exact=True)
+        self._names = self._named()
 
-        def layer(params: Any, carry: Any) -> Any:
-            outs = self._layer(*params[0], *carry, *params[1])
-            return [x for x in outs if jnp.issubdtype(x.dtype, jnp.inexact)]
+        def residuals(args: list[Any]) -> list[Any]:
+            arrays = jax.tree.leaves(jax.vjp(self._differentiated, args)[1])
+            return [x for x in arrays if hasattr(x, "dtype")]
 
-        block = TracedBlock.of(layer, (consts, x), carry, kind)
-        spared = {name: block.again([])[0] - block.again([name])[0] for name in block.values}
-        self._block = block.only(heapq.nlargest(_MOST_NAMES, spared, key=lambda name: spared[name]))
-        self._input = num_bytes([t for t in carry if jnp.issubdtype(t.dtype, jnp.floating)])
-        self.choices = self._choices(None)
-        if offload and kind:
-            names = self._block.values if offload is True else offload
-            works = self._block.forward, self._block.step
-            for nbytes in (0, self._input) if offload is True or INPUT in names else (0,):
-                self.choices += self._choices(host_copies(kind, names, *works, nbytes))
+        self._graph = Graph(residuals, self._types, deferred)
+        self.names = [*filter(None, map(_name_of, self._graph.equations))]
+        asked = {*self.names} if offload is True else {*(offload or ())}
+        self._moved = {n for n in self.names if kind and {n, n.partition(" #")[0]} & asked}
 
-    def _choices(self, host: HostCopies | None) -> list[SavedNames]:
-        """Of all layers: bytes and seconds are theirs together, with those of their inputs."""
-        moved = host.input_bytes if host else 0
-        return [
-            SavedNames(
-                each.names,
-                self.length * (each.nbytes + self._input - moved),
-                self.length * each.seconds,
-                (*each.offloaded, *([INPUT] if moved else [])),
-                self.length * (each.host_bytes + moved),
-            )
-            for each in self._block.frontier(host)
-        ]
-
-    def wait(self, choice: SavedNames) -> float:
-        """Seconds by which the copies of a choice outlast the layers."""
-        names = (*choice.names, *(name for name in choice.offloaded if name != INPUT))
-        return choice.seconds - self.length * self._block.again(names)[0]
-
-    @property
-    def names(self) -> list[str]:
-        """Of values that layers may store."""
-        return list(self._block.values)
-
-    @property
-    def has_segments(self) -> bool:
-        return self._inner > 1
-
-    def _split(self, values: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Constants of all layers, what the first one gets, and what each gets by itself."""
-        first, second = self._ends
-        return list(values[:first]), list(values[first:second]), list(values[second:])
-
-    def _named(self, kind: DeviceKind | None) -> dict[int, str]:
-        """Names of values, by the operations that make them."""
-        graph, seconds = self._graph, dict[int, float]()
-        already = {v for e in graph.equations if e.primitive.name == "name" for v in e.operands}
-        for i, eqn in enumerate(graph.equations):
-            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
-            is_float = jnp.issubdtype(results[0].dtype, jnp.floating) if results else False
-            if is_float and already.isdisjoint(eqn.results) and not is_fused(eqn):
-                seconds[i] = work_of_equation(eqn, operands, results, kind).seconds
-        most = max(0, _MOST_NAMES - len(already))
-        names = dict[int, str]()
-        for i in sorted(sorted(seconds, key=lambda i: seconds[i], reverse=True)[:most]):
-            eqn = graph.equations[i]
-            name = f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
-            count = sum(known.partition(" #")[0] == name for known in names.values())
-            names[i] = f"{name} #{count + 1}" if count else name
+    def _named(self) -> dict[int, str]:
+        """Names of values of a layer."""
+        graph, counts = self._layer, Counter[str]()
+        floating = {v for v, t in enumerate(graph.types) if jnp.issubdtype(t.dtype, jnp.floating)}
+        names = {v: INPUT for v in range(*self._ends) if v in floating}
+        known = {v for eqn in graph.equations if _name_of(eqn) for v in eqn.operands}
+        for eqn in graph.equations:
+            name, values = _name_of(eqn), floating.intersection(eqn.results) - known
+            if name:  # from where it is computed on
+                values = {v if v in graph.producer else eqn.results[0] for v in eqn.operands}
+            elif is_fused(eqn) or eqn.primitive.name in ("split", *REDUCTIONS):
+                continue
+            name = name or f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+            for v in sorted(values):
+                counts[name] += 1
+                names[v] = f"{name} #{counts[name]}" if counts[name] > 1 else name
         return names
 
-    def _layer(self, *args: Any) -> list[Any]:
-        values = self._graph.constants | dict(enumerate(args))
-        for i, eqn in enumerate(self._graph.equations):
-            outs = bind(eqn, [values[v] for v in eqn.operands])
-            if i in self._names:
-                outs = [checkpoint_name(out, self._names[i]) for out in outs]
-            values |= zip(eqn.results, outs, strict=True)
-        return [values[v] for v in self._graph.outputs]
+    def _run_layer(self, *args: Any) -> list[Any]:
+        def named(vs: Iterable[int], xs: Iterable[Any]) -> dict[int, Any]:
+            pairs, own = zip(vs, xs, strict=True), self._names
+            return {v: checkpoint_name(x, own[v]) if v in own else x for v, x in pairs}
+
+        values = self._layer.constants | named(range(len(args)), args)
+        for eqn in self._layer.equations:
+            operands = [values[v] for v in eqn.operands]
+            values |= named(eqn.results, operands if _name_of(eqn) else bind(eqn, operands))
+        return [values[v] for v in self._layer.outputs]
+
+    def _differentiated(self, args: Sequence[Any]) -> list[Any]:
+        return [x for x in self._run_layer(*args) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def _passes(self) -> tuple[float, float]:
+        """Seconds of the passes beside which copies run: all layers forward, and backward."""
+        # XLA's default for GPUs is no schedule that hides copies: on an H200 all of them were
+        # waited for (benchmarks/results/activation_time.md).
+        if not self._moved or not self._kind or self._kind.tile is None:
+            return 0.0, 0.0
+
+        def step(args: Any, cotangents: Any) -> Any:
+            outs, vjp = jax.vjp(self._differentiated, args)
+            return outs, [x for x in vjp(cotangents)[0] if x.dtype != jax.dtypes.float0]
+
+        outs = jax.eval_shape(self._differentiated, self._types)
+        forward = work_of(self._differentiated, self._types, kind=self._kind)
+        backward = work_of(step, self._types, outs, kind=self._kind) - forward
+        return self.length * forward.seconds, self.length * backward.seconds
+
+    @functools.cached_property
+    def forms(self) -> list[LoopForm]:
+        """Those of this loop alone that take the least time for their bytes, by ascending bytes.
+
+        From the last operation to the first: a value that is read is stored, copied to the host, or
+        computed again, which reads others. Of equal values that are still read, and about as many
+        bytes on the host, the choices go on that no other one beats.
+        """
+        graph, fixed = self._graph, 0.0
+        always = set(graph.outputs)  # are read, whatever is stored
+        states: dict[Any, list[Any]] = {(frozenset(), ""): [LoopForm((), ())]}
+        for eqn in reversed(graph.equations):
+            operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+            seconds = self.length * work_of_equation(eqn, operands, results, self._kind).seconds
+            name, nbytes = _name_of(eqn), self.length * num_bytes(results)
+            reads = graph.producer.keys() & eqn.operands
+            needed = name == INPUT or not always.isdisjoint(eqn.results)
+            if needed and not name:
+                always |= reads
+                fixed, seconds = fixed + seconds, 0.0
+            again, stored = reads - always, () if name == INPUT else (name,)
+            ways: tuple[tuple[bool, set[int], tuple[Any, ...]], ...] = (
+                (name != "", set(), (stored, (), 0, 0, nbytes, 0)),
+                (name in self._moved, set(), ((), (name,), nbytes, 0, 0, 0)),
+                (name != INPUT, again, ((), (), 0, 0, 0, seconds)),
+            )
+            after = defaultdict[Any, list[Any]](list)
+            for (read, host), forms in states.items():
+                rest = read.difference(eqn.results)
+                if not needed and rest == read:
+                    after[read, host] += forms
+                elif not name and not seconds:
+                    after[rest | again, host] += forms
+                else:
+                    for possible, more, change in ways:
+                        for form in (_both(change, form) for form in forms if possible):
+                            after[rest | more, f"{form.host:.2g}"].append(form)
+            best = [(key, _worth_a_try(forms, _CHOICES)) for key, forms in after.items()]
+            best.sort(key=lambda pair: -pair[1][0].nbytes)  # names of the loss first
+            kept = np.linspace(0, len(best) - 1, min(len(best), _STATES), dtype=int)
+            states = dict(best[i] for i in kept)
+        link = (self._kind and self._kind.host_link) or math.inf
+        (forward, backward), found = self._passes(), []
+        for form in itertools.chain(*states.values()):
+            spent = fixed + form.seconds
+            wait = wait_of(form.host / link, forward, backward and backward + spent)
+            times = wait, form.nbytes, spent + wait
+            found.append(LoopForm((form.stored,), (form.offloaded,), form.host, *times))
+        return _worth_a_try(found, _CHOICES)
 
     def run(
-        self,
-        operands: Sequence[Any],
-        stored: Sequence[str],
-        offloaded: Sequence[str],
-        segments: bool,
+        self, operands: Sequence[Any], stored: Names, offloaded: Names, segments: bool
     ) -> list[Any]:
         """The scan, whose layers store values of these names."""
-        consts, init, xs = self._split(operands)
-
-        def named(*args: Any) -> list[Any]:
-            consts, carry, x = self._split(args)
-            carry = list(map(_with_name, carry)) if INPUT in offloaded else carry
-            return self._layer(*consts, *carry, *x)
-
+        first, second = self._ends
         # A loop separates what runs again from its first run without barriers.
-        policy = policy_of(stored, offloaded)
-        layer = jax.checkpoint(named, policy=policy, prevent_cse=False)
+        checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
+        layer = checkpoint(self._run_layer, policy=policy_of(stored, offloaded))
 
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = layer(*consts, *carry, *x)
+            out = layer(*operands[:first], *carry, *x)
             return out[: len(carry)], out[len(carry) :]
 
-        inner = self._inner if segments else 1
-        lengths = (self.length // inner, inner)[: min(inner, 2)]
-        carry, outs = _scan_in(step, init, xs, lengths, self._options["reverse"])
-        return [*carry, *outs]
+        scan = functools.partial(lax.scan, reverse=self._reverse)
+        init, xs = list(operands[first:second]), list(operands[second:])
+        if not segments or self.inner == 1:
+            carry, outs = scan(step, init, xs, length=self.length)
+            return [*carry, *outs]
+        shape = self.length // self.inner, self.inner
+        parts = [x.reshape(*shape, *x.shape[1:]) for x in xs]
+        segment = checkpoint(functools.partial(scan, step, length=self.inner))
+        carry, outs = scan(segment, init, parts, length=shape[0])
+        return [*carry, *(x.reshape(self.length, *x.shape[2:]) for x in outs)]
 
 
-def _with_name(x: jax.Array) -> jax.Array:
-    # Only a name within the loop's body lets its carry be offloaded.
-    return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _name_of(eqn: Equation) -> str:
+    """What ``checkpoint_name`` gives; empty for other operations."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else ""
 
 
-def _scan_in(
-    step: Callable[..., Any], carry: Any, xs: Any, lengths: Sequence[int], reverse: bool = False
-) -> tuple[Any, Any]:
-    """A scan; of an outer and an inner length a scan over scans, each of which runs again."""
-    scan = functools.partial(lax.scan, reverse=reverse)
-    if len(lengths) == 1:
-        return scan(step, carry, xs, length=lengths[0])
-    outer, inner = lengths
-    segment = functools.partial(scan, step, length=inner)
-    parts = jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), xs)
-    carry, outs = scan(jax.checkpoint(segment, prevent_cse=False), carry, parts, length=outer)
-    return carry, jax.tree.map(lambda x: x.reshape(outer * inner, *x.shape[2:]), outs)
+def _both(one: Sequence[Any], other: Sequence[Any]) -> LoopForm:
+    return LoopForm(*map(operator.add, one[:6], other[:6]))
 
 
-def _inner_length(length: int) -> int:
-    """Of segments; 1 if there are none of equal length."""
-    return next(i for i in range(math.isqrt(length), 0, -1) if length % i == 0)
+def _worth_a_try(forms: Iterable[LoopForm], most: int) -> list[LoopForm]:
+    """Forms that no other one beats, by ascending bytes; of many, those that matter most."""
+    kept = list[LoopForm]()
+    for form in sorted(forms, key=lambda form: (form.nbytes, np.float32(form.seconds))):
+        if not kept or form.seconds < (1 - 1e-6) * kept[-1].seconds:
+            kept.append(form)
+    while len(kept) > most:  # how much slower the budgets get that lose one
+        lost = [
+            (fewer.seconds - form.seconds) * (1 - form.nbytes / more.nbytes)
+            for fewer, form, more in zip(kept, kept[1:], kept[2:], strict=False)
+        ]
+        del kept[1 + lost.index(min(lost))]
+    return kept
 
 
 def forms_of(loops: Sequence[Loop]) -> list[LoopForm]:
     """Forms of the loops of a loss that are worth a try: the first stores all."""
-    if not loops:
-        return [LoopForm()]
-    # By loop: names, those that are offloaded, and how long copies are waited for.
-    ways = [SavedNames((), 0, 0.0)]
+    ways = [LoopForm((), ())]
     for loop in loops:
-        joined = [
-            SavedNames(
-                (*way.names, (own.names, own.offloaded, loop.wait(own))),
-                *(way.nbytes + own.nbytes, way.seconds + own.seconds),
-                host_bytes=way.host_bytes + own.host_bytes,
-            )
-            for way in ways
-            for own in loop.choices
-        ]
-        ways = evenly(unbeaten_choices(joined), 2 * _FORMS)
-    forms = [LoopForm()]
-    for way in evenly(ways, _FORMS):
-        stored, offloaded, waits = zip(*way.names, strict=True)
-        forms.append(LoopForm(stored, offloaded, way.host_bytes, sum(waits)))
-    if any(loop.has_segments for loop in loops):
-        whole = [form for form in forms[1:] if not form.host]
-        forms += [form._replace(segments=True) for form in evenly(whole, _SEGMENTED)]
-    return forms
+        ways = _worth_a_try((_both(w, own) for w in ways for own in loop.forms), 2 * _FORMS)
+    forms = _worth_a_try(ways, _FORMS) if loops else []
+    if any(loop.inner > 1 for loop in loops):
+        whole = _worth_a_try((form for form in forms if not form.host), _SEGMENTED)
+        forms += [form._replace(segments=True) for form in whole]
+    return [LoopForm(), *forms]

@@ -21,7 +21,7 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
-from sharding.remat._loss_loops import INPUT, Loop, LoopForm, Offload, forms_of
+from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
@@ -179,7 +179,7 @@ class LossSearch:
         inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
-        known = {INPUT, *(name for loop in loops for name in loop.names)}
+        known = {name for loop in loops for name in loop.names}
         # XLA fetches what is not in loops one by one on GPUs, on TPUs all at once.
         link = kind.host_link if kind and not kind.tile and offload is True else None
         named = offload is True or not known.isdisjoint(offload or ())

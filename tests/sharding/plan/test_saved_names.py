@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import OPERATIONS, layer_work
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder, saved_elements
-from sharding.remat._choose_saved_names import TracedBlock
+from sharding.plan.model._traced_work import stored_by, work_of
 
 LENGTH = 48
 LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH, head_dim=24)  # heads wider than the model
@@ -16,18 +17,25 @@ GPT2 = Decoder(2, 64, 4, 4, 256, 128, LENGTH, gated=False, tied=True, biased=Tru
 SAVED = [*((LLAMA, name) for name in (*PARTLY[::2], "full")), (GPT2, "save_out_proj")]
 
 
-def traced(model, batch=3):
-    (layer,) = dataclasses.replace(model, layers=1, scan=False).abstract(jnp.bfloat16)["layers"]
-    x = jax.ShapeDtypeStruct((batch, LENGTH, model.width), jnp.bfloat16)
-    return TracedBlock.of(model.apply_layer, layer, x, None)
+def work_of_step(fn, params, x):
+    def step(params, x, cotangent):
+        y, vjp = jax.vjp(fn, params, x)
+        return y, vjp(cotangent)
+
+    return work_of(step, params, x, jax.eval_shape(fn, params, x), kind=None)
 
 
 @pytest.mark.parametrize(("model", "name"), SAVED)
 def test_it_is_what_jax_stores_and_computes_again(model, name):
-    block, tokens = traced(model), 3 * LENGTH
-    names = [each for each in PRESETS[name][0] if each in block.values]
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    again = block.step_of(jax.checkpoint(block.fn, policy=policy)) - block.step
+    one = dataclasses.replace(model, layers=1, scan=False)
+    (params,), run = one.abstract(jnp.bfloat16)["layers"], model.apply_layer
+    x = jax.ShapeDtypeStruct((3, LENGTH, model.width), jnp.bfloat16)
+    policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[name][0])
+    saving, full = jax.checkpoint(run, policy=policy), jax.checkpoint(run)
+    again = work_of_step(saving, params, x) - work_of_step(run, params, x)
     work = layer_work(model, OPERATIONS, microbatch=3, ideal=True)
     assert again.flops == work.again(name).matmul
-    assert sum(block.again(names)[1].values()) == 2 * tokens * saved_elements(model, name)
+    stored, inputs = (
+        num_bytes([t for t in stored_by(fn, params, x) if t.ndim == 3]) for fn in (saving, full)
+    )
+    assert stored - inputs == 2 * x.size // model.width * saved_elements(model, name)
