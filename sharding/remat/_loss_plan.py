@@ -110,13 +110,9 @@ class LossPlan:
         """Runs the steps, and in front of each what it needs again."""
         joint, graph = self._graph, self._graph.graph
         given = dict(enumerate(inputs))
-        values = dict(stored)  # of the loss
-        grads = {joint.seed: seed}  # of the gradient
-        order = [
-            k
-            for step, again in enumerate(self._schedule.again)
-            for k in (*again, joint.forward + step)
-        ]
+        values = given | stored | {joint.seed: seed}
+        steps = enumerate(self._schedule.again, joint.forward)
+        order = [k for step, again in steps for k in (*again, step)]
         on_cpu = self._loss.device.platform == "cpu"
         groups = _groups(joint, _late(joint, order), on_cpu)
         # XLA writes a result in the place of what it reads, but not through a barrier.
@@ -125,41 +121,40 @@ class LossPlan:
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for eqn in joint.equations(order) for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
-        after = {v: stored[v] for v in last[-_LAST:]} or dict(grads)
+        after = {v: stored[v] for v in last[-_LAST:]} or {joint.seed: seed}
 
         def run(group: list[int], own: set[int], later: set[int]) -> None:
             nonlocal after
             equations = joint.equations(group)
-            made = {v: k for k in group for v in joint.nodes[k].values if v in later}
-            read, own_results = set[int](), set[int]()
+            read, made = set[int](), set[int]()
             for eqn in equations:  # some values are computed again behind what reads them
-                read.update(v for v in eqn.operands if v not in own_results)
-                own_results.update(eqn.results)
-            held = {v: x for v, x in (given | values).items() if v in read}
+                read.update(v for v in eqn.operands if v not in made)
+                made.update(eqn.results)
+            waits = read.difference(*(joint.nodes[i].values for i in own))
+            waits = {v for v in waits if not in_host_memory(graph.types[v])}
+            # Cotangents are fused with what reads them: they do not wait.
+            held = {v: x for v, x in values.items() if v in waits and not graph.reads[v]}
             # The zeros of a scatter are made when it needs them.
             for eqn in equations:
                 if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
-            free = {v: held.pop(v) for i in own for v in joint.nodes[i].values if v in held}
-            free |= {v: held.pop(v) for v in [*held] if in_host_memory(graph.types[v])}
-            if not on_cpu:  # cotangents are fused with what reads them: they do not wait
+            if not on_cpu:
                 held, done = lax.optimization_barrier((held, after))
                 for v in done.keys() - read - places:
-                    (values if v in values else grads)[v] = done[v]
+                    values[v] = done[v]
 
             def compute(held: dict[int, Any]) -> dict[int, Any]:
-                known = graph.constants | grads | free | held
+                known = graph.constants | values | held
                 evaluate(equations, known)
-                return {v: known[v] for v in made}
+                return {v: known[v] for k in group for v in joint.nodes[k].values if v in later}
 
             if on_cpu and group[0] < joint.forward:
                 results = _in_branch(compute, held, [*after.values()][-1])
             else:
                 results = compute(held)
             after = results or after
-            for v, k in made.items():
-                (grads if k >= joint.forward else values)[v] = results[v]
+            values.update(results)
 
         for group, *others in groups:
             fetched = [v for k in group if k < 0 for v in joint.nodes[~k].values]
@@ -167,7 +162,7 @@ class LossPlan:
                 there, _ = lax.optimization_barrier(({v: values[~v] for v in fetched}, after))
                 values |= jax.device_put(there, jax.memory.Space.Device)
             run([k for k in group if k >= 0], *others)
-        known = graph.constants | given | grads
+        known = graph.constants | given | {v: values[v] for v in joint.grads if graph.reads[v]}
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
 

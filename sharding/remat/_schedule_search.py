@@ -122,6 +122,7 @@ class ScheduleSearch:
             return self.in_any_order._replace(again=((),) * self._num_steps)
         own = min(_MOST_STATES, _WORK // max(1, self._count))
         # A given number of states is to find few bytes: those of the most are left out.
+        growth = 1 if most else 2  # of the number of states before some are left out
         most, sizes = most or own, _SIZES if most else min(_SIZES, own)
         limit, exact = budget - self._fixed, self._count <= _FEW
         states = _States(np.zeros((1, len(self._values)), bool), np.zeros((1, 5)))
@@ -148,7 +149,7 @@ class ScheduleSearch:
                 states = _distinct(states.where(states.seconds < bound))
                 exact = exact and len(states) <= most
                 states = _some(states, most, sizes)
-                room = 2 * len(states)
+                room = growth * len(states)
             return states
 
         for t, step in reversed(self._steps):
