@@ -24,7 +24,7 @@ from sharding.remat._joint_graph import is_fused
 from sharding.step._layer_hooks import scan_sizes
 
 INPUT = "block_input"  # the name that is given to what a layer gets
-_FORMS, _SEGMENTED = 13, 3  # choices of all loops, and of those with segments
+_FORMS, _SEGMENTED = 18, 3  # choices of all loops, and of those with segments
 _CHOICES, _STATES = 50, 200  # of a loop, from which a search goes on
 
 Offload = bool | Collection[str]  # whether values may be copied to host memory, or their names

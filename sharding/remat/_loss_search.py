@@ -300,7 +300,8 @@ class LossSearch:
             low, high = nbytes(few), nbytes(more)
         except (TypeError, ValueError):  # not of other lengths
             return math.inf
-        return low + (high - low) * (length - few) / (more - few) if high < math.inf else math.inf
+        linear = low <= high < math.inf  # as are not those of a TPU's fast memory
+        return low + (high - low) * (length - few) / (more - few) if linear else math.inf
 
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
