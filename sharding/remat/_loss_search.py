@@ -281,8 +281,7 @@ class LossSearch:
         stacked = num_bytes([t for t in loss.leaves if t.shape[:1] == (length,)])
         fit = int(_COMPILED * self._kind.memory * length / (2 * stacked)) if self._kind else 0
         more = min(length - 1, max(fit, 4))
-        few = max(3, more // 2)
-        if form.segments or few >= more:
+        if form.segments or more <= 3:
             return math.inf
 
         def nbytes(count: int) -> float:
@@ -297,7 +296,9 @@ class LossSearch:
             return step_temporaries(lambda *args: run(short.inputs_of(*args)), *types, loss.device)
 
         try:
-            low, high = nbytes(few), nbytes(more)
+            while (high := nbytes(more)) == math.inf and more > 4:  # what layers store, too
+                more = max(4, more // 2)
+            low = nbytes(few := max(3, more // 2))
         except (TypeError, ValueError):  # not of other lengths
             return math.inf
         linear = low <= high < math.inf  # as are not those of a TPU's fast memory

@@ -122,18 +122,18 @@ def test_equals_brute_force_at_every_budget(seed, fetched):
 def test_a_large_graph_is_planned(monkeypatch, states):
     """More bytes are never slower, nor is a schedule below the bound that it has.
 
-    Nothing is computed again where all fits, however few the states, even of many values.
+    Little is computed again where almost all fits, however few the states, even of many values.
     """
     monkeypatch.setattr(_schedule_search, "_MOST_STATES", states)
     values, steps = chain(40, np.random.default_rng(0))
     search = ScheduleSearch(values, steps)
     seconds = []
-    for budget in (14, 20, 30, 50, search.most):
+    for budget in (14, 20, 30, 50, search.most - 1, search.most):
         found = search.find(budget)
         assert run(values, steps, found, budget) == found.seconds >= found.at_least
         seconds.append(found.seconds)
     assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] == 0 < seconds[-2]
+    assert seconds[-2:] == [1, 0]
     assert search.find(3) is None
 
 
