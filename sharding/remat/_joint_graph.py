@@ -9,20 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
+from optax_ext.traced_graph import Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_work import ANY_DEVICE, Work, work_of_equation
+from sharding.plan.model._traced_work import (
+    ANY_DEVICE,
+    MOVES,
+    Work,
+    bytes_inside,
+    is_fused,
+    is_light,
+    work_of_group,
+)
 from sharding.remat._schedule_search import ScheduleSearch, Step, Value
 
-_MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
-_OTHERS = """
-add_any concatenate dynamic_slice integer_pow iota one_minus_square pad random_fold_in random_seed
-random_split random_unwrap random_wrap rev slice
-"""
-# What XLA fuses with the operations that read it.
-_FUSED = _MOVES | ELEMENTWISE | frozenset(_OTHERS.split())
 # A fused operation has no place in memory if what it reads is hardly larger.
 _LARGER = 1.1
 
@@ -93,7 +94,7 @@ class JointGraph:
         self._uses.update(2 * outputs)  # nothing is fused with what reads a result
         self._returned = set(outputs)
         self._maker = {v: eqn for eqn in needed for v in eqn.results}
-        heavy = (eqn for eqn in needed if fine and not _is_light(eqn))
+        heavy = (eqn for eqn in needed if fine and not is_light(eqn))
         self._kept = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(outputs)
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
@@ -106,7 +107,7 @@ class JointGraph:
         return any(self.graph.reads[v] for v in eqn.results)
 
     def _behind_moves(self, v: int) -> int:
-        while v in self._maker and self._maker[v].primitive.name in _MOVES:
+        while v in self._maker and self._maker[v].primitive.name in MOVES:
             v = self._maker[v].operands[0]
         return v
 
@@ -168,46 +169,29 @@ class JointGraph:
         equations = [self._equations[i] for i in sorted(own.equations)]
         made = {v: eqn for eqn in equations for v in eqn.results}
         for eqn in equations:
-            inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
-            if not (_is_light(eqn) or eqn.primitive.name == "gather"):
+            inside += sum(map(bytes_inside, inner_jaxprs(eqn)))
+            if not (is_light(eqn) or eqn.primitive.name == "gather"):
                 # What is computed for it is in memory.
                 given = {v for v in eqn.operands if v in made}
-                given = {v for v in given if made[v].primitive.name not in _MOVES}
+                given = {v for v in given if made[v].primitive.name not in MOVES}
                 inside += num_bytes([graph.types[v] for v in given])
         eqn = self._equations[last]
         values = self._values(eqn)
         held = _device_bytes([graph.types[v] for v in values if v not in self._returned])
+        read = {v for eqn in equations if not is_light(eqn) for v in eqn.operands}
+        work = work_of_group(
+            equations, graph, {*map(self._behind_moves, read), *values}, self._kind
+        )
         return LossNode(
             tuple(equations),
             frozenset(number[k] for k in own.reads),
             values,
             held / shards,
             inside / shards,
-            Work(*(x / shards for x in self._work(equations, values))),
+            Work(*(x / shards for x in work)),
             is_fused(eqn),
-            not all(map(_is_light, equations)),
+            not all(map(is_light, equations)),
         )
-
-    def _work(self, equations: Sequence[Equation], values: Sequence[int]) -> Work:
-        """Products by their operations or bytes, the others by what they read and write."""
-        types, kind, work = self.graph.types, self._kind, Work(0.0, 0.0)
-        near = {v for eqn in equations for v in eqn.results} | self.graph.constants.keys()
-        heavy = (eqn for eqn in equations if not _is_light(eqn))
-        written = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(values)
-        moved = set[int]()
-        for eqn in equations:
-            operands, results = ([types[v] for v in vs] for vs in (eqn.operands, eqn.results))
-            if _is_light(eqn):
-                moved |= set(eqn.operands) - near
-                moved |= set(eqn.results) & written
-                continue
-            own = work_of_equation(eqn, operands, results, kind)
-            if own.touched and not any(inner_jaxprs(eqn)):  # GPUs compute float32 products in TF32
-                slower = 2 if kind.tile is None and results[0].dtype.itemsize > 2 else 1
-                seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
-                own = own._replace(seconds=seconds)
-            work = work + own
-        return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
 
     def equations(self, ks: Iterable[int]) -> list[Equation]:
         """Of nodes; ~k, which fetches values, has none."""
@@ -272,23 +256,3 @@ def in_host_memory(t: Any) -> bool:
 
 def _device_bytes(types: Sequence[Any]) -> int:
     return num_bytes([t for t in types if not in_host_memory(t)])
-
-
-def is_fused(eqn: Any) -> bool:
-    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
-        return all(is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
-    return eqn.primitive.name in _FUSED
-
-
-def _is_light(eqn: Any) -> bool:
-    return is_fused(eqn) or eqn.primitive.name in REDUCTIONS
-
-
-def _bytes_inside(jaxpr: Any) -> float:
-    """Bytes in memory while a body or a branch runs."""
-    inside = 0.0
-    for eqn in jaxpr.eqns:
-        inside += sum(map(_bytes_inside, inner_jaxprs(eqn)))
-        if not is_fused(eqn):
-            inside += num_bytes([v.aval for v in eqn.outvars])
-    return inside

@@ -15,12 +15,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
-from optax_ext.traced_graph import REDUCTIONS, Equation, Graph, bind
+from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_work import work_of, work_of_equation
-from sharding.remat._joint_graph import is_fused
+from sharding.plan.model._traced_work import is_light, work_of, work_of_equation
 from sharding.step._layer_hooks import scan_sizes
 
 INPUT = "block_input"  # the name that is given to what a layer gets
@@ -106,9 +105,9 @@ class Loop:
             name, values = _name_of(eqn), floating.intersection(eqn.results) - known
             if name:  # from where it is computed on
                 values = {v if v in graph.producer else eqn.results[0] for v in eqn.operands}
-            elif is_fused(eqn) or eqn.primitive.name in ("split", *REDUCTIONS):
+            elif is_light(eqn) or eqn.primitive.name == "split":
                 continue
-            name = name or f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+            name = name or place_of(eqn)
             for v in sorted(values):
                 counts[name] += 1
                 names[v] = f"{name} #{counts[name]}" if counts[name] > 1 else name
@@ -217,6 +216,11 @@ class Loop:
         segment = checkpoint(functools.partial(scan, step, length=self.inner))
         carry, outs = scan(segment, init, parts, length=shape[0])
         return [*carry, *(x.reshape(self.length, *x.shape[2:]) for x in outs)]
+
+
+def place_of(eqn: Equation) -> str:
+    """The operation and the user's line."""
+    return f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
 
 
 def _name_of(eqn: Equation) -> str:

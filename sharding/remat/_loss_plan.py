@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from optax_ext.traced_graph import Equation, evaluate
+from optax_ext.traced_graph import evaluate
 from sharding._types import Batch, Tree
-from sharding._user_line import line_of
 from sharding.plan._format import Table, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
-from sharding.remat._loss_loops import LoopForm
+from sharding.remat._loss_loops import LoopForm, place_of
 from sharding.remat._schedule_search import LossSchedule
 
 if TYPE_CHECKING:
@@ -189,15 +188,11 @@ class LossPlan:
             or above the budget.
         """
         temporaries = temporaries_of(compiled)
-        for limit, most, what in (
-            (self.peak, self.peak * (1 + tolerance), "plan"),
-            (self.budget, self.budget, "budget"),
-        ):
-            if temporaries > most:
-                raise OverBudgetError(
-                    f"the program has {size(temporaries)} of temporaries, above its {what} of "
-                    f"{size(limit)}."
-                )
+        if temporaries > min(self.peak * (1 + tolerance), self.budget):
+            raise OverBudgetError(
+                f"the program has {size(temporaries)} of temporaries, above its plan of "
+                f"{size(self.peak)} or its budget of {size(self.budget)}."
+            )
         return temporaries
 
     def __str__(self) -> str:
@@ -217,10 +212,10 @@ class LossPlan:
         for what, ks in ("stores", self._schedule.stored), ("copies", self._copied):
             nbytes = Counter[str]()
             for k in ks:
-                nbytes[_line(nodes[k].equations[-1])] += int(nodes[k].nbytes)
+                nbytes[place_of(nodes[k].equations[-1])] += int(nodes[k].nbytes)
             rows += [(what, size(n), line) for line, n in nbytes.most_common(_LINES) if n]
         for ks in self._schedule.again:
-            computed.update(_line(nodes[k].equations[-1]) for k in ks if k >= 0)
+            computed.update(place_of(nodes[k].equations[-1]) for k in ks if k >= 0)
         rows += [("again", str(n), line) for line, n in computed.most_common(_LINES)]
         return text_of([Table("Activations of one device", ("", "", ""), rows)])
 
@@ -299,10 +294,6 @@ def _in_branch(compute: Callable[[Any], Any], held: Any, after: jax.Array) -> An
     types = jax.eval_shape(compute, held)
     zeros = functools.partial(jax.tree.map, lambda t: jnp.zeros_like(t), types)
     return lax.cond((x == x) | (x != x), compute, lambda _: zeros(), held)
-
-
-def _line(eqn: Equation) -> str:
-    return f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
 
 
 def ratio(again: float, plain: float) -> float:

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.traced_graph import Equation
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind
@@ -19,13 +19,16 @@ from sharding.plan.machine._tiles import num_bytes
 # Where the device is not known: only relative times count then.
 ANY_DEVICE = KINDS["h100"]
 # Element-wise operations are fused: of four, about one reads or writes main memory.
-_FUSED = 0.25
-_FREE = frozenset(
-    (
-        *("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier"),
-        *("transpose", "reduce_precision"),  # jax.checkpoint rounds what it saves to its own dtype
-    )
-)
+_MOVED = 0.25
+MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
+# ``jax.checkpoint`` rounds what it saves to its own dtype.
+_FREE = MOVES | {"iota", "optimization_barrier", "reduce_precision"}
+_OTHERS = """
+add_any concatenate dynamic_slice integer_pow iota one_minus_square pad random_fold_in random_seed
+random_split random_unwrap random_wrap rev slice
+"""
+# What XLA fuses with the operations that read it.
+_FUSED = MOVES | ELEMENTWISE | frozenset(_OTHERS.split())
 
 
 class Work(NamedTuple):
@@ -57,7 +60,7 @@ def work_of_equation(
     kind = kind or ANY_DEVICE
     name, params = eqn.primitive.name, eqn.params
     inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
-    others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth
+    others = _MOVED * sum(map(num_bytes, results)) / kind.bandwidth
     if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
         flops = sum(work.flops for work in inner) * math.prod(params["grid_mapping"].grid)
         return Work(flops, flops / kind.flops + others)
@@ -128,3 +131,46 @@ class Traced(NamedTuple):
     moved: float  # bytes that all other operations do
     stored: float  # bytes that the forward pass stores for the backward pass
     working: float  # bytes of temporaries of the backward pass beside these
+
+
+def is_fused(eqn: Any) -> bool:
+    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
+        return all(is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+    return eqn.primitive.name in _FUSED
+
+
+def is_light(eqn: Any) -> bool:
+    return is_fused(eqn) or eqn.primitive.name in REDUCTIONS
+
+
+def bytes_inside(jaxpr: Any) -> float:
+    """Bytes in memory while a body or a branch runs."""
+    inside = 0.0
+    for eqn in jaxpr.eqns:
+        inside += sum(map(bytes_inside, inner_jaxprs(eqn)))
+        if not is_fused(eqn):
+            inside += num_bytes([v.aval for v in eqn.outvars])
+    return inside
+
+
+def work_of_group(
+    equations: Sequence[Equation], graph: Graph, written: set[int], kind: DeviceKind
+) -> Work:
+    """Of operations that run together: products by their operations or bytes, others by theirs.
+
+    The others read what is not made here, and write what is in ``written``.
+    """
+    types, work, moved = graph.types, Work(0.0, 0.0), set[int]()
+    made = {v for eqn in equations for v in eqn.results} | graph.constants.keys()
+    for eqn in equations:
+        operands, results = ([types[v] for v in vs] for vs in (eqn.operands, eqn.results))
+        if is_light(eqn):
+            moved |= (set(eqn.operands) - made) | (set(eqn.results) & written)
+            continue
+        own = work_of_equation(eqn, operands, results, kind)
+        if own.touched and not any(inner_jaxprs(eqn)):  # GPUs compute float32 products in TF32
+            slower = 2 if kind.tile is None and results[0].dtype.itemsize > 2 else 1
+            seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
+            own = own._replace(seconds=seconds)
+        work = work + own
+    return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
