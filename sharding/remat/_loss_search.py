@@ -31,6 +31,7 @@ _FEW_STATES = 60  # to find the fewest bytes
 _AIM, _FITS = 0.97, 0.96  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS = 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
+_COUNTED = 1.5  # bytes that loops store by their graph, of those of a program, at most
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
 _COMPILED = 0.6  # of a TPU's memory, for parameters and gradients in a compiled program
 _AS_IT_IS = LoopForm()
@@ -312,7 +313,7 @@ class LossSearch:
         for plan in forms:
             if best is not None and plan.work.seconds >= best.work.seconds:
                 break
-            if plan.saved <= budget and self._measured(plan).peak <= budget:
+            if plan.saved <= _COUNTED * budget and self._measured(plan).peak <= budget:
                 best = self._measured(plan)
         if best is None:
             if self._in_loops:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
+from sharding.plan._format import check_choice
 from sharding.plan.cost._parallel_plan import PLANNED
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._loss_layers import Layer, LossTrace, Run
@@ -99,8 +100,11 @@ class TracedModel:
 
     @property
     def size(self) -> int:
-        """Examples of ``example``."""
-        return next(jnp.shape(x)[0] for x in jax.tree.leaves(self.example) if jnp.ndim(x))
+        """Examples of ``example``; a ``ValueError`` if it has none."""
+        sizes = [jnp.shape(x)[0] for x in jax.tree.leaves(self.example) if jnp.ndim(x)]
+        if not sizes:
+            raise ValueError("the example of a TracedModel needs an array with examples in dim 0.")
+        return sizes[0]
 
     def loss(
         self,
@@ -112,6 +116,7 @@ class TracedModel:
 
         In its place ``fn(params, ...)`` may return more; ``device`` is one of those that run it.
         """
+        check_choice("recompute", recompute, ("none", *PRESETS, *PLANNED))
         loss = fn or self.loss_fn
         if recompute == "none":
             return loss
