@@ -308,7 +308,8 @@ def search(
     budget = machine.device.memory * (1 - headroom)
     # Plans of a graph take seconds to find, and are of use where memory is short.
     known = tuple(form for form in recompute if form not in PLANNED)
-    for forms in (known, recompute) if isinstance(model, TracedModel) else (known,):
+    every = tuple(recompute) if isinstance(model, TracedModel) else known
+    for forms in dict.fromkeys((known, every)):
         space = dataclasses.replace(space, recompute=costs.forms(forms))
         groups = list(space.groups(keep))
         chosen, rejected = _that_fit(costs, groups, budget, top)

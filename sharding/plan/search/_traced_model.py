@@ -27,6 +27,8 @@ from sharding.plan.model._traced_work import (
 )
 from sharding.remat._loss_search import LossSearch, PlannableLoss
 
+_MOST_OPERATIONS = 1500  # of a loss with layers, to plan more of which takes minutes
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedModel:
@@ -173,7 +175,9 @@ class TracedModel:
         return LossTrace(self.loss_fn, *self._args(size, dtype))
 
     def can_be_planned(self, size: int, dtype: DType) -> bool:
-        """Whether ``sharding.remat`` takes the loss, as it does not with callbacks."""
+        """Whether ``sharding.remat`` takes the loss, as it does not with callbacks, and soon."""
+        if self.trace.layers and len(self.trace.eqns) > _MOST_OPERATIONS:
+            return False
         with contextlib.suppress(ValueError):
             return bool(self._planned(size, dtype))
         return False

@@ -15,6 +15,7 @@ from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import work_of
+from sharding.plan.search import _traced_model
 from sharding.plan.search._search import machine_of
 
 TX = optax.adamw(1e-3)
@@ -125,6 +126,14 @@ def test_the_plans_of_any_loss():
     assert found.bound <= found.best.seconds.seconds
     with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
         search(OWN, TX, "h100x8", sequences=8, length=5)
+
+
+def test_graphs_of_few_operations_are_planned(monkeypatch):
+    """Of a loss with layers; one without has no other plan."""
+    every, costs = ("full", "planned_half"), memory_of(traced_decoder())
+    assert costs.forms(every) == every
+    monkeypatch.setattr(_traced_model, "_MOST_OPERATIONS", 1)
+    assert costs.forms(every) == ("full",)
 
 
 def skips(params, x):
