@@ -26,6 +26,7 @@ from _networks import NETWORKS, array, identity
 import sharding as shd
 from sharding.plan import kind_of
 from sharding.plan._format import size
+from sharding.plan.audit._program_bytes import step_temporaries
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
@@ -33,7 +34,6 @@ from sharding.plan.model._traced_work import Work, work_of
 from sharding.remat._joint_graph import in_host_memory
 from sharding.remat._loss_loops import policy_of, wait_of
 from sharding.remat._plan_activations import device_of_target, loss_search
-from sharding.remat._program_bytes import step_temporaries
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
 GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))

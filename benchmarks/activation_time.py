@@ -30,11 +30,11 @@ from _networks import NETWORKS, array, identity
 from sharding.plan import kind_of
 from sharding.plan._format import size
 from sharding.plan.audit._liveness import temporaries_of
+from sharding.plan.audit._program_bytes import step_temporaries
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_work import work_of_jaxpr
 from sharding.remat._loss_search import LossSearch, PlannableLoss
 from sharding.remat._plan_activations import device_of_target, loss_search
-from sharding.remat._program_bytes import step_temporaries
 
 PLANS = _results.RESULTS / "activation_time.json"
 SHARES = (1 / 2, 1 / 3)  # of the bytes of the plain gradient

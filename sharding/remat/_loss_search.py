@@ -17,13 +17,13 @@ from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.placement._specs import num_shards, path_str
 from sharding.plan._format import size
+from sharding.plan.audit._program_bytes import step_temporaries, types_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._loss_plan import LossPlan, ratio
-from sharding.remat._program_bytes import step_temporaries, types_of
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")

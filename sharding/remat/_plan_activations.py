@@ -7,13 +7,13 @@ import jax
 
 from sharding._types import Batch, Tree
 from sharding.plan._format import Printed, Table, check_choice, read_size, size
+from sharding.plan.audit._program_bytes import is_sharded, types_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
-from sharding.remat._program_bytes import is_sharded, types_of
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
