@@ -53,7 +53,8 @@ def test_every_path_in_contributing_exists():
 
 def test_the_layers_in_contributing_are_those_of_the_layer_test():
     section = CONTRIBUTING.read_text().split("## The layers")[1].split("##")[0]
-    found = re.findall(r"^\| `sharding/(\w+)", section, re.M)
+    found = re.findall(r"^\| `sharding/([\w/]+)", section, re.M)
+    found = [path.strip("/").replace("/", ".") for path in found]
     assert found == [layer for layer in LAYERS if layer != "__main__"]
 
 

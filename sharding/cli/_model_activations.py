@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from sharding.cli._setup import Setup, dtype_of, target_of
-from sharding.plan._format import size
+from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.search._traced_model import TracedModel
 from sharding.remat._loss_plan import LossPlan
-from sharding.remat._plan_activations import in_bytes, loss_search
+from sharding.remat._plan_activations import loss_search
 
 
 def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> LossPlan:
@@ -22,7 +22,7 @@ def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> Lo
         )
     if auto and setup.device is None:
         raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
-    budget = _left_for_activations(setup, plan, stage) if auto else in_bytes(options.remat)
+    budget = _left_for_activations(setup, plan, stage) if auto else read_size(options.remat)
     target = "cpu:1" if target_of(options).kind == "cpu" else options.target
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
     if isinstance(model, TracedModel):

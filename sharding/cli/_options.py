@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from optax_ext import STATE_FORMATS
-from sharding.plan._format import check_choice
+from sharding.plan._format import check_choice, read_size
 from sharding.plan.cost._pipeline_schedules import SCHEDULES
 from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
-from sharding.remat._plan_activations import in_bytes
 
 
 def _number(kind: type, least: float, most: float = 1e9) -> Callable[[str], Any]:
@@ -53,7 +52,7 @@ def _one_of(known: Iterable[str]) -> dict[str, Any]:
 
 _TYPES: dict[str, Any] = dict.fromkeys(("N", "V", "TOKENS"), _number(int, 1))
 _TYPES |= dict.fromkeys(("GIB", "GB/S"), _number(float, 1e-9)) | {"SHARE": _number(float, 0, 0.99)}
-_TYPES["BYTES"] = _checked(lambda text: text == "auto" or in_bytes(text))
+_TYPES["BYTES"] = _checked(lambda text: text == "auto" or read_size(text))
 _STAGES = ["0", "1", "2", "3"]
 _SEVERAL: dict[str, Any] = {"action": "append", "default": []}
 
