@@ -310,10 +310,11 @@ class LossSearch:
         on_tpu = self._loss.device.platform == "tpu"
         # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
         forms = [] if on_tpu and best else self._forms()
+        most = (_COUNTED if self._lengths else 1.0) * budget
         for plan in forms:
             if best is not None and plan.work.seconds >= best.work.seconds:
                 break
-            if plan.saved <= _COUNTED * budget and self._measured(plan).peak <= budget:
+            if plan.saved <= most and self._measured(plan).peak <= budget:
                 best = self._measured(plan)
         if best is None:
             if self._in_loops:
