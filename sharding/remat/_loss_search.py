@@ -15,7 +15,7 @@ from optax_ext.traced_graph import Graph, bind
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
-from sharding.placement._specs import num_shards, path_str
+from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.audit._program_bytes import step_temporaries, types_of
 from sharding.plan.machine._devices import DeviceKind
@@ -153,7 +153,8 @@ class PlannableLoss:
     def shards(self) -> int:
         """Devices that share the batch, and with it each value."""
         batch = [x.sharding for (path, x) in self._named if path[0].idx and x.sharding is not None]
-        return max((num_shards(each.mesh, each.spec) for each in batch), default=1)
+        axes = {a for s in batch for a in jax.tree.leaves(tuple(s.spec)) if a is not None}
+        return math.prod(batch[0].mesh.shape[a] for a in axes) if axes else 1
 
 
 def _name(path: Any) -> str:

@@ -134,13 +134,14 @@ class TracedModel:
 
     def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
-        args, trace = self._args(size, dtype), self._trace(size, jnp.dtype(dtype))
+        args = self._args(size, dtype)
         if recompute in PLANNED:
             planned = self._planned(size, jnp.dtype(dtype)).within(PLANNED[recompute])
             found, _ = _passes(lambda params, batch: planned(params, (batch,)), *args)
-            if trace.has_loops:  # one layer at a time is computed again
+            if self.trace.has_loops:  # one layer at a time is computed again
                 return found._replace(working=self.traced(size, dtype, "full").working)
             return found._replace(working=max(0.0, planned.peak - found.stored))
+        trace = self._trace(size, jnp.dtype(dtype))
         # Layers that compute alike are traced once.
         once = {layer.code: layer for layer in trace.layers}
         runs = {code: jax.jit(self._recomputing(recompute)(once[code])) for code in once}
