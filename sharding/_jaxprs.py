@@ -8,6 +8,8 @@ from jax.interpreters import partial_eval
 
 from optax_ext.traced_graph import Equation
 
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
 
 def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
     """The functions that an equation calls, in the order of its parameters: bodies, branches."""
@@ -29,3 +31,11 @@ def inputs_read(jaxpr: Jaxpr) -> list[bool]:
     """For each input, whether an output depends on it."""
     used: list[bool] = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     return used
+
+
+def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
+    """The numbers of constants and of carried values of a scan's equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, *_ = params["ft_in"].unpack()  # since jax 0.11
+    return len(list(consts)), len(list(carry))

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding._jaxprs import scan_sizes
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import is_light, work_of, work_of_equation
-from sharding.step._layer_hooks import scan_sizes
 
 INPUT = "block_input"  # the name that is given to what a layer gets
 _FORMS, _SEGMENTED = 18, 3  # choices of all loops, and of those with segments

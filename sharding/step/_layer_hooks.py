@@ -12,11 +12,10 @@ import numpy as np
 from jax.extend.core import Literal
 
 from optax_ext.traced_graph import bind_equation
-from sharding._jaxprs import inner_jaxprs
+from sharding._jaxprs import CHECKPOINTS, inner_jaxprs, scan_sizes
 from sharding.step._gather_params import CALL, MARK
 
 CALLS = ("jit", "pjit", "closed_call")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
@@ -109,7 +108,7 @@ class HookedLoss:
         if name in CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self._run(inner.jaxpr, inner.consts, operands, in_loop)
-        if name in _CHECKPOINTS:
+        if name in CHECKPOINTS:
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
             again = lambda args: self._run(eqn.params["jaxpr"], (), args)  # noqa: E731
             return self._checkpoint(again, operands, **options)
@@ -208,11 +207,3 @@ def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
         x._replace(held=y, tap=next(given), fetched={}) if isinstance(x, HookedParam) else y
         for x, y in zip(operands, values, strict=True)
     ]
-
-
-def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a scan's equation."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = params["ft_in"].unpack()  # since jax 0.11
-    return len(list(consts)), len(list(carry))

@@ -20,7 +20,7 @@ from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_scan import LayerScan, cast_by, cast_params, find_loops
+from sharding.step._layer_scan import LayerScan, cast_params, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]
@@ -53,7 +53,7 @@ class LossTrace:
 
         self.graph = Graph(on_inputs, inputs, [True] * len(inputs), exact=True)
         # Values that are parameters, cast or not; casts run first.
-        self.params = {v: i for v, (i, _) in cast_params(self.graph, len(named)).items()}
+        self.params = {v: x.param for v, x in cast_params(self.graph, len(named)).items()}
         eqns = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
         self.eqns = sorted(eqns, key=lambda eqn: eqn.results[0] not in self.params)
         loops = find_loops(self.graph, [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named])
@@ -152,11 +152,11 @@ def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
         args = dict(zip(others, rest, strict=True))
-        args |= {k: cast_by(loop.own[k][1], x) for k, x in zip(own, params, strict=True)}
+        args |= {k: loop.own[k].of_layer(x) for k, x in zip(own, params, strict=True)}
         return list(jaxpr_as_fun(options["jaxpr"])(*(args[k] for k in sorted(args))))
 
     def enter(layer: Run, values: dict[int, Any]) -> None:
-        read = dict(enumerate(loop.eqn.operands)) | {k: i for k, (i, _) in loop.own.items()}
+        read = dict(enumerate(loop.eqn.operands)) | {k: x.param for k, x in loop.own.items()}
         operands = [values[v] for v in read.values()]
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
