@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from optax_ext.traced_graph import CALLS, Equation, Graph
-from sharding._jaxprs import CHECKPOINTS, scan_sizes
+from optax_ext.equations import Call, Remat, Scan, record_of
+from optax_ext.traced_graph import Equation, Graph
 
 # Operations on real numbers whose derivative is zero everywhere, or is stopped.
 _FLAT = {"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"}
@@ -97,19 +97,19 @@ def _of_step(eqn: Equation, types: Sequence[Any]) -> list[int]:
 def _of_equation(eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[int]:
     """For each result of an equation, the operands by which it has a derivative."""
     inexact = bits(k for k, x in enumerate(operands) if _is_inexact(x))
-    name, params = eqn.primitive.name, eqn.params
+    record = record_of(eqn)
     masks = [inexact] * len(results)  # if nothing is known, by all
-    if name in _FLAT:
+    if eqn.primitive.name in _FLAT:
         masks = [0] * len(results)
-    elif name in CALLS:
-        masks = of_jaxpr(params[CALLS[name]].jaxpr)
-    elif name in CHECKPOINTS:
-        masks = of_jaxpr(params["jaxpr"])
-    elif name == "scan":
-        num_consts, num_carry = scan_sizes(params)
-        masks = _of_loop(of_jaxpr(params["jaxpr"].jaxpr), num_consts, num_carry)
-    elif name == "cond":
-        branches = [of_jaxpr(branch.jaxpr) for branch in params["branches"]]
+    elif isinstance(record, Call):
+        masks = of_jaxpr(record.body.jaxpr)
+    elif isinstance(record, Remat):
+        masks = of_jaxpr(record.body)
+    elif isinstance(record, Scan):
+        layer = of_jaxpr(record.body.jaxpr)
+        masks = _of_loop(layer, record.num_consts, record.num_carry)
+    elif eqn.primitive.name == "cond":
+        branches = [of_jaxpr(branch.jaxpr) for branch in eqn.params["branches"]]
         masks = [_union(of_branches) << 1 for of_branches in zip(*branches, strict=True)]
     return [mask & inexact if _is_inexact(x) else 0 for x, mask in zip(results, masks, strict=True)]
 

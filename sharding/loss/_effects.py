@@ -11,8 +11,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from optax_ext.traced_graph import CALLS, Equation, bind, bind_equation
-from sharding._jaxprs import CHECKPOINTS, inner_jaxprs, scan_sizes
+from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, record_of
+from optax_ext.traced_graph import Equation, bind, bind_equation
 from sharding._user_line import line_of
 
 
@@ -25,7 +25,6 @@ class Run(enum.Enum):
 
 
 _PRINT = "Debug"  # how JAX names the effect of a print whose order is free
-_RUN_AGAIN = {"scan", "cond", "while", *CALLS, *CHECKPOINTS}
 
 
 def prints(eqn: Any) -> bool:
@@ -41,15 +40,16 @@ def results_of(eqn: Any) -> Sequence[Any]:
 def check_effects(jaxpr: Jaxpr, otherwise: str) -> None:
     """Raises if a loss has effects that are not prints, or prints where they cannot be left out."""
     for eqn in jaxpr.eqns:
-        inside = list(inner_jaxprs(eqn))
-        if eqn.primitive.name not in CALLS:  # whose references may be their own
+        inside, record = list(inner_jaxprs(eqn)), record_of(eqn)
+        can_leave_out = isinstance(record, Remat | Scan) or eqn.primitive.name in ("cond", "while")
+        if not isinstance(record, Call):  # whose references may be their own
             printed = any(inner.effects for inner in inside)
-            is_known = eqn.primitive.name in _RUN_AGAIN or not printed
-            if is_known and {str(effect) for effect in eqn.effects} <= {_PRINT}:
+            others = {str(effect) for effect in eqn.effects} - {_PRINT}
+            if not others and (can_leave_out or not printed):
                 continue
         for inner in inside:
             check_effects(inner, otherwise)
-        if eqn.primitive.name in CALLS:
+        if isinstance(record, Call):
             continue
         at = " at ".join(filter(None, (eqn.primitive.name, line_of(eqn.source_info))))
         raise ValueError(
@@ -86,32 +86,31 @@ def _bind(eqn: Any, operands: list[Any], run: Run) -> Sequence[Any]:
     """The results of an equation."""
     if run is Run.FIRST or not prints(eqn):
         return (bind if isinstance(eqn, Equation) else bind_equation)(eqn, operands)
-    name, params = eqn.primitive.name, eqn.params
-    if name in CALLS:
-        return call(params[CALLS[name]], operands, run)
-    if name in CHECKPOINTS:  # which prints when it is computed again: now
+    record, params = record_of(eqn), eqn.params
+    if isinstance(record, Call):
+        return call(record.body, operands, run)
+    if isinstance(record, Remat):  # which prints when it is computed again: now
         inside = Run.FIRST if run is Run.AGAIN else run
-        return call(ClosedJaxpr(params["jaxpr"], ()), operands, inside)
-    if name == "cond":
+        return call(ClosedJaxpr(record.body, ()), operands, inside)
+    if isinstance(record, Scan):
+        return _scan(record, operands, run)
+    if eqn.primitive.name == "cond":
         branches = [lambda *x, branch=branch: call(branch, x, run) for branch in params["branches"]]
         return lax.switch(operands[0], branches, *operands[1:])
-    if name == "scan":
-        return _scan(params, operands, run)
-    if name == "while":
+    if eqn.primitive.name == "while":
         return _while(params, operands, run)
     return []  # a print
 
 
-def _scan(params: dict[str, Any], operands: list[Any], run: Run) -> list[Any]:
-    num_consts, num_carry = scan_sizes(params)
-    consts, rest = operands[:num_consts], operands[num_consts:]
+def _scan(scan: Scan, operands: list[Any], run: Run) -> list[Any]:
+    consts, rest = operands[: scan.num_consts], operands[scan.num_consts :]
 
     def layer(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = call(params["jaxpr"], [*consts, *carry, *slices], run)
-        return out[:num_carry], out[num_carry:]
+        out = call(scan.body, [*consts, *carry, *slices], run)
+        return out[: scan.num_carry], out[scan.num_carry :]
 
-    options = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, outs = lax.scan(layer, rest[:num_carry], rest[num_carry:], **options)
+    carry, outs = rest[: scan.num_carry], rest[scan.num_carry :]
+    carry, outs = lax.scan(layer, carry, outs, **scan.options)
     return [*carry, *outs]
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
-from sharding._jaxprs import scan_sizes
 from sharding.loss._derivatives import Differentiated, bits, carried_derivatives
 from sharding.loss._effects import Run, call
 from sharding.offload._host_memory import HostStack, scan_streamed
@@ -95,6 +95,7 @@ class LayerScan(NamedTuple):
 
     number: int
     eqn: Equation
+    scan: Scan  # the equation's record
     own: dict[int, View]  # operands that layers read
     frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
@@ -119,8 +120,7 @@ class LayerScan(NamedTuple):
 
     @property
     def carried(self) -> range:
-        num_consts, num_carry = scan_sizes(self.eqn.params)
-        return range(num_consts, num_consts + num_carry)
+        return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
     def layer(
         self,
@@ -136,8 +136,7 @@ class LayerScan(NamedTuple):
             own[k] = view.change(used)
         frozen = {k: use(i, operands[k]) for k, i in self.frozen.items()}
         args = operands | frozen | own
-        layer, given = self.eqn.params["jaxpr"], [args[k] for k in sorted(args)]
-        return call(layer, given, run)
+        return call(self.scan.body, [args[k] for k in sorted(args)], run)
 
     def forward(
         self, operands: dict[int, Any], microbatches: Microbatches
@@ -178,7 +177,7 @@ class LayerScan(NamedTuple):
         return args, own
 
     def _scan(self, step: Any, carry: Any, backward: bool) -> Any:
-        options = self.eqn.params
+        options = self.scan.options
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
         layers = jnp.arange(options["length"])
         return scan_streamed(self.streamed, step, carry, layers, writes=backward, **order)
@@ -208,7 +207,7 @@ class LayerScan(NamedTuple):
         """
         carried, dim, stacked = self.carried, microbatches.dims, self.stacked
         entered_dim = dim * microbatches.in_turn
-        jaxpr = self.eqn.params["jaxpr"].jaxpr
+        jaxpr = self.scan.body.jaxpr
         inner = carried_derivatives(jaxpr, carried, by | self.own.keys(), cotangents)
         consts = {k: x for k, x in operands.items() if k < carried.start}
         shared = operands.keys() - stacked
@@ -285,14 +284,15 @@ def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     uses = Counter(views[v].param for v in read_views)
     loops: list[LayerScan] = []
     for eqn in reads:
-        if eqn.primitive.name == "scan" and eqn.params["length"]:
-            first = sum(scan_sizes(eqn.params))
+        scan = record_of(eqn)
+        if isinstance(scan, Scan) and scan.options["length"]:
+            first = scan.num_consts + scan.num_carry
             found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
             own = {k: x for k, x in found.items() if trained[x.param] and uses[x.param] == 1}
             rest = {k: x for k, x in found.items() if not trained[x.param] and not x.changes}
             if own:
                 frozen = {k: x.param for k, x in rest.items()}
-                loops.append(LayerScan(len(loops), eqn, own, frozen))
+                loops.append(LayerScan(len(loops), eqn, scan, own, frozen))
     return loops
 
 
