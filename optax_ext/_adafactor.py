@@ -11,7 +11,7 @@ from optax_ext import _bias_correction, _phases, _validate
 from optax_ext import _factored_moments as _moments
 from optax_ext._factored_moments import Leaf, clip, rms
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32, finite
 from optax_ext._types import DType, Tree
 
 
@@ -157,7 +157,7 @@ def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransfor
                 return u
             dtype = at_least_float32(p.dtype)
             floor = _validate.hyperparameter(min_scale, dtype)
-            factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
+            factor = jnp.maximum(rms(finite(p.astype(dtype)), dims), floor)  # (1, 1)
             return (u.astype(dtype) * factor).astype(u.dtype)
 
         dims = factorings(rule, leaves)
@@ -269,7 +269,7 @@ def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> Factoring
 def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedule:
     def schedule(count: jax.Array) -> jax.Array:
         cap = 1e-2 if learning_rate is None else _validate.value_at(learning_rate, count)
-        return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(count + 1, float)))
+        return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(optax.safe_increment(count), float)))
 
     return schedule
 

@@ -116,7 +116,7 @@ def layers(
 
 
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
-    return u + rate * w if layer.decays else u
+    return _validate.decayed(u, w, rate) if layer.decays else u
 
 
 def scale(hyper: Any, layer: Layer, leaf: Leaf) -> Leaf:
