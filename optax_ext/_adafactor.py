@@ -11,7 +11,7 @@ from optax_ext import _bias_correction, _phases, _validate
 from optax_ext import _factored_moments as _moments
 from optax_ext._factored_moments import Leaf, clip, rms
 from optax_ext._factoring import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
-from optax_ext._leaves import Leaves, at_least_float32, finite
+from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import DType, Tree
 
 
@@ -157,7 +157,8 @@ def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransfor
                 return u
             dtype = at_least_float32(p.dtype)
             floor = _validate.hyperparameter(min_scale, dtype)
-            factor = jnp.maximum(rms(finite(p.astype(dtype)), dims), floor)  # (1, 1)
+            factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
+            factor = jnp.where(jnp.isinf(factor), 1, factor)  # by which zeros would become NaN
             return (u.astype(dtype) * factor).astype(u.dtype)
 
         dims = factorings(rule, leaves)
@@ -206,7 +207,8 @@ def adafactor(
     Other Parameters:
       learning_rate: a number or a schedule. None means 1, so that the parameter scale alone sets
         the step, or with ``relative_step`` the paper's 0.01.
-      multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``).
+      multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``); not of
+        parameters with infinite elements, such as masks.
       min_parameter_scale: the smallest parameter scale, above 0.
       relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
       momentum: decay of an average of the updates, in [0, 1); None means no momentum.

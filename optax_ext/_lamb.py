@@ -10,7 +10,7 @@ import optax
 from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring import FactoringRule, factorings
-from optax_ext._leaves import Leaves, finite, wide_zeros
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import Layer, Leaf, check_options, decayed, layers, norm, ratio, scale
 from optax_ext._types import Tree
 
@@ -41,7 +41,7 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds ``|w| / |u|``."""
     if not layer.has_ratio:
         return leaf
-    w_norm, u_norm = norm(finite(leaf.w), layer.batch), norm(leaf.u, layer.batch)
+    w_norm, u_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
     return leaf._replace(ratio=ratio(w_norm, u_norm, w_norm, u_norm))
 
 
@@ -69,9 +69,8 @@ def scale_by_lamb(
       r &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}, \quad
       \text{update} = \frac{\|w\|}{\|r + \lambda w\|} \, (r + \lambda w)
 
-    Where a norm is 0, and for arrays without a trust ratio, the update is :math:`r + \lambda w`.
-    Infinite weights, such as masks, do not count in the norm of weights. Updates are not negated;
-    ``update`` needs ``params``.
+    Where a norm is 0 or that of the weights infinite, as of masks, and for arrays without a trust
+    ratio, the update is :math:`r + \lambda w`. Updates are not negated; ``update`` needs ``params``.
 
     Args:
       b1: decay of the momentum, in [0, 1).

@@ -9,7 +9,7 @@ import optax
 
 from optax_ext import _bias_correction, _phases, _validate
 from optax_ext._factoring import FactoringRule, factorings
-from optax_ext._leaves import Leaves, finite
+from optax_ext._leaves import Leaves
 from optax_ext._trust_ratio import Layer, Leaf, check_options, decayed, layers, norm, ratio, scale
 from optax_ext._types import Tree
 
@@ -35,7 +35,7 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     u = decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
         return leaf._replace(u=u)
-    w_norm, g_norm = norm(finite(leaf.w), layer.batch), norm(leaf.u, layer.batch)
+    w_norm, g_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
     denominator = decayed(g_norm, w_norm, layer, hyper.weight_decay)
     numerator = hyper.trust_coefficient * w_norm
     return leaf._replace(u=u, ratio=ratio(w_norm, g_norm, numerator, denominator))
@@ -83,8 +83,8 @@ def scale_by_lars(
 
       \text{update} = \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w)
 
-    Where :math:`\|w\|` or :math:`\|g\|` is 0, and for arrays without a trust ratio, the update is
-    :math:`g + \beta w`. Updates are not negated; ``update`` needs ``params``.
+    Where a norm is 0 or that of the weights infinite, as of masks, and for arrays without a trust
+    ratio, the update is :math:`g + \beta w`. Updates are not negated; ``update`` needs ``params``.
 
     Args:
       trust_coefficient: :math:`\eta`, above 0.

@@ -60,11 +60,6 @@ def at_least_float32(dtype: DType) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def finite(x: jax.Array) -> jax.Array:
-    """Returns parameters with 0 for infinite ones, such as masks, of which no scale is made."""
-    return jnp.where(jnp.isinf(x), 0, x)
-
-
 def wide_zeros(params: Tree, dtype: DType = None) -> Any:
     return jax.tree.map(
         lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
