@@ -279,8 +279,8 @@ def codes_of(
     # added and subtracted again, as an integer: where the lowest byte of a float is stored, ptxas
     # of CUDA 13 stores that number converted to a byte, here always 255. No more bits than a code
     # has: those of NaN would change the other code of a byte.
-    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + (2.0**23 + 1), jnp.uint32)
     num_bits = fmt.bits + (8 if rounding == "compensated" else 0)
+    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + (2.0**23 + 1), jnp.uint32)
     level, rest = (bits - 1) & (2**num_bits - 1), None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
