@@ -70,7 +70,8 @@ def scale_by_lamb(
       \text{update} = \frac{\|w\|}{\|r + \lambda w\|} \, (r + \lambda w)
 
     Where a norm is 0 or that of the weights infinite, as of masks, and for arrays without a trust
-    ratio, the update is :math:`r + \lambda w`. Updates are not negated; ``update`` needs ``params``.
+    ratio, the update is :math:`r + \lambda w`. Updates are not negated; ``update`` needs
+    ``params``.
 
     Args:
       b1: decay of the momentum, in [0, 1).
