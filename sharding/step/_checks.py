@@ -8,22 +8,31 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding._types import Array, Tree
-from sharding.placement._specs import KeyPath, explicit_axes, path_str
+from sharding.placement._specs import AnyMesh, KeyPath, explicit_axes, path_str
 from sharding.sync import GradientSync
+
+
+def is_placed(tree: Tree, shardings: Tree) -> bool:
+    """Whether the real arrays of a tree have these shardings; None for any."""
+    return shardings is None or all(jax.tree.leaves(jax.tree.map(_fits, tree, shardings)))
+
+
+def _fits(leaf: Array, want: NamedSharding) -> bool:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return True
+    have = getattr(leaf, "sharding", None)
+    fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
+    return fits and not _explicit(have) > _explicit(want)
 
 
 def check_placed(tree: Tree, shardings: Tree) -> None:
     """Raises if a real array has another placement than a step requires."""
 
     def check(path: KeyPath, leaf: Array, want: NamedSharding) -> None:
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            return
-        have = getattr(leaf, "sharding", None)
-        fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
-        if not fits or _explicit(have) > _explicit(want):
+        if not _fits(leaf, want):
             raise ValueError(
                 f"{path_str(path)!r} has the placement "
-                f"{have if have is not None else type(leaf).__name__}; the step requires "
+                f"{getattr(leaf, 'sharding', type(leaf).__name__)}; the step requires "
                 f"{want.spec} on the mesh {dict(want.mesh.shape)}. Make the state with zero.init, "
                 "or place it with jax.device_put(state, zero.shardings(state)), parameters alone "
                 "with zero.place(params)."
@@ -166,7 +175,32 @@ def check_not_streamed(zero: Any) -> None:
         )
 
 
+def check_whole_number(name: str, value: Any, least: int) -> None:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    if value < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{name} must {rule}, got {value}.")
+
+
+def check_makes(name: str, make: Any, of_existing: str) -> None:
+    """Raises unless ``make`` is a function, rather than what it should make."""
+    arrays = [x for x in jax.tree.leaves(make) if isinstance(x, jax.Array | np.ndarray)]
+    if not callable(make) or (arrays and not isinstance(make, jax.tree_util.Partial)):
+        raise ValueError(
+            f"zero.{name} takes a function, by which each device makes its shard, and its "
+            f"arguments; got a {type(make).__name__}. Call zero.{name}(make, ...), not "
+            f"zero.{name}(make(...)); {of_existing} (docs: start/your_script)."
+        )
+
+
 def check_options(zero: Any) -> None:
+    if not isinstance(zero.mesh, AnyMesh):
+        raise ValueError(
+            f"Zero takes a mesh, got {zero.mesh!r}. Make one of all devices by "
+            "jax.make_mesh((jax.device_count(),), ('data',)) (docs: how_to/mesh)."
+        )
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
     if not zero._layout.axes:
@@ -220,5 +254,4 @@ def check_options(zero: Any) -> None:
             f"parameters for the loss; at stage {zero.stage} they are replicated between steps."
         )
     for name in ("min_shard_size", "offload_min_size"):
-        if getattr(zero, name) < 0:
-            raise ValueError(f"{name} must not be negative, got {getattr(zero, name)}.")
+        check_whole_number(name, getattr(zero, name), 0)

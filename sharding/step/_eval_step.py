@@ -32,7 +32,7 @@ class EvalStep(CompiledStep):
     def select(self, state: Tree) -> Any:
         return params_of(state), model_state_of(state, self.model_state)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         params, fields = selected
         layout = self.zero._layout
         placed = layout.place(params)
@@ -41,10 +41,9 @@ class EvalStep(CompiledStep):
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
         spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
-        return jax.jit(
-            on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings),
-            in_shardings=(shardings, layout.batch_shardings(batch), None, layout.replicated),
-        )
+        ins = shardings, layout.batch_shardings(batch), None, layout.replicated
+        run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
+        return jax.jit(run, in_shardings=ins), shardings
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -104,10 +103,10 @@ class ValueAndGrad(CompiledStep):
     def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
-            return self.compile(selected, batch, copies)
+            return self.compile(selected, batch, copies)[0]
         return super()._program(key, selected, batch, copies)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         layout, sync = self.zero._layout, self.zero.sync
         placed = layout.place(selected, self.param_specs)
         if sync and sync_state_types(layout, sync, selected, placed) is not None:
@@ -131,4 +130,4 @@ class ValueAndGrad(CompiledStep):
 
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
-        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
+        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs), None

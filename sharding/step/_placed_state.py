@@ -19,7 +19,7 @@ from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
 from sharding.placement._specs import path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.step._batch_rows import describe_rows
-from sharding.step._checks import check_alive, check_compiled, check_not_streamed
+from sharding.step._checks import check_alive, check_compiled, check_makes, check_not_streamed
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import (
     check_sync_state,
@@ -39,6 +39,7 @@ from sharding.step.flax._nnx import train_state
 
 P = PartitionSpec
 Tx: TypeAlias = optax.GradientTransformation | None  # of a train state that is a pair
+_OF_EXISTING = "of a state that exists, zero.init(lambda: state)"
 
 
 class StateMethods:
@@ -114,7 +115,7 @@ class StateMethods:
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         axes, shown = (layout.axes, layout.replica_axes), (tuple(rows), describe_rows(layout))
-        options = layout.gather_group_bytes, self.view
+        options = layout.gather_group_bytes, self.view, self.gathered_blocks
         return Description(self.mesh, self.stage, *axes, *shown, *options)
 
     def init(
@@ -133,6 +134,7 @@ class StateMethods:
           tx: the transformation, for a pair.
           param_specs: see ``specs``, for errors too.
         """
+        check_makes("init", make_state, _OF_EXISTING)
         make = make_state
         if self.sync is not None:
 
@@ -161,6 +163,7 @@ class StateMethods:
         if that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
         sizes.
         """
+        check_makes("abstract_state", make_state, _OF_EXISTING)
         with step_context(self._layout, keep=self.mesh):
             types = with_sync(self, jax.eval_shape(_on_mesh(self, make_state), *args), param_specs)
         shardings = self.shardings(types, tx=tx, param_specs=param_specs)

@@ -45,6 +45,7 @@ class TrainStep(CompiledStep):
         donate: bool,
         update: str,
     ):
+        _train_state.check_tx(tx)
         if update not in ("after", "backward"):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
         self.updates_in_backward = update == "backward"
@@ -54,6 +55,7 @@ class TrainStep(CompiledStep):
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
         self.trainable, self.grad_norm = trainable, grad_norm
+        self.blocks = zero.gathered_blocks
         self.snapshot, self.donates = snapshot, donate
         if snapshot is not None:
             if zero.mesh != snapshot.mesh:
@@ -64,13 +66,14 @@ class TrainStep(CompiledStep):
                 )
             snapshot.copy_in_steps()
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
         trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
         zero = self.zero
-        spec = StepSpec(layout, zero.precision, placed, trained, zero.sync, opt_specs)
+        options = zero.precision, placed, trained, zero.sync, opt_specs, self.blocks
+        spec = StepSpec(layout, *options)
 
         def out_shardings(out: Tree) -> Any:
             metrics = layout.output_shardings(out[1])
@@ -86,7 +89,8 @@ class TrainStep(CompiledStep):
         if copies is not None:
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
-        return jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
+        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
+        return jitted, shardings
 
     def step(
         self,

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sharding as shd
 
 from . import model
 from .model import mean_loss, regression_batch, residual
@@ -276,6 +277,7 @@ def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expec
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"axis": "dp"}, "axis 'dp' is not in the mesh .'data',.: name axes of the mesh in Zero"),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
+        ({"min_shard_size": "4"}, "min_shard_size must be a whole number, got '4'"),
         ({"offload": "params"}, "offload must be 'optimizer', 'all' or None, got 'params'"),
         ({"offload_min_size": -1}, "offload_min_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
@@ -293,6 +295,29 @@ def test_bad_arguments():
     step = zero.train_step(mean_loss, tx=TX)
     with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
         zero.train_step(mean_loss, tx=TX, microbatches=0)
+    for make in (zero.train_step, zero.value_and_grad):
+        for value in ("2", 2.0, True, None):
+            with pytest.raises(
+                ValueError, match=f"microbatches must be a whole number, got {value!r}"
+            ):
+                make(mean_loss, microbatches=value)
+        with pytest.raises(
+            ValueError, match=r"a function of \(params, batch\), got a tuple, which"
+        ):
+            make(make_pair())
+    for mesh in (8, None, ("data",)):
+        with pytest.raises(ValueError, match=r"^Zero takes a mesh, got .*jax\.make_mesh\("):
+            shd.Zero(mesh)
+    for name in ("init", "abstract_state"):
+        with pytest.raises(
+            ValueError, match=rf"^zero\.{name} takes a function, .* got a tuple\. Call"
+        ):
+            getattr(zero, name)(make_pair(), tx=TX)
+    for call, fn in ((zero.train_step, mean_loss), (zero.init, make_pair)):
+        with pytest.raises(
+            ValueError, match=r"^tx must be an optax\.GradientTransformation, .*adamw"
+        ):
+            call(fn, tx=optax.adamw)
     with pytest.raises(ValueError, match=r"'0/b' has the placement .* Make the state with"):
         step(make_pair(), zero.put(batch()))
     with pytest.raises(ValueError, match="needs the argument tx"):
@@ -308,6 +333,29 @@ def test_bad_arguments():
         zero.specs(make_pair(optax.adam(1.0)), tx=TX)
     with pytest.raises(ValueError, match=r"got <class 'dict'>.* wrap the method"):
         zero.gathered(dict)
+
+
+def test_a_foreign_state_raises_in_every_call():
+    """Also where the step has run before, on a state of the same shapes."""
+    tx = optax.adam(0.1)
+    zero, other = zero_of(), model.zero_on(4, 2, names=("data", "model"), stage=2)
+    state, x = zero.init(lambda: make_pair(tx), tx=tx), zero.put(batch())
+    foreign = {
+        "eager": make_pair(tx),
+        "NumPy": jax.tree.map(np.asarray, make_pair(tx)),
+        "replicated": zero.replicate(make_pair(tx)),
+        "another mesh": other.init(lambda: make_pair(tx), tx=tx),
+    }
+    step, evaluate = zero.train_step(mean_loss, tx=tx, donate=False), zero.eval_step(mean_loss)
+    for calls in range(2):
+        for name, wrong in foreign.items():
+            runs = (step, evaluate) if name != "replicated" else (step,)  # parameters are as here
+            for run in runs:
+                with pytest.raises(ValueError, match=r"has the placement .* Make the state with"):
+                    run(wrong, x)
+        assert not calls or len(step._programs) == len(evaluate._programs) == 1
+        step(state, x)
+        evaluate(state, x)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import optax
 from sharding._types import Array, Batch, OptState, Tree
 from sharding.placement._on_mesh import no_mesh
 from sharding.step._batch_moments import set_axes
+from sharding.step._checks import check_makes
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
@@ -33,6 +34,7 @@ class NnxMethods:
           *args: its arguments, such as a random key, which are traced.
           param_specs: specs of the parameters on the other mesh axes; None takes their metadata.
         """
+        check_makes("nnx_init", make, "a model that exists is placed by its first step")
 
         def arrays(*args: Any) -> Any:
             model, optimizer = make(*args)
@@ -166,6 +168,7 @@ class NnxStep:
             model_state_reduction=lambda parts: parts["static"].value[-1],
             **options,
         )
+        self._step.blocks = zero.gathered_blocks
 
     def __call__(self, model: Any, optimizer: Any, batch: Batch, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""

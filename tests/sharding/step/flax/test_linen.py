@@ -12,6 +12,8 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from sharding import sync
+
 from .. import runs
 from ..runs import F64, TX, WIDTH, assert_same, make_train_state_of, train, train_alone, zero_of
 
@@ -161,6 +163,27 @@ def test_equals_one_device(way):
         np.testing.assert_allclose(hidden, one_hidden.reshape(hidden.shape), rtol=1e-10)
     runs.assert_close((state.params, state.opt_state), (expected.params, expected.opt_state))
     assert state.step == expected.step
+
+
+def test_blocks_without_an_effect_are_warned_of_and_described():
+    """Below stage 3, where no gradient is reduced in a layer; not where some are."""
+    lm = LM()
+    for stage, options, microbatches in (
+        (0, {}, 1),
+        (1, {}, 2),
+        (2, {"sync": sync.qsgd(8, min_size=1)}, 1),
+    ):
+        zero = zero_of(stage, gathered_blocks=BLOCKS, **options)
+        state = zero.abstract_state(make_state(lm))
+        assert "nothing is gathered below stage 3" in str(zero.describe(state))
+        step = zero.train_step(
+            loss_of(lm), rngs=True, has_aux=True, donate=False, microbatches=microbatches
+        )
+        with pytest.warns(UserWarning, match=rf"has no effect in this step of stage {stage}"):
+            step.lower(state, jax.eval_shape(lambda: batch(0)), jax.random.key(KEY))
+    assert "nothing is gathered below" not in str(
+        zero_of(3, gathered_blocks=BLOCKS).describe(state)
+    )
 
 
 def test_blocks_are_gathered_in_each_pass_and_freed():
