@@ -24,7 +24,7 @@ from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._warnings import warnings_of
+from sharding.plan.audit._warnings import computed_again, warnings_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
 
@@ -68,6 +68,8 @@ class Audit(Printed):
     #: bytes sent by the cheapest branches, a sparse sync's unless its lists overflow
     least_wire: float = 0.0
     predicted: StepSeconds | None = None  #: what a step takes, by a plan; None where none was given
+    #: of ``warnings``, those on what the compiler chose and what its program does not say
+    of_compiler: tuple[str, ...] = ()
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
@@ -261,7 +263,7 @@ def audit(
         mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown) = collectives(program), costs(program)
+    sent, (work, unknown) = collectives(program, once=True), costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
@@ -269,7 +271,9 @@ def audit(
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
-    warnings += [f"how often the loop %{name} runs is unknown: counted once" for name in unknown]
+    of_compiler = [f"how often the loop %{x} runs is unknown: counted once" for x in unknown]
+    of_compiler += computed_again([cost for cost in work if cost.again], work)
+    warnings += of_compiler
     of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
     warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
@@ -282,13 +286,14 @@ def audit(
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(sent, mesh),
-        least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest")),
+        least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest", once=True)),
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
         expected_wire=expected_wire,
         expected_memory=expected_memory,
         predicted=predicted,
+        of_compiler=tuple(of_compiler),
         warnings=(),
         notes=tuple(about),
         tokens=tokens,

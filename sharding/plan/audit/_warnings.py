@@ -18,7 +18,7 @@ from sharding.plan.audit._hlo import (
 from sharding.plan.audit._liveness import Buffer, copied_argument
 from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_collectives import Collective
-from sharding.plan.audit._program_costs import read_by_fusion
+from sharding.plan.audit._program_costs import Cost, read_by_fusion
 
 _SMALL = 1 << 16  # bytes that need no warning
 _WIDE = 0.05  # the share of the work of matrix products that needs none
@@ -41,6 +41,20 @@ def warnings_of(
     notes += _replicated_state(arguments, program.num_devices)
     # Of several loops with one fault, one sentence.
     return [*dict.fromkeys(notes), *_wide_products(arguments, source)]
+
+
+def computed_again(again: Sequence[Cost], every: Sequence[Cost]) -> list[str]:
+    """A sentence on what XLA computes again by itself, of the costs of all operations."""
+    if not again:
+        return []
+    flops, total = (sum(cost.flops for cost in x) for x in (again, every))
+    moved = size(sum(cost.nbytes for cost in again))
+    share = f"{flops / 1e9:,.1f} GFLOP ({flops / total if total else 0:.1%} of the step's)"
+    return [
+        f"XLA computes {len(again)} operations again by itself, {share} and {moved} of memory "
+        "traffic, since the step would otherwise take more than it allows on the device: a lower "
+        "peak (more micro-batches, jax.checkpoint, a higher stage) stops it"
+    ]
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
