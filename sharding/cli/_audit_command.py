@@ -32,6 +32,9 @@ _OF_MODELS = (
 )
 
 
+_STORED = "layers store their input alone: plan and search time what stores more, where it fits"
+
+
 class _Step(NamedTuple):
     audit: Callable[[int], Audit]  # compiles it with a batch
     plan: ParallelPlan | None = None  # how it is shared, of a named model
@@ -238,14 +241,14 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         planned, about = planned_loss(options, setup, plan, plan.requested)
         loss = planned
         print(about, file=sys.stderr)
-        found = {"activations": planned.peak, "extra_time": planned.extra_time}
+        found: Any = {"activations": planned.peak, "extra_time": planned.extra_time}
         setup = dataclasses.replace(setup, **found)
         plan = setup.plan(zero)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=setup.update)
     expected = plan.stage(plan.requested)
     is_planned = expected.activations is not None
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
-    return audit(
+    found = audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,
         device=setup.device,
@@ -254,3 +257,5 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         predicted=setup.seconds(setup.parallel_plan(zero)) if setup.timed else None,
         tokens=plan.tokens,
     )
+    about = [_STORED] * (setup.recompute and options.remat is None)
+    return dataclasses.replace(found, notes=(*found.notes, *about))

@@ -33,8 +33,8 @@ def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tu
         loss = model.make_loss()
         batch = jax.ShapeDtypeStruct((setup.batch, setup.length + 1), jnp.int32)
     in_loops = plan.stage(stage).share < 1  # parameters are gathered layer by layer
-    loss = PlannableLoss(loss, model.abstract(dtype), batch, device)
-    planned = LossSearch(loss, setup.device, in_loops=in_loops).fastest(budget)
+    plannable = PlannableLoss(loss, model.abstract(dtype), batch, device)
+    planned = LossSearch(plannable, setup.device, in_loops=in_loops).fastest(budget)
     return planned, (
         f"Activations: the loss computes again {planned.summary}, and needs {size(planned.peak)} "
         f"in a program compiled for {compiled}; {planned.extra_time:.0%} of a step's time is "

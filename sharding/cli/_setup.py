@@ -80,8 +80,9 @@ class Setup:
     ) -> Plan:
         """The plan of a ``Zero``, with another transformation or a format of its state.
 
-        ``fastest`` are those of its stages whose steps are timed.
+        ``fastest`` are the steps of its stages, where these are timed.
         """
+        fastest = fastest or {}
         tokens = float(self.sequences * self.length)
         batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
         flops = 6.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(self.params)) * tokens
@@ -105,7 +106,7 @@ class Setup:
             update=self.update,
             tokens=tokens * zero.num_devices,
             flops=flops,
-            predicted={name: self.seconds(fastest[name]) for name in fastest or {}},
+            predicted={name: self.seconds(fastest[name]) for name in fastest},
             activations=activations,
         )
 
@@ -125,14 +126,14 @@ class Setup:
 
     def _fastest(self, plan: ParallelPlan, held: StagePlan) -> ParallelPlan:
         """The plan of a stage with the form of recomputation that is fastest of those that fit."""
-        costs, device = self.costs, self.device
-        if not costs or not device or self.activations is not None or not self.recompute:
+        costs, device, model = self.costs, self.device, self.model
+        if not costs or not device or not model or self.activations is not None:
             return plan
         forms = [dataclasses.replace(plan, recompute=form) for form in costs.forms(SEARCHED)]
         fitting = [
             form
             for form in forms
-            if possible(form, self.model, form.stage, form.update_in_backward)
+            if possible(form, model, form.stage, form.update_in_backward)
             and held.with_activations(costs.activations(form)).peak
             <= (1 - HEADROOM) * device.memory
         ]

@@ -272,8 +272,6 @@ def audit(
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
     of_compiler = [f"how often the loop %{x} runs is unknown: counted once" for x in unknown]
-    of_compiler += computed_again([cost for cost in work if cost.again], work)
-    warnings += of_compiler
     of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
     warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
@@ -293,15 +291,20 @@ def audit(
         expected_wire=expected_wire,
         expected_memory=expected_memory,
         predicted=predicted,
-        of_compiler=tuple(of_compiler),
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
         pipeline=of_pipeline,
     )
+    held = size(result.memory)
+    if result.kind:
+        held += f" of {size(result.kind.memory)} of {with_article(result.kind.name)}"
+    of_compiler += computed_again(work, held)
+    warnings += of_compiler
     if result.headroom is not None and result.headroom < HEADROOM:
         warnings.insert(0, _tight(result))
-    return dataclasses.replace(result, warnings=tuple(warnings))
+    chosen = tuple(of_compiler)
+    return dataclasses.replace(result, warnings=tuple(warnings), of_compiler=chosen)
 
 
 def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -43,18 +43,19 @@ def warnings_of(
     return [*dict.fromkeys(notes), *_wide_products(arguments, source)]
 
 
-def computed_again(again: Sequence[Cost], every: Sequence[Cost]) -> list[str]:
-    """A sentence on what XLA computes again by itself, of the costs of all operations."""
+def computed_again(costs: Sequence[Cost], held: str) -> Iterator[str]:
+    """A sentence on what XLA computes again by itself, in a program that holds so many bytes."""
+    again = [cost for cost in costs if cost.again]
     if not again:
-        return []
-    flops, total = (sum(cost.flops for cost in x) for x in (again, every))
-    moved = size(sum(cost.nbytes for cost in again))
-    share = f"{flops / 1e9:,.1f} GFLOP ({flops / total if total else 0:.1%} of the step's)"
-    return [
-        f"XLA computes {len(again)} operations again by itself, {share} and {moved} of memory "
-        "traffic, since the step would otherwise take more than it allows on the device: a lower "
-        "peak (more micro-batches, jax.checkpoint, a higher stage) stops it"
-    ]
+        return
+    flops, total = (sum(cost.flops for cost in x) for x in (again, costs))
+    plural = "s" * (len(again) > 1)
+    yield (
+        f"XLA computes {len(again)} operation{plural} again by itself, {flops / 1e9:,.1f} GFLOP "
+        f"({flops / total if total else 0:.1%} of all), in {held}, since the step would otherwise "
+        "be above its limit: a peak below it stops this (more micro-batches, jax.checkpoint, a "
+        "higher stage)"
+    )
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:

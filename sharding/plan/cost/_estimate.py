@@ -251,10 +251,11 @@ def estimate(
     variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
     unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
     options |= {"opt_state": opt_state, "local": unsharded}
+    of_stages: Any = activations
     if not isinstance(activations, Mapping):
-        activations = dict.fromkeys(variants, activations)
+        of_stages = dict.fromkeys(variants, activations)
     stages = tuple(
-        stage_plan(params, tx, each, activations=activations[name], **options)
+        stage_plan(params, tx, each, activations=of_stages[name], **options)
         for name, each in variants.items()
     )
     recommended, notes = _recommend(stages, device, zero.mesh.shape, predicted or {})

@@ -12,7 +12,6 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from optax_ext import STATE_FORMATS
 from sharding._types import DType
 from sharding.plan._format import (
     Printed,
@@ -374,8 +373,8 @@ def _changes(space: PlanSpace, keep: Mapping[str, Any]) -> list[tuple[str, dict[
     machine = space.costs.machine if space.costs else None
     if True not in space.offload and machine and machine.device.host_link:
         changes.append(("offload", {"offload": True}))
-    formats = [name for name in STATE_FORMATS if name not in space.state_formats]
-    changes += [(f"state in {name}", {"state_format": name}) for name in formats]
+    if "8bit" not in space.state_formats:
+        changes.append(("state in 8bit", {"state_format": "8bit"}))
     if space.weights == ("master",):
         changes.append(("weights as they are", {"weights": "plain"}))
     return [(words, change) for words, change in changes if keep.keys().isdisjoint(change)]
