@@ -257,5 +257,5 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         predicted=setup.seconds(setup.parallel_plan(zero)) if setup.timed else None,
         tokens=plan.tokens,
     )
-    about = [_STORED] * (setup.recompute and options.remat is None)
-    return dataclasses.replace(found, notes=(*found.notes, *about))
+    stored = [_STORED] * (setup.recompute and options.remat is None)
+    return dataclasses.replace(found, notes=(*found.notes, *stored))

@@ -19,8 +19,8 @@ import sharding
 from sharding.cli import main
 from sharding.cli._load import optimizer_of
 from sharding.plan import estimate
-from sharding.plan.machine._devices import kind_of
 from sharding.plan._format import count
+from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 
 from ...compilers import need
