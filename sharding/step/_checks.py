@@ -33,7 +33,8 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
             raise ValueError(
                 f"{path_str(path)!r} has the placement "
                 f"{getattr(leaf, 'sharding', type(leaf).__name__)}; the step requires "
-                f"{want.spec} on the mesh {dict(want.mesh.shape)}. Make the state with zero.init, "
+                f"{want.spec} in {want.memory_kind} memory on the mesh {dict(want.mesh.shape)}: "
+                "offload= of Zero says which memory has what. Make the state with zero.init, "
                 "or place it with jax.device_put(state, zero.shardings(state)), parameters alone "
                 "with zero.place(params)."
             )

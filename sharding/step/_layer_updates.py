@@ -22,7 +22,13 @@ from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import is_spec, leaf_names
 from sharding.step._step_plan import StepSpec
-from sharding.step._update import NO_LOCAL_NORM, UNREAD, gather_shard, params_update
+from sharding.step._update import (
+    NO_LOCAL_NORM,
+    UNREAD,
+    gather_shard,
+    params_update,
+    users_update,
+)
 
 OTHERWISE = "or make the step without update='backward' (docs: how_to/fit_7b)"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -107,7 +113,8 @@ class Update(NamedTuple):
         # Gradients, and the norm that no step has that updates in its backward pass.
         deferred = [len(names) <= i <= len(names) + count for i in range(len(inputs))]
         # Only operations that do not branch on the platform can be evaluated layer by layer.
-        graph = Graph(update, inputs, deferred, portable=True, selects=True)
+        with users_update():
+            graph = Graph(update, inputs, deferred, portable=True, selects=True)
         if any(graph.reads[v] >> len(names) + count for v in graph.outputs):
             raise ValueError(NO_LOCAL_NORM)
         of_stacks = bits(len(names) + i for i in stacks)

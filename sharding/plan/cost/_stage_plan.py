@@ -326,6 +326,7 @@ def stage_plan(
     gathered_once: str | None = None,
     activations: Activations | None = None,
     update: str = "after",
+    temporaries: bool = True,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``."""
     name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
@@ -352,6 +353,8 @@ def stage_plan(
         back = sum(x.bytes_per_device / (1 if x.note else shards) for x in sent)
         memory["new_params"] = back + max(0.0, memory["new_params"] - memory["updated"])
         linked = 2 * back
+    if not (temporaries or in_backward):
+        memory |= dict.fromkeys(("unreduced", "layer", "outside", "new_params"), 0.0)
     return StagePlan(
         name=name,
         batch=batch,
