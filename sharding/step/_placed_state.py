@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from sharding.placement import _train_state
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
-from sharding.placement._specs import path_str, sharding_on
+from sharding.placement._specs import absent_axes, path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.step._batch_rows import describe_rows
 from sharding.step._checks import check_alive, check_compiled, check_not_streamed
@@ -82,11 +83,15 @@ class StateMethods:
         """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
         return shardings_of(self, state, self.specs(state, tx=tx, param_specs=param_specs))
 
-    def describe(self: Any, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Description:
+    def describe(
+        self: Any, state: Tree, *, tx: Tx = None, param_specs: Tree = None, trainable: Tree = None
+    ) -> Description:
         """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
 
-        Arguments are those of ``specs``.
+        Arguments are those of ``specs``, and ``trainable`` of ``train_step``: only parameters that
+        are trained have gradients. A step has a ``describe`` of its own, which knows both.
         """
+        absent = absent_axes(self.mesh, state)
         state, param_specs = train_state(self, state, param_specs)
         layout = self._layout
         state = with_sync(self, state, param_specs)
@@ -104,7 +109,9 @@ class StateMethods:
         own_reasons = reasons if self.stage == 3 else None
         rows = describe_tree("params", params, param_specs, self.mesh, own_reasons)
         rows = _in_host_memory(self, rows, params) if self.offload == "all" else rows
-        rows += describe_tree("grads", grads, grad_specs, self.mesh, reasons)
+        of_grads = describe_tree("grads", grads, grad_specs, self.mesh, reasons)
+        trained = jax.tree.leaves(_train_state.resolve_trainable(params, trainable))
+        rows += itertools.compress(of_grads, trained)
         of_state = describe_tree("opt_state", opt_state, opt_specs, self.mesh, params=params)
         rows += _in_host_memory(self, of_state, opt_state)
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
@@ -114,7 +121,7 @@ class StateMethods:
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         axes, shown = (layout.axes, layout.replica_axes), (tuple(rows), describe_rows(layout))
-        options = layout.gather_group_bytes, self.view
+        options: Any = layout.gather_group_bytes, self.view, tuple(absent)
         return Description(self.mesh, self.stage, *axes, *shown, *options)
 
     def init(
@@ -240,10 +247,9 @@ class StateMethods:
 
         types = jax.tree.map(without_data_axes, tree)
         shardings = layout.shardings(layout.place(types, param_specs).params)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-            return jax.tree.map(lambda x, to: x.update(sharding=to), types, shardings)
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
         with no_mesh():
-            return layout.copy(tree, shardings)
+            return layout.copy(types if is_abstract else tree, shardings)
 
     def apply_gradients(
         self: Any,

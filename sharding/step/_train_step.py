@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
 from sharding.placement import _train_state
+from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
@@ -28,6 +29,14 @@ from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
 from sharding.step._update_in_backward import check_alone, update_in_backward
+
+
+def in_view(zero: Any, update: str, snapshot: PeerCheckpoints | None) -> Any:
+    """``zero`` as its loss sees it: refs are in no shard_map, and one device needs none."""
+    if update != "backward":
+        return zero
+    check_alone(zero, snapshot)
+    return dataclasses.replace(zero, view="global")
 
 
 class TrainStep(CompiledStep):
@@ -48,9 +57,6 @@ class TrainStep(CompiledStep):
         if update not in ("after", "backward"):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
         self.updates_in_backward = update == "backward"
-        if self.updates_in_backward:
-            check_alone(zero, snapshot)
-            zero = dataclasses.replace(zero, view="global")  # no shard_map, as refs require
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
         self.trainable, self.grad_norm = trainable, grad_norm
@@ -63,6 +69,11 @@ class TrainStep(CompiledStep):
                     "zero.mesh."
                 )
             snapshot.copy_in_steps()
+
+    def describe(self, state: Tree, *, param_specs: Tree = None) -> Description:
+        """``Zero.describe`` of a state, real or abstract, with gradients of what is trained."""
+        options: Any = {"param_specs": param_specs, "trainable": self.trainable}
+        return self.zero.describe(state, tx=self.tx, **options)
 
     def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         layout = self.zero._layout

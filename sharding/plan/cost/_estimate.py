@@ -184,6 +184,7 @@ def estimate(
     gathered_once: str | None = None,
     activations: Activations | float | None = None,
     update: str = "after",
+    trainable: Tree = None,
     tokens: float = 0.0,
     flops: float = 0.0,
     predicted: Mapping[str, StepSeconds] | None = None,
@@ -212,6 +213,7 @@ def estimate(
         them and of temporaries, without parameters that stage 3 gathers. None: they are not
         counted.
       update: ``"backward"`` where ``train_step`` updates each layer in the backward pass.
+      trainable: which parameters are trained, as in ``train_step``: others have no gradients.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
       predicted: what a step takes by the names of the stages, such as ``step_seconds`` of each: the
@@ -237,10 +239,11 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
-    options |= {"update": update}
+    options |= {"update": update, "trainable": trainable}
     # The state is traced once, and placed once where the user's axes alone shard.
     variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
-    unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
+    placed: Any = {"tx": tx, "param_specs": param_specs, "trainable": trainable}
+    unsharded = variants["stage 0"].describe((params, opt_state), **placed)
     options |= {"opt_state": opt_state, "local": unsharded}
     stages = tuple(stage_plan(params, tx, each, **options) for each in variants.values())
     recommended, notes = _recommend(stages, device, zero.mesh.shape, predicted or {})
