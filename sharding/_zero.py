@@ -20,7 +20,8 @@ from sharding.step._loss import Loss, check_arguments
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
-from sharding.step._train_step import TrainStep, in_view
+from sharding.step._train_step import TrainStep
+from sharding.step._update_in_backward import check_alone
 from sharding.step.flax._modules import gathered_module, in_step
 from sharding.step.flax._nnx import NnxMethods
 from sharding.sync import GradientSync
@@ -268,7 +269,9 @@ class Zero(StateMethods, NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        zero = in_view(self, update, snapshot)
+        if update == "backward":
+            check_alone(self, snapshot)
+        zero = self._in_view(update)
         fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
@@ -289,7 +292,8 @@ class Zero(StateMethods, NnxMethods):
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        return EvalStep(self, self._in_step(fn, True, model_state, all_blocks=False), model_state)
+        zero = self._in_view()
+        return EvalStep(zero, zero._in_step(fn, True, model_state, all_blocks=False), model_state)
 
     def value_and_grad(
         self,
@@ -316,9 +320,10 @@ class Zero(StateMethods, NnxMethods):
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
           new)``, with both ``(loss, (new, aux))``.
         """
-        fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
+        zero = self._in_view()
+        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
-        return ValueAndGrad(self, loss, trainable, param_specs)
+        return ValueAndGrad(zero, loss, trainable, param_specs)
 
     def check_loss(
         self,
@@ -350,6 +355,15 @@ class Zero(StateMethods, NnxMethods):
             float64, 3.5e-4 with float32, 9 % with bfloat16.
         """
         check_loss(self, loss_fn, state, batch, key, model_state, options)
+
+    def _in_view(self, update: str = "after") -> "Zero":
+        """Itself as a loss sees it: refs and host memory are in no ``shard_map``.
+
+        On one device, where either view is that of ``jit``, it is then the global one.
+        """
+        if update == "after" and self.offload != "all":
+            return self
+        return dataclasses.replace(self, view="global")
 
     def _in_step(
         self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
-from sharding.offload._host_memory import on_host
+from sharding.offload._host_memory import DEVICE, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
@@ -75,6 +75,11 @@ class GlobalLoss:
             for x, leaf in zip(params, self.leaves, strict=True)
         ]
 
+    def held(self, params: list[jax.Array]) -> list[jax.Array]:
+        """As ``cast``, but what is in host memory, which the loss loads where it uses it."""
+        cast = self.cast(params)
+        return [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
+
     def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
         leaf = self.leaves[number]
@@ -88,7 +93,7 @@ class GlobalLoss:
 
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
-        held = self.cast(params)
+        held = self.held(params)
         if not self._typed:
             try:
                 return self._run(held, taps, *args)
@@ -107,7 +112,9 @@ class GlobalLoss:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
-        run = HookedLoss(closed, self.layout.recomputes, self._fetch, self._tap)
+        # Of what is in host memory the backward pass stores nothing on the devices either.
+        recomputes = self.layout.recomputes or any(map(on_host, held))
+        run = HookedLoss(closed, recomputes, self._fetch, self._tap)
         given = iter(taps)
         every = [
             next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
@@ -121,10 +128,12 @@ class GlobalLoss:
         if self._typed:
             mesh = jax.sharding.get_abstract_mesh()
             sharding = NamedSharding(mesh, only_axes(leaf.used, axes))
-        return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
 
     def _fetch(self, number: int, held: jax.Array) -> jax.Array:
         leaf = self.leaves[number]
+        if on_host(held):
+            held = jax.device_put(held, DEVICE).astype(leaf.dtype)
         if self.layout.stage < 3 or leaf.held == leaf.used:
             return held
         with jax.named_scope("gather"):

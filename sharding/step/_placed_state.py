@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
-from sharding.offload._host_memory import host_shardings, is_offloaded
+from sharding.offload._host_memory import copy_to, host_shardings, is_offloaded
 from sharding.placement import _train_state
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Layout, Placement
@@ -231,7 +231,7 @@ class StateMethods:
           param_specs: specs on the other mesh axes; None as in ``specs``.
 
         Returns:
-          The tree, in memory of its own. ``eval_step`` takes it as ``(tree, None)``, beside the
+          The tree, in memory of its own, with ``offload="all"`` stacks in that of the host. ``eval_step`` takes it as ``(tree, None)``, beside the
           parameters as ``((params, tree), None)``, ``value_and_grad`` as ``(params, tree)``, with
           ``trainable=(True, False)`` for no gradient.
         """
@@ -246,10 +246,10 @@ class StateMethods:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
 
         types = jax.tree.map(without_data_axes, tree)
-        shardings = layout.shardings(layout.place(types, param_specs).params)
+        shardings = param_shardings(self, types, layout.place(types, param_specs).params)
         is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
         with no_mesh():
-            return layout.copy(types if is_abstract else tree, shardings)
+            return copy_to(layout, types if is_abstract else tree, shardings)
 
     def apply_gradients(
         self: Any,
@@ -314,13 +314,21 @@ def shardings_of(zero: Any, state: Tree, specs: Tree) -> Any:
         return shardings
     shardings, sync = split_sync_state(shardings)
     state, options = split_sync_state(state)[0], (zero.offload, zero.offload_min_size)
-    params, moved = _train_state.params_of(shardings), _train_state.opt_state_of(shardings)
+    moved = _train_state.opt_state_of(shardings)
     moved = host_shardings(moved, _train_state.opt_state_of(state), *options)
-    if zero.offload == "all":
-        params = host_shardings(params, _train_state.params_of(state), *options)
+    own = _train_state.params_of(split_sync_state(specs)[0])
+    params = param_shardings(zero, _train_state.params_of(state), own)
     return join_sync_state(
         _train_state.with_params(_train_state.with_opt_state(shardings, moved), params), sync
     )
+
+
+def param_shardings(zero: Any, params: Tree, specs: Tree) -> Any:
+    """The shardings of parameters, or their gradients; stacks are perhaps in host memory."""
+    shardings = zero._layout.shardings(specs)
+    if zero.offload != "all":
+        return shardings
+    return host_shardings(shardings, params, zero.offload, zero.offload_min_size)
 
 
 def places(zero: Any, state: Tree, tx: Tx, param_specs: Tree = None) -> tuple[Any, Placement, Any]:

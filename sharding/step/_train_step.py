@@ -4,7 +4,6 @@
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,7 +18,7 @@ from sharding.placement._on_mesh import on_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _update
-from sharding.step._checks import check_placed
+from sharding.step._checks import check_not_streamed, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, Loss
@@ -28,15 +27,7 @@ from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update_in_backward import check_alone, update_in_backward
-
-
-def in_view(zero: Any, update: str, snapshot: PeerCheckpoints | None) -> Any:
-    """``zero`` as its loss sees it: refs are in no shard_map, and one device needs none."""
-    if update != "backward":
-        return zero
-    check_alone(zero, snapshot)
-    return dataclasses.replace(zero, view="global")
+from sharding.step._update_in_backward import update_in_backward
 
 
 class TrainStep(CompiledStep):
@@ -57,6 +48,8 @@ class TrainStep(CompiledStep):
         if update not in ("after", "backward"):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
         self.updates_in_backward = update == "backward"
+        if not self.updates_in_backward:
+            check_not_streamed(zero)
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
         self.trainable, self.grad_norm = trainable, grad_norm

@@ -255,8 +255,9 @@ class NnxEvalStep:
     """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
-        self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
+        self.fn, self.wrt = fn, nnx.Param if wrt is None else wrt
         self._step = zero.eval_step(self._run, model_state=True)
+        self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
     def __call__(self, model: Any, batch: Batch) -> Any:
         return self._step(*self._arguments(model, batch))
