@@ -16,7 +16,7 @@ from sharding._jaxprs import inner_jaxprs
 from sharding.step._gather_params import CALL, MARK
 
 CALLS = ("jit", "pjit", "closed_call")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
+CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
@@ -102,14 +102,14 @@ class HookedLoss:
             return views
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
-        if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
+        if is_cast(eqn) and not operands[0].moves:  # less is fetched, often
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
         if name in CALLS:
             inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self._run(inner.jaxpr, inner.consts, operands, in_loop)
-        if name in _CHECKPOINTS:
+        if name in CHECKPOINTS:
             options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
             again = lambda args: self._run(eqn.params["jaxpr"], (), args)  # noqa: E731
             return self._checkpoint(again, operands, **options)
@@ -183,7 +183,7 @@ class HookedLoss:
         return self._marks[id(jaxpr)]
 
 
-def _is_cast(eqn: Any) -> bool:
+def is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)

@@ -1,0 +1,71 @@
+"""A traced loss of parameters some of which are stacks in host memory, as are their gradients.
+
+A loop over the layers of a stack loads each where it uses it, in both passes. Any other use loads
+the full array.
+"""
+
+from typing import Any
+
+import jax
+
+from sharding.offload._host_memory import DEVICE, on_host
+from sharding.step._layer_hooks import (
+    CALLS,
+    CHECKPOINTS,
+    HookedLoss,
+    HookedParam,
+    is_cast,
+    scan_sizes,
+)
+
+
+class StreamedLoss(HookedLoss):
+    """A ``HookedLoss`` whose hook may get an array in host memory; nothing computes there."""
+
+    def streamed(self, number: int, tap: jax.Array) -> jax.Array:
+        """The tap of a parameter: in host memory where one loop alone reads it, layer by layer.
+
+        Sums of the gradients of several uses are computed on the device, too.
+        """
+        alone = _is_read_by_one_loop(self.closed.jaxpr, self.closed.jaxpr.invars[number])
+        return tap if alone else _on_device(tap)
+
+    def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
+        if in_loop:  # of a layer, all uses give one gradient
+            args = [x._replace(tap=_on_device(x.tap)) if _is_param(x) else x for x in args]
+        return super()._run(jaxpr, consts, args, in_loop)
+
+    def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
+        first = operands[0] if operands else None
+        if is_cast(eqn) and _is_param(first) and on_host(first.held):
+            return [first._replace(moves=(*first.moves, eqn))]
+        return super()._results(eqn, operands, in_loop)
+
+    def _to_slice(self, param: HookedParam) -> Any:
+        casts = all(map(is_cast, param.moves))
+        return param if casts and on_host(param.held) else super()._to_slice(param)
+
+
+def _is_param(x: Any) -> bool:
+    return isinstance(x, HookedParam)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, DEVICE) if on_host(x) else x
+
+
+def _is_read_by_one_loop(jaxpr: Any, var: Any) -> bool:
+    """Whether a scan slices an array, cast or not, and nothing else uses it."""
+    uses = [(eqn, k) for eqn in jaxpr.eqns for k, x in enumerate(eqn.invars) if x is var]
+    if len(uses) != 1 or any(x is var for x in jaxpr.outvars):
+        return False
+    ((eqn, k),) = uses
+    if eqn.primitive.name == "scan":
+        return k >= sum(scan_sizes(eqn.params))
+    if is_cast(eqn):
+        return _is_read_by_one_loop(jaxpr, eqn.outvars[0])
+    if eqn.primitive.name in (*CALLS, *CHECKPOINTS):
+        inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+        inner = getattr(inner, "jaxpr", inner)
+        return _is_read_by_one_loop(inner, inner.invars[k])
+    return False
