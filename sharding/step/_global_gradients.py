@@ -122,7 +122,8 @@ class GlobalLoss:
         with marking():
             closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
         # Of what is in host memory the backward pass stores nothing on the devices either.
-        recomputes = self.layout.recomputes or any(leaf.hosted for leaf in self.leaves)
+        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
+        recomputes = self.layout.recomputes or hosted
         run = StreamedLoss(closed, recomputes, self._fetch, self._tap)
         given = iter(taps)
         every = [

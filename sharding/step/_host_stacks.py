@@ -22,18 +22,32 @@ from sharding.step._layer_hooks import (
 class StreamedLoss(HookedLoss):
     """A ``HookedLoss`` whose hook may get an array in host memory; nothing computes there."""
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.by_layer: set[int] = set()  # the parameters whose gradients are stored layer by layer
+
     def streamed(self, number: int, tap: jax.Array) -> jax.Array:
         """The tap of a parameter: in host memory where one loop alone reads it, layer by layer.
 
         Sums of the gradients of several uses are computed on the device, too.
         """
-        alone = _is_read_by_one_loop(self.closed.jaxpr, self.closed.jaxpr.invars[number])
-        return tap if alone else _on_device(tap)
+        if not on_host(tap):
+            return tap
+        if _is_read_by_one_loop(self.closed.jaxpr, self.closed.jaxpr.invars[number]):
+            self.by_layer.add(number)
+            return tap
+        return jax.device_put(tap, DEVICE)
 
     def _run(self, jaxpr: Any, consts: Any, args: Any, in_loop: bool = False) -> list[Any]:
-        if in_loop:  # of a layer, all uses give one gradient
-            args = [x._replace(tap=_on_device(x.tap)) if _is_param(x) else x for x in args]
+        if in_loop:
+            args = list(map(self._of_layer, args))
         return super()._run(jaxpr, consts, args, in_loop)
+
+    def _of_layer(self, x: Any) -> Any:
+        """A parameter of a layer, all of whose uses give one gradient."""
+        if not (_is_param(x) and x.number in self.by_layer and on_host(x.tap)):
+            return x
+        return x._replace(tap=jax.device_put(x.tap, DEVICE))
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
         first = operands[0] if operands else None
@@ -48,10 +62,6 @@ class StreamedLoss(HookedLoss):
 
 def _is_param(x: Any) -> bool:
     return isinstance(x, HookedParam)
-
-
-def _on_device(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, DEVICE) if on_host(x) else x
 
 
 def _is_read_by_one_loop(jaxpr: Any, var: Any) -> bool:

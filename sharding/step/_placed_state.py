@@ -231,9 +231,10 @@ class StateMethods:
           param_specs: specs on the other mesh axes; None as in ``specs``.
 
         Returns:
-          The tree, in memory of its own, with ``offload="all"`` stacks in that of the host. ``eval_step`` takes it as ``(tree, None)``, beside the
-          parameters as ``((params, tree), None)``, ``value_and_grad`` as ``(params, tree)``, with
-          ``trainable=(True, False)`` for no gradient.
+          The tree, in memory of its own, with ``offload="all"`` its stacks in host memory.
+          ``eval_step`` takes it as ``(tree, None)``, beside the parameters as ``((params, tree),
+          None)``, ``value_and_grad`` as ``(params, tree)``, with ``trainable=(True, False)`` for no
+          gradient.
         """
         layout = self._layout
         axes = layout.axes if self.stage == 3 else ()
