@@ -69,6 +69,8 @@ class Description:
     gather_group: int = 0  #: bytes of the parameters that are gathered at once after an update
     view: str = "device"  #: of the batch in a loss, see ``Zero``
     gathered_blocks: tuple[str, ...] = ()  #: layers that gather their own parameters at stage 3
+    #: names in Flax metadata that are no axes of the mesh: they shard nothing
+    absent_axes: tuple[str, ...] = ()
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -107,6 +109,9 @@ class Description:
                 f"gathered_blocks={self.gathered_blocks}: nothing is gathered below stage 3; at "
                 "stages 1 and 2 the backward pass reduces gradients of these layers one by one"
             )
+        if self.absent_axes:
+            names = first_names(map(repr, self.absent_axes))
+            lines.append(f"metadata names {names}, which the mesh lacks: they shard nothing")
         return "\n".join([*lines, *_reason_lines(params), *_group_lines(params, self)])
 
     def table(self) -> str:

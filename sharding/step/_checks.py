@@ -170,9 +170,10 @@ def _memory_of(x: jax.Array) -> int:
 def check_not_streamed(zero: Any) -> None:
     if zero.offload == "all":
         raise ValueError(
-            "offload='all' leaves stacked parameters in host memory, which nothing else takes than "
-            "train_step(update='backward'), which streams them. Use offload='optimizer'; for an "
-            "evaluation zero.full_params(state) and a Zero without offload (docs: how_to/offload)."
+            "offload='all' leaves stacked parameters in host memory, and of what updates them "
+            "nothing else takes these than train_step(update='backward'), which streams them. Make "
+            "the step with update='backward', or Zero with offload='optimizer' (docs: "
+            "how_to/offload)."
         )
 
 
@@ -241,9 +242,11 @@ def check_options(zero: Any) -> None:
         )
     if zero.view not in ("device", "global"):
         raise ValueError(f"view must be 'device' or 'global', got {zero.view!r}.")
-    if zero.view == "global" and (zero.sync is not None or zero.precision.gather is not None):
+    whole = "view='global'" if zero.view == "global" else "offload='all'"
+    in_global_view = zero.view == "global" or zero.offload == "all"
+    if in_global_view and (zero.sync is not None or zero.precision.gather is not None):
         raise ValueError(
-            "view='global' leaves the reduction of gradients and the gathers to the compiler: "
+            f"{whole} leaves the reduction of gradients and the gathers to the compiler: "
             "sync= and Precision(gather=...) need view='device', where each device has gradients "
             "of its own (docs: understand/views)."
         )

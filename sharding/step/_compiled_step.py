@@ -29,12 +29,10 @@ class CompiledStep:
     ``signature``. Rows must divide by ``microbatches`` times the devices.
     """
 
-    donates = updates_in_backward = False  # ``donates``: the state
+    donates = False  # the state
     snapshot: PeerCheckpoints | None = None  # the store whose snapshots the function copies
 
     def __init__(self, zero: Any, microbatches: int = 1):
-        if not self.updates_in_backward:
-            _checks.check_not_streamed(zero)
         self.zero, self.microbatches = zero, microbatches
         # By signature: the only cache of compiled steps, and the shardings that each requires.
         self._programs: dict[Any, tuple[Any, Tree]] = {}

@@ -18,6 +18,7 @@ from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, Loss, call_loss
+from sharding.step._placed_state import param_shardings
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
 
@@ -37,7 +38,7 @@ class EvalStep(CompiledStep):
         layout = self.zero._layout
         placed = layout.place(params)
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
-        shardings = layout.shardings(placed.params), replicated
+        shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
         spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
@@ -116,7 +117,7 @@ class ValueAndGrad(CompiledStep):
             )
         trained = resolve_trainable(selected, self.trainable)
         spec = StepSpec(layout, self.zero.precision, placed, trained, sync)
-        shardings = layout.shardings(placed.shards)
+        shardings = param_shardings(self.zero, selected, placed.shards)
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
             own, given = spec._replace(layout=layout), Inputs(*inputs)

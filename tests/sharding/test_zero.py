@@ -206,6 +206,26 @@ def test_describe_counts_bytes_and_names_what_stays_unsharded():
     assert not stage_0.fallbacks
 
 
+def test_describe_counts_gradients_of_what_is_trained():
+    """Of adapters, not of what they adapt, nor of integers; a step knows which."""
+    shapes = {"base": (256, 128), "a": (256, 8), "b": (8, 128)}
+    params = {k: np.ones(shape, np.float32) for k, shape in shapes.items()}
+    params["ids"] = np.zeros((64, 8), np.int32)
+    make = model.make_of(lambda: params, TX)
+    zero, trainable = zero_of(min_shard_size=0), lambda p: {k: k in ("a", "b") for k in p}
+    found = zero.describe(jax.eval_shape(make), tx=TX, trainable=trainable)
+    adapters = 4 * (256 * 8 + 8 * 128)
+    assert found.bytes_per_device["grads"] == adapters // 4
+    assert {row.path for row in found.rows if row.part == "grads"} == {"a", "b"}
+    assert sum(row.bytes_per_device for row in found.rows if row.part == "params") == (
+        adapters + 4 * (256 * 128 + 64 * 8)
+    )
+    every = zero.describe(jax.eval_shape(make), tx=TX).bytes_per_device["grads"]
+    assert every == (adapters + 4 * 256 * 128) // 4
+    step = zero.train_step(mean_loss, tx=TX, trainable=trainable)
+    assert step.describe(jax.eval_shape(make)) == found
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_describe_groups_like_parameters(stage):
     """One line for the kernels of all layers; its numbers are sums of the rows."""
@@ -424,6 +444,20 @@ def test_gather_outside_of_the_loss():
     # A gathered function is itself there; and below stage 3 there is nothing to gather.
     assert zero.gathered(lambda p: p["w"].shape)(params) == (8, 16)
     assert zero_of().gather(params)["w"].shape == (8, 16)
+
+
+def test_gather_in_a_loss_of_one_device_that_updates_in_its_backward_pass():
+    make = model.make_of(lambda: {"w": np.full((4, 8, 8), 0.5, np.float32)}, TX)
+    zero, found = zero_of(1, stage=3, min_shard_size=0), []
+
+    def loss_fn(params, x):
+        layer = lambda x, w: (jnp.tanh(x @ zero.gather(w)), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params["w"])[0])
+
+    for update in ("after", "backward"):
+        step = zero.train_step(loss_fn, tx=TX, update=update)
+        found.append(step(zero.init(make, tx=TX), np.ones((4, 8), np.float32)))
+    np.testing.assert_allclose(found[0][0][0]["w"], found[1][0][0]["w"], rtol=1e-6)
 
 
 def test_a_parameter_sharded_along_the_dim_that_a_scan_slices_off():

@@ -191,6 +191,7 @@ def estimate(
     activations: Mapping[str, Activations] | Activations | float | None = None,
     update: str = "after",
     temporaries: bool = True,
+    trainable: Tree = None,
     tokens: float = 0.0,
     flops: float = 0.0,
     predicted: Mapping[str, StepSeconds] | None = None,
@@ -221,6 +222,7 @@ def estimate(
       update: ``"backward"`` where ``train_step`` updates each layer in the backward pass.
       temporaries: whether to count what is gathered and what waits to be reduced, too; False leaves
         them out, as the table of the ZeRO paper does.
+      trainable: which parameters are trained, as in ``train_step``: others have no gradients.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
       predicted: what a step takes by the names of the stages, such as ``step_seconds`` of each: the
@@ -246,10 +248,11 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "temporaries": temporaries}
-    options |= {"update": update}
+    options |= {"update": update, "trainable": trainable}
     # The state is traced once, and placed once where the user's axes alone shard.
     variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
-    unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
+    placed: Any = {"tx": tx, "param_specs": param_specs, "trainable": trainable}
+    unsharded = variants["stage 0"].describe((params, opt_state), **placed)
     options |= {"opt_state": opt_state, "local": unsharded}
     of_stages: Any = activations
     if not isinstance(activations, Mapping):

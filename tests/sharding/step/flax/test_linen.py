@@ -239,7 +239,7 @@ class Parallel(nn.Module):
         h = jnp.tanh(logical(HIDDEN, "embed", "mlp")(x))
         h = nn.with_logical_constraint(h, ("batch", "mlp"))
         x = x + logical(WIDTH, "heads", "embed")(h)
-        up = nn.with_partitioning(INIT, (None, "model"))
+        up = nn.with_partitioning(INIT, ("fsdp", "model"))  # the mesh has no axis fsdp
         return x + logical(WIDTH, "mlp", "unknown")(jnp.tanh(Dense(HIDDEN, kernel_init=up)(x)))
 
 
@@ -279,6 +279,7 @@ def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
     columns = [P(None, "model"), P("data", "model")][stage - 2]
     by_row = [P("model", None), P("model", "data")][stage - 2]
     assert found == [columns, by_row, by_row, columns]
+    assert "metadata names 'fsdp', which the mesh lacks" in str(zero.describe(state))
     # Rules are for making the state: afterwards the arrays themselves say where they are.
     zero.train_step(parallel_loss).lower(state, zero.put(rows(0)))
 
