@@ -11,7 +11,7 @@ from typing import Any
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, record_of
+from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation, bind, bind_equation
 from sharding._user_line import line_of
 
@@ -51,7 +51,7 @@ def check_effects(jaxpr: Jaxpr, otherwise: str) -> None:
             check_effects(inner, otherwise)
         if isinstance(record, Call):
             continue
-        at = " at ".join(filter(None, (eqn.primitive.name, line_of(eqn.source_info))))
+        at = " at ".join(filter(None, (name_of(eqn), line_of(eqn.source_info))))
         raise ValueError(
             f"update='backward' computes parts of a loss again, and the loss has an effect: {at}. "
             "Only jax.debug.print and jax.debug.callback without ordered=True, outside of custom "

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_ext.equations import name_of
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._types import Tree
 from sharding._user_line import line_of, warn
@@ -351,7 +352,7 @@ def _most_params(graph: Graph, num_params: int) -> str:
     for eqn in graph.equations:
         count = len({views[v].param for v in eqn.operands if v in views})
         if 2 * count > num_params > 1:
-            one = " at ".join(filter(None, (eqn.primitive.name, line_of(eqn.source_info))))
+            one = " at ".join(filter(None, (name_of(eqn), line_of(eqn.source_info))))
             return f"But {count} of {num_params} parameters are operands of one {one}. "
     return ""
 
