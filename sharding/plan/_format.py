@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 # To show tables and pictures.
-NEED = "pip install 'optax-ext[cli]'"
+NEED = "pip install '.[cli]' in a checkout (docs: start/install)"
 
 
 class Table(NamedTuple):

@@ -187,7 +187,7 @@ def test_attributes_without_a_hash_and_a_rate_set_between_steps():
         else:
             losses.append(float(loss_fn(lm, batch(0))))
     np.testing.assert_allclose(*found.values(), rtol=TOLERANCE)
-    (program,) = sharded._step._programs.values()
+    ((program, _),) = sharded._step._programs.values()
     assert program._cache_size() == 2
 
 
