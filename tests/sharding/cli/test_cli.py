@@ -297,7 +297,7 @@ def test_no_command_looks_for_accelerators(run, command):
     jax.config.update("jax_platforms", None)
     run(f"{command} {CPU} --unknown")  # refused before anything starts
     assert not jax.config.jax_platforms
-    run(f"{command} --model gpt2-small --target no-such-target")
+    run(f"{command} --model gpt2-small --batch 8 --target no-such-target")
     assert jax.config.jax_platforms == "cpu"
 
 
