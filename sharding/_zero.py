@@ -82,10 +82,11 @@ class Zero(StateMethods, NnxMethods):
       unsharded: regular expressions; parameters in whose paths one is found are not sharded.
       gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
         are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
-        found in the loss.
+        found in the loss. Below stage 3 nothing is gathered (see ``gathered``).
       view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
         and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
-        couple examples, any ``BatchNorm``, shardings over every mesh axis, the masks of one device.
+        couple examples, any ``BatchNorm``, shardings over every mesh axis, with one micro-batch the
+        masks of one device.
         The partitioner reduces gradients of each micro-batch, where layers, which are found in the
         loss, make them.
 
@@ -222,7 +223,8 @@ class Zero(StateMethods, NnxMethods):
             zeros.
           rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call (a pair
             needs a new one in each, a ``TrainState`` may have ``jax.random.key(0)``), folded by the
-            step and by the number of the micro-batch in the batch of all devices.
+            step and by the number of the micro-batch in the batch of all devices; with
+            ``view="global"`` by its number alone, as it has rows of every device.
             ``"per_example"``: an array of keys, one per example, the same on any number of devices.
           model_state: ``loss_fn`` takes a third argument, replicated and not differentiated
             (statistics, counters, a teacher), and returns its new value: ``(loss, new)``, or with

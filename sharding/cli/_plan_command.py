@@ -37,7 +37,6 @@ def run_plan(options: Namespace) -> int:
     plan, shared = setup.compared_stages(options.state)
     planned = None
     if options.remat is not None:
-        jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
         planned, about = planned_loss(options, setup, plan, stage)
         setup = dataclasses.replace(setup, activations=planned.peak, extra_time=planned.extra_time)

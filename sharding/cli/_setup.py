@@ -296,8 +296,7 @@ def target_of(options: Namespace) -> targets.Target:
 
 
 def compile_on_cpu(target: targets.Target) -> None:
-    """Compiles on this machine's CPUs, of which a target of CPUs has as many as it names."""
-    jax.config.update("jax_platforms", "cpu")
+    """Makes as many CPU devices of this machine as a target of CPUs names."""
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
 

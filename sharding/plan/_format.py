@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from optax_ext.equations import UnknownOperationError
 
 # To show tables and pictures.
-NEED = "pip install 'optax-ext[cli]'"
+NEED = "pip install '.[cli]' in a checkout (docs: start/install)"
 
 
 class Table(NamedTuple):

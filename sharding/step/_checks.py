@@ -12,7 +12,7 @@ from sharding.placement._specs import AnyMesh, KeyPath, explicit_axes, path_str
 from sharding.sync import GradientSync
 
 
-def is_placed(tree: Tree, shardings: Tree) -> bool:
+def has_placement(tree: Tree, shardings: Tree) -> bool:
     """Whether the real arrays of a tree have these shardings; None for any."""
     return shardings is None or all(jax.tree.leaves(jax.tree.map(_fits, tree, shardings)))
 

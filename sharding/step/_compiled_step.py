@@ -75,7 +75,7 @@ class CompiledStep:
                 _checks.check_apart(selected, others, buffers=program not in self._programs)
             args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
             _, required = self._programs.get(program, (None, None))
-            if not known and not _checks.is_placed(selected, required):
+            if not known and not _checks.has_placement(selected, required):
                 # The same shapes in another placement: this raises, or compiles for that one.
                 self._programs[program] = self.compile(selected, batch, copies)
             run = self._program(program, selected, batch, copies)

@@ -205,6 +205,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     expected = train_alone(make_state, mean)
     assert_same(found, expected)
     step = zero.train_step(own_loss)
+    _step_plan.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=used):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert runs.gathers_behind(program, "4x16xf64").count(False) == 2
