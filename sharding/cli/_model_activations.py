@@ -25,7 +25,7 @@ def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tu
     if auto and setup.device is None:
         raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
     budget = _left_for_activations(setup, plan, stage) if auto else read_size(options.remat)
-    device, compiled = _device(options)
+    device, compiled = _compiled_for(options)
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
     if isinstance(model, TracedModel):
         loss, batch = model.loss_fn, model.batch(setup.batch)
@@ -42,7 +42,7 @@ def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tu
     )
 
 
-def _device(options: Namespace) -> tuple[jax.Device, str]:
+def _compiled_for(options: Namespace) -> tuple[jax.Device, str]:
     """A device to compile for, and its name: of the target, or of what is likest to it."""
     target = target_of(options)
     likest = ["h100x1"] * (target.kind != "cpu" and not target.is_torus)
