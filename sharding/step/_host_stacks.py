@@ -50,7 +50,7 @@ class StreamedLoss(HookedLoss):
         return x._replace(tap=jax.device_put(x.tap, DEVICE))
 
     def _results(self, eqn: Any, operands: list[Any], in_loop: bool) -> list[Any]:
-        first = operands[0] if operands else None
+        first: Any = operands[0] if operands else None
         if is_cast(eqn) and _is_param(first) and on_host(first.held):
             return [first._replace(moves=(*first.moves, eqn))]
         return super()._results(eqn, operands, in_loop)
