@@ -1,5 +1,6 @@
 """What users call: losses of every kind, both kinds of state, placement and its description."""
 
+import functools
 import re
 
 import jax
@@ -435,6 +436,53 @@ def test_bad_specs(stage, specs, message):
     zero = model.zero_on(2, 2, names=("data", "model"), stage=stage)
     with pytest.raises(ValueError, match=message):
         zero.specs(make_pair(), tx=TX, param_specs=specs)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize(("n", "view", "times"), [(4, "device", 4), (4, "global", 1), (1, None, 1)])
+def test_callbacks_run_as_often_as_under_jit(n, view, times, kind):
+    """In the device view on each device; in the order of ``jit``, where that has one."""
+    calls, options = [], {"view": view} if view else {}
+
+    def call(name, *args):
+        jax.debug.callback(lambda *_: calls.append(name), *args, ordered=n == 1)
+
+    def loss_fn(params, x):
+        call("parameter", params["w"])
+        call("value", jnp.mean(x))
+
+        def layer(x, w):
+            call("layer", w, x[0])
+            return jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, x, params["w"])
+        call("nothing")
+        return jnp.mean(x)
+
+    def called(run):
+        calls.clear()
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+        return calls if n == 1 else sorted(calls)
+
+    params = {"w": np.ones((3, 4, 4), np.float32)}
+    x, make = np.ones((8, 4), np.float32), model.make_of(lambda: params, TX)
+    once = list(called(lambda: jax.jit(jax.grad(loss_fn))(params, x)))
+
+    def repeated(count):
+        return once * count if n == 1 else sorted(once * count)
+
+    for stage, microbatches in ((2, 1), (3, 2)):
+        zero = zero_of(n, kind=kind, stage=stage, min_shard_size=0, **options)
+        state = zero.init(make, tx=TX)
+        evaluate = functools.partial(zero.eval_step(loss_fn), state, x)
+        assert called(evaluate) == repeated(times)
+        differentiate = zero.value_and_grad(loss_fn, microbatches=microbatches)
+        assert called(functools.partial(differentiate, state[0], x)) == repeated(
+            times * microbatches
+        )
+        step = zero.train_step(loss_fn, tx=TX, microbatches=microbatches)
+        assert called(functools.partial(step, state, x)) == repeated(times * microbatches)
 
 
 def test_gather_outside_of_the_loss():

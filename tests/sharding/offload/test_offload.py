@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext.traced_graph import Graph
-from sharding._jaxprs import inner_jaxprs
+from sharding._jaxprs import all_equations, inner_jaxprs
 from sharding.offload import _host_update, _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun
@@ -287,6 +287,13 @@ def test_a_loss_of_stacks_in_host_memory(x64, fn, stage, sizes, kind, options):
         kinds = [jax.tree.map(lambda x: x.sharding.memory_kind, tree) for tree in (found, placed)]
         assert kinds[0] == kinds[1]
     assert {k for k, kind in kinds[1].items() if kind == "pinned_host"} == {"stack", "wide"}
+    # In host memory arrays are moved, and nothing is computed.
+    eqns = all_equations(jax.make_jaxpr(run)(placed, x).jaxpr)
+    made = {eqn.primitive.name for eqn in eqns for v in eqn.outvars if v.aval.memory_space == HOST}
+    assert made <= MOVING, made
+
+
+MOVING = {"device_put", "jit", "optimization_barrier", "reshard", "scan", "sharding_constraint"}
 
 
 def loaded(jaxpr):
@@ -306,10 +313,13 @@ def test_loops_load_layer_by_layer(cast):
 
     zero = zero_of_stacks(1)
     params = zero.place({k: jax.ShapeDtypeStruct(SHAPES[k], jnp.float32) for k in ("stack", "in")})
-    x = jnp.ones((16, 8))
+    x = jnp.ones((4, 8))
     for microbatches in (1, 2):
         run = zero.value_and_grad(fn, microbatches=microbatches)
-        assert set(loaded(jax.make_jaxpr(run)(params, x).jaxpr)) == {16 * 32}
+        traced = jax.make_jaxpr(run)(params, x).jaxpr
+        assert set(loaded(traced)) == {16 * 32}
+        made = [v.aval for eqn in all_equations(traced) for v in eqn.outvars]
+        assert not [a for a in made if a.shape == SHAPES["stack"] and a.memory_space != HOST]
     (once,) = loaded(jax.make_jaxpr(zero.eval_step(fn))((params, None), x).jaxpr)
     assert once == 16 * 32
 

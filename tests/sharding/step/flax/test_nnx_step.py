@@ -383,14 +383,17 @@ def test_update_in_the_backward_pass(scanned):
     assert_close(*found)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_a_step_of_types_is_that_of_arrays(kind):
-    """To audit it for machines that are not there."""
+@pytest.mark.parametrize(
+    ("kind", "partitioned"), [(AxisType.Auto, True), (AxisType.Explicit, False)]
+)
+def test_a_step_of_types_is_that_of_arrays(kind, partitioned):
+    """To audit it for compile-only targets; parameters have metadata, or modules share arrays."""
+    make_types = functools.partial(make, partitioned=True) if partitioned else averaging
     zero = zero_of(2, "tensor", kind)
     loss_fn = lambda lm, batch, key: jnp.mean(lm(batch["x"]) ** 2)  # noqa: E731
     step = zero.nnx_train_step(loss_fn, rngs=True)
     with nnx.use_eager_sharding(False):
-        real, types = averaging(), nnx.eval_shape(averaging)
+        real, types = make_types(), nnx.eval_shape(make_types)
     programs = [step.lower(*pair, zero.put(batch(0))).as_text() for pair in (real, types)]
     assert step.describe(*types).rows == step.describe(*real).rows
     assert programs[0] == programs[1]
