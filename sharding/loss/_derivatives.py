@@ -42,7 +42,7 @@ class Differentiated(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, params: int) -> "Differentiated":
         """With respect to some inputs."""
-        steps = [(eqn, _of_step(eqn, graph.types)) for eqn in graph.equations]
+        steps = [(eqn, _operand_sets(eqn, graph.types)) for eqn in graph.equations]
         reads = [0] * len(graph.types)
         for i in filter(lambda i: _is_inexact(graph.types[i]), members(params)):
             reads[i] = 1 << i
@@ -90,7 +90,7 @@ def of_jaxpr(jaxpr: Jaxpr) -> list[int]:
     return list(map(read, jaxpr.outvars))
 
 
-def _of_step(eqn: Equation, types: Sequence[Any]) -> list[int]:
+def _operand_sets(eqn: Equation, types: Sequence[Any]) -> list[int]:
     return _of_equation(eqn, [types[v] for v in eqn.operands], [types[v] for v in eqn.results])
 
 

@@ -307,16 +307,16 @@ def plan_update(
     """
     update = Update.trace(*of_update, ())
     try:
-        return update, [_by_layer(update, loop) for loop in loops]
+        return update, [_updated_by_layer(update, loop) for loop in loops]
     except _NeedsMoreError:
         update = Update.trace(*of_update, itertools.chain.from_iterable(loops))
     try:
-        return update, [_by_layer(update, loop) for loop in loops]
+        return update, [_updated_by_layer(update, loop) for loop in loops]
     except _NeedsMoreError as error:
         raise ValueError(str(error)) from None
 
 
-def _by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
+def _updated_by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
     """Of the parameters of a loop, those that are updated layer by layer.
 
     Few elements, such as those of stacked biases in 8-bit blocks over several layers, may be
