@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding._types import Array, Tree
+from sharding.offload._host_memory import MEMORY_KIND
 from sharding.placement._specs import KeyPath, explicit_axes, path_str
 from sharding.sync import GradientSync
 
@@ -21,12 +22,13 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
         have = getattr(leaf, "sharding", None)
         fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
         if not fits or _explicit(have) > _explicit(want):
+            memory = f" in {MEMORY_KIND} memory" if want.memory_kind == MEMORY_KIND else ""
             raise ValueError(
                 f"{path_str(path)!r} has the placement "
                 f"{have if have is not None else type(leaf).__name__}; the step requires "
-                f"{want.spec} on the mesh {dict(want.mesh.shape)}. Make the state with zero.init, "
-                "or place it with jax.device_put(state, zero.shardings(state)), parameters alone "
-                "with zero.place(params)."
+                f"{want.spec} on the mesh {dict(want.mesh.shape)}{memory}. Make the state "
+                "with zero.init, or place it with jax.device_put(state, zero.shardings(state)), parameters "
+                "alone with zero.place(params)."
             )
 
     jax.tree.map_with_path(check, tree, shardings)

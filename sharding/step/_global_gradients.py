@@ -267,7 +267,7 @@ def global_gradients(
             # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
             sums = lax.optimization_barrier(sums)
             added = [
-                _by_layer(functools.partial(_add, layout, leaf), a, g)
+                _by_layer(functools.partial(_added, layout, leaf), a, g)
                 for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
@@ -287,7 +287,7 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def _add(layout: Layout, leaf: _Leaf, total: jax.Array, grad: jax.Array) -> jax.Array:
+def _added(layout: Layout, leaf: _Leaf, total: jax.Array, grad: jax.Array) -> jax.Array:
     shard = leaf.of_slice(leaf.shard, total.ndim)
     return layout.constrain(total + grad.astype(total.dtype), shard)
 
