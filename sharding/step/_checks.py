@@ -27,8 +27,8 @@ def check_placed(tree: Tree, shardings: Tree) -> None:
                 f"{path_str(path)!r} has the placement "
                 f"{have if have is not None else type(leaf).__name__}; the step requires "
                 f"{want.spec} on the mesh {dict(want.mesh.shape)}{memory}. Make the state "
-                "with zero.init, or place it with jax.device_put(state, zero.shardings(state)), parameters "
-                "alone with zero.place(params)."
+                "with zero.init, or place it with jax.device_put(state, zero.shardings(state)), "
+                "parameters alone with zero.place(params)."
             )
 
     jax.tree.map_with_path(check, tree, shardings)
