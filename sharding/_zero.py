@@ -69,7 +69,9 @@ class Zero(StateMethods, NnxMethods):
         (``pinned_host``), and streams it through the device in each step. ``"all"`` stores stacked
         parameters there, too, and streams both layer by layer, forward and backward: with
         ``train_step(update="backward")``; of several devices, with ``view="global"``, each streams
-        its shards. Arrays of fewer than three dims stay on the device.
+        its shards. Arrays of fewer than three dims stay on the device. ``eval_step`` and
+        ``value_and_grad``, whose gradients of stacks are there, too, load layers where a loop reads
+        them, and for any other use the full stack.
       update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
         ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
         as of a clip, are computed on the devices. TPUs refuse 8-bit state.

@@ -357,6 +357,10 @@ def test_averages_as_documented(x64, offload, sizes):
     differ = lambda both, x: loss(both[0], x) - loss(both[1], x)  # noqa: E731
     found = zero.eval_step(differ)(((names["average"], names["free"]), None), x)
     np.testing.assert_allclose(found, differ((expected, free), batch_of(0)), rtol=1e-10)
+    if offload == "all":
+        loaded = jax.device_put(average, jax.memory.Space.Device)
+        with pytest.raises(ValueError, match=r"in pinned_host memory\. Make the state"):
+            zero.eval_step(loss)((loaded, None), x)
 
 
 # --- The transformation ---------------------------------------------------------------------------
