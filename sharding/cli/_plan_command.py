@@ -60,7 +60,7 @@ def run_plan(options: Namespace) -> int:
     if planned:
         notes.append(about)
     elif activations_counted(plan.stages):
-        notes.append(_about_layers(shared))
+        notes.append(_about_layers(shared if plan.predicted else {}))
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
     if plan.recommended and not re.search("adamw?$", options.optimizer):
@@ -86,7 +86,9 @@ def run_plan(options: Namespace) -> int:
 
 
 def _about_layers(shared: dict[str, ParallelPlan]) -> str:
-    """What the layers of each stage store."""
+    """What the layers of each timed stage store."""
+    if not shared:
+        return "Layers store their input only, and are computed again; --remat plans more."
     stages = dict[str, list[str]]()
     for name, plan in shared.items():
         stages.setdefault(cells(plan)[-1], []).append(name)

@@ -25,7 +25,7 @@ from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._plan_space import SEARCHED, possible
+from sharding.plan.search._plan_space import SEARCHED, allows
 from sharding.plan.search._search import check_dtype, costs_of, machine_of
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step._precision import Precision
@@ -118,8 +118,8 @@ class Setup:
         """
         variants = variants_of(self.zero)
         shared = {name: self.parallel_plan(variants[name], state_format) for name in variants}
-        plan, timed = self.plan(self.zero, state_format=state_format), self.costs and self.timed
-        if timed:
+        plan = self.plan(self.zero, state_format=state_format)
+        if self.costs and self.timed:
             shared = {stage.name: self._fastest(shared[stage.name], stage) for stage in plan.stages}
             plan = self.plan(self.zero, state_format=state_format, fastest=shared)
         return dataclasses.replace(plan, most_sequences=self._most_sequences(plan.stages)), shared
@@ -129,14 +129,12 @@ class Setup:
         costs, device, model = self.costs, self.device, self.model
         if not costs or not device or not model or self.activations is not None:
             return plan
-        forms = [dataclasses.replace(plan, recompute=form) for form in costs.forms(SEARCHED)]
-        fitting = [
-            form
-            for form in forms
-            if possible(form, model, form.stage, form.update_in_backward)
-            and held.with_activations(costs.activations(form)).peak
-            <= (1 - HEADROOM) * device.memory
-        ]
+        usable, fitting = (1 - HEADROOM) * device.memory, []
+        for recompute in costs.forms(SEARCHED):
+            form = dataclasses.replace(plan, recompute=recompute)
+            peak = held.with_activations(costs.activations(form)).peak
+            if peak <= usable and allows(form, model, form.stage, form.update_in_backward):
+                fitting.append(form)
         return min(fitting, key=lambda form: self.seconds(form).seconds, default=plan)
 
     def seconds(self, plan: ParallelPlan) -> StepSeconds:

@@ -84,18 +84,18 @@ class PlanSpace:
             if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
             alone = passes.pipe * passes.tensor == 1
-            found = tuple(
+            possible = tuple(
                 x
                 for x in variants(passes.data)
-                if possible(passes, self.model, x["stage"], x["update_in_backward"])
+                if allows(passes, self.model, x["stage"], x["update_in_backward"])
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
                 and not (x["sync"] and (x["update_in_backward"] or not alone))
                 and all(x[name] in values for name, values in of_state.items())
             )
             # Equal chunks are worth it where they have fewer layers than the fastest.
             spares = not passes.even or not self.costs or self.costs.spares(passes)
-            if found and spares:
-                yield PlanGroup(passes, found)
+            if possible and spares:
+                yield PlanGroup(passes, possible)
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""
@@ -167,7 +167,7 @@ class PlanSpace:
                 yield {"schedule": schedule}
 
 
-def possible(passes: ParallelPlan, model: AnyModel, stage: int, in_backward: bool) -> bool:
+def allows(passes: ParallelPlan, model: AnyModel, stage: int, in_backward: bool) -> bool:
     """Whether layers can compute again what these passes do, at a stage."""
     # Layers of a Decoder that gather their parameters are computed again.
     named = isinstance(model, Decoder) and passes.pipe == 1

@@ -414,7 +414,8 @@ def test_one_prediction_and_a_bound_that_is_called_so(text, figures):
         re.search(rf"{name}, predicted +(.*)", shown)[1].split() for name in ("step", "tokens/s")
     )
     assert (steps[4:6], tokens[4:6]) == (["223", "ms"], ["73.6", "k"])
-    assert "at most" not in shown.split("tokens/s")[1].split("recommended")[0]
+    assert re.search(r"bound at the peak +185 k", shown)
+    assert "tokens/s, at most" not in shown
     found = figures("search --model llama2-7b --target h100x8 --batch 8 --top 1")["plans"][0]
     assert found["seconds"]["total"] == pytest.approx(0.223, rel=3e-3)
     assert found["tokens"] / found["seconds"]["total"] == pytest.approx(73.6e3, rel=1e-3)
@@ -452,6 +453,9 @@ def test_names_of_stages_have_a_legend(text):
     assert "The * marks it." in shown
     assert "3 hybrid is stage 3 within each replica; in 3 spread replicas share" in shown
     assert "3 hybrid is" not in text("plan --model llama2-7b --target h100x8")
+    pipelined = " ".join(text("plan --model gpt2-small --target h100x8 --pipeline 2").split())
+    assert " ZeRO * " in pipelined
+    assert "A * marks what is recommended." in pipelined
 
 
 def test_audit_of_the_update_in_backward(figures, monkeypatch):

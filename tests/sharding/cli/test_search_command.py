@@ -151,7 +151,9 @@ def test_a_model_of_ones_own(module, text, figures, tmp_path):
     line = f"search --model mine:make --target cpu:8 --batch 64 {FIGURES} --keep stage=2"
     best = figures(f"{line} --verify 1 --top 1 --write {path}")["plans"][0]
     assert best["program"]["failures"] == []
-    assert "A step has 64 sequences of 1 token." in text(f"{line} --top 1")
+    shown = " ".join(text(f"{line} --top 1").split())
+    assert "A step has 64 sequences of 1 token." in shown
+    assert "Layers were found in the loss, in loops over stacked parameters: 8." in shown
     file = PlanFile.read(path)
     assert file.model == "mine:make"
     assert file.promised["memory"] == best["program"]["memory"]
