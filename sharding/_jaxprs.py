@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 from jax.interpreters import partial_eval
 
 from optax_ext.traced_graph import Equation
@@ -23,6 +23,29 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from all_equations(inner)
+
+
+def checkpointed(eqn: JaxprEqn) -> Jaxpr | None:
+    """What a ``jax.checkpoint`` runs; None of other equations."""
+    return eqn.params["jaxpr"] if eqn.primitive.name in ("checkpoint", "remat", "remat2") else None
+
+
+def without_checkpoints(jaxpr: Any) -> Any:
+    """The same operations, in loops and branches, too, with no ``jax.checkpoint`` around them."""
+    if type(jaxpr) in (list, tuple):
+        return type(jaxpr)(map(without_checkpoints, jaxpr))
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.replace(jaxpr=without_checkpoints(jaxpr.jaxpr))
+    if not isinstance(jaxpr, Jaxpr):
+        return jaxpr
+    equations = []
+    for eqn in jaxpr.eqns:
+        params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
+        if inner := checkpointed(eqn):
+            params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(inner), ())}
+            eqn = eqn.replace(primitive=primitives.closed_call_p)
+        equations.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=equations)
 
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:

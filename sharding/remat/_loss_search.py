@@ -1,5 +1,6 @@
 """The search for the plan of a loss, whose programs are compiled for their bytes."""
 
+import copy
 import dataclasses
 import functools
 import math
@@ -10,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.traced_graph import Graph, bind
-from sharding._jaxprs import all_equations
+from sharding._jaxprs import all_equations, checkpointed, without_checkpoints
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.placement._specs import path_str
@@ -22,7 +24,7 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
-from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
+from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of, traced_type
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
@@ -74,12 +76,10 @@ class PlannableLoss:
         self.trained = [
             i < own and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(self.leaves)
         ]
-        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
         try:
-            self.graph = Graph(self._call, plain, [False] * len(plain), exact=True)
+            self._trace(self.leaves)
         except NameError as error:
             raise ValueError(f"a loss with collectives is not planned: {error}.") from error
-        self.out_treedef: Any = self.graph.out_treedef
         first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
         if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
             raise ValueError(
@@ -90,8 +90,19 @@ class PlannableLoss:
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
         check_pure(self.graph)
 
-    def _call(self, inputs: list[Any]) -> Any:
-        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+    def _trace(self, arrays: Sequence[Any]) -> None:
+        self.inputs = [traced_type(jax.typeof(x)) for x in arrays]
+
+        def call(inputs: list[Any]) -> Any:
+            return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+
+        closed, results = jax.make_jaxpr(call, return_shape=True)(self.inputs)
+        self.out_treedef: Any = jax.tree.structure(results)
+        self.checkpoints = sum(checkpointed(eqn) is not None for eqn in all_equations(closed.jaxpr))
+        # What these would store is up to the plan.
+        run = jaxpr_as_fun(without_checkpoints(closed)) if self.checkpoints else None
+        self._call = (lambda inputs: run(*inputs)) if run else call
+        self.graph = Graph(self._call, self.inputs, [False] * len(self.inputs), exact=True)
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -107,23 +118,19 @@ class PlannableLoss:
                 )
         return leaves
 
-    def check_differentiated(self, perturbed: Sequence[bool]) -> None:
-        for (path, _), wanted, trained in zip(self._named, perturbed, self.trained, strict=True):
-            if wanted and not trained:
-                raise ValueError(
-                    f"a planned loss is differentiated by floating parameters, not by "
-                    f"{_name(path)}: give it as one of them."
-                )
-
-    def check_as_planned(self, inputs: list[Any]) -> None:
-        """A loss that has collectives where it is called computes what has not been planned."""
-        planned, now = self.graph.jaxpr, jax.make_jaxpr(self._call)(inputs).jaxpr
-        if new := _collectives(now) - _collectives(planned):
+    def traced_with(self, inputs: list[Any]) -> "PlannableLoss":
+        """The loss as it is where it is called, such as inside a ``shard_map``."""
+        here = copy.copy(self)
+        here._trace(inputs)
+        here.loops_of(None, False)
+        # One that has collectives here computes what has not been planned.
+        if new := _collectives(here.graph.jaxpr) - _collectives(self.graph.jaxpr):
             raise ValueError(
                 f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
                 "the statistics of all devices, and had none when it was planned: pass "
                 "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
             )
+        return here
 
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
@@ -148,6 +155,11 @@ class PlannableLoss:
                 outs = list(bind(eqn, operands))
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self.graph.outputs]
+
+    @property
+    def first(self) -> Any:
+        """The type of the loss."""
+        return traced_type(self.graph.types[self.graph.outputs[0]])
 
     @property
     def shards(self) -> int:
@@ -177,7 +189,6 @@ class LossSearch:
         in_loops: bool = False,
     ):
         self._loss, self._kind = loss, kind
-        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}
@@ -193,7 +204,7 @@ class LossSearch:
         graphs = [(form, False) for form in forms]
         for form, fine in graphs if self._in_loops else [(forms[0], True), *graphs]:
             fn = functools.partial(loss.fn, loops=form)
-            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
+            joint = JointGraph(fn, loss.inputs, loss.first, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             # Two searches: none of the states without copies is left out for one with them.
             for own in (None, link) if link and form is forms[0] else (None,):
