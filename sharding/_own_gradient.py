@@ -56,7 +56,7 @@ def with_own_gradient(
         leaves, treedef = jax.tree.flatten(stored)
         numbers = [i for i, is_own in enumerate(own) if is_own]
 
-        def along(*operands: Any) -> list[Any]:
+        def derivatives(*operands: Any) -> list[Any]:
             _, found = derivative(operands[: len(inputs)], operands[len(operands) - len(moved) :])
             return [found[i] for i in floating]
 
@@ -67,7 +67,9 @@ def with_own_gradient(
 
         types = tuple(jax.typeof(outs[i]).update(weak_type=False) for i in floating)
         operands = *inputs, *leaves, *moves
-        found = _DERIVATIVE.bind(*operands, along=along, back=back, count=len(moved), types=types)
+        found = _DERIVATIVE.bind(
+            *operands, along=derivatives, back=back, count=len(moved), types=types
+        )
         tangents = [np.zeros(x.shape, jax.dtypes.float0) for x in outs]
         for i, tangent in zip(floating, found, strict=True):
             tangents[i] = tangent

@@ -13,7 +13,7 @@ from jax import lax
 from optax_ext.traced_graph import evaluate
 from sharding._own_gradient import with_own_gradient
 from sharding._types import Batch, Tree
-from sharding.plan._format import Table, size, text_of
+from sharding.plan._format import Table, flops, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
@@ -195,15 +195,18 @@ class LossPlan:
 
     def __str__(self) -> str:
         """Bytes and time, and lines of the loss with what is stored of each or computed again."""
-        again, plain = (f"{flops / 1e12:,.2f}" for flops in (self.extra_flops, self.plain.flops))
         rows = [
             ("peak", size(self.peak), f"of {size(self.budget)}"),
             ("saved", size(self.saved), "between forward and backward pass"),
             *([("in host memory", size(self.host), "")] if self.host else []),
-            ("products again", f"{again} TFLOP", f"of {plain}"),
+            ("products again", flops(self.extra_flops), f"of {flops(self.plain.flops)}"),
             ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
             ("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations"),
         ]
+        if self._loss.checkpoints:
+            rows.append(
+                ("checkpoints", str(self._loss.checkpoints), "of the loss, which this replaces")
+            )
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
         nodes, computed = self._graph.nodes, Counter[str]()

@@ -5,6 +5,8 @@ import dataclasses
 import functools
 import math
 import numbers
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ _FEW_STATES = 60  # to find the fewest bytes
 _AIM, _FITS = 0.97, 0.95  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS = 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
+_HOPELESS = 0.4  # of the bytes that an operation needs by the graph: no search finds a program
+_LONG = 10.0  # seconds after which it is reported what planning is at
 _COUNTED = 1.5  # bytes that loops store by their graph, of those of a program, at most
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
 _COMPILED = 0.6  # of a TPU's memory, for parameters and gradients in a compiled program
@@ -211,10 +215,13 @@ class LossSearch:
                 self._searches.append((form, joint, joint.search(own)))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
-        self._known: dict[Any, float] = {}  # bytes of programs
+        self._known: dict[Any, LossPlan] = {}  # whose programs are compiled
+        self._exact = set[Any]()  # of which without the value of the loss, too
+        self._start = time.monotonic()
 
     def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
+        self._report(f"searching for a schedule within {size(planned)}")
         best = None
         for form, joint, search in self._searches:
             bound = best.work.seconds - joint.work.seconds - form.wait if best else math.inf
@@ -272,19 +279,33 @@ class LossSearch:
             return None
         if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
             schedule = plan._schedule._replace(again=())
-            plain = self._measured(dataclasses.replace(plan, _schedule=schedule))
+            plain = self._measured(dataclasses.replace(plan, _schedule=schedule), budget)
             if plain.peak <= (budget or planned) or self._loss.device.platform == "cpu":
                 return plain
-        return self._measured(plan)
+        return self._measured(plan, budget)
 
-    def _measured(self, plan: LossPlan) -> LossPlan:
+    def _measured(self, plan: LossPlan, budget: float | None = None) -> LossPlan:
         stored, again, *_ = plan._schedule
         key = (plan.loops, plan._graph, stored, again) if again else plan.loops
+        bytes_of = functools.partial(step_temporaries, plan, *self._loss.types, self._loss.device)
         if key not in self._known:
-            self._known[key] = step_temporaries(plan, *self._loss.types, self._loss.device)
-            if not again and self._known[key] == math.inf and len(self._lengths) == 1:
-                self._known[key] = self._by_few_layers(plan.loops)
-        return dataclasses.replace(plan, peak=self._known[key], budget=self._known[key])
+            self._report(f"compiling program {len(self._known) + 1}")
+            nbytes = bytes_of()
+            if not again and nbytes == math.inf and len(self._lengths) == 1:
+                nbytes = self._by_few_layers(plan.loops)
+                self._exact.add(key)
+            self._known[key] = dataclasses.replace(plan, peak=nbytes, budget=nbytes)
+        found = self._known[key]
+        # Steps return the loss. What others compute without it keeps to the budget, too.
+        if key not in self._exact and found.peak <= (budget or found.peak) < math.inf:
+            self._exact.add(key)
+            nbytes = max(found.peak, bytes_of(value=False))
+            self._known[key] = dataclasses.replace(found, peak=nbytes, budget=nbytes)
+        return self._known[key]
+
+    def _report(self, what: str) -> None:
+        if (spent := time.monotonic() - self._start) > _LONG:
+            print(f"remat.plan after {spent:.0f} s: {what}", file=sys.stderr, flush=True)
 
     def _by_few_layers(self, form: LoopForm) -> float:
         """Bytes of the program of a form, where the compiler refuses its parameters."""
@@ -318,15 +339,18 @@ class LossSearch:
 
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
-        best = None if self._in_loops else self._in_order(budget)
+        hopeless = not self._in_loops and budget < _HOPELESS * min(
+            s.floor for *_, s in self._searches
+        )
+        best = None if self._in_loops or hopeless else self._in_order(budget)
         on_tpu = self._loss.device.platform == "tpu"
         # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
-        forms = [] if on_tpu and best else self._forms()
+        forms = [] if hopeless or (on_tpu and best) else self._forms()
         most = (_COUNTED if self._lengths else 1.0) * budget
         for plan in forms:
             if best is not None and plan.work.seconds >= best.work.seconds:
                 break
-            if plan.saved <= most and self._measured(plan).peak <= budget:
+            if plan.saved <= most and self._measured(plan, budget).peak <= budget:
                 best = self._measured(plan)
         if best is None:
             if self._in_loops:
@@ -335,11 +359,24 @@ class LossSearch:
             else:
                 # A search of few states finds another schedule, whose program may need fewer bytes.
                 ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
-                found = (self.compiled(at, states=states) for at, states in ends)
+                found = (self.compiled(at, budget, states) for at, states in ends[hopeless:])
             best = min(filter(None, found), key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
-                raise _no_plan_fits(budget, min(self._known.values(), default=math.inf))
+                raise self._no_plan_fits(budget)
         return dataclasses.replace(best, budget=budget)
+
+    def _no_plan_fits(self, budget: float) -> ValueError:
+        """An error with the bytes of the smallest program, all digits: a budget that fits."""
+        found = ", nor the memory of the device"
+        while self._known:
+            least = min(self._known.values(), key=lambda plan: plan.peak)
+            if least.peak == math.inf:
+                break
+            if self._measured(least).peak == least.peak:
+                tried = f"of {len(self._known)} programs that were tried the smallest takes"
+                found = f": {tried} {size(least.peak)}, {math.ceil(least.peak):,} bytes"
+                break
+        return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
 
     def _in_order(self, budget: float) -> LossPlan | None:
         best: LossPlan | None = None
@@ -399,11 +436,3 @@ class LossSearch:
             if plan.peak < (kept[-1].peak if kept else math.inf):
                 kept.append(plan)
         return kept[::-1]
-
-
-def _no_plan_fits(budget: float, least: float) -> ValueError:
-    """An error with the least bytes that fit, all digits of them: a budget that does."""
-    found = ", nor the memory of the device"
-    if least < math.inf:
-        found = f": this loss needs {size(least)} at least, {math.ceil(least):,} bytes"
-    return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
