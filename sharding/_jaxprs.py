@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
 from jax.interpreters import partial_eval
 
-from optax_ext.equations import check_known
+from optax_ext.equations import Remat, check_known, record_of
 from optax_ext.equations import inner_jaxprs as inner_jaxprs
 
 
@@ -15,6 +15,29 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from all_equations(inner)
+
+
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a ``jax.checkpoint``."""
+    return isinstance(record_of(eqn), Remat)
+
+
+def without_checkpoints(jaxpr: Any) -> Any:
+    """The same operations, in loops and branches, too, with no ``jax.checkpoint`` around them."""
+    if type(jaxpr) in (list, tuple):
+        return type(jaxpr)(map(without_checkpoints, jaxpr))
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.replace(jaxpr=without_checkpoints(jaxpr.jaxpr))
+    if not isinstance(jaxpr, Jaxpr):
+        return jaxpr
+    equations = []
+    for eqn in jaxpr.eqns:
+        params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
+        if isinstance(record := record_of(eqn), Remat):
+            params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(record.body), ())}
+            eqn = eqn.replace(primitive=primitives.closed_call_p)
+        equations.append(eqn.replace(params=params))
+    return jaxpr.replace(eqns=equations)
 
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:

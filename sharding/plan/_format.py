@@ -115,6 +115,11 @@ def count(value: float) -> str:
     return _in_units(value, 1000, ("", " k", " M", " G", " T"))
 
 
+def flops(value: float) -> str:
+    """Operations, three digits: ``1.50 TFLOP``."""
+    return _in_units(value, 1000, (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP"))
+
+
 def _in_units(value: float, step: int, units: Sequence[str]) -> str:
     unit = 0
     while abs(value) >= 1000 and unit < len(units) - 1:

@@ -63,11 +63,14 @@ class JointGraph:
         self,
         fn: Callable[[list[Any]], Sequence[Any]],  # of inputs; its first result is the loss
         inputs: Sequence[Any],
+        loss: Any,  # the type of this result
         trained: Sequence[bool],
         kind: DeviceKind | None,
         shards: int = 1,  # devices that share each value
         fine: bool = False,  # what products read may be stored, too
     ):
+        self._options = trained, kind, shards, fine
+
         def joint(args: list[Any]) -> Any:
             *args, cotangent = args
 
@@ -81,9 +84,8 @@ class JointGraph:
             first, vjp, others = jax.vjp(loss, own, has_aux=True)
             return [first, *others], vjp(cotangent)[0]
 
-        seed = jax.ShapeDtypeStruct((), jax.eval_shape(fn, list(inputs))[0].dtype)
         deferred = [False] * len(inputs) + [True]
-        self.graph = Graph(joint, [*inputs, seed], deferred, exact=True)
+        self.graph = Graph(joint, [*inputs, loss], deferred, exact=True)
         self.seed, outputs = len(inputs), self.graph.outputs
         count = len(outputs) - sum(trained)
         self.results, self.grads = outputs[:count], outputs[count:]
@@ -103,6 +105,17 @@ class JointGraph:
         self.nodes = [self._node(k, own, number) for k, own in groups.items()]
         self.forward = sum(not self._is_gradient(self._equations[k]) for k in groups)
         self.work = sum((node.work for node in self.nodes), Work(0.0, 0.0))
+
+    def traced_with(self, fn: Any, inputs: Sequence[Any], loss: Any) -> "JointGraph":
+        """The same of inputs of other shardings, or inside a ``shard_map``."""
+        same = JointGraph(fn, inputs, loss, *self._options)
+        nbytes = ([node.nbytes for node in graph.nodes] for graph in (self, same))
+        if next(nbytes) != next(nbytes) or self.forward != same.forward:
+            raise ValueError(
+                "the loss has other operations here than when it was planned, with arrays of other "
+                f"shardings: plan it with arrays of these types: {[*map(str, inputs)]!s:.300}."
+            )
+        return same
 
     def _is_gradient(self, eqn: Equation) -> bool:
         return any(self.graph.reads[v] for v in eqn.results)
@@ -125,7 +138,9 @@ class JointGraph:
                 elif v in fused:
                     own.equations.update(fused[v].equations)
                     own.reads.update(fused[v].reads)
-            can_fuse = is_fused(eqn) and len(eqn.results) == 1
+            # A constant is moved to the mesh of arrays of explicit sharding.
+            moved = eqn.primitive.name == "reshard" and not own.reads
+            can_fuse = (is_fused(eqn) or moved) and len(eqn.results) == 1
             before = next(reversed(groups), -1)  # nothing is computed between it and this one
             takes = can_fuse and before in own.reads and self._is_read_by(before, eqn)
             if takes:

@@ -67,6 +67,13 @@ class LoopForm(NamedTuple):
         return f"{layers}, and segments of layers" if self.segments else layers
 
 
+def traced_type(t: Any) -> jax.ShapeDtypeStruct:
+    """Of a type what traces differ by: Explicit axes, and axes that an array varies over."""
+    varies = t.manual_axis_type if t.manual_axis_type.varying else None
+    sharding = t.sharding if varies or t.sharding.mesh.explicit_axes else None
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding, manual_axis_type=varies)
+
+
 class Loop:
     """A scan whose layers are computed again, as far as their values are not stored.
 
@@ -80,19 +87,27 @@ class Loop:
         self.length = n = int(scan.options["length"])
         self.inner = max(i for i in range(1, math.isqrt(n) + 1) if n % i == 0)  # of a segment
         run, types = jaxpr_as_fun(scan.body), scan.body.in_avals
-        self._types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+        self._types, self._offload = [*map(traced_type, types)], offload
         deferred = [False] * len(types)
         self._layer = Graph(lambda args: run(*args), self._types, deferred, exact=True)
         self._names = self._named()
 
+    @functools.cached_property
+    def _graph(self) -> Graph:
         def residuals(args: list[Any]) -> list[Any]:
             arrays = jax.tree.leaves(jax.vjp(self._differentiated, args)[1])
             return [x for x in arrays if hasattr(x, "dtype")]
 
-        self._graph = Graph(residuals, self._types, deferred)
-        self.names = [*filter(None, map(_name_of, self._graph.equations))]
-        asked = {*self.names} if offload is True else {*(offload or ())}
-        self._moved = {n for n in self.names if kind and {n, n.partition(" #")[0]} & asked}
+        return Graph(residuals, self._types, [False] * len(self._types))
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        return [*filter(None, map(_name_of, self._graph.equations))]
+
+    @functools.cached_property
+    def _moved(self) -> set[str]:
+        asked = {*self.names} if self._offload is True else {*(self._offload or ())}
+        return {n for n in self.names if self._kind and {n, n.partition(" #")[0]} & asked}
 
     def _named(self) -> dict[int, str]:
         """Names of values of a layer."""

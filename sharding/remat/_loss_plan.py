@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from optax_ext.traced_graph import evaluate
+from sharding._own_gradient import with_own_gradient
 from sharding._types import Batch, Tree
-from sharding.plan._format import Table, size, text_of
+from sharding.plan._format import Table, flops, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
@@ -23,7 +23,6 @@ from sharding.remat._schedule_search import LossSchedule
 if TYPE_CHECKING:
     from sharding.remat._loss_search import PlannableLoss
 
-_FLOAT0 = jax.dtypes.float0
 _LINES = 12  # of the user's code that a plan prints
 _LAST = 4  # values of a forward pass that its gradient waits for
 
@@ -60,53 +59,52 @@ class LossPlan:
 
     def __call__(self, params: Tree, batch: Batch) -> Any:
         """What the loss returns, for parameters and a batch of the planned types."""
-        inputs = self._loss.inputs_of(params, batch)
-        if self._schedule.again or self.loops.stored is not None:
-            self._loss.check_as_planned(inputs)
-        outs = self._run(inputs)
-        return jax.tree.unflatten(self._loss.out_treedef, outs)
+        inputs, plan = self._loss.inputs_of(params, batch), self
+        if self._schedule.again or self.loops.stored is not None or self._loss.checkpoints:
+            inputs = _varying(inputs)
+            plan = self._traced_with(self._loss.traced_with(inputs))
+        return jax.tree.unflatten(plan._loss.out_treedef, plan._run(inputs))
+
+    def _traced_with(self, loss: "PlannableLoss") -> "LossPlan":
+        graph = self._graph
+        if self._schedule.again:
+            if loss.inputs == self._loss.inputs:
+                return self
+            fn = functools.partial(loss.fn, loops=self.loops)
+            graph = graph.traced_with(fn, loss.inputs, loss.first)
+        return dataclasses.replace(self, _loss=loss, _graph=graph)
 
     @functools.cached_property
     def _run(self) -> Callable[[list[Any]], list[Any]]:
-        graph, loss = self._graph.graph, self._loss
+        fn = functools.partial(self._loss.fn, loops=self.loops)
         if not self._schedule.again:  # as the compiler orders it
-            return functools.partial(loss.fn, loops=self.loops)
-        stored = [v for k in self._schedule.stored for v in self._graph.nodes[k].values]
-        copied = {v for k in self._copied for v in self._graph.nodes[k].values}
-        forward = graph.needed([*self._graph.results, *stored], graph.constants)[0]
+            return fn
+        return with_own_gradient(fn, self._forward, self._gradient, self._loss.trained)
 
-        def fwd(inputs: list[Any]) -> tuple[list[Any], Any]:
-            loss.check_differentiated([x.perturbed for x in inputs])
-            given = [x.value for x in inputs]
-            values = graph.constants | dict(enumerate(given))
-            on_host = {}  # ~v for a value v
-            for eqn in forward:
-                evaluate([eqn], values)
-                for v in copied.intersection(eqn.results):  # is copied before anything reads it
-                    there = jax.device_put(values[v], jax.memory.Space.Host)
-                    values[v], on_host[~v] = lax.optimization_barrier((values[v], there))
-            kept = {v: values[v] for v in stored} | on_host
-            return [values[v] for v in self._graph.results], (given, kept)
+    def _forward(self, inputs: list[Any]) -> tuple[list[Any], dict[int, Any]]:
+        """Results, and the values that are stored; ~v for a value v on the host."""
+        joint, graph = self._graph, self._graph.graph
+        stored = [v for k in self._schedule.stored for v in joint.nodes[k].values]
+        copied = {v for k in self._copied for v in joint.nodes[k].values}
+        values = graph.constants | dict(enumerate(inputs))
+        on_host = {}
+        for eqn in graph.needed([*joint.results, *stored], graph.constants)[0]:
+            evaluate([eqn], values)
+            for v in copied.intersection(eqn.results):  # is copied before anything reads it
+                there = jax.device_put(values[v], jax.memory.Space.Host)
+                values[v], on_host[~v] = barrier((values[v], there))
+        return [values[v] for v in joint.results], {v: values[v] for v in stored} | on_host
 
-        def bwd(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
-            seed, *others = cotangents
-            if any(not (isinstance(c, SymbolicZero) or c.dtype == _FLOAT0) for c in others):
-                raise ValueError(
-                    "a planned loss is differentiated by its first result alone: return the others "
-                    "as auxiliary ones (has_aux=True)."
-                )
-            if isinstance(seed, SymbolicZero):
-                return ([None] * len(kept[0]),)
-            inputs, stored = kept
-            grads = iter(self._gradient(inputs, stored, seed))
-            return ([next(grads) if t else None for t in loss.trained],)
-
-        run = jax.custom_vjp(lambda inputs: loss.fn(inputs))
-        run.defvjp(fwd, bwd, symbolic_zeros=True)
-        return run
-
-    def _gradient(self, inputs: list[Any], stored: dict[int, Any], seed: Any) -> list[Any]:
+    def _gradient(
+        self, inputs: list[Any], stored: dict[int, Any], cotangents: list[Any]
+    ) -> list[Any]:
         """Runs the steps, and in front of each what it needs again."""
+        seed, *others = cotangents
+        if any(ct is not None for ct in others):
+            raise ValueError(
+                "a planned loss is differentiated by its first result alone: return the others "
+                "as auxiliary ones (has_aux=True)."
+            )
         joint, graph = self._graph, self._graph.graph
         given = dict(enumerate(inputs))
         values = given | stored | {joint.seed: seed}
@@ -139,7 +137,7 @@ class LossPlan:
                     (v,) = eqn.operands
                     held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
             if not on_cpu:
-                held, done = lax.optimization_barrier((held, after))
+                held, done = barrier((held, after))
                 for v in done.keys() - read - places:
                     values[v] = done[v]
 
@@ -158,7 +156,7 @@ class LossPlan:
         for group, *others in groups:
             fetched = [v for k in group if k < 0 for v in joint.nodes[~k].values]
             if fetched:  # no earlier than they are needed
-                there, _ = lax.optimization_barrier(({v: values[~v] for v in fetched}, after))
+                there, _ = barrier(({v: values[~v] for v in fetched}, after))
                 values |= jax.device_put(there, jax.memory.Space.Device)
             run([k for k in group if k >= 0], *others)
         known = graph.constants | given | {v: values[v] for v in joint.grads if graph.reads[v]}
@@ -197,15 +195,18 @@ class LossPlan:
 
     def __str__(self) -> str:
         """Bytes and time, and lines of the loss with what is stored of each or computed again."""
-        again, plain = (f"{flops / 1e12:,.2f}" for flops in (self.extra_flops, self.plain.flops))
         rows = [
             ("peak", size(self.peak), f"of {size(self.budget)}"),
             ("saved", size(self.saved), "between forward and backward pass"),
             *([("in host memory", size(self.host), "")] if self.host else []),
-            ("products again", f"{again} TFLOP", f"of {plain}"),
+            ("products again", flops(self.extra_flops), f"of {flops(self.plain.flops)}"),
             ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
             ("at least", f"{100 * self.at_least:.1f} %", "of any schedule of these operations"),
         ]
+        if self._loss.checkpoints:
+            rows.append(
+                ("checkpoints", str(self._loss.checkpoints), "of the loss, which this replaces")
+            )
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
         nodes, computed = self._graph.nodes, Counter[str]()
@@ -226,6 +227,26 @@ class LossPlan:
         parts = [f"{again} values"] if again or self._copied else []
         parts += [f"fetches {len(self._copied)}"] if self._copied else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
+
+
+def _varying(arrays: list[Any]) -> list[Any]:
+    """Inside a ``shard_map`` the same arrays over all axes that one of them varies over."""
+    own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    every = frozenset[str]().union(*own)
+    lack = [tuple(every - axes) for axes in own]
+    pairs = zip(arrays, lack, strict=True)
+    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs]
+
+
+def barrier(arrays: Any) -> Any:
+    """The same behind one barrier; in a ``shard_map`` one for each type, which it would change."""
+    leaves, treedef = jax.tree.flatten(arrays)
+    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
+    for own in set(axes):
+        at = [i for i, varying in enumerate(axes) if varying == own]
+        for i, x in zip(at, lax.optimization_barrier([leaves[i] for i in at]), strict=True):
+            leaves[i] = x
+    return treedef.unflatten(leaves)
 
 
 def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:

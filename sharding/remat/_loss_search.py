@@ -1,19 +1,23 @@
 """The search for the plan of a loss, whose programs are compiled for their bytes."""
 
+import copy
 import dataclasses
 import functools
 import math
 import numbers
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Scan, name_of, record_of, trace
 from optax_ext.traced_graph import Graph, bind
-from sharding._jaxprs import all_equations
+from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.placement._specs import path_str
@@ -23,7 +27,7 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
-from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
+from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of, traced_type
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
@@ -32,6 +36,8 @@ _FEW_STATES = 60  # to find the fewest bytes
 _AIM, _FITS = 0.97, 0.95  # of a budget: what is looked for, and what suffices
 _MOST_PROGRAMS = 4  # that are compiled for a budget
 _POINTS = 8  # of a frontier
+_HOPELESS = 0.4  # of the bytes that an operation needs by the graph: no search finds a program
+_LONG = 10.0  # seconds after which it is reported what planning is at
 _COUNTED = 1.5  # bytes that loops store by their graph, of those of a program, at most
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
 _COMPILED = 0.6  # of a TPU's memory, for parameters and gradients in a compiled program
@@ -75,12 +81,10 @@ class PlannableLoss:
         self.trained = [
             i < own and jnp.issubdtype(x.dtype, jnp.inexact) for i, x in enumerate(self.leaves)
         ]
-        plain = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.leaves]
         try:
-            self.graph = Graph(self._call, plain, [False] * len(plain), exact=True)
+            self._trace(self.leaves)
         except NameError as error:
             raise ValueError(f"a loss with collectives is not planned: {error}.") from error
-        self.out_treedef: Any = self.graph.out_treedef
         first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
         if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
             raise ValueError(
@@ -91,8 +95,19 @@ class PlannableLoss:
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
         check_pure(self.graph)
 
-    def _call(self, inputs: list[Any]) -> Any:
-        return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+    def _trace(self, arrays: Sequence[Any]) -> None:
+        self.inputs = [traced_type(jax.typeof(x)) for x in arrays]
+
+        def call(inputs: list[Any]) -> Any:
+            return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
+
+        closed, results = trace(call, self.inputs)
+        self.out_treedef: Any = jax.tree.structure(results)
+        self.checkpoints = sum(map(is_checkpoint, all_equations(closed.jaxpr)))
+        # What these would store is up to the plan.
+        run = jaxpr_as_fun(without_checkpoints(closed)) if self.checkpoints else None
+        self._call = (lambda inputs: run(*inputs)) if run else call
+        self.graph = Graph(self._call, self.inputs, [False] * len(self.inputs), exact=True)
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -108,23 +123,19 @@ class PlannableLoss:
                 )
         return leaves
 
-    def check_differentiated(self, perturbed: Sequence[bool]) -> None:
-        for (path, _), wanted, trained in zip(self._named, perturbed, self.trained, strict=True):
-            if wanted and not trained:
-                raise ValueError(
-                    f"a planned loss is differentiated by floating parameters, not by "
-                    f"{_name(path)}: give it as one of them."
-                )
-
-    def check_as_planned(self, inputs: list[Any]) -> None:
-        """A loss that has collectives where it is called computes what has not been planned."""
-        now, _ = trace(self._call, inputs)
-        if new := _collectives(now.jaxpr) - _collectives(self.graph.jaxpr):
+    def traced_with(self, inputs: list[Any]) -> "PlannableLoss":
+        """The loss as it is where it is called, such as inside a ``shard_map``."""
+        here = copy.copy(self)
+        here._trace(inputs)
+        here.loops_of(None, False)
+        # One that has collectives here computes what has not been planned.
+        if new := _collectives(here.graph.jaxpr) - _collectives(self.graph.jaxpr):
             raise ValueError(
                 f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
                 "the statistics of all devices, and had none when it was planned: pass "
                 "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
             )
+        return here
 
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
@@ -155,6 +166,11 @@ class PlannableLoss:
         return [values[v] for v in self.graph.outputs]
 
     @property
+    def first(self) -> Any:
+        """The type of the loss."""
+        return traced_type(self.graph.types[self.graph.outputs[0]])
+
+    @property
     def shards(self) -> int:
         """Devices that share the batch, and with it each value."""
         batch = [x.sharding for (path, x) in self._named if path[0].idx and x.sharding is not None]
@@ -182,7 +198,6 @@ class LossSearch:
         in_loops: bool = False,
     ):
         self._loss, self._kind = loss, kind
-        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in loss.leaves]
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}
@@ -198,17 +213,20 @@ class LossSearch:
         graphs = [(form, False) for form in forms]
         for form, fine in graphs if self._in_loops else [(forms[0], True), *graphs]:
             fn = functools.partial(loss.fn, loops=form)
-            joint = JointGraph(fn, inputs, loss.trained, kind, loss.shards, fine)
+            joint = JointGraph(fn, loss.inputs, loss.first, loss.trained, kind, loss.shards, fine)
             check_pure(joint.graph)  # rules of derivatives, too
             # Two searches: none of the states without copies is left out for one with them.
             for own in (None, link) if link and form is forms[0] else (None,):
                 self._searches.append((form, joint, joint.search(own)))
         works = (joint.work for _, joint, _ in self._searches)
         self._plain = min(works, key=lambda work: work.seconds)
-        self._known: dict[Any, float] = {}  # bytes of programs
+        self._known: dict[Any, LossPlan] = {}  # whose programs are compiled
+        self._exact = set[Any]()  # of which without the value of the loss, too
+        self._start = time.monotonic()
 
     def plan(self, planned: float, states: int | None = None) -> LossPlan | None:
         """The fastest plan within ``planned`` bytes by its graph; its program may need more."""
+        self._report(f"searching for a schedule within {size(planned)}")
         best = None
         for form, joint, search in self._searches:
             bound = best.work.seconds - joint.work.seconds - form.wait if best else math.inf
@@ -266,19 +284,33 @@ class LossSearch:
             return None
         if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
             schedule = plan._schedule._replace(again=())
-            plain = self._measured(dataclasses.replace(plan, _schedule=schedule))
+            plain = self._measured(dataclasses.replace(plan, _schedule=schedule), budget)
             if plain.peak <= (budget or planned) or self._loss.device.platform == "cpu":
                 return plain
-        return self._measured(plan)
+        return self._measured(plan, budget)
 
-    def _measured(self, plan: LossPlan) -> LossPlan:
+    def _measured(self, plan: LossPlan, budget: float | None = None) -> LossPlan:
         stored, again, *_ = plan._schedule
         key = (plan.loops, plan._graph, stored, again) if again else plan.loops
+        bytes_of = functools.partial(step_temporaries, plan, *self._loss.types, self._loss.device)
         if key not in self._known:
-            self._known[key] = step_temporaries(plan, *self._loss.types, self._loss.device)
-            if not again and self._known[key] == math.inf and len(self._lengths) == 1:
-                self._known[key] = self._by_few_layers(plan.loops)
-        return dataclasses.replace(plan, peak=self._known[key], budget=self._known[key])
+            self._report(f"compiling program {len(self._known) + 1}")
+            nbytes = bytes_of()
+            if not again and nbytes == math.inf and len(self._lengths) == 1:
+                nbytes = self._by_few_layers(plan.loops)
+                self._exact.add(key)
+            self._known[key] = dataclasses.replace(plan, peak=nbytes, budget=nbytes)
+        found = self._known[key]
+        # Steps return the loss. What others compute without it keeps to the budget, too.
+        if key not in self._exact and found.peak <= (budget or found.peak) < math.inf:
+            self._exact.add(key)
+            nbytes = max(found.peak, bytes_of(value=False))
+            self._known[key] = dataclasses.replace(found, peak=nbytes, budget=nbytes)
+        return self._known[key]
+
+    def _report(self, what: str) -> None:
+        if (spent := time.monotonic() - self._start) > _LONG:
+            print(f"remat.plan after {spent:.0f} s: {what}", file=sys.stderr, flush=True)
 
     def _by_few_layers(self, form: LoopForm) -> float:
         """Bytes of the program of a form, where the compiler refuses its parameters."""
@@ -312,15 +344,18 @@ class LossSearch:
 
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
-        best = None if self._in_loops else self._in_order(budget)
+        hopeless = not self._in_loops and budget < _HOPELESS * min(
+            s.floor for *_, s in self._searches
+        )
+        best = None if self._in_loops or hopeless else self._in_order(budget)
         on_tpu = self._loss.device.platform == "tpu"
         # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
-        forms = [] if on_tpu and best else self._forms()
+        forms = [] if hopeless or (on_tpu and best) else self._forms()
         most = (_COUNTED if self._lengths else 1.0) * budget
         for plan in forms:
             if best is not None and plan.work.seconds >= best.work.seconds:
                 break
-            if plan.saved <= most and self._measured(plan).peak <= budget:
+            if plan.saved <= most and self._measured(plan, budget).peak <= budget:
                 best = self._measured(plan)
         if best is None:
             if self._in_loops:
@@ -329,11 +364,24 @@ class LossSearch:
             else:
                 # A search of few states finds another schedule, whose program may need fewer bytes.
                 ends = ((self.least, None), (self.least, _FEW_STATES), (self.most, None))
-                found = (self.compiled(at, states=states) for at, states in ends)
+                found = (self.compiled(at, budget, states) for at, states in ends[hopeless:])
             best = min(filter(None, found), key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
-                raise _no_plan_fits(budget, min(self._known.values(), default=math.inf))
+                raise self._no_plan_fits(budget)
         return dataclasses.replace(best, budget=budget)
+
+    def _no_plan_fits(self, budget: float) -> ValueError:
+        """An error with the bytes of the smallest program, all digits: a budget that fits."""
+        found = ", nor the memory of the device"
+        while self._known:
+            least = min(self._known.values(), key=lambda plan: plan.peak)
+            if least.peak == math.inf:
+                break
+            if self._measured(least).peak == least.peak:
+                tried = f"of {len(self._known)} programs that were tried the smallest takes"
+                found = f": {tried} {size(least.peak)}, {math.ceil(least.peak):,} bytes"
+                break
+        return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
 
     def _in_order(self, budget: float) -> LossPlan | None:
         best: LossPlan | None = None
@@ -393,11 +441,3 @@ class LossSearch:
             if plan.peak < (kept[-1].peak if kept else math.inf):
                 kept.append(plan)
         return kept[::-1]
-
-
-def _no_plan_fits(budget: float, least: float) -> ValueError:
-    """An error with the least bytes that fit, all digits of them: a budget that does."""
-    found = ", nor the memory of the device"
-    if least < math.inf:
-        found = f": this loss needs {size(least)} at least, {math.ceil(least):,} bytes"
-    return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")

@@ -237,6 +237,13 @@ class ScheduleSearch:
             least = max(least, seconds)
         return least
 
+    @property
+    def floor(self) -> float:
+        """Bytes that each schedule needs: those of one step."""
+        steps = (step for _, step in self._steps)
+        needs = (self._nbytes({*step.reads}) + step.during - step.own for step in steps)
+        return self._fixed + max(needs, default=0.0)
+
     @functools.cached_property
     def most(self) -> float:
         """Bytes with which nothing is computed again."""

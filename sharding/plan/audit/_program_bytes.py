@@ -10,32 +10,48 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.plan.audit._liveness import temporaries_of
 
 
 def step_temporaries(
-    fn: Callable[[Any, Any], Any], params: Tree, batch: Batch, device: jax.Device
+    fn: Callable[[Any, Any], Any],
+    params: Tree,
+    batch: Batch,
+    device: jax.Device,
+    *,
+    value: bool = True,
 ) -> float:
-    """Bytes of a compiled program that returns the gradient of a loss, and its other results."""
-    # Infinite where the compiler gives up, as beyond a TPU's memory.
+    """Bytes of a compiled program that returns a loss, its other results, and its gradient.
+
+    As ``jax.value_and_grad`` does, or without the ``value`` as ``jax.grad``. Infinite where the
+    compiler gives up, as beyond a TPU's memory.
+    """
 
     def step(params: Tree, batch: Batch) -> Any:
         def loss(params: Tree) -> Any:
             first, *others = jax.tree.leaves(fn(params, batch))
             return jnp.asarray(first), others
 
-        value, derivative, others = jax.vjp(loss, params, has_aux=True)
-        return _floating(derivative(jnp.ones_like(value))), others
+        # The order of results decides in which order XLA computes them.
+        grad = jax.value_and_grad if value else jax.grad
+        found = grad(loss, has_aux=True, allow_int=True)(params)
+        return (found[0], _floating(found[1])) if value else (_floating(found[0]), found[1])
 
-    args, shardings = (params, batch), cast(Any, SingleDeviceSharding(device))
+    args, shardings = (params, batch), cast(Any, None)
     if is_sharded(args):
-        shardings = [t.sharding for t in _floating(params)], None
-    else:
+        of_grads = [t.sharding for t in _floating(params)]
+        shardings = (None, of_grads) if value else (of_grads, None)
+    elif not _on_several(jax.make_jaxpr(step)(*args).jaxpr, device):
+        shardings = SingleDeviceSharding(device)
         args = jax.tree.map(lambda t: t.update(sharding=shardings), args)
     try:
         lowered = jax.jit(step, out_shardings=shardings).lower(*args)
-        options, _ = _kernels() if device.platform in ("cuda", "gpu") else ({}, None)
+        # Programs that are not run: no time is spent on fast instructions, which change no bytes.
+        options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+        if device.platform != "cpu":
+            options = _kernels()[0] if device.platform in ("cuda", "gpu") else {}
         return temporaries_of(lowered.compile(options))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -50,6 +66,14 @@ def _kernels() -> tuple[dict[str, Any], Any]:
     file = f"{folder.name}/kernels"
     parallel = "xla_gpu_enable_llvm_module_compilation_parallelism"
     return {"xla_gpu_kernel_cache_file": file, parallel: True}, folder
+
+
+def _on_several(jaxpr: Any, device: jax.Device) -> bool:
+    """Whether a program is one of this device and others, by its meshes or that of the context."""
+    values = (x for eqn in all_equations(jaxpr) for x in jax.tree.leaves([*eqn.params.values()]))
+    meshes = [jax.sharding.get_mesh(), *(getattr(x, "mesh", x) for x in values)]
+    meshes = [mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)]
+    return any(mesh.size > 1 and device in mesh.devices.flat for mesh in meshes)
 
 
 def _floating(tree: Tree) -> list[Any]:

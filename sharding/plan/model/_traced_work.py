@@ -21,7 +21,7 @@ from sharding.plan.machine._tiles import num_bytes
 ANY_DEVICE = KINDS["h100"]
 # Element-wise operations are fused: of four, about one reads or writes main memory.
 _MOVED = 0.25
-MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name"))
+MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "pvary"))
 # ``jax.checkpoint`` rounds what it saves to its own dtype.
 _FREE = MOVES | {"iota", "optimization_barrier", "reduce_precision"}
 _OTHERS = """

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 import sharding as shd
 from sharding.plan.machine._devices import KINDS
@@ -391,6 +392,118 @@ def test_arrays_of_explicit_sharding_are_planned():
     jax.tree.map(check, have, want)
 
 
+def with_constants(params, batch):
+    """Values that depend on no input, in and outside of loops; a loop that counts; dropout."""
+    x, key = batch
+    mask = jnp.cos(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape))
+    for i, w in enumerate(params["layers"][:3]):
+        x = mlp(w, x * mask) * jax.random.bernoulli(jax.random.fold_in(key, i), 0.7, x.shape)
+
+    def layer(carry, w):
+        x, count = carry
+        return (mlp(w, x * mask) + jnp.sin(x) * count, count + 1), jnp.sum(x)
+
+    (x, _), sums = jax.lax.scan(layer, (x, 0), params["stacked"])
+    return jnp.sum(x**2) / x.size + jnp.mean(sums)
+
+
+CONSTANTS = {"layers": LAYERS[:3], "stacked": STACKED}, (X, jax.random.key(3))
+
+
+def computing_again(loss, params, batch):
+    """Plans of the fewest bytes by schedule and by loops, for CPUs and for accelerators."""
+    search = search_of(loss, params, batch)
+    fewest = min(search._forms(), key=lambda plan: plan.saved)
+    for found in (search.plan(search.least), fewest):
+        for form in ("cpu", "gpu") if any(found._schedule.again) else ("cpu",):
+            found._loss.device = types.SimpleNamespace(platform=form)
+            yield found
+
+
+def to_float64(tree):
+    """With arrays of float64 in place of float32."""
+    return jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, tree)
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.usefixtures("x64")
+def test_all_derivatives_are_those_of_the_loss():
+    """In forward mode, by batch, second ones, of many examples; nothing of a planned gradient."""
+    params, (x, key) = to_float64(CONSTANTS)
+    two = jnp.stack([x, jnp.sin(x)])
+    moves = jax.tree.map(jnp.cos, params)
+    plans = [*computing_again(with_constants, params, (x, key))]
+    assert any(any(found._schedule.again) for found in plans)
+
+    def derivatives(fn, params, x):
+        def loss(params, x):
+            return fn(params, (x, key))
+
+        def of_both(params):
+            return jnp.mean(jax.vmap(loss, (None, 0))(params, two))
+
+        grad = jax.grad(loss)
+        yield "forward mode", jax.jvp(loss, (params, x), (moves, x))
+        yield "by parameters", jax.jvp(lambda params: loss(params, x), (params,), (moves,))
+        yield "by batch", jax.grad(loss, 1)(params, x)
+        yield "by both", jax.value_and_grad(loss, (0, 1))(params, x)
+        yield "by some", jax.grad(lambda w: loss(params | {"layers": w}, x))(params["layers"])
+        yield "second", jax.jvp(lambda params: grad(params, x), (params,), (moves,))
+        yield "of each example", jax.vmap(grad, (None, 0))(params, two)
+        yield "of the mean", jax.grad(of_both)(params)
+        yield "of the mean, forward", jax.jvp(of_both, (params,), (moves,))
+
+    want = jax.jit(lambda *args: dict(derivatives(with_constants, *args)))(params, x)
+    for found in plans:
+        have = jax.jit(lambda *args, found=found: dict(derivatives(found, *args)))(params, x)
+        jax.tree.map(close, have, want)
+
+
+def over_devices(loss, batch):
+    """The mean over four devices, of rows of each, inside a ``shard_map`` with JAX's defaults."""
+    specs = jax.tree.map(lambda x: P("data") if x.ndim > 1 else P(), batch)
+
+    def mean(params, batch):
+        return jax.lax.pmean(loss(params, batch), "data")
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(mean, mesh=mesh, in_specs=(P(), specs), out_specs=P())
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_inside_of_a_shard_map(checkpoint):
+    """Parameters vary over no axis, rows over one: gradients are sums over devices."""
+
+    def loss(params, batch):
+        return jax.checkpoint(with_constants)(params, batch)
+
+    loss = loss if checkpoint else with_constants
+    params, (x, key) = to_float64(CONSTANTS)
+    want = gradients(over_devices(loss, (x, key)), False, params, (x, key))
+    for found in computing_again(loss, params, (x[: ROWS // 4], key)):
+        have = gradients(over_devices(found, (x, key)), False, params, (x, key))
+        jax.tree.map(close, have, want)
+
+
+@pytest.mark.usefixtures("x64")
+def test_explicit_arrays_without_a_mesh_in_the_context():
+    """Planned with them or without; gradients are sharded as those of the loss."""
+    params, (x, key) = to_float64(CONSTANTS)
+    mesh = jax.make_mesh((4,), ("data",))
+    sharded = jax.device_put(params, NamedSharding(mesh, P()))
+    rows = jax.device_put(x, NamedSharding(mesh, P("data"))), key
+    want = gradients(with_constants, False, sharded, rows)
+    for args in ((sharded, rows), (params, (x, key))):
+        for found in computing_again(with_constants, *args):
+            have = gradients(found, False, sharded, rows)
+            jax.tree.map(close, have, want)
+            assert [g.sharding for g in have[1]] == [g.sharding for g in want[1]]
+    assert shd.remat.frontier(skips, *jax.device_put((LAYERS, X), NamedSharding(mesh, P())))
+
+
 def program(temporaries, tiled):
     allocated = 2 * temporaries if tiled else temporaries
     sizes = {"argument": 500, "output": 300, "alias": 100, "temp": allocated}
@@ -466,7 +579,6 @@ def test_bad_input():
     for pattern, fn in (
         (r"batch: planned for float32\[512, 16\], got float32\[2, 16\]", lambda p: found(p, X[:2])),
         ("planned for arguments of the form", lambda p: found(p[1:], X)),
-        ("not by batch: give it", lambda p: jax.grad(lambda x: found(p, x)[0])(X)),
         ("by its first result alone", lambda p: jax.grad(lambda p: jnp.sum(found(p, X)[1]))(p)),
     ):
         with pytest.raises(ValueError, match=pattern):
