@@ -48,7 +48,7 @@ def computed_again(costs: Sequence[Cost], held: str) -> Iterator[str]:
     again = [cost for cost in costs if cost.again]
     if not again:
         return
-    # No memory_fitting_level avoids it: O1 to O3 give the same program, and with O0 the compiler of
+    # No memory_fitting_level avoids it: O1 to O3 compute as much again, and with O0 the compiler of
     # TPUs fails where it would have computed again, that of GPUs does it all the same (jax 0.10.2).
     flops, total = (sum(cost.flops for cost in x) for x in (again, costs))
     plural = "s" * (len(again) > 1)
