@@ -4,6 +4,7 @@ A layer of such a loop reads its parameters by its index, and hands their gradie
 the loop runs backward. All micro-batches of a layer run before the next layer does.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -146,7 +147,7 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], layer: jax.Array) -> tuple[dict[int, Any], Any]:
             held = self.read(self.number, layer)
-            same, own = self._of_layer(layer, operands, microbatches)
+            same, own = self.of_layer(layer, operands, microbatches)
 
             def one(each: Any) -> Any:
                 out = self.layer(self.loss.use, held, {}, same | each, Run.FIRST)
@@ -163,7 +164,7 @@ class LayerScan(NamedTuple):
         outs = [jnp.moveaxis(x, 0, microbatches.dims) for x in outs]
         return [*carry.values(), *outs], entered
 
-    def _of_layer(
+    def of_layer(
         self, layer: jax.Array, operands: dict[int, Any], microbatches: Microbatches
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """What a layer gets, but for what is carried: the same, and one each of micro-batches."""
@@ -182,89 +183,107 @@ class LayerScan(NamedTuple):
         layers = jnp.arange(options["length"])
         return scan_streamed(self.streamed, step, carry, layers, writes=backward, **order)
 
-    def backward(
-        self,
-        take: Take,
-        operands: dict[int, Any],
-        entered: dict[int, Any],
-        cotangents: dict[int, Any],
-        wanted: set[int],
-        by: set[int],
-        microbatches: Microbatches,
-        how: Run,
-    ) -> tuple[dict[int, Any], Any]:
-        """Cotangents of operands, and what ``take`` returns for each layer, stacked.
-
-        Args:
-          take: takes the gradients of a layer.
-          operands: of the loop, those of ``carried`` perhaps absent.
-          entered: what ``forward`` stacked.
-          cotangents: of those results on which the loss depends.
-          wanted: the operands whose cotangents are to be returned, beside those that are carried.
-          by: the operands by which there is a derivative, beside those that layers read.
-          microbatches: how many.
-          how: layers run again.
-        """
-        carried, dim, stacked = self.carried, microbatches.dims, self.stacked
-        entered_dim = dim * microbatches.in_turn
-        jaxpr = self.scan.body.jaxpr
-        inner = carried_derivatives(jaxpr, carried, by | self.own.keys(), cotangents)
-        consts = {k: x for k, x in operands.items() if k < carried.start}
-        shared = operands.keys() - stacked
-        of_outs = {j: x for j, x in cotangents.items() if j >= len(carried)}
-        chosen = [*(k - carried.start for k in sorted(inner)), *of_outs]
-
-        def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
-            after, sums = carry
-            held = self.read(self.number, layer)
-            taps = {i: self.loss.tap(i, x.shape) for i, x in held.items()}
-            same, each = self._of_layer(layer, operands, microbatches)
-            each |= {k: _at(layer, x, entered_dim) for k, x in entered.items()}
-            later = {j: _at(layer, x, dim) for j, x in of_outs.items()}
-
-            def one(each: Any) -> tuple[Any, Any]:
-                each, after, later = each
-                args = same | each
-
-                def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(self.loss.use, held, taps, args | given, how)
-                    return [outs[j] for j in chosen]
-
-                given = {k: args[k] for k in sorted(wanted | inner)}
-                _, vjp = jax.vjp(run, taps, given)
-                grads, given = vjp([*after.values(), *later.values()])
-                return (grads, {k: g for k, g in given.items() if k in shared}), {
-                    k: g for k, g in given.items() if k not in shared
-                }
-
-            dtype = microbatches.sum_dtype
-            zeros = (
-                {i: self.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
-                {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
-            )
-            (grads, given), own = microbatches.run(one, (each, after, later), zeros)
-            given |= own
-            sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
-            after = {k: given[k] for k in after}
-            return (after, sums), (
-                take(self.number, layer, grads),
-                {k: given[k] for k in wanted - consts.keys()},
-            )
-
-        after = {
-            k: cotangents[k - carried.start]
-            if k - carried.start in cotangents
-            else jnp.zeros_like(lax.index_in_dim(entered[k], 0, entered_dim, keepdims=False))
-            for k in sorted(inner)
-        }
-        sums = {
-            k: jnp.zeros_like(x) if k in stacked else microbatches.zeros(x)
-            for k, x in consts.items()
-            if k in wanted
-        }
-        (after, sums), (taken, slices) = self._scan(step, (after, sums), backward=True)
-        slices = {k: jnp.moveaxis(x, 0, dim * (k in stacked)) for k, x in slices.items()}
+    def backward(self, at: "LoopCotangents", take: Take) -> tuple[dict[int, Any], Any]:
+        """Cotangents of operands, and what ``take`` returns for each layer, stacked."""
+        (after, sums), (taken, slices) = self._scan(
+            lambda carry, layer: at.of_layer(take, carry, layer), at.start(), backward=True
+        )
+        dims = {k: at.microbatches.dims * (k in self.stacked) for k in slices}
+        slices = {k: jnp.moveaxis(x, 0, dims[k]) for k, x in slices.items()}
         return after | sums | slices, taken
+
+
+class LoopCotangents(NamedTuple):
+    """Cotangents of a loop's operands, layer by layer from the last to the first.
+
+    A layer is computed again from what entered it. Cotangents of what is carried are handed to the
+    layer before it, those of constants summed over layers, those of slices stacked.
+    """
+
+    loop: LayerScan
+    operands: dict[int, Any]  # of the loop, those of ``carried`` perhaps absent
+    entered: dict[int, Any]  # what ``forward`` stacked
+    cotangents: dict[int, Any]  # of those results on which the loss depends
+    wanted: set[int]  # the operands whose cotangents are returned, beside those that are carried
+    carried: list[int]  # the operands that are, and are differentiated
+    microbatches: Microbatches
+    how: Run  # layers run again
+
+    @classmethod
+    def of(
+        cls, loop: LayerScan, *given: Any, by: set[int], microbatches: Microbatches, how: Run
+    ) -> "LoopCotangents":
+        """``by``: the operands by which there is a derivative, beside those that layers read."""
+        operands, entered, cotangents, wanted = given
+        jaxpr, of_layers = loop.scan.body.jaxpr, by | loop.own.keys()
+        carried = carried_derivatives(jaxpr, loop.carried, of_layers, cotangents)
+        return cls(loop, operands, entered, cotangents, wanted, sorted(carried), microbatches, how)
+
+    @property
+    def _stacked_results(self) -> dict[int, Any]:
+        """Cotangents of results that the loop stacks, by their numbers."""
+        return {j: x for j, x in self.cotangents.items() if j >= len(self.loop.carried)}
+
+    @property
+    def _entered_dim(self) -> int:
+        return self.microbatches.dims * self.microbatches.in_turn
+
+    def start(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Cotangents of what the last layer carries on, and the sums for constants: zeros."""
+        first, after = self.loop.carried.start, {}
+        for k in self.carried:
+            if k - first in self.cotangents:
+                after[k] = self.cotangents[k - first]
+            else:
+                x = lax.index_in_dim(self.entered[k], 0, self._entered_dim, keepdims=False)
+                after[k] = jnp.zeros_like(x)
+        consts = {k: x for k, x in self.operands.items() if k < first and k in self.wanted}
+        of_each = self.loop.stacked
+        return after, {
+            k: jnp.zeros_like(x) if k in of_each else self.microbatches.zeros(x)
+            for k, x in consts.items()
+        }
+
+    def of_layer(self, take: Take, carry: Any, layer: jax.Array) -> tuple[Any, Any]:
+        """A step of the loop: all micro-batches of a layer, whose gradients ``take`` gets."""
+        loop, microbatches, (after, sums) = self.loop, self.microbatches, carry
+        held = loop.read(loop.number, layer)
+        same, each = loop.of_layer(layer, self.operands, microbatches)
+        each |= {k: _at(layer, x, self._entered_dim) for k, x in self.entered.items()}
+        later = {j: _at(layer, x, microbatches.dims) for j, x in self._stacked_results.items()}
+        dtype = microbatches.sum_dtype
+        zeros = (
+            {i: loop.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+            {k: microbatches.zeros(x) for k, x in same.items() if k in self.wanted},
+        )
+        taps = {i: loop.loss.tap(i, x.shape) for i, x in held.items()}
+        one = functools.partial(self._of_microbatch, held, taps, same)
+        (grads, given), own = microbatches.run(one, (each, after, later), zeros)
+        given |= own
+        sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
+        slices = {k: given[k] for k in self.wanted if k >= loop.carried.stop}
+        return ({k: given[k] for k in after}, sums), (take(loop.number, layer, grads), slices)
+
+    def _of_microbatch(
+        self, held: dict[int, Any], taps: dict[int, Any], same: dict[int, Any], each: Any
+    ) -> tuple[Any, Any]:
+        """What is summed over micro-batches: gradients, cotangents of ``same``; and the others."""
+        loop, (own, after, later) = self.loop, each
+        args = same | own
+        first = loop.carried.start
+        chosen = [*(k - first for k in self.carried), *self._stacked_results]
+
+        def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
+            outs = loop.layer(loop.loss.use, held, taps, args | given, self.how)
+            return [outs[j] for j in chosen]
+
+        given = {k: args[k] for k in sorted(self.wanted.union(self.carried))}
+        _, vjp = jax.vjp(run, taps, given)
+        grads, found = vjp([*after.values(), *later.values()])
+        shared = self.operands.keys() - loop.stacked
+        return (grads, {k: x for k, x in found.items() if k in shared}), {
+            k: x for k, x in found.items() if k not in shared
+        }
 
 
 def _at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:

@@ -17,7 +17,14 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits, members
 from sharding.loss._effects import Run, evaluate, prints
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take, cast_params
+from sharding.step._layer_scan import (
+    LayerScan,
+    LoopCotangents,
+    Microbatches,
+    Read,
+    Take,
+    cast_params,
+)
 from sharding.step._microbatches import inverse_weight
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside loops
@@ -327,16 +334,17 @@ class LossPieces:
         others, carried = loop.others, loop.carried
         operands = dict(zip(others, self._run(piece, {}, kept.values, how), strict=True))
         active = {k for k, v in others.items() if self._is_active(v)}
-        found, taken = loop.backward(
-            take,
+        at = LoopCotangents.of(
+            loop,
             {k: x for k, x in operands.items() if k not in carried},
             entered,
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
-            {k for k, v in others.items() if self._differentiated.reads[v]},
-            self.microbatches,
-            how,
+            by={k for k, v in others.items() if self._differentiated.reads[v]},
+            microbatches=self.microbatches,
+            how=how,
         )
+        found, taken = loop.backward(at, take)
         cotangents: dict[int, Any] = {}
         of_params = {}  # of operands that are the same for all micro-batches
         for k in active & found.keys():
