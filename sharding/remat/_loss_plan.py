@@ -36,8 +36,8 @@ class OverBudgetError(ValueError):
 class LossPlan:
     """A loss that keeps to a budget when it is differentiated: ``found(params, batch)``.
 
-    It returns what the loss returns, and is differentiated as the loss is. The gradient by parameters
-    keeps to the plan; forward mode, and a gradient by others, take what the loss takes by itself.
+    It returns what the loss returns, and is differentiated as the loss is. Its gradient by
+    parameters keeps to the plan; forward mode, and others, take what the loss takes by itself.
     ``print`` shows a table.
     """
 

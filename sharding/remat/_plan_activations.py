@@ -33,10 +33,11 @@ def plan(
     """Finds the fastest way to train a loss within a budget of bytes.
 
     The operations of a loss and of its gradient are a graph: any function that JAX differentiates
-    has one; what is inside of its own ``jax.checkpoint`` is planned, too. Each of its values is stored from the forward pass on, or is computed again in front of
-    steps of the gradient that need it, once or several times. The search for the fastest schedule
-    is exact for small graphs; a plan has a bound on what any schedule takes. A scan is a stack of
-    layers, of whose values some are stored; it may become a scan over scans.
+    has one, and a ``jax.checkpoint`` in it is opened. Each of its values is stored from the forward
+    pass on, or is computed again in front of steps of the gradient that need it, once or several
+    times. The search for the fastest schedule is exact for small graphs; a plan has a bound on what
+    any schedule takes. A scan is a stack of layers, of whose values some are stored; it may become
+    a scan over scans.
 
     Bytes are temporaries of the compiled program of one device; not its arguments and results, such
     as gradients.
@@ -64,8 +65,8 @@ def plan(
 
     Raises:
       ValueError: if no plan fits the budget (the message has the bytes of the smallest program that
-        was tried), the arguments contradict each other, a loss has side effects, or offloading would not help: on a CPU, or
-        over a link whose speed is not known.
+        was tried), the arguments contradict each other, a loss has side effects, or offloading
+        would not help: on a CPU, or over a link whose speed is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
