@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from _networks import NETWORKS, array, identity
 
 import sharding as shd
-from sharding.plan import kind_of
+from optax_ext.traced_graph import Graph
 from sharding.plan._format import size
 from sharding.plan.audit._program_bytes import step_temporaries
 from sharding.plan.machine._tiles import num_bytes
@@ -38,10 +38,14 @@ from sharding.remat._plan_activations import device_of_target, loss_search
 # Name of a model, target, sequences of one device, tokens of a sequence.
 GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))
 TPU_CASES = (("llama2-7b", "v5e:1x1", 1, 2048), ("llama2-70b", "v5e:1x1", 1, 2048))
-PRESETS = (
-    *("full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal"),
-    *("minimal_with_context", "qkv_proj_offloaded", "minimal_offloaded"),
-)
+# By the name of a preset, what is saved, and what in host memory.
+PRESETS = {
+    **{name: (MAXTEXT[name], ()) for name in ("full", "save_out_proj", "save_qkv_proj")},
+    **{name: (MAXTEXT[name], ()) for name in ("save_dot_except_mlp", "minimal")},
+    "minimal_with_context": (MAXTEXT["minimal_with_context"], ()),
+    "qkv_proj_offloaded": ((), ("query_proj", "key_proj", "value_proj")),
+    "minimal_offloaded": ((), MAXTEXT["minimal"]),
+}
 
 
 def layers_of(model):
@@ -55,18 +59,23 @@ def layers_of(model):
     return loss
 
 
-def by_preset(loss, preset, plain, *args, target):
-    """A policy of MaxText around each layer, as a plan."""
-    checkpoint = functools.partial(jax.checkpoint, policy=policy_of(*MAXTEXT[preset]))
+def by_preset(loss, preset, like, *args, target):
+    """A policy of MaxText around each layer, as a plan ``like`` another one."""
+    checkpoint = functools.partial(jax.checkpoint, policy=policy_of(*PRESETS[preset]))
     by_hand = functools.partial(loss, checkpoint=checkpoint)
-    search, kind = loss_search(by_hand, *args, target, in_loops=True), kind_of(target)
-    found = search._measured(next(x for x in search._forms() if x.loops.stored is None))
-    graph, forward = found._graph.graph, work_of(loss, *args, kind=kind).seconds
+    kind, device = device_of_target(target)
+    step, forward = jax.value_and_grad(by_hand), work_of(loss, *args, kind=kind).seconds
+    leaves, treedef = jax.tree.flatten(args)
+    graph = Graph(
+        lambda xs: step(*treedef.unflatten(xs)), leaves, [False] * len(leaves), exact=True
+    )
     host = num_bytes([t for t in graph.types if in_host_memory(t)])
+    work = work_of(step, *args, kind=kind)
     link = kind.host_link if kind else math.inf
-    beside = (forward, found.work.seconds - forward) if kind and kind.tile else (0.0, 0.0)
-    wait = wait_of(host / link, *beside)
-    return dataclasses.replace(found, work=found.work + Work(0.0, wait), plain=plain, host=host)
+    beside = (forward, work.seconds - forward) if kind and kind.tile else (0.0, 0.0)
+    work += Work(0.0, wait_of(host / link, *beside))
+    peak = step_temporaries(by_hand, *args, device)
+    return dataclasses.replace(like, peak=peak, work=work, host=host)
 
 
 def measure(name, target, sequences, length):
@@ -83,8 +92,7 @@ def measure(name, target, sequences, length):
         print(found, flush=True)
     for preset in PRESETS:
         if "offloaded" not in preset or target != "cpu:1":
-            plain = found[0].plain
-            presets[preset] = by_preset(loss, preset, plain, params, x, target=target)
+            presets[preset] = by_preset(loss, preset, found[0], params, x, target=target)
             print(preset, size(presets[preset].peak), flush=True)
     return frontiers, presets
 
@@ -150,7 +158,7 @@ def in_budgets(loss, by_hand, params, batch, target, budgets):
         try:
             found = search.fastest(limit)
         except ValueError as error:
-            least = re.search("needs (.*) at", str(error))[1]
+            least = re.search("smallest takes (.*?),", str(error))[1]
             rows.append(f"{size(plain[0])} | {size(limit)} | needs {least} | | | | | |")
             continue
         took = f"{sum(os.times()[:4]) - start:.0f}"

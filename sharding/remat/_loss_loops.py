@@ -17,6 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Name, Scan, name_of, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding._traced_types import traced_type
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -65,13 +66,6 @@ class LoopForm(NamedTuple):
         names = ", ".join(kept | moved)
         layers = f"all but {names}" if names else "each layer"
         return f"{layers}, and segments of layers" if self.segments else layers
-
-
-def traced_type(t: Any) -> jax.ShapeDtypeStruct:
-    """Of a type what traces differ by: Explicit axes, and axes that an array varies over."""
-    varies = t.manual_axis_type if t.manual_axis_type.varying else None
-    sharding = t.sharding if varies or t.sharding.mesh.explicit_axes else None
-    return jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=sharding, manual_axis_type=varies)
 
 
 class Loop:

@@ -12,6 +12,7 @@ from jax import lax
 
 from optax_ext.traced_graph import evaluate
 from sharding._own_gradient import with_own_gradient
+from sharding._traced_types import barrier, varying_alike
 from sharding._types import Batch, Tree
 from sharding.plan._format import Table, flops, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
@@ -35,7 +36,8 @@ class OverBudgetError(ValueError):
 class LossPlan:
     """A loss that keeps to a budget when it is differentiated: ``found(params, batch)``.
 
-    It returns what the loss returns, and has the same gradient with respect to parameters.
+    It returns what the loss returns, and is differentiated as the loss is. Its gradient by
+    parameters keeps to the plan; forward mode, and others, take what the loss takes by itself.
     ``print`` shows a table.
     """
 
@@ -61,7 +63,7 @@ class LossPlan:
         """What the loss returns, for parameters and a batch of the planned types."""
         inputs, plan = self._loss.inputs_of(params, batch), self
         if self._schedule.again or self.loops.stored is not None or self._loss.checkpoints:
-            inputs = _varying(inputs)
+            inputs = varying_alike(inputs)
             plan = self._traced_with(self._loss.traced_with(inputs))
         return jax.tree.unflatten(plan._loss.out_treedef, plan._run(inputs))
 
@@ -227,26 +229,6 @@ class LossPlan:
         parts = [f"{again} values"] if again or self._copied else []
         parts += [f"fetches {len(self._copied)}"] if self._copied else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
-
-
-def _varying(arrays: list[Any]) -> list[Any]:
-    """Inside a ``shard_map`` the same arrays over all axes that one of them varies over."""
-    own = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    every = frozenset[str]().union(*own)
-    lack = [tuple(every - axes) for axes in own]
-    pairs = zip(arrays, lack, strict=True)
-    return [lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs]
-
-
-def barrier(arrays: Any) -> Any:
-    """The same behind one barrier; in a ``shard_map`` one for each type, which it would change."""
-    leaves, treedef = jax.tree.flatten(arrays)
-    axes = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    for own in set(axes):
-        at = [i for i, varying in enumerate(axes) if varying == own]
-        for i, x in zip(at, lax.optimization_barrier([leaves[i] for i in at]), strict=True):
-            leaves[i] = x
-    return treedef.unflatten(leaves)
 
 
 def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:

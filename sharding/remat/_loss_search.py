@@ -18,6 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from optax_ext.equations import Scan, name_of, record_of, trace
 from optax_ext.traced_graph import Graph, bind
 from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
+from sharding._traced_types import traced_type
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
 from sharding.placement._specs import path_str
@@ -27,7 +28,7 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
-from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of, traced_type
+from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
@@ -85,12 +86,6 @@ class PlannableLoss:
             self._trace(self.leaves)
         except NameError as error:
             raise ValueError(f"a loss with collectives is not planned: {error}.") from error
-        first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
-        if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
-            raise ValueError(
-                f"the loss, the first result, must be a real number, but it is "
-                f"{first and first.str_short()}."
-            )
         if not any(self.trained):
             raise ValueError("no parameter is of a floating dtype: nothing is differentiated.")
         check_pure(self.graph)
@@ -108,6 +103,13 @@ class PlannableLoss:
         run = jaxpr_as_fun(without_checkpoints(closed)) if self.checkpoints else None
         self._call = (lambda inputs: run(*inputs)) if run else call
         self.graph = Graph(self._call, self.inputs, [False] * len(self.inputs), exact=True)
+        first = self.graph.types[self.graph.outputs[0]] if self.graph.outputs else None
+        if first is None or first.shape or not jnp.issubdtype(first.dtype, jnp.floating):
+            raise ValueError(
+                f"the loss, the first result, must be a real number, but it is "
+                f"{first and first.str_short()}."
+            )
+        self.first = traced_type(first)
 
     def inputs_of(self, params: Tree, batch: Batch) -> list[Any]:
         """The leaves of arguments, which must be of the planned types."""
@@ -164,11 +166,6 @@ class PlannableLoss:
                 outs = list(bind(eqn, operands))
             values |= zip(eqn.results, outs, strict=True)
         return [values[v] for v in self.graph.outputs]
-
-    @property
-    def first(self) -> Any:
-        """The type of the loss."""
-        return traced_type(self.graph.types[self.graph.outputs[0]])
 
     @property
     def shards(self) -> int:
@@ -299,18 +296,18 @@ class LossSearch:
             if not again and nbytes == math.inf and len(self._lengths) == 1:
                 nbytes = self._by_few_layers(plan.loops)
                 self._exact.add(key)
-            self._known[key] = dataclasses.replace(plan, peak=nbytes, budget=nbytes)
-        found = self._known[key]
-        # Steps return the loss. What others compute without it keeps to the budget, too.
-        if key not in self._exact and found.peak <= (budget or found.peak) < math.inf:
+            self._known[key] = dataclasses.replace(plan, peak=nbytes)
+        nbytes = self._known[key].peak
+        # Steps return the loss. Programs without it keep to a budget, too.
+        if key not in self._exact and nbytes <= (budget or nbytes) < math.inf:
             self._exact.add(key)
-            nbytes = max(found.peak, bytes_of(value=False))
-            self._known[key] = dataclasses.replace(found, peak=nbytes, budget=nbytes)
-        return self._known[key]
+            nbytes = max(nbytes, bytes_of(value=False))
+            self._known[key] = dataclasses.replace(plan, peak=nbytes)
+        return dataclasses.replace(plan, peak=nbytes, budget=nbytes)
 
     def _report(self, what: str) -> None:
         if (spent := time.monotonic() - self._start) > _LONG:
-            print(f"remat.plan after {spent:.0f} s: {what}", file=sys.stderr, flush=True)
+            print(f"sharding.remat after {spent:.0f} s: {what}", file=sys.stderr, flush=True)
 
     def _by_few_layers(self, form: LoopForm) -> float:
         """Bytes of the program of a form, where the compiler refuses its parameters."""
@@ -344,9 +341,8 @@ class LossSearch:
 
     def fastest(self, budget: float) -> LossPlan:
         """The fastest plan whose program keeps to the budget."""
-        hopeless = not self._in_loops and budget < _HOPELESS * min(
-            s.floor for *_, s in self._searches
-        )
+        floor = 0.0 if self._in_loops else min(search.floor for *_, search in self._searches)
+        hopeless = budget < _HOPELESS * floor  # whatever is searched for
         best = None if self._in_loops or hopeless else self._in_order(budget)
         on_tpu = self._loss.device.platform == "tpu"
         # Graphs count more bytes of loops than programs need. TPUs compile for a minute each.
@@ -372,15 +368,13 @@ class LossSearch:
 
     def _no_plan_fits(self, budget: float) -> ValueError:
         """An error with the bytes of the smallest program, all digits: a budget that fits."""
+        smallest = functools.partial(min, key=lambda plan: plan.peak)
+        while (least := smallest(self._known.values())).peak < self._measured(least).peak:
+            pass  # without the value of the loss it takes more
         found = ", nor the memory of the device"
-        while self._known:
-            least = min(self._known.values(), key=lambda plan: plan.peak)
-            if least.peak == math.inf:
-                break
-            if self._measured(least).peak == least.peak:
-                tried = f"of {len(self._known)} programs that were tried the smallest takes"
-                found = f": {tried} {size(least.peak)}, {math.ceil(least.peak):,} bytes"
-                break
+        if least.peak < math.inf:
+            tried = f"of {len(self._known)} programs that were tried the smallest takes"
+            found = f": {tried} {size(least.peak)}, {math.ceil(least.peak):,} bytes"
         return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
 
     def _in_order(self, budget: float) -> LossPlan | None:

@@ -33,10 +33,11 @@ def plan(
     """Finds the fastest way to train a loss within a budget of bytes.
 
     The operations of a loss and of its gradient are a graph: any function that JAX differentiates
-    has one. Each of its values is stored from the forward pass on, or is computed again in front of
-    steps of the gradient that need it, once or several times. The search for the fastest schedule
-    is exact for small graphs; a plan has a bound on what any schedule takes. A scan is a stack of
-    layers, of whose values some are stored; it may become a scan over scans.
+    has one, and a ``jax.checkpoint`` in it is opened. Each of its values is stored from the forward
+    pass on, or is computed again in front of steps of the gradient that need it, once or several
+    times. The search for the fastest schedule is exact for small graphs; a plan has a bound on what
+    any schedule takes. A scan is a stack of layers, of whose values some are stored; it may become
+    a scan over scans.
 
     Bytes are temporaries of the compiled program of one device; not its arguments and results, such
     as gradients.
@@ -63,9 +64,9 @@ def plan(
       A ``LossPlan``, which is called as the loss is.
 
     Raises:
-      ValueError: if no plan fits the budget (the message has the least that does), the arguments
-        contradict each other, a loss has side effects, or offloading would not help: on a CPU, or
-        over a link whose speed is not known.
+      ValueError: if no plan fits the budget (the message has the bytes of the smallest program that
+        was tried), the arguments contradict each other, a loss has side effects, or offloading
+        would not help: on a CPU, or over a link whose speed is not known.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd

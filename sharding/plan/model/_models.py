@@ -323,18 +323,16 @@ _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
 _MLP_IN = ("mlpwi", "mlpwi_0", "mlpwi_1")
 _MINIMAL = (*_QKV, "kv_proj", "out_proj", *_MLP_IN, "mlpwo")
 
-# By the name of a preset of MaxText: what is saved on the device, and what in host memory.
-PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ()),
-    "save_out_proj": (("out_proj",), ()),
-    "save_qkv_proj": (_QKV, ()),
-    "save_dot_except_mlp": ((*_QKV, "out_proj"), ()),
-    "save_dot_with_context_except_mlp": ((*_QKV, "context", "out_proj"), ()),
-    "save_dot_except_mlpwi": ((*_QKV, "out_proj", "mlpwo"), ()),
-    "minimal": (_MINIMAL, ()),
-    "minimal_with_context": ((*_MINIMAL, "context"), ()),
-    "qkv_proj_offloaded": ((), ("query_proj", "key_proj", "value_proj")),
-    "minimal_offloaded": ((), _MINIMAL),
+# By the name of a preset of MaxText, what is saved.
+PRESETS: dict[str, tuple[str, ...]] = {
+    "full": (),
+    "save_out_proj": ("out_proj",),
+    "save_qkv_proj": _QKV,
+    "save_dot_except_mlp": (*_QKV, "out_proj"),
+    "save_dot_with_context_except_mlp": (*_QKV, "context", "out_proj"),
+    "save_dot_except_mlpwi": (*_QKV, "out_proj", "mlpwo"),
+    "minimal": _MINIMAL,
+    "minimal_with_context": (*_MINIMAL, "context"),
 }
 # The results of products that a layer may save, by one of their names.
 SAVED_PARTS = {"qkv": "query_proj", "context": "context", "out": "out_proj", "up": "mlpwi"}
@@ -347,7 +345,7 @@ PARTLY = (
 
 def saved_parts(recompute: str) -> tuple[str, ...]:
     """The keys of ``SAVED_PARTS`` whose results are saved."""
-    return tuple(part for part, name in SAVED_PARTS.items() if name in PRESETS[recompute][0])
+    return tuple(part for part, name in SAVED_PARTS.items() if name in PRESETS[recompute])
 
 
 def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:

@@ -129,7 +129,7 @@ class PlanFile:
     @property
     def saved(self) -> tuple[str, ...]:
         """The names of what layers save beside their input; empty where no preset says it."""
-        return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
+        return PRESETS[self.plan.recompute] if self.plan.recompute in PARTLY else ()
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""

@@ -176,7 +176,7 @@ class TracedModel:
         """The values that the loss gives a name of MaxText's."""
         every = map(record_of, all_equations(self.trace.graph.jaxpr))
         found = {record.name for record in every if isinstance(record, Name)}
-        return found & {name for preset, _ in PRESETS.values() for name in preset}
+        return found & {name for preset in PRESETS.values() for name in preset}
 
     @functools.cached_property
     def trace(self) -> LossTrace:
@@ -222,7 +222,7 @@ class TracedModel:
         policies = jax.checkpoint_policies
         if recompute == "minimal" and not self.names:
             return policies.dots_with_no_batch_dims_saveable
-        return policies.save_only_these_names(*PRESETS[recompute][0])
+        return policies.save_only_these_names(*PRESETS[recompute])
 
     def _temporaries(self, layer: Layer, recompute: str) -> float:
         """Bytes of temporaries of the backward pass of a layer."""

@@ -30,7 +30,7 @@ def test_it_is_what_jax_stores_and_computes_again(model, name):
     one = dataclasses.replace(model, layers=1, scan=False)
     (params,), run = one.abstract(jnp.bfloat16)["layers"], model.apply_layer
     x = jax.ShapeDtypeStruct((3, LENGTH, model.width), jnp.bfloat16)
-    policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[name][0])
+    policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[name])
     saving, full = jax.checkpoint(run, policy=policy), jax.checkpoint(run)
     again = work_of_step(saving, params, x) - work_of_step(run, params, x)
     work = layer_work(model, OPERATIONS, microbatch=3, ideal=True)

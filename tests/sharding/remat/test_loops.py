@@ -201,7 +201,7 @@ def test_more_bytes_are_never_slower_whatever_programs_take(monkeypatch, seed):
     """None of them is foreseen by another. An error has the least bytes of any."""
     search, rng = search_of(data(0)), np.random.default_rng(seed)
     peaks = {plan.loops: plan.saved * rng.uniform(1, 3) for plan in search._forms()}
-    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_: peaks[fn.loops])
+    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_, **__: peaks[fn.loops])
     seconds = {plan.loops: plan.work.seconds for plan in search._forms()}
     for budget in np.linspace(min(peaks.values()), max(peaks.values()), 30):
         search._known.clear()  # what earlier budgets have compiled does not matter
@@ -211,7 +211,7 @@ def test_more_bytes_are_never_slower_whatever_programs_take(monkeypatch, seed):
         assert less.peak < more.peak
         assert less.work.seconds > more.work.seconds
     search._known.clear()
-    with pytest.raises(ValueError, match=r"this loss needs .* at least"):
+    with pytest.raises(ValueError, match="programs that were tried the smallest takes"):
         search.fastest(1000)  # less than any stores
 
 
@@ -219,7 +219,7 @@ def test_a_frontier_has_no_slower_plan_of_equal_bytes(monkeypatch):
     """Nor one that the compiler gives up."""
     search = search_of(data(0))
     peaks = {plan.loops: 1e6 for plan in search._forms()}
-    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_: peaks[fn.loops])
+    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_, **__: peaks[fn.loops])
     (only,) = search.frontier()
     assert only.extra_time == 0
     search._known.clear()
@@ -232,7 +232,7 @@ def test_the_bytes_of_a_plan_are_a_budget_that_it_meets(monkeypatch):
     """Graphs count more of what a loop stores than some programs do."""
     search = search_of(data(0))
     peaks = {plan.loops: 0.7 * plan.saved for plan in search._forms()}
-    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_: peaks[fn.loops])
+    monkeypatch.setattr(_loss_search, "step_temporaries", lambda fn, *_, **__: peaks[fn.loops])
     plans = search.frontier()
     assert len(plans) > 2
     for plan in plans:
@@ -245,10 +245,10 @@ def test_a_loop_whose_parameters_no_compiler_takes(monkeypatch):
     kind = dataclasses.replace(KINDS["v5e"], memory=4.1 * 2 * layer / 0.6)  # of four layers
     search, compiled = search_of(data(0), kind=kind), _loss_search.step_temporaries
 
-    def refuses(fn, params, batch, device):
+    def refuses(fn, params, batch, device, **options):
         if params["up"].shape[0] == LENGTH:
             return float("inf")
-        return compiled(fn, params, batch, device)
+        return compiled(fn, params, batch, device, **options)
 
     want = [search._measured(plan).peak for plan in search._forms()]
     search._known.clear()
@@ -257,7 +257,7 @@ def test_a_loop_whose_parameters_no_compiler_takes(monkeypatch):
         near = float("inf") if plan.loops.segments else pytest.approx(peak, rel=0.02)
         assert search._measured(plan).peak == near
     search._known.clear()
-    monkeypatch.setattr(_loss_search, "step_temporaries", lambda *_: float("inf"))
+    monkeypatch.setattr(_loss_search, "step_temporaries", lambda *_, **__: float("inf"))
     with pytest.raises(ValueError, match="nor the memory of the device"):
         search.fastest(2**40)
 
