@@ -1,0 +1,1 @@
+"""A loss, traced once: what is proven of it."""
