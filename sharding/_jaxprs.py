@@ -1,21 +1,13 @@
-"""The functions inside an equation of a jaxpr, and the equations inside a function."""
+"""The equations inside a jaxpr, and those of its inputs that it reads."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
-from optax_ext.traced_graph import Equation
-
-
-def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
-    """The functions that an equation calls, in the order of its parameters: bodies, branches."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            jaxpr: Any = getattr(item, "jaxpr", item)  # of a ClosedJaxpr
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+from optax_ext.equations import check_known
+from optax_ext.equations import inner_jaxprs as inner_jaxprs
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -27,5 +19,6 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:
     """For each input, whether an output depends on it."""
+    check_known(jaxpr)
     used: list[bool] = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     return used

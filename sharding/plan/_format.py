@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from optax_ext.equations import UnknownOperationError
+
 # To show tables and pictures.
 NEED = "pip install 'optax-ext[cli]'"
 
@@ -142,6 +144,8 @@ def users_code(failed: str) -> Iterator[None]:
     """Raises an error of a user's code in one line, after these words."""
     try:
         yield
+    except UnknownOperationError:
+        raise
     except Exception as error:
         reason = next(iter(str(error).splitlines()), "").rstrip(".")
         if not isinstance(error, ImportError | AttributeError):

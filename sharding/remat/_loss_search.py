@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_ext.equations import Scan, name_of, record_of, trace
 from optax_ext.traced_graph import Graph, bind
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
@@ -45,11 +46,11 @@ def check_pure(graph: Graph) -> None:
         if any(hasattr(graph.types[v], "inner_aval") for v in eqn.operands + eqn.results)
     )
     words = "callback", "print"
-    calls = (e for e in all_equations(graph.jaxpr) if any(w in e.primitive.name for w in words))
+    calls = (e for e in all_equations(graph.jaxpr) if any(w in name_of(e) for w in words))
     for eqns, what in ((with_refs, "refs"), (calls, "callbacks and prints")):
         for eqn in eqns:
             raise ValueError(
-                f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
+                f"what {name_of(eqn)} does, at {line_of(eqn.source_info)}, would be done "
                 f"again: a loss with {what} is not planned."
             )
     if graph.jaxpr.effects:
@@ -117,8 +118,8 @@ class PlannableLoss:
 
     def check_as_planned(self, inputs: list[Any]) -> None:
         """A loss that has collectives where it is called computes what has not been planned."""
-        planned, now = self.graph.jaxpr, jax.make_jaxpr(self._call)(inputs).jaxpr
-        if new := _collectives(now) - _collectives(planned):
+        now, _ = trace(self._call, inputs)
+        if new := _collectives(now.jaxpr) - _collectives(self.graph.jaxpr):
             raise ValueError(
                 f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
                 "the statistics of all devices, and had none when it was planned: pass "
@@ -128,8 +129,12 @@ class PlannableLoss:
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
         needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
-        scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
-        self._loops = {e.results: Loop(e, kind, offload) for e in scans if e.params["length"] > 1}
+        scans = {eqn.results: record_of(eqn) for eqn in needed}
+        self._loops = {
+            results: Loop(scan, kind, offload)
+            for results, scan in scans.items()
+            if isinstance(scan, Scan) and scan.options["length"] > 1
+        }
         return list(self._loops.values())
 
     def fn(self, inputs: list[Any], loops: LoopForm = _AS_IT_IS) -> list[Any]:
@@ -162,7 +167,7 @@ def _name(path: Any) -> str:
 
 
 def _collectives(jaxpr: Any) -> set[str]:
-    names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
+    names = {name_of(eqn) for eqn in all_equations(jaxpr)}
     return {name for name in names if name.startswith(_COLLECTIVES)}
 
 

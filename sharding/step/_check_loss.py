@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.placement._specs import path_str
@@ -57,7 +58,7 @@ def check_loss(
     with jax.default_matmul_precision("highest"):
         own = on_one(inputs)
         found, expected = run(sharded, inputs), reference(*own)
-        traced = jax.make_jaxpr(reference)(*own)
+        traced, _ = trace(reference, *own)
     dtypes = {str(v.aval.dtype) for eqn in all_equations(traced.jaxpr) for v in eqn.outvars}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
     eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.offload._host_memory import on_host
@@ -106,7 +107,7 @@ class GlobalLoss:
     def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
-            closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
+            closed, results = trace(self.fn, params, *args)
         run = HookedLoss(closed, self.layout.recomputes, self._fetch, self._tap)
         given = iter(taps)
         every = [

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
 from sharding.offload._host_memory import HostStack, scan_streamed
-from sharding.step._layer_hooks import scan_sizes
 
 # Of the number of a loop and the index of a layer: its parameters, by number. And of their
 # gradients, too: what to stack.
@@ -64,6 +64,7 @@ class LayerScan(NamedTuple):
 
     number: int
     eqn: Equation
+    scan: Scan  # the equation's record
     own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
     frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
@@ -88,8 +89,7 @@ class LayerScan(NamedTuple):
 
     @property
     def carried(self) -> range:
-        num_consts, num_carry = scan_sizes(self.eqn.params)
-        return range(num_consts, num_consts + num_carry)
+        return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
     def layer(
         self,
@@ -103,7 +103,7 @@ class LayerScan(NamedTuple):
         }
         frozen = {k: use(i, operands[k]) for k, i in self.frozen.items()}
         args = operands | frozen | own
-        return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
+        return list(jaxpr_as_fun(self.scan.body)(*(args[k] for k in sorted(args))))
 
     def forward(
         self, operands: dict[int, Any], microbatches: Microbatches
@@ -144,7 +144,7 @@ class LayerScan(NamedTuple):
         return args, own
 
     def _scan(self, step: Any, carry: Any, backward: bool) -> Any:
-        options = self.eqn.params
+        options = self.scan.options
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
         layers = jnp.arange(options["length"])
         return scan_streamed(self.streamed, step, carry, layers, writes=backward, **order)
@@ -248,13 +248,14 @@ def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     )
     loops: list[LayerScan] = []
     for eqn in equations:
-        if eqn.primitive.name == "scan" and eqn.params["length"]:
-            first = sum(scan_sizes(eqn.params))
+        scan = record_of(eqn)
+        if isinstance(scan, Scan) and scan.options["length"]:
+            first = scan.num_consts + scan.num_carry
             found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
             own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
             if own:
                 frozen = {k: i for k, (i, _) in found.items() if not trained[i]}
-                loops.append(LayerScan(len(loops), eqn, own, frozen))
+                loops.append(LayerScan(len(loops), eqn, scan, own, frozen))
     return loops
 
 

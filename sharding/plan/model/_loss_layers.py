@@ -147,13 +147,13 @@ class LossTrace:
 
 def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
     """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
-    options, carried = loop.eqn.params, loop.carried
+    scan, carried = loop.scan, loop.carried
     own, others = [*loop.own], [*loop.others]  # the numbers of operands
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
         args = dict(zip(others, rest, strict=True))
         args |= {k: cast_by(loop.own[k][1], x) for k, x in zip(own, params, strict=True)}
-        return list(jaxpr_as_fun(options["jaxpr"])(*(args[k] for k in sorted(args))))
+        return list(jaxpr_as_fun(scan.body)(*(args[k] for k in sorted(args))))
 
     def enter(layer: Run, values: dict[int, Any]) -> None:
         read = dict(enumerate(loop.eqn.operands)) | {k: i for k, (i, _) in loop.own.items()}
@@ -164,13 +164,13 @@ def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
             out = layer([args[k] for k in own], [args[k] for k in others])
             return out[: len(carried)], out[len(carried) :]
 
-        order = {key: options[key] for key in ("reverse", "unroll")}
+        order = {key: scan.options[key] for key in ("reverse", "unroll")}
         start, slices = operands[carried.start : carried.stop], operands[carried.stop :]
         carry, outs = lax.scan(step, start, slices, **order)
         values |= zip(loop.eqn.results, [*carry, *outs], strict=True)
 
-    rest = [options["jaxpr"].in_avals[k].update(sharding=None) for k in others]
+    rest = [scan.body.in_avals[k].update(sharding=None) for k in others]
     stacks = [graph.types[i] for i in loop.params]
     params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
-    times, numbers = options["length"], {*loop.params}
+    times, numbers = scan.options["length"], {*loop.params}
     return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)

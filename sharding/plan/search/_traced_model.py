@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext.equations import Name, record_of, trace
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
 from sharding.plan._format import check_choice
@@ -163,8 +164,8 @@ class TracedModel:
     @functools.cached_property
     def names(self) -> set[str]:
         """The values that the loss gives a name of MaxText's."""
-        every = all_equations(self.trace.graph.jaxpr)
-        found = {eqn.params["name"] for eqn in every if eqn.primitive.name == "name"}
+        every = map(record_of, all_equations(self.trace.graph.jaxpr))
+        found = {record.name for record in every if isinstance(record, Name)}
         return found & {name for preset, _ in PRESETS.values() for name in preset}
 
     @functools.cached_property
@@ -234,7 +235,7 @@ def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
         loss, vjp = jax.vjp(lambda params: run(params, batch), params)
         return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
 
-    closed, (_, kept) = jax.make_jaxpr(passes, return_shape=True)(*args)
+    closed, (_, kept) = trace(passes, *args)
     work = work_of_jaxpr(closed.jaxpr, UNIT)
     stored = no_matrices(kept, args[0])
     nbytes = float(num_bytes(stored))
