@@ -78,11 +78,11 @@ def elementwise(step: Step, ins: list[Any]) -> State:
     rows = [v for v in ins if isinstance(v, Rows)]
     if any(v.running is not None for v in rows):
         return _added_to_running(step, ins)
-    if step.name == "div" and (isinstance(ins[1], Weight) or (rows and _is_sum(ins[1]))):
+    if step.name == "div" and (isinstance(ins[1], Weight) or (rows and is_sum(ins[1]))):
         return _divided(step, ins)
     if any(isinstance(v, Weight) for v in ins):
         return _with_weight(step, ins)
-    if rows[0].is_sum and all(isinstance(v, Shared) or _is_sum(v) for v in ins):
+    if rows[0].is_sum and all(isinstance(v, Shared) or is_sum(v) for v in ins):
         is_linear = _is_linear(step, ins) and power_of(step, ins) is not None
         return _combined(step, ins) if is_linear else _clipped(step, ins)
     same_rows(ins)
@@ -108,7 +108,7 @@ def _combined(step: Step, ins: list[Any]) -> State:
     return dataclasses.replace(out, power=power, random=is_random, ratios=ratios)
 
 
-def _is_sum(state: Any) -> bool:
+def is_sum(state: Any) -> bool:
     return isinstance(state, Rows) and state.is_sum
 
 
@@ -210,7 +210,7 @@ def _with_weight(step: Step, ins: list[Any]) -> State:
         read = {weight for v in ratios for _, weight in v.ratios}
         if ratios and sums <= read and all(v in ratios or v.is_zero for v in others):
             return ratios[0] if len(ratios) == 1 else _combined(step, [Shared(), *ins[1:]])
-    plain = [v for v in others if not isinstance(v, Shared) and not (_is_sum(v) and not v.ratios)]
+    plain = [v for v in others if not isinstance(v, Shared) and not (is_sum(v) and not v.ratios)]
     if step.name not in CLIPS or plain or any(v.inverse for v in weights):
         raise RowsMeet(weights[0].cause.reason)
     return _clipped(step, ins)

@@ -79,7 +79,8 @@ class Coupled:
     line: str = ""  # of the user
 
     def __str__(self) -> str:
-        return f"{self.equation}: {self.reason}" + (f" ({self.line})" if self.line else "")
+        at = f"{self.equation}: " if self.equation else ""
+        return f"{at}{self.reason}" + (f" ({self.line})" if self.line else "")
 
 
 @dataclasses.dataclass(frozen=True)

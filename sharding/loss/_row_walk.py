@@ -1,0 +1,364 @@
+"""The states of values of a traced loss, equation by equation: calls, loops, branches, derivatives.
+
+The walk reads each equation beside its twin, the same one of a trace with twice the rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from optax_ext import traced_graph
+from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, params_of, record_of
+from sharding._user_line import line_of
+from sharding.loss import _row_rules as rules
+from sharding.loss._declared_rows import DECLARED, through_declared
+from sharding.loss._row_rules import Step
+from sharding.loss._row_states import (
+    NUMBER,
+    Coupled,
+    Rows,
+    RowsMeet,
+    Shared,
+    State,
+    Weight,
+    join,
+    meets_shared,
+)
+from sharding.loss._row_table import states_of
+
+_MOST_PASSES = 16  # over the body of a loop: a state changes a few times, and only loses knowledge
+OTHER_PROGRAM = "the loss is another program for twice the rows"
+
+
+def steps_of(
+    equations: Sequence[Any], twins: Sequence[Any] | None, types: Any = (), twin_types: Any = ()
+) -> list[Step]:
+    """Equations of a jaxpr, or of a graph with these types of values, each with its twin."""
+
+    def step(eqn: Any, types: Any, twin: Step | None) -> Step:
+        operands, results = (
+            (eqn.operands, eqn.results)
+            if isinstance(eqn, traced_graph.Equation)
+            else (tuple(eqn.invars), tuple(eqn.outvars))
+        )
+        avals = [[v.aval if hasattr(v, "aval") else types[v] for v in x] for x in (operands, results)]
+        return Step(name_of(eqn), params_of(eqn), operands, results, *avals, eqn, twin)
+
+    if twins is None:
+        return [step(eqn, types, None) for eqn in equations]
+    if [name_of(eqn) for eqn in equations] != [name_of(eqn) for eqn in twins]:
+        raise RowsMeet(OTHER_PROGRAM)
+    both = zip(equations, twins, strict=True)
+    return [step(eqn, types, step(twin, twin_types, None)) for eqn, twin in both]
+
+
+def unknown(aval: Any) -> Shared:
+    """What all rows share, and may be anything else."""
+    return Shared(frozenset(range(len(getattr(aval, "shape", ())))))
+
+
+def constant(value: Any, twin: Any = None) -> Shared:
+    """A constant of the trace, beside that of the trace with twice the rows."""
+    dtype = jax.typeof(value).dtype
+    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return unknown(jax.typeof(value))
+    twin = value if twin is None else twin
+    if np.size(value) != 1 or np.shape(value) != np.shape(twin):
+        is_same = value is twin or np.array_equal(value, twin)
+        return Shared(frozenset(range(np.ndim(value))), 0 if is_same else None)
+    number, doubled = np.asarray(value).item(), np.asarray(twin).item()
+    if number == doubled or number != number:
+        return Shared(number=number)
+    powers = [k for k in (-2, -1, 1, 2) if doubled == number * 2.0**k]
+    return Shared(power=powers[0] if powers else None)
+
+
+class Walk:
+    """Finds the state of each value; ``run`` adds them to those that are known."""
+
+    def __init__(self) -> None:
+        self._loops = 0  # over rows that the walk is inside of
+        self._declared: dict[Any, Any] = {}  # what reached functions that are declared
+        self._pullbacks: dict[int, Any] = {}
+
+    def run(self, steps: Iterable[Step], known: dict[Any, State]) -> None:
+        for step in steps:
+            ins = [self._read(known, step, k) for k in range(len(step.operands))]
+            known |= zip(step.results, self._equation(step, ins), strict=True)
+
+    def _read(self, known: dict[Any, State], step: Step, k: int) -> State:
+        value = step.operands[k]
+        if isinstance(value, Literal):
+            return constant(value.val, step.twin and getattr(step.twin.operands[k], "val", None))
+        return known[value] if value in known else unknown(step.types[k])
+
+    def _equation(self, step: Step, ins: list[Any]) -> list[State]:
+        try:
+            outs = self._states(step, ins)
+        except RowsMeet as meet:
+            outs = [Coupled(str(meet))] * len(step.results)
+        for k, v in enumerate(outs):
+            if isinstance(v, Coupled) and not v.line:
+                line = line_of(step.equation.source_info)
+                outs[k] = Coupled(v.reason, v.equation or step.name, line)
+            elif isinstance(v, Weight) and not v.cause.line:
+                line = line_of(step.equation.source_info)
+                outs[k] = dataclasses.replace(v, cause=dataclasses.replace(v.cause, line=line))
+        return outs
+
+    def _states(self, step: Step, ins: list[Any]) -> list[State]:
+        if step.equation.primitive is DECLARED:
+            return [through_declared(step.equation, ins[0], self._declared)]
+        record, twin = (s and record_of(s.equation) for s in (step, step.twin))
+        if isinstance(record, Call | Remat):
+            return self.inside(record.body, twin and twin.body, ins)
+        if isinstance(record, CustomDerivative):
+            outs = self.inside(record.body, twin and twin.body, ins)
+            self._check_derivative(step, ins, outs)
+            return outs
+        if isinstance(record, Scan):
+            return self._scan(record, twin, ins)
+        if step.name in ("while", "cond"):
+            return (self._while if step.name == "while" else self._cond)(step, ins)
+        return states_of(step, ins)
+
+    def inside(self, closed: Any, twin: Any, ins: list[State]) -> list[State]:
+        """The states of the results of a function inside of an equation."""
+        jaxpr, other = (getattr(x, "jaxpr", x) for x in (closed, twin))
+        known: dict[Any, State] = dict(zip(jaxpr.invars, ins, strict=True))
+        for k, (var, value) in enumerate(zip(jaxpr.constvars, getattr(closed, "consts", ()))):
+            known[var] = constant(value, twin and twin.consts[k])
+        self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
+        outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
+        return [
+            constant(v.val, getattr(o, "val", None)) if isinstance(v, Literal) else known[v]
+            for v, o in outs
+        ]
+
+    # --- Loops and branches -----------------------------------------------------------------------
+
+    def _scan(self, scan: Any, twin: Any, ins: list[Any]) -> list[State]:
+        first, last = scan.num_consts, scan.num_consts + scan.num_carry
+        over_rows = any(isinstance(v, Rows) and 0 in v.dims for v in ins[last:])
+        loop = -1 - self._loops if over_rows else None  # the dim of the rows in an iteration
+        is_grown = twin is not None and twin.options["length"] != scan.options["length"]
+        body = scan.body.jaxpr
+        fixed = [o is i for o, i in zip(body.outvars, body.invars[first:last])]
+        items = [_of_iteration(v, loop) for v in ins[last:]]
+        carry = ins[first:last]
+        if over_rows:
+            carry = [
+                dataclasses.replace(v, running=loop) if rules.is_sum(v) else v for v in carry
+            ]
+        self._loops += over_rows
+        try:
+            for _ in range(_MOST_PASSES):
+                given = [*ins[:first], *carry, *items]
+                outs = self.inside(scan.body, twin and twin.body, given)
+                new = [_next(*abc, loop) for abc in zip(carry, outs, fixed)]
+                if new == carry:
+                    break
+                carry = new
+            else:
+                raise RowsMeet("what a loop makes of rows is not known")
+        finally:
+            self._loops -= over_rows
+        changes = over_rows or is_grown
+        after = [_after_loop(v, loop, changes and not keep) for v, keep in zip(carry, fixed)]
+        return after + [_of_all_iterations(v, loop) for v in outs[last - first :]]
+
+    def _while(self, step: Step, ins: list[Any]) -> list[State]:
+        p, twin = step.params, step.twin and step.twin.params
+        first, last = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        carry, body = ins[last:], p["body_jaxpr"].jaxpr
+        fixed = [o is i for o, i in zip(body.outvars, body.invars[last - first :], strict=True)]
+        for _ in range(_MOST_PASSES):
+            condition = p["cond_jaxpr"], twin and twin["cond_jaxpr"]
+            (goes_on,) = self.inside(*condition, [*ins[:first], *carry])
+            given = [*ins[first:last], *carry]
+            outs = self.inside(p["body_jaxpr"], twin and twin["body_jaxpr"], given)
+            new = [
+                a if keep else _decided(goes_on, join(a, b))
+                for a, b, keep in zip(carry, outs, fixed, strict=True)
+            ]
+            if new == carry:
+                return new
+            carry = new
+        raise RowsMeet("what a loop makes of rows is not known")
+
+    def _cond(self, step: Step, ins: list[Any]) -> list[State]:
+        branches = step.params["branches"]
+        twins = step.twin.params["branches"] if step.twin else [None] * len(branches)
+        each = [self.inside(*both, ins[1:]) for both in zip(branches, twins, strict=True)]
+        return [_decided(ins[0], functools.reduce(join, outs)) for outs in zip(*each, strict=True)]
+
+    # --- Derivatives that a user wrote ------------------------------------------------------------
+
+    def _check_derivative(self, step: Step, ins: list[Any], outs: list[State]) -> None:
+        """Raises if the pullback of a function with its own derivative couples rows that it keeps.
+
+        Each cotangent of the results has rows where they have; those of operands must, too, and be
+        sums where all rows share the operand. The power ``_MARK`` follows cotangents: what is not
+        linear in them changes it.
+        """
+        if not any(isinstance(v, Rows) for v in outs):
+            return
+        key = id(step.equation)
+        if key not in self._pullbacks:
+            made = step.equation, _pullback(step), step.twin and _pullback(step.twin)
+            self._pullbacks[key] = made
+        _, pullback, twin = self._pullbacks[key]
+        if pullback is None:
+            return
+        results = zip(outs, step.result_types, strict=True)
+        cotangents = [_cotangent(v) for v, aval in results if _is_inexact(aval)]
+        found = self.inside(pullback, twin, [*ins, *cotangents])
+        inexact = [k for k, aval in enumerate(step.types) if _is_inexact(aval)]
+        for k, state in zip(inexact, found, strict=True):
+            if isinstance(state, Coupled):
+                where = f" ({state.line})" if state.line else ""
+                raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")
+            if not isinstance(step.operands[k], Literal) and not _is_cotangent(state, ins[k]):
+                raise RowsMeet("its own derivative is not one of rows apart")
+
+
+# --- Values of one iteration, and of all ----------------------------------------------------------
+
+
+def _of_iteration(v: State, loop: int | None) -> State:
+    """What an iteration reads of a scanned value; ``loop`` becomes its dim of rows."""
+    if isinstance(v, Rows):
+        dims = tuple(d - (d > 0) if d else loop for d in v.dims)
+        return dataclasses.replace(v, dims=dims)  # type: ignore[arg-type]
+    if isinstance(v, Shared):
+        varies = {d - (d > 0) for d in v.varies if d}
+        if loop is not None and 0 in v.varies:
+            varies.add(loop)
+        return Shared(frozenset(varies), v.power, v.random, v.number, (v.counts or 0) - 1 if v.counts else None)
+    return v
+
+
+def _next(a: State, b: State, is_fixed: bool, loop: int | None) -> State:
+    """What an iteration reads of what is carried, given what it read last and returned."""
+    if is_fixed:
+        return a
+    if loop is not None and isinstance(a, Shared) and isinstance(b, Rows) and loop in b.dims:
+        if not a.is_zero:
+            return Coupled("a loop over rows carries a row to the next one")
+        return rules.summed_in_loop(b, loop)
+    both = join(a, b)
+    if isinstance(both, Coupled) and not isinstance(b, Coupled) and loop is not None:
+        return Coupled("a loop over rows carries a row to the next one")
+    if loop is not None and isinstance(both, Shared):  # a count, or keys that are split
+        return Shared(both.varies | {loop}, both.power, both.random)
+    return both
+
+
+def _after_loop(v: State, loop: int | None, changes: bool) -> State:
+    if isinstance(v, Rows) and v.running is not None and v.running == loop:
+        return dataclasses.replace(v, running=None)
+    if isinstance(v, Shared) and changes:
+        return Shared(v.varies - {loop}, None, v.random)  # type: ignore[arg-type]
+    if isinstance(v, Rows) and loop in v.dims:
+        return Coupled("a loop over rows returns what its last row gave")
+    return v
+
+
+def _of_all_iterations(v: State, loop: int | None) -> State:
+    """What all iterations return, one after the other."""
+    if isinstance(v, Rows):
+        if v.running is not None and v.running == loop:
+            return Coupled("a loop over rows returns its sum over the rows so far")
+        dims = tuple(0 if d == loop else d + (d >= 0) for d in v.dims)
+        return dataclasses.replace(v, dims=dims)
+    if isinstance(v, Shared):
+        varies = {d + (d >= 0) for d in v.varies if d != loop}
+        return Shared(frozenset({0, *varies}), v.power, v.random)
+    return v.cause if isinstance(v, Weight) else v
+
+
+def _decided(by: State, v: State) -> State:
+    """A value of a branch that ``by`` takes, or of a loop that goes on by it."""
+    if isinstance(by, Coupled) or isinstance(v, Coupled):
+        return by if isinstance(by, Coupled) else v
+    if isinstance(by, Weight) or (isinstance(by, Rows) and (by.is_linear or by.power)):
+        return Coupled("what runs is decided by a sum over rows")
+    try:
+        if isinstance(by, Shared) and isinstance(v, Shared):
+            power = None if by.power != 0 else v.power
+            return dataclasses.replace(v, varies=v.varies | by.varies, power=power, random=v.random or by.random)
+        if isinstance(by, Shared) and isinstance(v, Rows):
+            if by.power:
+                raise RowsMeet(NUMBER)
+            return meets_shared(v, by)
+        if isinstance(by, Rows) and isinstance(v, Shared):
+            return dataclasses.replace(meets_shared(by, v), power=v.power)
+        if isinstance(by, Rows) and isinstance(v, Rows) and v.place == by.place and not v.is_linear:
+            return dataclasses.replace(v, random=v.random or by.random)
+    except RowsMeet as meet:
+        return Coupled(str(meet))
+    return Coupled("what runs is decided by other rows")
+
+
+# --- Cotangents -----------------------------------------------------------------------------------
+
+_MARK = 1000  # a power of cotangents that no value has by itself
+
+
+def _is_inexact(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _pullback(step: Step) -> Any:
+    """The traced pullback: of operands and cotangents of results, cotangents of operands."""
+    eqn, inexact = step.equation, [k for k, aval in enumerate(step.types) if _is_inexact(aval)]
+    results = [k for k, aval in enumerate(step.result_types) if _is_inexact(aval)]
+    if not (inexact and results):
+        return None
+    is_graphs = isinstance(eqn, traced_graph.Equation)
+    bind = traced_graph.bind if is_graphs else traced_graph.bind_equation
+
+    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+        def fn(*values: Any) -> list[Any]:
+            given = dict(enumerate(operands)) | dict(zip(inexact, values, strict=True))
+            outs = bind(eqn, list(given.values()))
+            return [outs[k] for k in results]
+
+        return jax.vjp(fn, *[operands[k] for k in inexact])[1](cotangents)
+
+    def types(avals: Sequence[Any]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    given = types(step.types), types([step.result_types[k] for k in results])
+    try:
+        return jax.make_jaxpr(pull)(*given)
+    except Exception as error:  # of the user's rule, whatever it raises
+        raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
+
+
+def _cotangent(v: State) -> State:
+    """The state of the cotangent of a value, of a loss that has the power ``_MARK``."""
+    if isinstance(v, Rows) and v.dims:
+        power = _MARK - v.power - 1
+        return dataclasses.replace(v, power=power, summed=False, ratios=frozenset(), random=False)
+    if isinstance(v, Rows | Shared):
+        return Shared(frozenset(range(64)), _MARK - (v.power or 0))
+    return v if isinstance(v, Coupled) else v.cause
+
+
+def _is_cotangent(found: State, of: State) -> bool:
+    """Whether ``found`` is a cotangent of a value in which rows are apart as they are in it."""
+    if isinstance(of, Coupled) or (isinstance(found, Shared) and found.is_zero):
+        return True
+    if isinstance(of, Rows) and of.dims:
+        expected = dataclasses.replace(_cotangent(of), random=of.random)  # type: ignore[type-var]
+        return isinstance(found, Rows) and (found == expected or found == _cotangent(of))
+    power = _MARK - (getattr(of, "power", 0) or 0)
+    is_total = isinstance(found, Shared) or (rules.is_sum(found) and not found.random)
+    return is_total and found.power == power  # type: ignore[union-attr]
