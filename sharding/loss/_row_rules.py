@@ -76,6 +76,8 @@ ELEMENTWISE = traced_graph.ELEMENTWISE | SAME | ADDED | frozenset(_MORE.split())
 
 def elementwise(step: Step, ins: list[Any]) -> State:
     rows = [v for v in ins if isinstance(v, Rows)]
+    if any(isinstance(v, Shared) and v.power is None for v in ins):
+        raise RowsMeet(NUMBER)
     if any(v.running is not None for v in rows):
         return _added_to_running(step, ins)
     if step.name == "div" and (isinstance(ins[1], Weight) or (rows and is_sum(ins[1]))):

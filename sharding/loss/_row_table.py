@@ -120,12 +120,30 @@ def _shared(step: Step, ins: list[Any]) -> Shared:
         return _shared_elements(step, ins)
     if step.name in ("broadcast_in_dim", "transpose", "squeeze", "reshape", "reduce_sum"):
         return _shared_dims(step, ins[0])
+    grown = [step.grown(k) for k in range(len(ins))]
+    if any(grown):
+        return _of_equal_rows(step, ins, grown)
     # Nothing is known of it but whether it depends on the number of rows.
-    twin = step.twin
-    sizes = [t.shape for t in step.result_types], twin and [t.shape for t in twin.result_types]
-    is_fixed = not twin or (sizes[0] == sizes[1] and not any(map(step.grown, range(len(ins)))))
-    power = 0 if known and is_fixed and not any(v.power for v in ins) else None
-    return Shared(every, power, is_random)
+    sizes = [[t.shape for t in s.result_types] for s in (step, step.twin or step)]
+    is_fixed = known and sizes[0] == sizes[1] and not any(v.power for v in ins)
+    return Shared(every, 0 if is_fixed else None, is_random)
+
+
+def _of_equal_rows(step: Step, ins: list[Any], grown: list[set[int]]) -> Shared:
+    """A value of shared ones that have a dim of as many entries as there are rows, all equal."""
+    given, every = list(ins), frozenset(range(len(step.result_shape)))
+    for k, dims in enumerate(grown):
+        if len(dims) == 1 and not dims & ins[k].varies:
+            dim = min(dims)
+            given[k] = Rows((dim,), step.shape(k)[dim], power=ins[k].power or 0)
+    is_random = any(v.random for v in ins)
+    try:
+        (out, *_) = states_of(step, given)
+    except RowsMeet:
+        return Shared(every, None, is_random)
+    if not isinstance(out, Rows) or None in [v.power for v in ins]:
+        return Shared(every, None, is_random)
+    return Shared(every - set(out.dims), out.power, is_random)
 
 
 def _shared_elements(step: Step, ins: list[Any]) -> Shared:

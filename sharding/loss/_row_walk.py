@@ -5,7 +5,7 @@ The walk reads each equation beside its twin, the same one of a trace with twice
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -86,11 +86,16 @@ class Walk:
         self._loops = 0  # over rows that the walk is inside of
         self._declared: dict[Any, Any] = {}  # what reached functions that are declared
         self._pullbacks: dict[int, Any] = {}
+        self._is_in_pullback = False
 
-    def run(self, steps: Iterable[Step], known: dict[Any, State]) -> None:
-        for step in steps:
+    def run(self, steps: Sequence[Step], known: dict[Any, State]) -> None:
+        for number, step in enumerate(steps):
             ins = [self._read(known, step, k) for k in range(len(step.operands))]
-            known |= zip(step.results, self._equation(step, ins), strict=True)
+            outs = self._equation(step, ins)
+            if any(isinstance(v, Coupled | Weight) for v in outs):
+                line = functools.partial(_line, steps, number)
+                outs = [_located(v, step.name, line) for v in outs]
+            known |= zip(step.results, outs, strict=True)
 
     def _read(self, known: dict[Any, State], step: Step, k: int) -> State:
         value = step.operands[k]
@@ -100,17 +105,9 @@ class Walk:
 
     def _equation(self, step: Step, ins: list[Any]) -> list[State]:
         try:
-            outs = self._states(step, ins)
+            return self._states(step, ins)
         except RowsMeet as meet:
-            outs = [Coupled(str(meet))] * len(step.results)
-        for k, v in enumerate(outs):
-            if isinstance(v, Coupled) and not v.line:
-                line = line_of(step.equation.source_info)
-                outs[k] = Coupled(v.reason, v.equation or step.name, line)
-            elif isinstance(v, Weight) and not v.cause.line:
-                line = line_of(step.equation.source_info)
-                outs[k] = dataclasses.replace(v, cause=dataclasses.replace(v.cause, line=line))
-        return outs
+            return [Coupled(str(meet), step.name)] * len(step.results)
 
     def _states(self, step: Step, ins: list[Any]) -> list[State]:
         if step.equation.primitive is DECLARED:
@@ -207,7 +204,7 @@ class Walk:
         sums where all rows share the operand. The power ``_MARK`` follows cotangents: what is not
         linear in them changes it.
         """
-        if not any(isinstance(v, Rows) for v in outs):
+        if self._is_in_pullback or not any(isinstance(v, Rows) for v in outs):
             return
         key = id(step.equation)
         if key not in self._pullbacks:
@@ -218,7 +215,11 @@ class Walk:
             return
         results = zip(outs, step.result_types, strict=True)
         cotangents = [_cotangent(v) for v, aval in results if _is_inexact(aval)]
-        found = self.inside(pullback, twin, [*ins, *cotangents])
+        self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
+        try:
+            found = self.inside(pullback, twin, [*ins, *cotangents])
+        finally:
+            self._is_in_pullback = False
         inexact = [k for k, aval in enumerate(step.types) if _is_inexact(aval)]
         for k, state in zip(inexact, found, strict=True):
             if isinstance(state, Coupled):
@@ -226,6 +227,20 @@ class Walk:
                 raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")
             if not isinstance(step.operands[k], Literal) and not _is_cotangent(state, ins[k]):
                 raise RowsMeet("its own derivative is not one of rows apart")
+
+
+def _line(steps: Sequence[Step], number: int) -> str:
+    """The user's line of a step, or of one before: what JAX traced earlier has none of its own."""
+    lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
+    return next(filter(None, lines), "")
+
+
+def _located(v: State, name: str, line: Callable[[], str]) -> State:
+    if isinstance(v, Coupled) and not v.line:
+        return Coupled(v.reason, v.equation or name, line())
+    if isinstance(v, Weight) and not v.cause.line:
+        return dataclasses.replace(v, cause=_located(v.cause, name, line))
+    return v
 
 
 # --- Values of one iteration, and of all ----------------------------------------------------------
@@ -360,5 +375,6 @@ def _is_cotangent(found: State, of: State) -> bool:
         expected = dataclasses.replace(_cotangent(of), random=of.random)  # type: ignore[type-var]
         return isinstance(found, Rows) and (found == expected or found == _cotangent(of))
     power = _MARK - (getattr(of, "power", 0) or 0)
-    is_total = isinstance(found, Shared) or (rules.is_sum(found) and not found.random)
-    return is_total and found.power == power  # type: ignore[union-attr]
+    if isinstance(found, Rows):  # the sum over rows may be taken after the function
+        return found.power == power - bool(found.dims) and found.random <= getattr(of, "random", False)
+    return isinstance(found, Shared) and found.power == power
