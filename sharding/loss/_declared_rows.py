@@ -1,9 +1,9 @@
-"""Functions whose authors declare that they keep rows apart: kernels, callbacks, custom derivatives.
+"""Functions that are declared to keep rows apart: kernels, callbacks, custom derivatives.
 
-A declared function is traced with a mark at each operand and each result. A mark is the identity,
-which ``jit``, ``grad``, ``vmap``, ``scan`` and ``checkpoint`` pass on: its derivative is a mark, its
-transpose one of the other side, and ``vmap`` renumbers its dims. What is between the marks is not
-looked at.
+A declared function is traced with a mark at each operand and each result. A mark is the identity
+that ``jit``, ``grad``, ``vmap``, ``scan`` and ``checkpoint`` pass on: its derivative is a mark, its
+transpose is one of the other side, and ``vmap`` renumbers its dims. What is between the marks is
+not looked at.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ batching.primitive_batchers[DECLARED] = _map
 def keeps_rows_apart(fn: Callable[..., Any], *, in_dims: Any, out_dims: Any) -> Callable[..., Any]:
     """Declares that a function, and its derivative, compute each row from this row alone.
 
-    What is known of a loss is read from its trace. A Pallas kernel, a callback or a ``shard_map`` is
-    opaque there, and counts as coupling rows, unless its author says that it does not::
+    What is known of a loss is read from its trace. A Pallas kernel, a callback or a ``shard_map``
+    is opaque there, and counts as coupling rows, unless its author says that it does not::
 
         attention = shd.keeps_rows_apart(flash_attention, in_dims=(0, 0, 0), out_dims=0)
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | ``Shared`` | depends on no row | parameters, literals, masks of positions |
 | ``Rows(dims)`` | holds, along ``dims``, for each row what this row alone gives | activations |
-| ``Rows(summed=True)`` | is a sum of what rows give, all with one factor; linear from here on | a loss |
+| ``Rows(summed=True)`` | is a sum of what rows give, by one factor; linear from here on | a loss |
 | ``Weight`` | is such a sum, clipped or inverted; it may divide, and nothing else | ``max(n, 1)`` |
 | ``Coupled`` | rows meet in another way, by the equation that it names | batch norm |
 
@@ -97,7 +97,7 @@ class Weight:
 State: TypeAlias = Shared | Rows | Weight | Coupled
 
 
-class RowsMeet(Exception):  # noqa: N818 - it is the answer, and no error
+class RowsMeet(Exception):
     """Raised by rules for an equation in which rows meet."""
 
 

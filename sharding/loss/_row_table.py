@@ -3,10 +3,22 @@
 import dataclasses
 from typing import Any
 
+from sharding.loss import _row_dims as dims
 from sharding.loss import _row_products as products
 from sharding.loss import _row_rules as rules
-from sharding.loss._row_rules import Step, along
-from sharding.loss._row_states import NUMBER, Coupled, Rows, RowsMeet, Shared, State, Weight, meets_shared
+from sharding.loss._row_dims import along
+from sharding.loss._row_rules import RowStep
+from sharding.loss._row_states import (
+    INDEX,
+    NUMBER,
+    Coupled,
+    Rows,
+    RowsMeet,
+    Shared,
+    State,
+    Weight,
+    meets_shared,
+)
 
 
 def _padded(params: dict[str, Any], _: int) -> list[int]:
@@ -18,7 +30,7 @@ def _last(count: int) -> rules.Rule:
     return along(lambda _, n: range(n - count, n), "rows are dims of a matrix, or of a transform")
 
 
-def _random_by_keys(step: Step, ins: list[Any]) -> State:
+def _random_by_keys(step: RowStep, ins: list[Any]) -> State:
     """Random numbers by keys that are those of rows."""
     rules.same_rows(ins)
     out = next(v for v in ins if isinstance(v, Rows))
@@ -29,34 +41,41 @@ def _random_by_keys(step: Step, ins: list[Any]) -> State:
     return out
 
 
-RANDOM = frozenset(f"random_{kind}" for kind in "bits wrap unwrap seed fold_in split gamma".split())
-RANDOM |= {"threefry2x32", "rng_bit_generator", "rng_uniform"}
+_RANDOM_NAMES = """
+random_bits random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
+rng_bit_generator rng_uniform threefry2x32
+"""
+RANDOM = frozenset(_RANDOM_NAMES.split())
 _REDUCED = [f"reduce_{kind}" for kind in ("max", "min", "prod", "and", "or", "xor")]
+_SCATTERS = ["scatter", *(f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max"))]
 _WINDOWS = [f"reduce_window{kind}" for kind in ("", "_sum", "_max", "_min")]
-_LINALG = "cholesky lu qr svd eigh eig schur triangular_solve householder_product geqrf tridiagonal"
-MOVED: dict[str, rules.Rule] = {
-    "broadcast_in_dim": rules.broadcast,
-    "transpose": rules.transpose,
-    "squeeze": rules.squeeze,
-    "reshape": rules.reshape,
-    "slice": rules.slice_,
-    "concatenate": rules.concatenate,
-    "dynamic_slice": rules.dynamic_slice,
-    "dynamic_update_slice": rules.dynamic_update_slice,
-    "gather": products.gather,
+_WINDOWS += ["select_and_scatter_add", "select_and_gather_add"]
+_LINALG = ["cholesky", "lu", "qr", "svd", "eigh", "eig", "schur", "triangular_solve"]
+_LINALG += ["householder_product", "geqrf", "tridiagonal"]
+RULES: dict[str, rules.Rule] = {
+    "broadcast_in_dim": dims.broadcast,
+    "transpose": dims.transpose,
+    "squeeze": dims.squeeze,
+    "reshape": dims.reshape,
+    "slice": dims.slice_,
+    "concatenate": dims.concatenate,
+    "dynamic_slice": dims.dynamic_slice,
+    "dynamic_update_slice": dims.dynamic_update_slice,
+    "gather": products.gather_rows,
     "pad": along(_padded, "rows are padded", is_linear=True),
     "rev": along(lambda p, _: p["dimensions"], "rows are reversed", is_linear=True),
-    "split": along(lambda p, _: [p["axis"]], "some rows are taken by their index", is_linear=True),
+    "split": along(lambda p, _: [p["axis"]], dims.TAKEN, is_linear=True),
+    "stack": dims.stack,
+    "unstack": dims.unstack,
+    "tile": dims.tile,
     "dot_general": products.dot_general,
-}
-RULES: dict[str, rules.Rule] = MOVED | {
     **dict.fromkeys(rules.ELEMENTWISE, rules.elementwise),
     **dict.fromkeys(RANDOM - {"rng_bit_generator", "rng_uniform"}, _random_by_keys),
-    "reduce_sum": rules.reduce_sum,
-    **dict.fromkeys((*_REDUCED, "argmax", "argmin", "reduce"), rules.reduce_other),
+    "reduce_sum": dims.reduce_sum,
+    **dict.fromkeys((*_REDUCED, "argmax", "argmin", "reduce"), dims.reduce_other),
     **dict.fromkeys(_WINDOWS, products.window),
     "conv_general_dilated": products.convolution,
-    **dict.fromkeys(("scatter", "scatter-add"), products.scatter),
+    **dict.fromkeys(_SCATTERS, products.scatter),
     "cumsum": along(lambda p, _: [p["axis"]], "rows are added up one by one", is_linear=True),
     **{
         f"cum{kind}": along(lambda p, _: [p["axis"]], "rows are accumulated one by one")
@@ -68,16 +87,24 @@ RULES: dict[str, rules.Rule] = MOVED | {
         lambda p, _: [p["reduction_dimension"]], "rows are compared with each other"
     ),
     "fft": along(lambda p, n: range(n - len(p["fft_lengths"]), n), "rows are transformed"),
-    **dict.fromkeys(_LINALG.split(), _last(2)),
+    **dict.fromkeys(_LINALG, _last(2)),
     **dict.fromkeys(("lu_pivots_to_permutation", "tridiagonal_solve"), _last(1)),
 }
 
 
-def states_of(step: Step, ins: list[Any]) -> list[State]:
+# Of a value that has, along another dim than that of rows, as many entries as there are rows.
+_KEEP_ENTRIES = rules.ELEMENTWISE | {"broadcast_in_dim", "transpose", "squeeze", "reshape"}
+# Whose parameters are not sizes: they are the same for twice the rows.
+_FIXED = frozenset(("pad", "conv_general_dilated", *_WINDOWS))
+
+
+def states_of(step: RowStep, ins: list[Any]) -> list[State]:
     """The states of the results of an equation without inner functions."""
     coupled = [v for v in ins if isinstance(v, Coupled)]
     if coupled:
         return [coupled[0]] * len(step.results)
+    if any(hasattr(aval, "inner_aval") for aval in (*step.types, *step.result_types)):
+        raise RowsMeet("what is written to a reference is not followed")
     if step.name in ("optimization_barrier", "device_put"):
         return list(ins)
     if step.name == "select_n" and isinstance(ins[0], Shared) and ins[0].number is not None:
@@ -87,16 +114,20 @@ def states_of(step: Step, ins: list[Any]) -> list[State]:
     if step.name not in RULES:
         raise RowsMeet("what it does with rows is not known")
     rows = [(k, v) for k, v in enumerate(ins) if isinstance(v, Rows)]
-    is_local = step.name in MOVED or step.name in rules.ELEMENTWISE
-    if not is_local and any(step.grown(k) - set(v.dims) for k, v in rows):
+    if step.name not in _KEEP_ENTRIES and any(step.grown(k) - set(v.dims) for k, v in rows):
         raise RowsMeet("rows meet along another dim that has their number")
-    if any(v.own is not None for _, v in rows) and step.name not in {"gather", "scatter"} | rules.SAME:
-        raise RowsMeet(rules.INDEX)
+    if step.name in _FIXED and step.twin and step.twin.params != step.params:
+        raise RowsMeet(NUMBER)
+    if (
+        any(v.own is not None for _, v in rows)
+        and step.name not in {"gather", "scatter"} | rules.SAME
+    ):
+        raise RowsMeet(INDEX)
     weights = [v for v in ins if isinstance(v, Weight)]
     if weights and step.name not in rules.ELEMENTWISE:
         if step.name not in ("broadcast_in_dim", "reshape", "squeeze"):
             raise RowsMeet(weights[0].cause.reason)
-        return [rules.spread(step, weights[0])]
+        return [dims.spread(step, weights[0])]
     out = RULES[step.name](step, ins)
     keeps = step.name == "broadcast_in_dim" or step.name in rules.SAME
     if not keeps and isinstance(out, Rows | Weight) and out.spread:
@@ -107,7 +138,7 @@ def states_of(step: Step, ins: list[Any]) -> list[State]:
 # --- Values that all rows share -------------------------------------------------------------------
 
 
-def _shared(step: Step, ins: list[Any]) -> Shared:
+def _shared(step: RowStep, ins: list[Any]) -> Shared:
     every = frozenset(range(len(step.result_shape)))
     known = None not in [v.power for v in ins]
     is_random = any(v.random for v in ins)
@@ -129,16 +160,16 @@ def _shared(step: Step, ins: list[Any]) -> Shared:
     return Shared(every, 0 if is_fixed else None, is_random)
 
 
-def _of_equal_rows(step: Step, ins: list[Any], grown: list[set[int]]) -> Shared:
+def _of_equal_rows(step: RowStep, ins: list[Any], grown: list[set[int]]) -> Shared:
     """A value of shared ones that have a dim of as many entries as there are rows, all equal."""
     given, every = list(ins), frozenset(range(len(step.result_shape)))
-    for k, dims in enumerate(grown):
-        if len(dims) == 1 and not dims & ins[k].varies:
-            dim = min(dims)
+    for k, of in enumerate(grown):
+        if len(of) == 1 and not of & ins[k].varies:
+            (dim,) = of
             given[k] = Rows((dim,), step.shape(k)[dim], power=ins[k].power or 0)
     is_random = any(v.random for v in ins)
     try:
-        (out, *_) = states_of(step, given)
+        out = states_of(step, given)[0] if any(isinstance(v, Rows) for v in given) else None
     except RowsMeet:
         return Shared(every, None, is_random)
     if not isinstance(out, Rows) or None in [v.power for v in ins]:
@@ -146,7 +177,7 @@ def _of_equal_rows(step: Step, ins: list[Any], grown: list[set[int]]) -> Shared:
     return Shared(every - set(out.dims), out.power, is_random)
 
 
-def _shared_elements(step: Step, ins: list[Any]) -> Shared:
+def _shared_elements(step: RowStep, ins: list[Any]) -> Shared:
     if step.name == "lt" and ins[0].counts is not None and ins[1].is_zero:
         return Shared(number=False)
     varies = frozenset[int]()
@@ -155,21 +186,23 @@ def _shared_elements(step: Step, ins: list[Any]) -> Shared:
         varies |= {d for d in v.varies if d < 0 or (sizes and sizes[d] != 1)}
     is_same = step.name in rules.SAME - {"neg"}
     number, counts = (ins[0].number, ins[0].counts) if is_same else (None, None)
+    if counts is not None and step.result_types[0].dtype.name not in ("int32", "int64", "uint32"):
+        counts = None  # a narrower type may wrap around
     power = rules.power_of(step, ins)
     return Shared(varies, power, any(v.random for v in ins), number, counts)
 
 
-def _shared_dims(step: Step, given: Shared) -> Shared:
+def _shared_dims(step: RowStep, given: Shared) -> Shared:
     """A shared value whose dims are moved, merged or summed."""
     p, sizes, power = step.params, step.shape(0), given.power
     loops, counts = frozenset(d for d in given.varies if d < 0), None
     if step.name == "broadcast_in_dim":
         to = {d: p["broadcast_dimensions"][d] for d in given.varies - loops if sizes[d] != 1}
-        counts = to.get(given.counts)
+        counts = to.get(given.counts) if given.counts is not None else None
     elif step.name == "transpose":
         to = {d: list(p["permutation"]).index(d) for d in given.varies - loops}
     elif step.name == "reshape":
-        varies = rules.merged_dims(sizes, step.result_shape, given.varies - loops)
+        varies = dims.merged_dims(sizes, step.result_shape, given.varies - loops)
         return dataclasses.replace(given, varies=varies | loops, counts=None)
     else:
         gone = set(p["axes"]) if step.name == "reduce_sum" else set(p["dimensions"])

@@ -18,7 +18,8 @@ from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, pa
 from sharding._user_line import line_of
 from sharding.loss import _row_rules as rules
 from sharding.loss._declared_rows import DECLARED, through_declared
-from sharding.loss._row_rules import Step
+from sharding.loss._row_cotangents import check_cotangents, cotangents_of, pullback_of
+from sharding.loss._row_rules import RowStep
 from sharding.loss._row_states import (
     NUMBER,
     Coupled,
@@ -33,29 +34,42 @@ from sharding.loss._row_states import (
 from sharding.loss._row_table import states_of
 
 _MOST_PASSES = 16  # over the body of a loop: a state changes a few times, and only loses knowledge
+_INSIDE = {"composite": "jaxpr", "custom_vmap_call": "call"}
 OTHER_PROGRAM = "the loss is another program for twice the rows"
 
 
 def steps_of(
     equations: Sequence[Any], twins: Sequence[Any] | None, types: Any = (), twin_types: Any = ()
-) -> list[Step]:
+) -> list[RowStep]:
     """Equations of a jaxpr, or of a graph with these types of values, each with its twin."""
 
-    def step(eqn: Any, types: Any, twin: Step | None) -> Step:
-        operands, results = (
-            (eqn.operands, eqn.results)
-            if isinstance(eqn, traced_graph.Equation)
-            else (tuple(eqn.invars), tuple(eqn.outvars))
-        )
-        avals = [[v.aval if hasattr(v, "aval") else types[v] for v in x] for x in (operands, results)]
-        return Step(name_of(eqn), params_of(eqn), operands, results, *avals, eqn, twin)
+    def step(eqn: Any, types: Any, twin: RowStep | None) -> RowStep:
+        if isinstance(eqn, traced_graph.Equation):
+            operands, results = eqn.operands, eqn.results
+        else:
+            operands, results = tuple(eqn.invars), tuple(eqn.outvars)
+
+        def avals(values: Any) -> tuple[Any, ...]:
+            return tuple(v.aval if hasattr(v, "aval") else types[v] for v in values)
+
+        sides = operands, results, avals(operands), avals(results)
+        return RowStep(name_of(eqn), params_of(eqn), *sides, eqn, twin)
 
     if twins is None:
         return [step(eqn, types, None) for eqn in equations]
     if [name_of(eqn) for eqn in equations] != [name_of(eqn) for eqn in twins]:
         raise RowsMeet(OTHER_PROGRAM)
     both = zip(equations, twins, strict=True)
-    return [step(eqn, types, step(twin, twin_types, None)) for eqn, twin in both]
+    steps = [step(eqn, types, step(twin, twin_types, None)) for eqn, twin in both]
+    same: dict[Any, Any] = {}  # the values of the twin in the places of those here
+    for x in steps:
+        other: Any = x.twin
+        values = zip(x.operands + x.results, other.operands + other.results, strict=False)
+        for a, b in values:
+            is_number = isinstance(a, Literal), isinstance(b, Literal)
+            if is_number[0] != is_number[1] or (not is_number[0] and same.setdefault(a, b) != b):
+                raise RowsMeet(OTHER_PROGRAM)
+    return steps
 
 
 def unknown(aval: Any) -> Shared:
@@ -88,7 +102,7 @@ class Walk:
         self._pullbacks: dict[int, Any] = {}
         self._is_in_pullback = False
 
-    def run(self, steps: Sequence[Step], known: dict[Any, State]) -> None:
+    def run(self, steps: Sequence[RowStep], known: dict[Any, State]) -> None:
         for number, step in enumerate(steps):
             ins = [self._read(known, step, k) for k in range(len(step.operands))]
             outs = self._equation(step, ins)
@@ -97,28 +111,34 @@ class Walk:
                 outs = [_located(v, step.name, line) for v in outs]
             known |= zip(step.results, outs, strict=True)
 
-    def _read(self, known: dict[Any, State], step: Step, k: int) -> State:
+    def _read(self, known: dict[Any, State], step: RowStep, k: int) -> State:
         value = step.operands[k]
         if isinstance(value, Literal):
             return constant(value.val, step.twin and getattr(step.twin.operands[k], "val", None))
         return known[value] if value in known else unknown(step.types[k])
 
-    def _equation(self, step: Step, ins: list[Any]) -> list[State]:
+    def _equation(self, step: RowStep, ins: list[Any]) -> list[State]:
         try:
             return self._states(step, ins)
         except RowsMeet as meet:
             return [Coupled(str(meet), step.name)] * len(step.results)
 
-    def _states(self, step: Step, ins: list[Any]) -> list[State]:
+    def _states(self, step: RowStep, ins: list[Any]) -> list[State]:
         if step.equation.primitive is DECLARED:
             return [through_declared(step.equation, ins[0], self._declared)]
-        record, twin = (s and record_of(s.equation) for s in (step, step.twin))
+        record: Any = record_of(step.equation)
+        twin: Any = step.twin and record_of(step.twin.equation)
         if isinstance(record, Call | Remat):
             return self.inside(record.body, twin and twin.body, ins)
         if isinstance(record, CustomDerivative):
             outs = self.inside(record.body, twin and twin.body, ins)
             self._check_derivative(step, ins, outs)
             return outs
+        if step.name in _INSIDE:
+            name = _INSIDE[step.name]
+            return self.inside(step.params[name], step.twin and step.twin.params[name], ins)
+        if step.name == "custom_linear_solve":
+            return self._linear_solve(step, ins)
         if isinstance(record, Scan):
             return self._scan(record, twin, ins)
         if step.name in ("while", "cond"):
@@ -129,14 +149,23 @@ class Walk:
         """The states of the results of a function inside of an equation."""
         jaxpr, other = (getattr(x, "jaxpr", x) for x in (closed, twin))
         known: dict[Any, State] = dict(zip(jaxpr.invars, ins, strict=True))
-        for k, (var, value) in enumerate(zip(jaxpr.constvars, getattr(closed, "consts", ()))):
-            known[var] = constant(value, twin and twin.consts[k])
+        consts = [getattr(x, "consts", ()) for x in (closed, twin or closed)]
+        for var, value, same in zip(jaxpr.constvars, *consts, strict=True):
+            known[var] = constant(value, same)
         self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
         outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
         return [
             constant(v.val, getattr(o, "val", None)) if isinstance(v, Literal) else known[v]
             for v, o in outs
         ]
+
+    def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[State]:
+        """The solution, as the function that solves computes it."""
+        p, twin = step.params, step.twin and step.twin.params["jaxprs"].solve
+        counts = p["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
+        return self.inside(p["jaxprs"].solve, twin, given)
 
     # --- Loops and branches -----------------------------------------------------------------------
 
@@ -146,19 +175,18 @@ class Walk:
         loop = -1 - self._loops if over_rows else None  # the dim of the rows in an iteration
         is_grown = twin is not None and twin.options["length"] != scan.options["length"]
         body = scan.body.jaxpr
-        fixed = [o is i for o, i in zip(body.outvars, body.invars[first:last])]
+        fixed = [o is i for o, i in zip(body.outvars, body.invars[first:last], strict=False)]
         items = [_of_iteration(v, loop) for v in ins[last:]]
         carry = ins[first:last]
         if over_rows:
-            carry = [
-                dataclasses.replace(v, running=loop) if rules.is_sum(v) else v for v in carry
-            ]
+            carry = [dataclasses.replace(v, running=loop) if rules.is_sum(v) else v for v in carry]
         self._loops += over_rows
         try:
             for _ in range(_MOST_PASSES):
                 given = [*ins[:first], *carry, *items]
                 outs = self.inside(scan.body, twin and twin.body, given)
-                new = [_next(*abc, loop) for abc in zip(carry, outs, fixed)]
+                each = zip(carry, outs, fixed, strict=False)
+                new = [_next_carried(a, b, keep, loop) for a, b, keep in each]
                 if new == carry:
                     break
                 carry = new
@@ -167,10 +195,11 @@ class Walk:
         finally:
             self._loops -= over_rows
         changes = over_rows or is_grown
-        after = [_after_loop(v, loop, changes and not keep) for v, keep in zip(carry, fixed)]
+        both = zip(carry, fixed, strict=True)
+        after = [_after_loop(v, loop, changes and not keep) for v, keep in both]
         return after + [_of_all_iterations(v, loop) for v in outs[last - first :]]
 
-    def _while(self, step: Step, ins: list[Any]) -> list[State]:
+    def _while(self, step: RowStep, ins: list[Any]) -> list[State]:
         p, twin = step.params, step.twin and step.twin.params
         first, last = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         carry, body = ins[last:], p["body_jaxpr"].jaxpr
@@ -189,7 +218,7 @@ class Walk:
             carry = new
         raise RowsMeet("what a loop makes of rows is not known")
 
-    def _cond(self, step: Step, ins: list[Any]) -> list[State]:
+    def _cond(self, step: RowStep, ins: list[Any]) -> list[State]:
         branches = step.params["branches"]
         twins = step.twin.params["branches"] if step.twin else [None] * len(branches)
         each = [self.inside(*both, ins[1:]) for both in zip(branches, twins, strict=True)]
@@ -197,45 +226,32 @@ class Walk:
 
     # --- Derivatives that a user wrote ------------------------------------------------------------
 
-    def _check_derivative(self, step: Step, ins: list[Any], outs: list[State]) -> None:
-        """Raises if the pullback of a function with its own derivative couples rows that it keeps.
-
-        Each cotangent of the results has rows where they have; those of operands must, too, and be
-        sums where all rows share the operand. The power ``_MARK`` follows cotangents: what is not
-        linear in them changes it.
-        """
+    def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[State]) -> None:
+        """Raises if the pullback of a function with its own derivative couples rows."""
         if self._is_in_pullback or not any(isinstance(v, Rows) for v in outs):
             return
         key = id(step.equation)
         if key not in self._pullbacks:
-            made = step.equation, _pullback(step), step.twin and _pullback(step.twin)
-            self._pullbacks[key] = made
+            twin = step.twin and pullback_of(step.twin)
+            self._pullbacks[key] = step.equation, pullback_of(step), twin
         _, pullback, twin = self._pullbacks[key]
         if pullback is None:
             return
-        results = zip(outs, step.result_types, strict=True)
-        cotangents = [_cotangent(v) for v, aval in results if _is_inexact(aval)]
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
         try:
-            found = self.inside(pullback, twin, [*ins, *cotangents])
+            found = self.inside(pullback, twin, [*ins, *cotangents_of(step, outs)])
         finally:
             self._is_in_pullback = False
-        inexact = [k for k, aval in enumerate(step.types) if _is_inexact(aval)]
-        for k, state in zip(inexact, found, strict=True):
-            if isinstance(state, Coupled):
-                where = f" ({state.line})" if state.line else ""
-                raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")
-            if not isinstance(step.operands[k], Literal) and not _is_cotangent(state, ins[k]):
-                raise RowsMeet("its own derivative is not one of rows apart")
+        check_cotangents(step, ins, found)
 
 
-def _line(steps: Sequence[Step], number: int) -> str:
+def _line(steps: Sequence[RowStep], number: int) -> str:
     """The user's line of a step, or of one before: what JAX traced earlier has none of its own."""
     lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
     return next(filter(None, lines), "")
 
 
-def _located(v: State, name: str, line: Callable[[], str]) -> State:
+def _located(v: Any, name: str, line: Callable[[], str]) -> Any:
     if isinstance(v, Coupled) and not v.line:
         return Coupled(v.reason, v.equation or name, line())
     if isinstance(v, Weight) and not v.cause.line:
@@ -255,11 +271,17 @@ def _of_iteration(v: State, loop: int | None) -> State:
         varies = {d - (d > 0) for d in v.varies if d}
         if loop is not None and 0 in v.varies:
             varies.add(loop)
-        return Shared(frozenset(varies), v.power, v.random, v.number, (v.counts or 0) - 1 if v.counts else None)
+        return Shared(
+            frozenset(varies),
+            v.power,
+            v.random,
+            v.number,
+            (v.counts or 0) - 1 if v.counts else None,
+        )
     return v
 
 
-def _next(a: State, b: State, is_fixed: bool, loop: int | None) -> State:
+def _next_carried(a: State, b: State, is_fixed: bool, loop: int | None) -> State:
     """What an iteration reads of what is carried, given what it read last and returned."""
     if is_fixed:
         return a
@@ -279,9 +301,9 @@ def _after_loop(v: State, loop: int | None, changes: bool) -> State:
     if isinstance(v, Rows) and v.running is not None and v.running == loop:
         return dataclasses.replace(v, running=None)
     if isinstance(v, Shared) and changes:
-        return Shared(v.varies - {loop}, None, v.random)  # type: ignore[arg-type]
-    if isinstance(v, Rows) and loop in v.dims:
-        return Coupled("a loop over rows returns what its last row gave")
+        return Shared(v.varies - {loop}, None, v.random)
+    if isinstance(v, Rows) and changes:
+        return Coupled("a loop that runs for each row returns what its last iteration gave")
     return v
 
 
@@ -298,7 +320,7 @@ def _of_all_iterations(v: State, loop: int | None) -> State:
     return v.cause if isinstance(v, Weight) else v
 
 
-def _decided(by: State, v: State) -> State:
+def _decided(by: Any, v: Any) -> State:
     """A value of a branch that ``by`` takes, or of a loop that goes on by it."""
     if isinstance(by, Coupled) or isinstance(v, Coupled):
         return by if isinstance(by, Coupled) else v
@@ -307,74 +329,17 @@ def _decided(by: State, v: State) -> State:
     try:
         if isinstance(by, Shared) and isinstance(v, Shared):
             power = None if by.power != 0 else v.power
-            return dataclasses.replace(v, varies=v.varies | by.varies, power=power, random=v.random or by.random)
+            return dataclasses.replace(
+                v, varies=v.varies | by.varies, power=power, random=v.random or by.random
+            )
         if isinstance(by, Shared) and isinstance(v, Rows):
             if by.power:
                 raise RowsMeet(NUMBER)
             return meets_shared(v, by)
         if isinstance(by, Rows) and isinstance(v, Shared):
-            return dataclasses.replace(meets_shared(by, v), power=v.power)
+            return dataclasses.replace(meets_shared(by, v), power=v.power or 0)
         if isinstance(by, Rows) and isinstance(v, Rows) and v.place == by.place and not v.is_linear:
             return dataclasses.replace(v, random=v.random or by.random)
     except RowsMeet as meet:
         return Coupled(str(meet))
     return Coupled("what runs is decided by other rows")
-
-
-# --- Cotangents -----------------------------------------------------------------------------------
-
-_MARK = 1000  # a power of cotangents that no value has by itself
-
-
-def _is_inexact(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _pullback(step: Step) -> Any:
-    """The traced pullback: of operands and cotangents of results, cotangents of operands."""
-    eqn, inexact = step.equation, [k for k, aval in enumerate(step.types) if _is_inexact(aval)]
-    results = [k for k, aval in enumerate(step.result_types) if _is_inexact(aval)]
-    if not (inexact and results):
-        return None
-    is_graphs = isinstance(eqn, traced_graph.Equation)
-    bind = traced_graph.bind if is_graphs else traced_graph.bind_equation
-
-    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
-        def fn(*values: Any) -> list[Any]:
-            given = dict(enumerate(operands)) | dict(zip(inexact, values, strict=True))
-            outs = bind(eqn, list(given.values()))
-            return [outs[k] for k in results]
-
-        return jax.vjp(fn, *[operands[k] for k in inexact])[1](cotangents)
-
-    def types(avals: Sequence[Any]) -> list[Any]:
-        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-
-    given = types(step.types), types([step.result_types[k] for k in results])
-    try:
-        return jax.make_jaxpr(pull)(*given)
-    except Exception as error:  # of the user's rule, whatever it raises
-        raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
-
-
-def _cotangent(v: State) -> State:
-    """The state of the cotangent of a value, of a loss that has the power ``_MARK``."""
-    if isinstance(v, Rows) and v.dims:
-        power = _MARK - v.power - 1
-        return dataclasses.replace(v, power=power, summed=False, ratios=frozenset(), random=False)
-    if isinstance(v, Rows | Shared):
-        return Shared(frozenset(range(64)), _MARK - (v.power or 0))
-    return v if isinstance(v, Coupled) else v.cause
-
-
-def _is_cotangent(found: State, of: State) -> bool:
-    """Whether ``found`` is a cotangent of a value in which rows are apart as they are in it."""
-    if isinstance(of, Coupled) or (isinstance(found, Shared) and found.is_zero):
-        return True
-    if isinstance(of, Rows) and of.dims:
-        expected = dataclasses.replace(_cotangent(of), random=of.random)  # type: ignore[type-var]
-        return isinstance(found, Rows) and (found == expected or found == _cotangent(of))
-    power = _MARK - (getattr(of, "power", 0) or 0)
-    if isinstance(found, Rows):  # the sum over rows may be taken after the function
-        return found.power == power - bool(found.dims) and found.random <= getattr(of, "random", False)
-    return isinstance(found, Shared) and found.power == power

@@ -11,8 +11,8 @@
 | ``coupled`` | is none of these, or is not known to be | is another loss |
 
 It is traced with n rows and with 2 n. The traces must be one program, but for sizes and numbers:
-what a function decides by the number of its rows, at other numbers, is beyond the proof. What has no
-rule counts as coupled.
+what a function decides by the number of its rows, at other numbers, is beyond the proof. What has
+no rule counts as coupled.
 
 Derivatives follow from values, except those that a user wrote: the rule of a ``custom_vjp`` or a
 ``custom_jvp`` is traced where it is met, and must give cotangents in which rows are apart. A kernel
@@ -66,8 +66,8 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     Arguments are trees of arrays, or of their types; scalars among them are shared by all rows.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
-    each = [[has] * len(jax.tree.leaves(x)) for has, x in zip(has_rows, args, strict=True)]
-    rows = [has and jnp.ndim(x) > 0 for has, x in zip(sum(each, []), leaves, strict=True)]
+    given = zip(has_rows, args, strict=True)
+    rows = [has and jnp.ndim(x) > 0 for has, arg in given for x in jax.tree.leaves(arg)]
     counts = {x.shape[0] for x, has in zip(leaves, rows, strict=True) if has}
     if len(counts) > 1:
         raise ValueError(
@@ -88,7 +88,7 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     graph = traced(count)
     try:
         states = _states(graph, traced(2 * count), rows, count)
-    except Exception as error:  # noqa: BLE001 - of the user's function, whatever it raises
+    except Exception as error:  # of the user's function, whatever it raises
         states = _states(graph, None, rows, count)
         if not isinstance(states[graph.outputs[0]], Coupled):
             reason = f"it cannot be traced with {2 * count} rows in place of {count}: {error}"
@@ -105,6 +105,8 @@ def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> d
     for value, number in graph.constants.items():
         states[value] = constant(number, twin and twin.constants.get(value))
     twins = (twin.equations, twin.types) if twin else (None, ())
+    if twin and graph.constants.keys() != twin.constants.keys():
+        return dict.fromkeys(graph.outputs, Coupled(OTHER_PROGRAM))
     try:
         steps = steps_of(graph.equations, twins[0], graph.types, twins[1])
     except RowsMeet as meet:
@@ -137,9 +139,9 @@ def rows_of_equations(
 ) -> dict[Value, State]:
     """The states of all values of some equations, of which the ``seeds`` have rows.
 
-    So of a scan, given that what it carries has rows; or of its body, given its equations. These are
-    equations of a jaxpr, or of a ``Graph``, whose ``types`` are given then. A seed is the dim that
-    has rows, or a state. All rows share a value that is neither seeded nor computed.
+    So of a scan, given that what it carries has rows; or of its body, given its equations. These
+    are equations of a jaxpr, or of a ``Graph``, whose ``types`` are given then. A seed is the dim
+    that has rows, or a state. All rows share a value that is neither seeded nor computed.
     """
 
     def state(value: Value, seed: int | State) -> State:

@@ -11,14 +11,17 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext.equations import trace
 from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
+from sharding.loss._row_states import Rows, Shared, State
+from sharding.loss._rows import LossRows, rows_of_loss
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
+from sharding.step._rng import microbatch_key
 from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(
     zero: Any, loss_fn: Any, state: Tree, batch: Batch, key: Any, model_state: Tree, options: Any
-) -> None:
+) -> str:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
         loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
@@ -33,6 +36,10 @@ def check_loss(
             "check_loss got rngs=True, with which one device draws other numbers than several. "
             "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
         )
+    proven = _proven(loss_fn, inputs, options)
+    is_exact, said = _is_exact(proven, options), str(proven or "not traced")
+    if is_exact:
+        return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)
     sharded = dataclasses.replace(zero, sync=None, precision=precision)
@@ -66,20 +73,57 @@ def check_loss(
     for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
         differing += _differing(name, tree, like, eps)
     if not differing:
-        return
+        return said
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
     raise ValueError(
         f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
-        f"{', '.join(differing[:6])}{more}. Each device, and each micro-batch, computes the loss "
-        "of its own rows, and the mean of these is another where examples are coupled: by a sum or "
-        "a masked mean, a contrastive loss, statistics of the batch. Return (sum, weight) with "
+        f"{', '.join(differing[:6])}{more}. By its trace the loss is {said}. Each device, and each "
+        "micro-batch, computes the loss of its own rows, and the mean of these is another where "
+        "examples are coupled: by a sum or a masked mean, a contrastive loss, statistics of the "
+        "batch. Return (sum, weight) with "
         "weighted=True, or make Zero with view='global' and omit microbatches, or in the device "
         f"view use jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, jax.lax."
         f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm "
         "(docs: how_to/coupled_losses)."
     )
+
+
+def _proven(loss_fn: Any, inputs: Any, options: Any) -> LossRows | None:
+    """What the loss does with rows by its trace; None if it can be traced in a step alone."""
+    params, batch, key, model_state = inputs
+    keys = microbatch_key(options.get("rngs", False), key, 0, batch)
+    more = [(model_state, False)] * options["model_state"] + [(keys, True)] * (keys is not None)
+    args, has_rows = zip((params, False), (batch, True), *more, strict=True)
+    try:
+        return rows_of_loss(loss_fn, args, has_rows)
+    except Exception:  # it uses axes of the mesh, or what a step gives it: numbers will tell
+        return None
+
+
+def _is_exact(proven: LossRows | None, options: Any) -> bool:
+    """Whether the mean over devices and micro-batches is proven to be what one device computes."""
+    if proven is None or options["model_state"]:
+        return False
+    if not options.get("weighted"):
+        loss, *aux = proven.results
+        return proven.word == "mean" and all(map(_is_exact_aux, aux))
+    total, weight, *aux = proven.results
+    is_apart = all(
+        isinstance(v, Shared) or (isinstance(v, Rows) and v.is_sum and not (v.random or v.ratios))
+        for v in (total, weight)
+    )
+    are_alike = is_apart and total.power == weight.power and total.power in (0, 1)  # type: ignore
+    return are_alike and all(map(_is_exact_aux, aux))
+
+
+def _is_exact_aux(v: State) -> bool:
+    """Whether an auxiliary result is averaged, or joined, to that of all rows."""
+    if isinstance(v, Rows) and not (v.random or v.ratios or v.own is not None):
+        is_joined = v.dims == (0,) and (v.before, v.after, v.summed) == (1, 1, False)
+        return v.power == 0 and (v.is_sum or is_joined)
+    return isinstance(v, Shared) and v.power == 0
 
 
 def _one_shard(zero: Any) -> Mesh:

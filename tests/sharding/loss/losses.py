@@ -60,9 +60,7 @@ def errors(p, b):
 
 
 def attention(p, x):
-    q, k, v = (
-        (x @ p[name]).reshape(*x.shape[:2], 2, WIDTH // 2) for name in "qkv"
-    )
+    q, k, v = ((x @ p[name]).reshape(*x.shape[:2], 2, WIDTH // 2) for name in "qkv")
     out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
     return out.reshape(x.shape) @ p["o"]
 
@@ -334,18 +332,16 @@ LOSSES = {
     ),
     "decoder": mean(lambda p, t: token_losses(p, t).mean(), DECODER, TEXT),
     "flat tokens": mean(
-        lambda p, t: cross_entropy(
-            decoder(p, t).reshape(-1, VOCAB), t[:, 1:].reshape(-1)
-        ).mean(),
+        lambda p, t: cross_entropy(decoder(p, t).reshape(-1, VOCAB), t[:, 1:].reshape(-1)).mean(),
         DECODER,
         TEXT,
     ),
     "tiles": mean(in_tiles, DECODER, TEXT),
     "tokens in turn": mean(recurrent, DECODER, TEXT),
     "one-hot": mean(
-        lambda p, t: -(
-            jax.nn.log_softmax(decoder(p, t)) * jax.nn.one_hot(t[:, 1:], VOCAB)
-        ).sum(-1).mean(),
+        lambda p, t: (
+            -(jax.nn.log_softmax(decoder(p, t)) * jax.nn.one_hot(t[:, 1:], VOCAB)).sum(-1).mean()
+        ),
         DECODER,
         TEXT,
     ),
@@ -356,9 +352,7 @@ LOSSES = {
         lambda p, b: jnp.sum(errors(p, b)) / jnp.sum(jnp.ones(len(b[0])))
     ),
     "two views": mean(
-        lambda p, b: jnp.mean(
-            mlp(p, jnp.concatenate([b[0], b[0] + 1])).reshape(2, -1, OUT).std(0)
-        )
+        lambda p, b: jnp.mean(mlp(p, jnp.concatenate([b[0], b[0] + 1])).reshape(2, -1, OUT).std(0))
     ),
     "labels by index": mean(
         lambda p, b: -jax.nn.log_softmax(mlp(p, b[0]))[jnp.arange(len(b[2])), b[2]].mean(),
@@ -390,15 +384,11 @@ LOSSES = {
     "gradients clipped by row": mean(clipped_gradients),
     "a solver that stops by row": mean(solved_each),
     "a solver of fixed steps": mean(
-        lambda p, b: jnp.mean(
-            lax.fori_loop(0, 5, lambda _, z: jnp.tanh(z @ p["a"] + b[0]), b[0])
-        )
+        lambda p, b: jnp.mean(lax.fori_loop(0, 5, lambda _, z: jnp.tanh(z @ p["a"] + b[0]), b[0]))
     ),
     "linear systems of rows": mean(
         lambda p, b: jnp.mean(
-            jnp.linalg.cholesky(
-                jax.vmap(lambda x: jnp.outer(x, x) + jnp.eye(WIDTH))(b[0] @ p["a"])
-            )
+            jnp.linalg.cholesky(jax.vmap(lambda x: jnp.outer(x, x) + jnp.eye(WIDTH))(b[0] @ p["a"]))
         )
     ),
     "a branch by row": mean(
@@ -476,38 +466,28 @@ LOSSES = {
         lambda p, b: jnp.mean(jax.nn.relu(1 - jnp.std(mlp(p, b[0]), 0))), cause="sub"
     ),
     "a loss of a mean": coupled(lambda p, b: jnp.mean(mlp(p, b[0])) ** 2, cause="integer_pow"),
-    "a product of means": coupled(
-        lambda p, b: errors(p, b).mean() * b[1].mean(), cause="mul"
-    ),
+    "a product of means": coupled(lambda p, b: errors(p, b).mean() * b[1].mean(), cause="mul"),
     "the largest": coupled(lambda p, b: jnp.max(mlp(p, b[0])), cause="reduce_max"),
     "the five hardest rows": coupled(
         lambda p, b: lax.top_k(errors(p, b), 5)[0].mean(), cause="top_k"
     ),
-    "logsumexp over rows": coupled(
-        lambda p, b: jax.nn.logsumexp(errors(p, b)), cause="reduce_max"
-    ),
-    "ranks": coupled(
-        lambda p, b: jnp.mean(jnp.argsort(errors(p, b)) * b[1][:, 0]), cause="sort"
-    ),
+    "logsumexp over rows": coupled(lambda p, b: jax.nn.logsumexp(errors(p, b)), cause="reduce_max"),
+    "ranks": coupled(lambda p, b: jnp.mean(jnp.argsort(errors(p, b)) * b[1][:, 0]), cause="sort"),
     "differences of neighbours": coupled(
         lambda p, b: jnp.mean(jnp.diff(mlp(p, b[0]), axis=0) ** 2), cause="slice"
     ),
-    "the first row": coupled(
-        lambda p, b: jnp.mean((mlp(p, b[0]) - b[1][0]) ** 2), cause="slice"
-    ),
+    "the first row": coupled(lambda p, b: jnp.mean((mlp(p, b[0]) - b[1][0]) ** 2), cause="slice"),
     "the reverse": coupled(lambda p, b: jnp.mean((mlp(p, b[0][::-1]) - b[1]) ** 2), cause="rev"),
     "padded rows": coupled(
         lambda p, b: jnp.mean(mlp(p, jnp.pad(b[0], ((0, 8), (0, 0)))) ** 2), cause="pad"
     ),
-    "mixup with the reverse": coupled(
-        lambda p, b: mixed_up(p, b, lambda v: v[::-1]), cause="rev"
-    ),
+    "mixup with the reverse": coupled(lambda p, b: mixed_up(p, b, lambda v: v[::-1]), cause="rev"),
     "mixup with a shuffle": coupled(lambda p, b: mixed_up(p, b, shuffled), cause="gather"),
     "weights by index": coupled(
         lambda p, b: jnp.mean(errors(p, b) * (jnp.arange(len(b[0])) + 1.0)), cause="mul"
     ),
     "ramp over the batch": coupled(
-        lambda p, b: jnp.mean(errors(p, b) * jnp.linspace(0, 1, len(b[0]))), cause="index"
+        lambda p, b: jnp.mean(errors(p, b) * jnp.linspace(0, 1, len(b[0]))), cause="number"
     ),
     "weights of 8 rows": coupled(
         lambda p, b: jnp.mean(errors(p, b) * np.arange(ROWS)), cause="index"
@@ -538,7 +518,8 @@ LOSSES = {
         lambda p, b: over_rows(p, b, decayed_row)[0], cause="sum over the rows so far"
     ),
     "a loop that reads the last row": coupled(
-        lambda p, b: over_rows(p, b, previous_row, jnp.zeros(WIDTH))[1].mean(), cause="to the next one"
+        lambda p, b: over_rows(p, b, previous_row, jnp.zeros(WIDTH))[1].mean(),
+        cause="to the next one",
     ),
     "cotangents clipped by their mean": coupled(
         lambda p, b: gradient_clipped(p, b, lambda g: g / jnp.linalg.norm(g)), cause="derivative"

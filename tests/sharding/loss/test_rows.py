@@ -43,47 +43,60 @@ def rows_of(batch, index):
 def filled(params, rng):
     """Parameters, random where there are only types."""
     return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype)
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else x,
+        lambda x: (
+            jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype)
+            if isinstance(x, jax.ShapeDtypeStruct)
+            else x
+        ),
         params,
     )
+
+
+def check_word(loss, params, batch, found, order, rtol):
+    """Of other orders of rows, and of halves, whose sums and weights are added."""
+    halves = [rows_of(batch, index) for index in np.split(order, 2)]
+    full, permuted, *each = (loss(params, x) for x in (batch, rows_of(batch, order), *halves))
+    np.testing.assert_allclose(permuted, full, rtol, rtol)
+    if found.word in ("mean", "sum"):
+        share = 1 + (found.word == "mean")
+        np.testing.assert_allclose(np.sum(each) / share, full, rtol, rtol)
+    if found.word == "weighted":
+        check_ratios(loss, params, [batch, *halves], found, rtol)
+
+
+def check_ratios(loss, params, batches, found, rtol):
+    """The totals of sums and weights, in the graph of a half, give the loss of all rows."""
+
+    def values(batch, given=()):
+        graph = rows_of_loss(loss, (params, batch), (False, True)).graph
+        values = dict(enumerate(jax.tree.leaves((params, batch)))) | graph.constants
+        for eqn in graph.equations:
+            traced_graph.evaluate([eqn], values)
+            values |= {k: x for k, x in dict(given).items() if k in eqn.results}
+        return values
+
+    full, *each = map(values, batches)
+    states = {k: found.states[k] for pair in found.ratios for k in pair if k is not None}
+    totals = {k: sum(x[k] for x in each) / (2 - state.power) for k, state in states.items()}
+    for k, total in totals.items():
+        np.testing.assert_allclose(total, full[k], rtol, rtol)
+    result = found.graph.outputs[0]
+    divided = [values(half, totals)[result] for half in batches[1:]]
+    if None not in [x for x, _ in found.ratios]:
+        np.testing.assert_allclose(divided, [full[result]] * 2, rtol, rtol)
 
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", PROVEN)
 def test_the_word_is_true(name):
-    """Of other orders of rows, and of halves: sums and weights are added, and put in their place."""
     case = LOSSES[name]
-    params, order = filled(case.params, np.random.default_rng(1)), np.random.permutation(ROWS)
-    batches = [case.batch, rows_of(case.batch, order)]
-    halves = [rows_of(case.batch, order[: ROWS // 2]), rows_of(case.batch, order[ROWS // 2 :])]
-    if case.word != "weighted":
-        run = jax.jit(lambda params, batches: [case.loss(params, batch) for batch in batches])
-        full, permuted, *each = run(params, batches + halves)
-        rtol = 1e-12 if full.dtype == jnp.float64 else 1e-5
-        np.testing.assert_allclose(permuted, full, rtol=rtol)
-        np.testing.assert_allclose(np.sum(each) / (1 + (case.word == "mean")), full, rtol=rtol)
-        return
+    params, order = (
+        filled(case.params, np.random.default_rng(1)),
+        np.random.default_rng(2).permutation(ROWS),
+    )
+    rtol = 1e-5 if of_float32(params) else 1e-12
+    check_word(jax.jit(case.loss), params, case.batch, proven(case), order, rtol)
 
-    def values(batch, given=()):
-        """Those of the graph, if some are given."""
-        graph = proven(case, batch).graph
-        found = dict(enumerate(jax.tree.leaves((params, batch)))) | graph.constants
-        for eqn in graph.equations:
-            traced_graph.evaluate([eqn], found)
-            found |= {k: x for k, x in dict(given).items() if k in eqn.results}
-        return found
 
-    found = proven(case)
-    full, each = values(case.batch), [values(half) for half in halves]
-    states = {k: found.states[k] for pair in found.ratios for k in pair if k is not None}
-    totals = {k: sum(x[k] for x in each) / (2 - state.power) for k, state in states.items()}
-    for k, total in totals.items():
-        np.testing.assert_allclose(total, full[k], rtol=1e-12)
-    loss = found.graph.outputs[0]
-    divided = [values(half, totals)[loss] for half in halves]
-    if all(x is not None for x, _ in found.ratios):
-        np.testing.assert_allclose(divided, [full[loss]] * 2, rtol=1e-12)
-    else:  # rows that are divided before they are added
-        np.testing.assert_allclose(sum(divided), full[loss], rtol=1e-12)
+def of_float32(params):
+    return any(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
