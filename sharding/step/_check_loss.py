@@ -36,9 +36,10 @@ def check_loss(
             "check_loss got rngs=True, with which one device draws other numbers than several. "
             "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
         )
+    zero.value_and_grad(loss_fn, **options)  # which checks them
     proven = _proven(loss_fn, inputs, options)
-    is_exact, said = _is_exact(proven, options), str(proven or "not traced")
-    if is_exact:
+    said = str(proven or "not known")
+    if proven is not None and _is_exact(proven, options):
         return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)
@@ -102,28 +103,32 @@ def _proven(loss_fn: Any, inputs: Any, options: Any) -> LossRows | None:
         return None
 
 
-def _is_exact(proven: LossRows | None, options: Any) -> bool:
+def _is_exact(proven: LossRows, options: Any) -> bool:
     """Whether the mean over devices and micro-batches is proven to be what one device computes."""
-    if proven is None or options["model_state"]:
+    count = 2 if options.get("weighted") else 1
+    loss, aux = proven.results[:count], proven.results[count:]
+    types = [proven.graph.types[value] for value in proven.graph.outputs[:count]]
+    is_floating = jnp.issubdtype(types[0].dtype, jnp.floating)
+    is_loss = is_floating and [aval.shape for aval in types] == [()] * count
+    if options["model_state"] or not is_loss or (aux and not options["has_aux"]):
         return False
-    if not options.get("weighted"):
-        loss, *aux = proven.results
-        return proven.word == "mean" and all(map(_is_exact_aux, aux))
-    total, weight, *aux = proven.results
-    is_apart = all(
-        isinstance(v, Shared) or (isinstance(v, Rows) and v.is_sum and not (v.random or v.ratios))
-        for v in (total, weight)
-    )
-    are_alike = is_apart and total.power == weight.power and total.power in (0, 1)  # type: ignore
-    return are_alike and all(map(_is_exact_aux, aux))
+    if not all(_is_apart(v) or _is_joined(v) for v in aux):
+        return False
+    # Sums and weights are added before they are divided: all grow alike with the number of rows.
+    powers = {v.power for v in loss} if all(_is_apart(v, (0, 1)) for v in loss) else set()
+    return proven.word == "mean" if count == 1 else len(powers) == 1
 
 
-def _is_exact_aux(v: State) -> bool:
-    """Whether an auxiliary result is averaged, or joined, to that of all rows."""
-    if isinstance(v, Rows) and not (v.random or v.ratios or v.own is not None):
-        is_joined = v.dims == (0,) and (v.before, v.after, v.summed) == (1, 1, False)
-        return v.power == 0 and (v.is_sum or is_joined)
-    return isinstance(v, Shared) and v.power == 0
+def _is_apart(v: Any, powers: tuple[int, ...] = (0,)) -> bool:
+    """Whether a value is shared, or a mean over rows, or of another of these powers."""
+    is_sum = isinstance(v, Rows) and v.is_sum and not (v.random or v.ratios)
+    return (is_sum or isinstance(v, Shared)) and v.power in powers
+
+
+def _is_joined(v: State) -> bool:
+    """Whether a value has rows in its first dim, as the results of devices are joined."""
+    is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
+    return is_apart and isinstance(v, Rows) and v.place[:2] + v.place[3:] == ((0,), 1, 1)
 
 
 def _one_shard(zero: Any) -> Mesh:
