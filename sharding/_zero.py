@@ -347,9 +347,9 @@ class Zero(StateMethods, NnxMethods):
           **options: of ``value_and_grad``. The coupling of micro-batches is checked too.
 
         Returns:
-          What the loss is by its trace: ``mean``, ``sum``, ``weighted`` (ratios of sums), ``random``
-          (random numbers depend on the index of a row), or ``coupled``, with the operation in which
-          rows meet and its line. What has no rule counts as coupled, and numbers decide.
+          What the loss is by its trace: ``mean``, ``sum``, ``weighted`` (ratios of sums),
+          ``random`` (random numbers depend on the index of a row), or ``coupled``, with the
+          operation in which rows meet and its line; there, numbers decide.
 
         Raises:
           ValueError: that names what differs, by how much, and what to do. Loss, gradients and new

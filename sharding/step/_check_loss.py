@@ -115,8 +115,8 @@ def _is_exact(proven: LossRows, options: Any) -> bool:
     if not all(_is_apart(v) or _is_joined(v) for v in aux):
         return False
     # Sums and weights are added before they are divided: all grow alike with the number of rows.
-    powers = {v.power for v in loss} if all(_is_apart(v, (0, 1)) for v in loss) else set()
-    return proven.word == "mean" if count == 1 else len(powers) == 1
+    alike = [all(_is_apart(v, (power,)) for v in loss) for power in (0, 1)]
+    return proven.word == "mean" if count == 1 else any(alike)
 
 
 def _is_apart(v: Any, powers: tuple[int, ...] = (0,)) -> bool:
