@@ -77,7 +77,7 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     count = max(2, *counts, 2)  # a single row looks as what is broadcast
 
     def traced(count: int) -> Graph:
-        avals = [jax.typeof(x) if isinstance(x, int | float) else x for x in leaves]
+        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves]
         types = [
             jax.ShapeDtypeStruct((count, *x.shape[1:]) if has else x.shape, x.dtype)
             for x, has in zip(avals, rows, strict=True)
