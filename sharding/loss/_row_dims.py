@@ -117,6 +117,17 @@ def slice_(step: RowStep, ins: list[Any]) -> State:
     return rows
 
 
+def split(step: RowStep, ins: list[Any]) -> State:
+    """Views of all rows, or parts of each row."""
+    rows, axis, sizes = ins[0], step.params["axis"], set(step.params["sizes"])
+    if axis not in rows.dims:
+        return rows
+    view = rows.count * rows.after
+    if rows.dims != (axis,) or len(sizes) > 1 or min(sizes) % view:
+        raise RowsMeet(TAKEN)
+    return dataclasses.replace(rows, before=min(sizes) // view)
+
+
 def _taken(step: RowStep, d: int) -> tuple[int, int, int]:
     p = step.params
     return p["start_indices"][d], p["limit_indices"][d], p["strides"][d] if p["strides"] else 1

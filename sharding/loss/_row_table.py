@@ -64,7 +64,7 @@ RULES: dict[str, rules.Rule] = {
     "gather": products.gather_rows,
     "pad": along(_padded, "rows are padded", is_linear=True),
     "rev": along(lambda p, _: p["dimensions"], "rows are reversed", is_linear=True),
-    "split": along(lambda p, _: [p["axis"]], dims.TAKEN, is_linear=True),
+    "split": dims.split,
     "stack": dims.stack,
     "unstack": dims.unstack,
     "tile": dims.tile,
@@ -116,8 +116,11 @@ def states_of(step: RowStep, ins: list[Any]) -> list[State]:
     rows = [(k, v) for k, v in enumerate(ins) if isinstance(v, Rows)]
     if step.name not in _KEEP_ENTRIES and any(step.grown(k) - set(v.dims) for k, v in rows):
         raise RowsMeet("rows meet along another dim that has their number")
-    if step.name in _FIXED and step.twin and step.twin.params != step.params:
-        raise RowsMeet(NUMBER)
+    if step.name in _FIXED and step.twin:
+        # But vmap makes groups of features of rows.
+        groups = {"feature_group_count": step.params.get("feature_group_count")}
+        if step.twin.params | groups != step.params | groups:
+            raise RowsMeet(NUMBER)
     if (
         any(v.own is not None for _, v in rows)
         and step.name not in {"gather", "scatter"} | rules.SAME

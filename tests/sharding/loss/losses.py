@@ -316,6 +316,40 @@ def of_nnx(make, batch=PAIR):
     return {"loss": loss, "params": params, "batch": batch}
 
 
+def kernels_by_row(p, b):
+    """As hypernetworks have them: ``vmap`` makes groups of features of the rows."""
+    kernels = (b[1] @ p["b"].T).reshape(-1, 1, 2, 4)
+    convolve = lambda x, w: lax.conv_general_dilated(x[None, None], w, (1,), "SAME")  # noqa: E731
+    return jnp.mean(jax.vmap(convolve)(b[0], kernels[:, 0, :1].reshape(-1, 1, 1, 4)) ** 2)
+
+
+def in_batch_groups(p, b):
+    images, kernel = b[0].transpose(0, 3, 1, 2), jnp.ones((4, 3, 1, 1))
+    return jnp.mean(lax.conv_general_dilated(images, kernel, (1, 1), "SAME", batch_group_count=4))
+
+
+def solved_systems(p, b):
+    systems = jax.vmap(lambda x: jnp.outer(x, x) + jnp.eye(OUT))(mlp(p, b[0]))
+    return jnp.mean(jnp.linalg.solve(systems, b[1][..., None]) ** 2)
+
+
+def preferences(p, b):
+    """DPO: two answers a row, one after the other in a batch of twice the rows."""
+    chosen, rejected = jnp.split(mlp(p, jnp.concatenate([b[0], b[0][:, ::-1]])).sum(-1), 2)
+    return -jax.nn.log_sigmoid(chosen - rejected).mean()
+
+
+def covariance(p, b):
+    z = mlp(p, b[0])
+    return jnp.sum((z.T @ z / len(z)) ** 2)
+
+
+def with_reference(p, b):
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] += errors(p, b).sum()
+    return total[...] ** 2
+
+
 mean = functools.partial(Case, "mean")
 coupled = functools.partial(Case, "coupled")
 KEYS = jax.random.split(KEY, ROWS)
@@ -396,6 +430,20 @@ LOSSES = {
             lambda x: lax.cond(x[0] > 0, lambda x: mlp(p, x).sum(), lambda x: x.sum(), x), b[0]
         ).mean()
     ),
+    "kernels by row": mean(kernels_by_row),
+    "solved systems": mean(solved_systems),
+    "preferences": mean(preferences),
+    "smoothed labels, of a teacher": mean(
+        lambda p, b: optax.losses.softmax_cross_entropy(
+            mlp(p, b[0]), optax.smooth_labels(jax.nn.softmax(lax.stop_gradient(mlp(p, b[0]))), 0.1)
+        ).mean()
+    ),
+    "quantiles": mean(
+        lambda p, b: sum(
+            jnp.maximum(q * (b[1] - mlp(p, b[0])), (q - 1) * (b[1] - mlp(p, b[0]))).mean()
+            for q in (0.1, 0.5, 0.9)
+        )
+    ),
     "noise that rows share": mean(dropped_alike),
     "dropout by keys of the batch": mean(dropped_by_keys, batch=(*PAIR, KEYS)),
     "a custom_vjp linear in its cotangent": mean(
@@ -472,6 +520,18 @@ LOSSES = {
         lambda p, b: lax.top_k(errors(p, b), 5)[0].mean(), cause="top_k"
     ),
     "logsumexp over rows": coupled(lambda p, b: jax.nn.logsumexp(errors(p, b)), cause="reduce_max"),
+    "groups of a batch": coupled(in_batch_groups, batch=(IMAGES, Y), cause="conv"),
+    "a covariance": coupled(covariance, cause="integer_pow"),
+    "a reference": coupled(with_reference, cause="reference"),
+    "parts of a batch": coupled(
+        lambda p, b: sum(mlp(p, x).mean() for x in jnp.split(b[0], 4)), cause="split"
+    ),
+    "another program for 16 rows": coupled(
+        lambda p, b: jnp.mean(
+            jnp.exp(mlp(p, b[0]) - b[1] if len(b[0]) == ROWS else b[1] - mlp(p, b[0]))
+        ),
+        cause="another program",
+    ),
     "ranks": coupled(lambda p, b: jnp.mean(jnp.argsort(errors(p, b)) * b[1][:, 0]), cause="sort"),
     "differences of neighbours": coupled(
         lambda p, b: jnp.mean(jnp.diff(mlp(p, b[0]), axis=0) ** 2), cause="slice"
