@@ -532,6 +532,17 @@ LOSSES = {
         ),
         cause="another program",
     ),
+    "each row with all indices": coupled(
+        lambda p, b: jnp.mean(errors(p, b)[:, None] * jnp.arange(len(b[0]))[None]),
+        cause="along another dim",
+    ),
+    "as many steps as rows": coupled(
+        lambda p, b: jnp.mean(lax.fori_loop(0, len(b[0]), lambda _, z: 0.9 * z, mlp(p, b[0]))),
+        cause="for each row",
+    ),
+    "a pool over rows": coupled(
+        lambda p, b: jnp.mean(nn.max_pool(mlp(p, b[0])[None, ..., None], (2, 1))), cause="window"
+    ),
     "ranks": coupled(lambda p, b: jnp.mean(jnp.argsort(errors(p, b)) * b[1][:, 0]), cause="sort"),
     "differences of neighbours": coupled(
         lambda p, b: jnp.mean(jnp.diff(mlp(p, b[0]), axis=0) ** 2), cause="slice"
