@@ -58,9 +58,7 @@ def keeps_rows_apart(fn: Callable[..., Any], *, in_dims: Any, out_dims: Any) -> 
     """Declares that a function, and its derivative, compute each row from this row alone.
 
     What is known of a loss is read from its trace. A Pallas kernel, a callback or a ``shard_map``
-    is opaque there, and counts as coupling rows, unless its author says that it does not::
-
-        attention = shd.keeps_rows_apart(flash_attention, in_dims=(0, 0, 0), out_dims=0)
+    is opaque there, and counts as coupling rows, unless its author says that it does not.
 
     Nothing else changes: the function computes what it did, under any transformation of JAX.
 
@@ -75,6 +73,10 @@ def keeps_rows_apart(fn: Callable[..., Any], *, in_dims: Any, out_dims: Any) -> 
 
     Raises:
       ValueError: when it is called, if an array has no such dim, or sizes of these dims differ.
+
+    >>> import sharding as shd
+    >>> attention = jax.nn.dot_product_attention  # or a kernel
+    >>> attention = shd.keeps_rows_apart(attention, in_dims=(0, 0, 0), out_dims=0)
     """
 
     @functools.wraps(fn)
