@@ -156,11 +156,12 @@ class Graph:
 
 # Primitives that map each element by itself, and those that reduce dims.
 _ELEMENTWISE_NAMES = """
-abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or population_count pow reduce_precision rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
+optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))

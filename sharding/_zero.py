@@ -15,12 +15,13 @@ from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
-from sharding.step._gather_params import gather, gathered
+from sharding.step._gather_params import gather, gathered, is_marking
 from sharding.step._loss import Loss, check_arguments
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
 from sharding.step._train_step import TrainStep
+from sharding.step._update_in_backward import check_alone
 from sharding.step.flax._modules import gathered_module, in_step
 from sharding.step.flax._nnx import NnxMethods
 from sharding.sync import GradientSync
@@ -268,13 +269,14 @@ class Zero(StateMethods, NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        # The global view of one device, which update="backward" has there, takes either.
-        synced = sync_batch_norm and (update == "after" or self.view == "global")
-        fn = self._in_step(loss_fn, synced, model_state, rngs)
+        if update == "backward":
+            check_alone(self, snapshot)
+        zero = self._in_view(update)
+        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
         options = model_state, trainable, grad_norm, snapshot, donate, update
-        return TrainStep(self, loss, tx, *options)
+        return TrainStep(zero, loss, tx, *options)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -290,7 +292,8 @@ class Zero(StateMethods, NnxMethods):
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        return EvalStep(self, self._in_step(fn, True, model_state, all_blocks=False), model_state)
+        zero = self._in_view()
+        return EvalStep(zero, zero._in_step(fn, True, model_state, all_blocks=False), model_state)
 
     def value_and_grad(
         self,
@@ -317,9 +320,10 @@ class Zero(StateMethods, NnxMethods):
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
           new)``, with both ``(loss, (new, aux))``.
         """
-        fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
+        zero = self._in_view()
+        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
-        return ValueAndGrad(self, loss, trainable, param_specs)
+        return ValueAndGrad(zero, loss, trainable, param_specs)
 
     def check_loss(
         self,
@@ -358,11 +362,20 @@ class Zero(StateMethods, NnxMethods):
         """
         return check_loss(self, loss_fn, state, batch, key, model_state, options)
 
+    def _in_view(self, update: str = "after") -> "Zero":
+        """Itself as a loss sees it: refs and host memory are in no ``shard_map``.
+
+        On one device, where either view is that of ``jit``, it is then the global one.
+        """
+        if update == "after" and self.offload != "all":
+            return self
+        return dataclasses.replace(self, view="global")
+
     def _in_step(
         self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True
     ) -> Callable[..., Any]:
         check_arguments(fn, "params", "batch", model_state=model_state, key=rngs)
-        if self.view == "global" and not synced:
+        if self.view == "global" and self.num_devices > 1 and not synced:
             raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
         return in_step(self, fn, synced, all_blocks)
 
@@ -379,7 +392,8 @@ class Zero(StateMethods, NnxMethods):
           ValueError: at stage 3 of ``view="device"``, if called anywhere else than in the loss.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        inside = self.view == "global" or set(self._layout.data_axes) <= set(manual)
+        inside = is_marking() or set(self._layout.data_axes) <= set(manual)
+        inside = inside or self.view == "global"
         if self.stage == 3 and not inside:
             named = first_names(repr(path_str(p)) for p, _ in jax.tree.leaves_with_path(tree))
             raise ValueError(

@@ -1,1 +1,1 @@
-"""A loss, traced once: what is proven of it."""
+"""What is known of a loss from its trace alone."""

@@ -147,10 +147,14 @@ def users_code(failed: str) -> Iterator[None]:
     except UnknownOperationError:
         raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        if not isinstance(error, ImportError | AttributeError):
-            reason = f"{type(error).__name__}: {reason}"
-        raise ValueError(f"{failed}: {reason}.") from error
+        raise ValueError(f"{failed}: {reason_of(error)}.") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, after the name of its class, where users may know that."""
+    reason = next(iter(str(error).splitlines()), "").rstrip(".")
+    kinds = [kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_")]
+    return reason if isinstance(error, ImportError | AttributeError) else f"{kinds[0]}: {reason}"
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

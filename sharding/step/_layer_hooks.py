@@ -102,7 +102,7 @@ class HookedLoss:
             return views
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
-        if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
+        if is_cast(eqn) and not operands[0].moves:  # less is fetched, often
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
@@ -181,7 +181,7 @@ class HookedLoss:
         return self._marks[id(jaxpr)]
 
 
-def _is_cast(eqn: Any) -> bool:
+def is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)

@@ -11,11 +11,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.loss._derivatives import Differentiated, bits, carried_derivatives
+from sharding.loss._effects import Run, call
 from sharding.offload._host_memory import HostStack, scan_streamed
+from sharding.offload._layer_rules import UNSLICED, bind_to_layer, operand_dims
+
+_KINDS = (jnp.floating, jnp.complexfloating)
 
 # Of the number of a loop and the index of a layer: its parameters, by number. And of their
 # gradients, too: what to stack.
@@ -59,13 +63,40 @@ class Microbatches(NamedTuple):
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
 
 
+class View(NamedTuple):
+    """A parameter as a loss reads it."""
+
+    param: int  # its number
+    casts: tuple[Equation, ...] = ()  # to other floats, before it is gathered
+    # What changes each layer of it by itself, after that: equations, and their constant operands.
+    changes: tuple[tuple[Equation, tuple[Any, ...]], ...] = ()
+
+    def cast(self, x: jax.Array) -> jax.Array:
+        for eqn in self.casts:
+            (x,) = bind(eqn, [x])
+        return x
+
+    def of_layer(self, x: jax.Array) -> jax.Array:
+        """What is read of one layer."""
+        return self.change(self.cast(x))
+
+    def change(self, x: jax.Array) -> jax.Array:
+        if not self.changes:
+            return x
+        x = x[None]
+        for eqn, constants in self.changes:
+            operands = [x if constant is None else constant for constant in constants]
+            (x,) = bind_to_layer(eqn, 0, operands, None)
+        return x[0]
+
+
 class LayerScan(NamedTuple):
     """A loop over stacked parameters. Operands and results are numbered by position."""
 
     number: int
     eqn: Equation
     scan: Scan  # the equation's record
-    own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
+    own: dict[int, View]  # operands that layers read
     frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
     # Of a loss in pieces: how layers get parameters, and the operands that micro-batches have one
@@ -76,11 +107,11 @@ class LayerScan(NamedTuple):
 
     @property
     def params(self) -> list[int]:
-        return [i for i, _ in self.own.values()]
+        return [view.param for view in self.own.values()]
 
     def of(self, params: Container[int]) -> "LayerScan":
         """With these parameters; it gets others as they are."""
-        return self._replace(own={k: x for k, x in self.own.items() if x[0] in params})
+        return self._replace(own={k: x for k, x in self.own.items() if x.param in params})
 
     @property
     def others(self) -> dict[int, int]:
@@ -97,13 +128,15 @@ class LayerScan(NamedTuple):
         held: dict[int, jax.Array],
         taps: dict[int, jax.Array],
         operands: dict[int, Any],
+        run: Run,
     ) -> list[Any]:
-        own = {
-            k: use(i, cast_by(casts, held[i]), taps.get(i)) for k, (i, casts) in self.own.items()
-        }
+        own = {}
+        for k, view in self.own.items():
+            used = use(view.param, view.cast(held[view.param]), taps.get(view.param))
+            own[k] = view.change(used)
         frozen = {k: use(i, operands[k]) for k, i in self.frozen.items()}
         args = operands | frozen | own
-        return list(jaxpr_as_fun(self.scan.body)(*(args[k] for k in sorted(args))))
+        return call(self.scan.body, [args[k] for k in sorted(args)], run)
 
     def forward(
         self, operands: dict[int, Any], microbatches: Microbatches
@@ -116,7 +149,7 @@ class LayerScan(NamedTuple):
             same, own = self._of_layer(layer, operands, microbatches)
 
             def one(each: Any) -> Any:
-                out = self.layer(self.loss.use, held, {}, same | each)
+                out = self.layer(self.loss.use, held, {}, same | each, Run.FIRST)
                 return dict(zip(carried, out, strict=False)), out[len(carried) :]
 
             after, outs = microbatches.each(one, own | carry)
@@ -156,7 +189,9 @@ class LayerScan(NamedTuple):
         entered: dict[int, Any],
         cotangents: dict[int, Any],
         wanted: set[int],
+        by: set[int],
         microbatches: Microbatches,
+        how: Run,
     ) -> tuple[dict[int, Any], Any]:
         """Cotangents of operands, and what ``take`` returns for each layer, stacked.
 
@@ -166,11 +201,14 @@ class LayerScan(NamedTuple):
           entered: what ``forward`` stacked.
           cotangents: of those results on which the loss depends.
           wanted: the operands whose cotangents are to be returned, beside those that are carried.
+          by: the operands by which there is a derivative, beside those that layers read.
           microbatches: how many.
+          how: layers run again.
         """
         carried, dim, stacked = self.carried, microbatches.dims, self.stacked
         entered_dim = dim * microbatches.in_turn
-        inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        jaxpr = self.scan.body.jaxpr
+        inner = carried_derivatives(jaxpr, carried, by | self.own.keys(), cotangents)
         consts = {k: x for k, x in operands.items() if k < carried.start}
         shared = operands.keys() - stacked
         of_outs = {j: x for j, x in cotangents.items() if j >= len(carried)}
@@ -189,7 +227,7 @@ class LayerScan(NamedTuple):
                 args = same | each
 
                 def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(self.loss.use, held, taps, args | given)
+                    outs = self.layer(self.loss.use, held, taps, args | given, how)
                     return [outs[j] for j in chosen]
 
                 given = {k: args[k] for k in sorted(wanted | inner)}
@@ -236,46 +274,59 @@ def _at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
 def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     """The loops of an exact graph, whose first inputs are parameters, over stacks of layers.
 
-    They slice trained parameters, cast or not, which nothing else uses.
+    They slice trained parameters, cast or not, by which the first output has no other derivative.
     """
     equations = graph.needed(graph.outputs, graph.constants)[0]
-    views = cast_params(graph, len(trained))
-    uses = Counter(
-        views[v][0]
-        for values in (graph.outputs, *(e.operands for e in equations if not _is_float_cast(e)))
-        for v in values
-        if v in views
-    )
+    views = _layer_views(graph, len(trained))
+    differentiated = Differentiated.of(graph, bits(i for i, x in enumerate(trained) if x)).values
+    reads = [e for e in equations if differentiated.intersection(e.results) - views.keys()]
+    read_views = (v for eqn in reads for v in eqn.operands if v in views)
+    uses = Counter(views[v].param for v in read_views)
     loops: list[LayerScan] = []
-    for eqn in equations:
+    for eqn in reads:
         scan = record_of(eqn)
         if isinstance(scan, Scan) and scan.options["length"]:
             first = scan.num_consts + scan.num_carry
             found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
-            own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
+            own = {k: x for k, x in found.items() if trained[x.param] and uses[x.param] == 1}
+            rest = {k: x for k, x in found.items() if not trained[x.param] and not x.changes}
             if own:
-                frozen = {k: i for k, (i, _) in found.items() if not trained[i]}
+                frozen = {k: x.param for k, x in rest.items()}
                 loops.append(LayerScan(len(loops), eqn, scan, own, frozen))
     return loops
 
 
-def cast_params(graph: Graph, num_params: int) -> dict[int, tuple[int, list[Equation]]]:
-    """Values of a graph that are parameters, its first inputs, cast or not; by which casts."""
-    views: dict[int, tuple[int, list[Equation]]] = {i: (i, []) for i in range(num_params)}
+def cast_params(graph: Graph, num_params: int) -> dict[int, View]:
+    """Values of a graph that are parameters, its first inputs, cast or not."""
+    views = {i: View(i) for i in range(num_params)}
     for eqn in graph.equations:
-        if _is_float_cast(eqn) and eqn.operands[0] in views:
-            number, casts = views[eqn.operands[0]]
-            views[eqn.results[0]] = number, [*casts, eqn]
+        if _is_float_cast(graph, eqn) and eqn.operands[0] in views:
+            view = views[eqn.operands[0]]
+            views[eqn.results[0]] = view._replace(casts=(*view.casts, eqn))
     return views
 
 
-def cast_by(casts: list[Equation], x: jax.Array) -> jax.Array:
-    for eqn in casts:
-        (x,) = bind(eqn, [x])
-    return x
+def _layer_views(graph: Graph, num_params: int) -> dict[int, View]:
+    """Those, and others that operations make of each layer of a parameter by itself."""
+    views = cast_params(graph, num_params)
+    for eqn in graph.equations:
+        changed = [k for k, v in enumerate(eqn.operands) if v in views]
+        others = [v for v in eqn.operands if v not in views]
+        if len(changed) != 1 or len(eqn.results) != 1 or eqn.results[0] in views:
+            continue
+        dims = operand_dims(graph, eqn, 0) if graph.constants.keys() >= set(others) else None
+        if dims and all((dim == UNSLICED) == (k not in changed) for k, dim in enumerate(dims)):
+            view, constants = (
+                views[eqn.operands[changed[0]]],
+                map(graph.constants.get, eqn.operands),
+            )
+            views[eqn.results[0]] = view._replace(changes=(*view.changes, (eqn, tuple(constants))))
+    return views
 
 
-def _is_float_cast(eqn: Equation) -> bool:
-    """Whether an equation casts to what has a gradient."""
-    casts = eqn.primitive.name == "convert_element_type"
-    return casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
+def _is_float_cast(graph: Graph, eqn: Equation) -> bool:
+    """Whether an equation casts to what has a gradient, and from it."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = graph.types[eqn.operands[0]].dtype, eqn.params["new_dtype"]
+    return any(jnp.issubdtype(before, kind) and jnp.issubdtype(after, kind) for kind in _KINDS)

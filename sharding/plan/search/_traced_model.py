@@ -161,6 +161,16 @@ class TracedModel:
         """Matches the paths of parameters outside of layers."""
         return f"^({'|'.join(map(re.escape, self.trace.outside))})$"
 
+    def about_layers(self, in_backward: bool) -> tuple[str, ...]:
+        """What was found in the loss, and what an update in the backward pass gains of it."""
+        no_gain = (
+            "Layers with numbers have no jax.checkpoint: the update in the backward pass holds all "
+            "that they store until their gradients exist, and gains no memory by itself. Give each "
+            "jax.checkpoint, or stack them for lax.scan."
+        )
+        gains_none = in_backward and self.trace.numbered_without_checkpoints
+        return (self.trace.found, *[no_gain] * gains_none)
+
     @functools.cached_property
     def names(self) -> set[str]:
         """The values that the loss gives a name of MaxText's."""

@@ -12,6 +12,8 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from sharding import sync
+
 from .. import runs
 from ..runs import F64, TX, WIDTH, assert_same, make_train_state_of, train, train_alone, zero_of
 
@@ -163,6 +165,27 @@ def test_equals_one_device(way):
     assert state.step == expected.step
 
 
+def test_blocks_without_an_effect_are_warned_of_and_described():
+    """Below stage 3, where no gradient is reduced in a layer; not where some are."""
+    lm = LM()
+    for stage, options, microbatches in (
+        (0, {}, 1),
+        (1, {}, 2),
+        (2, {"sync": sync.qsgd(8, min_size=1)}, 1),
+    ):
+        zero = zero_of(stage, gathered_blocks=BLOCKS, **options)
+        state = zero.abstract_state(make_state(lm))
+        assert "nothing is gathered below stage 3" in str(zero.describe(state))
+        step = zero.train_step(
+            loss_of(lm), rngs=True, has_aux=True, donate=False, microbatches=microbatches
+        )
+        with pytest.warns(UserWarning, match=rf"has no effect in this step of stage {stage}"):
+            step.lower(state, jax.eval_shape(lambda: batch(0)), jax.random.key(KEY))
+    assert "nothing is gathered below" not in str(
+        zero_of(3, gathered_blocks=BLOCKS).describe(state)
+    )
+
+
 def test_blocks_are_gathered_in_each_pass_and_freed():
     """Those that are found in a model, and those of a model that takes wrapped classes."""
     arrays = len(jax.tree.leaves(reference()[0].params))
@@ -216,7 +239,7 @@ class Parallel(nn.Module):
         h = jnp.tanh(logical(HIDDEN, "embed", "mlp")(x))
         h = nn.with_logical_constraint(h, ("batch", "mlp"))
         x = x + logical(WIDTH, "heads", "embed")(h)
-        up = nn.with_partitioning(INIT, (None, "model"))
+        up = nn.with_partitioning(INIT, ("fsdp", "model"))  # the mesh has no axis fsdp
         return x + logical(WIDTH, "mlp", "unknown")(jnp.tanh(Dense(HIDDEN, kernel_init=up)(x)))
 
 
@@ -256,6 +279,7 @@ def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
     columns = [P(None, "model"), P("data", "model")][stage - 2]
     by_row = [P("model", None), P("model", "data")][stage - 2]
     assert found == [columns, by_row, by_row, columns]
+    assert "metadata names 'fsdp', which the mesh lacks" in str(zero.describe(state))
     # Rules are for making the state: afterwards the arrays themselves say where they are.
     zero.train_step(parallel_loss).lower(state, zero.put(rows(0)))
 
