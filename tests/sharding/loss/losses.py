@@ -514,6 +514,15 @@ LOSSES = {
         lambda p, b: jnp.mean(jax.nn.relu(1 - jnp.std(mlp(p, b[0]), 0))), cause="sub"
     ),
     "a loss of a mean": coupled(lambda p, b: jnp.mean(mlp(p, b[0])) ** 2, cause="integer_pow"),
+    "a function of ratios": coupled(
+        lambda p, t: jnp.mean(jnp.tanh(token_losses(p, t) / mask_of(t).mean())),
+        DECODER,
+        TEXT,
+        cause="not linear",
+    ),
+    "squares of sums of groups": coupled(
+        lambda p, b: jnp.mean(errors(p, b).reshape(4, -1).sum(1) ** 2), cause="not linear"
+    ),
     "a product of means": coupled(lambda p, b: errors(p, b).mean() * b[1].mean(), cause="mul"),
     "the largest": coupled(lambda p, b: jnp.max(mlp(p, b[0])), cause="reduce_max"),
     "the five hardest rows": coupled(

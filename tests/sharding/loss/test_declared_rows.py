@@ -110,7 +110,7 @@ def test_declared_rows_must_be_those():
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        ((0,), "was called with 2. Give one dim, or None, for each."),
+        ((0,), "was called with 2. Give one dim, or None, for each"),
         ((3, None), r"rows are along dim 3 of argument \[0\], which has the shape \(4, 6, 8\)"),
         ((0, 0), "dims of different sizes"),
     ],

@@ -101,7 +101,15 @@ STEPS = st.lists(
 )
 
 
-def made_of(steps):
+ENDS = {
+    "mean": lambda a, b: a.mean(),
+    "sum": lambda a, b: a.sum(),
+    "ratio": lambda a, b: a.sum() / (1 + jnp.abs(b)).sum(),
+    "ratio of means": lambda a, b: a.mean() / jnp.maximum(jnp.abs(b).mean(), 0.1),
+}
+
+
+def made_of(steps, end):
     """A loss; what does not fit is left out. It says which operations are in it."""
     used = collections.defaultdict(set)
 
@@ -114,24 +122,26 @@ def made_of(steps):
                 used[count].add(number)
             except (TypeError, ValueError, IndexError, AssertionError, ZeroDivisionError):
                 pass
-        last = values[-1]
-        return last if jnp.ndim(last) == 0 else last.astype(float).mean()
+        return ENDS[end](values[-1], values[-2])
 
     return loss, used
 
 
-FOUND = collections.Counter()
-
-
 @pytest.mark.usefixtures("x64")
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@hypothesis.given(STEPS, st.randoms(use_true_random=False))
-def test_what_is_proven_is_true(steps, random):
-    loss, used = made_of(steps)
+@hypothesis.settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(STEPS, st.sampled_from(list(ENDS)), st.permutations(range(ROWS)))
+def test_what_is_proven_is_true(steps, end, order):
+    loss, used = made_of(steps, end)
     with jax.numpy_rank_promotion("allow"):
         found = rows_of_loss(loss, (PARAMS, BATCH), (False, True))
-        FOUND[found.word] += 1
         hypothesis.assume(found.word in ("mean", "sum", "weighted"))
-        order = np.array(random.sample(range(ROWS), ROWS))
-        check_word(loss, PARAMS, BATCH, found, order, 1e-9)
-    hypothesis.assume(len({frozenset(x) for x in used.values()}) == 1)
+        try:
+            check_word(loss, PARAMS, BATCH, found, np.array(order), 1e-9)
+        except AssertionError:  # unless it is another loss of other numbers of rows
+            assert len({frozenset(x) for x in used.values()}) > 1
