@@ -48,12 +48,12 @@ class RowStep:
     def result_shape(self) -> Shape:
         return tuple(self.result_types[0].shape)
 
-    def grown(self, operand: int) -> set[int]:
-        """The dims of an operand that have another size with twice the rows."""
+    def grown(self, operand: int, times: int | None = None) -> set[int]:
+        """The dims of an operand that have another size with twice the rows, or that many times."""
         if self.twin is None:
             return set()
         sizes = zip(self.shape(operand), self.twin.shape(operand), strict=True)
-        return {d for d, (a, b) in enumerate(sizes) if a != b}
+        return {d for d, (a, b) in enumerate(sizes) if a != b and times in (None, b / max(a, 1))}
 
 
 NOT_LINEAR = "a function of a sum over rows, or of a ratio of such sums, is not linear"

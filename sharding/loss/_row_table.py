@@ -167,7 +167,7 @@ def _of_equal_rows(step: RowStep, ins: list[Any], grown: list[set[int]]) -> Shar
     """A value of shared ones that have a dim of as many entries as there are rows, all equal."""
     given, every = list(ins), frozenset(range(len(step.result_shape)))
     for k, of in enumerate(grown):
-        if len(of) == 1 and not of & ins[k].varies:
+        if len(of) == 1 and of == step.grown(k, 2) and not of & ins[k].varies:
             (dim,) = of
             given[k] = Rows((dim,), step.shape(k)[dim], power=ins[k].power or 0)
     is_random = any(v.random for v in ins)
@@ -211,7 +211,8 @@ def _shared_dims(step: RowStep, given: Shared) -> Shared:
         gone = set(p["axes"]) if step.name == "reduce_sum" else set(p["dimensions"])
         to = {d: d - sum(x < d for x in gone) for d in given.varies - loops if d not in gone}
         if step.name == "reduce_sum" and step.grown(0) & gone:
-            is_uniform = power is not None and not gone & given.varies
-            power = power + len(step.grown(0) & gone) if is_uniform and power is not None else None
+            many, twice = step.grown(0) & gone, step.grown(0, 2) & gone
+            is_uniform = many == twice and not gone & given.varies
+            power = power + len(twice) if is_uniform and power is not None else None
     number = given.number if step.name != "reduce_sum" or given.is_zero else None
     return Shared(frozenset(to.values()) | loops, power, given.random, number, counts)

@@ -604,6 +604,12 @@ LOSSES = {
     "cotangents clipped by their mean": coupled(
         lambda p, b: gradient_clipped(p, b, lambda g: g / jnp.linalg.norm(g)), cause="derivative"
     ),
+    "cotangents squared": coupled(
+        lambda p, b: gradient_clipped(p, b, lambda g: g * jnp.abs(g)), cause="derivative"
+    ),
+    "over n - 1": coupled(
+        lambda p, b: jnp.sum(errors(p, b)) / (jnp.sum(jnp.ones(len(b[0]) - 1))), cause="number"
+    ),
     "cotangents clipped": coupled(
         lambda p, b: gradient_clipped(p, b, lambda g: jnp.clip(g, -0.1, 0.1)), cause="derivative"
     ),

@@ -17,10 +17,8 @@ from .test_rows import check_word
 ROWS, KEY = 10, jax.random.key(0)
 RNG = np.random.default_rng(0)
 # Tuples: their order is that of a trace. No two dims that differ in meaning have one size.
-PARAMS = tuple(jnp.asarray(RNG.normal(size=shape)) for shape in ((3, 3), (3,), (4, 3)))
-BATCH = tuple(
-    jnp.asarray(RNG.normal(size=shape)) for shape in ((ROWS, 2, 3), (ROWS,), (ROWS,), (ROWS, 3))
-)
+PARAMS = tuple(RNG.normal(size=shape) for shape in ((3, 3), (3,), (4, 3)))
+BATCH = tuple(RNG.normal(size=shape) for shape in ((ROWS, 2, 3), (ROWS,), (ROWS,), (ROWS, 3)))
 
 # Of two values, and of an axis of the first.
 OPERATIONS = {
@@ -114,7 +112,7 @@ def made_of(steps, end):
     used = collections.defaultdict(set)
 
     def loss(params, batch):
-        values, count = [*params, *batch], len(batch[0])
+        values, count = [jnp.asarray(x) for x in (*params, *batch)], len(batch[0])
         for number, (name, i, j, dim) in enumerate(steps):
             a, b = values[-1 - i % len(values)], values[-1 - j % len(values)]
             try:
