@@ -5,6 +5,7 @@ The walk reads each equation beside its twin, the same one of a trace with twice
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,7 +120,10 @@ class Walk:
 
     def _equation(self, step: RowStep, ins: list[Any]) -> list[State]:
         try:
-            return self._states(step, ins)
+            outs = self._states(step, ins)
+            for k, v in enumerate(outs):
+                _check_doubled(step, k, v)
+            return outs
         except RowsMeet as meet:
             return [Coupled(str(meet), step.name)] * len(step.results)
 
@@ -243,6 +247,15 @@ class Walk:
         finally:
             self._is_in_pullback = False
         check_cotangents(step, ins, found)
+
+
+def _check_doubled(step: RowStep, k: int, v: State) -> None:
+    """Raises if the dims of rows do not have twice the entries with twice the rows."""
+    if step.twin is None or not isinstance(v, Rows) or v.summed or min(v.dims) < 0:
+        return
+    sizes = [[s.result_types[k].shape[d] for d in v.dims] for s in (step, step.twin)]
+    if 2 * math.prod(sizes[0]) != math.prod(sizes[1]):
+        raise RowsMeet(OTHER_PROGRAM)
 
 
 def _line(steps: Sequence[RowStep], number: int) -> str:

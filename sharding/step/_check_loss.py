@@ -73,21 +73,24 @@ def check_loss(
     differing: list[str] = []
     for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
         differing += _differing(name, tree, like, eps)
-    if not differing:
-        return said
+    if differing:
+        raise ValueError(_message(zero, differing, said))
+    return said
+
+
+def _message(zero: Any, differing: list[str], said: str) -> str:
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
-    raise ValueError(
+    return (
         f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
         f"{', '.join(differing[:6])}{more}. By its trace the loss is {said}. Each device, and each "
         "micro-batch, computes the loss of its own rows, and the mean of these is another where "
         "examples are coupled: by a sum or a masked mean, a contrastive loss, statistics of the "
-        "batch. Return (sum, weight) with "
-        "weighted=True, or make Zero with view='global' and omit microbatches, or in the device "
-        f"view use jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, jax.lax."
-        f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm "
-        "(docs: how_to/coupled_losses)."
+        "batch. Return (sum, weight) with weighted=True, or make Zero with view='global' and omit "
+        f"microbatches, or in the device view use jax.lax.all_gather(x, {axis}, tiled=True) for "
+        f"the rows of all devices, jax.lax.pmean(x, {axis}) for their mean, "
+        f"sharding.batch_moments(x, {axis}) in a batch norm (docs: how_to/coupled_losses)."
     )
 
 

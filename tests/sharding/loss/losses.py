@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import AxisType
 
 from ...flax_nnx import nnx
 
@@ -535,6 +536,10 @@ LOSSES = {
     "parts of a batch": coupled(
         lambda p, b: sum(mlp(p, x).mean() for x in jnp.split(b[0], 4)), cause="split"
     ),
+    "eight groups, which are rows of a batch of eight": coupled(
+        lambda p, b: jnp.mean(mlp(p, b[0]).reshape(ROWS, -1)[:, :OUT].std(1)),
+        cause="another program",
+    ),
     "another program for 16 rows": coupled(
         lambda p, b: jnp.mean(
             jnp.exp(mlp(p, b[0]) - b[1] if len(b[0]) == ROWS else b[1] - mlp(p, b[0]))
@@ -612,6 +617,17 @@ LOSSES = {
     ),
     "cotangents clipped": coupled(
         lambda p, b: gradient_clipped(p, b, lambda g: jnp.clip(g, -0.1, 0.1)), cause="derivative"
+    ),
+    "a shard_map": coupled(
+        lambda p, b: jnp.mean(
+            jax.shard_map(
+                lambda x: mlp(p, x),
+                mesh=jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)),
+                in_specs=jax.P("data"),
+                out_specs=jax.P("data"),
+            )(b[0])
+        ),
+        cause="shard_map: what it does with rows is not known",
     ),
     "a callback": coupled(
         lambda p, b: jnp.mean(
