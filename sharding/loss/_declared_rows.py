@@ -16,7 +16,17 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from sharding.loss._row_states import INDEX, NUMBER, Coupled, Rows, RowsMeet, Shared, State, Weight
+from sharding.loss._row_states import (
+    EVERY_DIM,
+    INDEX,
+    NUMBER,
+    Coupled,
+    Rows,
+    RowsMeet,
+    Shared,
+    State,
+    Weight,
+)
 
 _CALLS = itertools.count()
 
@@ -143,7 +153,7 @@ def through_declared(eqn: Any, given: State, seen: dict[Any, Any]) -> State:
     if coupled:
         return coupled[0]
     if not reached:
-        return given if isinstance(given, Shared) else Shared(frozenset(range(64)), None)
+        return given if isinstance(given, Shared) else Shared(EVERY_DIM, None)
     if len({(v.before, v.count, v.after, at) for v, at in reached}) > 1:
         raise RowsMeet("operands of a declared function have rows along different dims")
     powers = {kind[0].power for _, kind in own.values() if kind is not None} or {0}

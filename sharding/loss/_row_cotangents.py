@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 
 from optax_ext import traced_graph
 from sharding.loss._row_rules import RowStep
-from sharding.loss._row_states import Coupled, Rows, RowsMeet, Shared, State
+from sharding.loss._row_states import EVERY_DIM, Coupled, Rows, RowsMeet, Shared, State
 
 _LOSS = 1000  # the power of a loss that no value has by itself
 
@@ -60,7 +60,7 @@ def _cotangent(v: State) -> State:
         power = _LOSS - v.power - 1
         return dataclasses.replace(v, power=power, summed=False, ratios=frozenset(), random=False)
     if isinstance(v, Rows | Shared):
-        return Shared(frozenset(range(64)), _LOSS - (v.power or 0))
+        return Shared(EVERY_DIM, _LOSS - (v.power or 0))
     return v if isinstance(v, Coupled) else v.cause
 
 

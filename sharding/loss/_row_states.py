@@ -101,6 +101,7 @@ class RowsMeet(Exception):
     """Raised by rules for an equation in which rows meet."""
 
 
+EVERY_DIM = frozenset(range(64))  # of a shared value of which nothing is known
 INDEX = "what is multiplied with a row, or added to it, depends on its index"
 NUMBER = "rows meet a value that depends on their number"
 

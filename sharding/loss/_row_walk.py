@@ -284,13 +284,8 @@ def _of_iteration(v: State, loop: int | None) -> State:
         varies = {d - (d > 0) for d in v.varies if d}
         if loop is not None and 0 in v.varies:
             varies.add(loop)
-        return Shared(
-            frozenset(varies),
-            v.power,
-            v.random,
-            v.number,
-            (v.counts or 0) - 1 if v.counts else None,
-        )
+        counts = v.counts - 1 if v.counts else None
+        return dataclasses.replace(v, varies=frozenset(varies), counts=counts)
     return v
 
 
