@@ -49,9 +49,10 @@ class LossRows:
     def ratios(self) -> list[tuple[Value | None, Value]]:
         """Of a weighted loss: pairs of values of the graph, a sum and the weight that it is over.
 
-        Both are sums over rows, to be added over devices or micro-batches. With the weights of all
-        rows in their place, the rest of the loss is linear in the sums. A sum is None where rows
-        are divided before they are added. A value inside of another function is its variable.
+        Over devices or micro-batches both are added if the power of their states is 1, averaged if
+        it is 0. With the weights of all rows in their place, the rest of the loss is linear in the
+        sums. A sum is None where rows are divided before they are added. A value inside of another
+        function is its variable.
         """
         loss = self.results[0]
         return sorted(loss.ratios, key=str) if isinstance(loss, Rows) else []

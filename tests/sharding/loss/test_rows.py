@@ -82,7 +82,7 @@ def check_ratios(loss, params, batches, found, rtol):
 
     full, *each = map(values, graphs, batches)
     states = {k: found.states[k] for pair in found.ratios for k in pair if k is not None}
-    totals = {k: sum(x[k] for x in each) / (2 - state.power) for k, state in states.items()}
+    totals = {k: sum(x[k] for x in each) / 2 ** (1 - state.power) for k, state in states.items()}
     for k, total in totals.items():
         np.testing.assert_allclose(total, full[k], rtol, rtol)
     result = found.graph.outputs[0]
