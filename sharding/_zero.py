@@ -338,12 +338,13 @@ class Zero(StateMethods, NnxMethods):
         *,
         model_state: Any = False,
         **options: Any,
-    ) -> None:
+    ) -> str:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
 
         In the device view the mean over devices is the loss of the batch only if each example has a
-        loss of its own. This runs one batch on the mesh, and on a single device, which has to hold
-        the parameters twice: check a small model, and a few rows that differ.
+        loss of its own. If its trace proves that, no numbers are computed. Otherwise this runs one
+        batch on the mesh, and on a single device, which has to hold the parameters twice: check a
+        small model, and a few rows that differ.
 
         Args:
           loss_fn: as for ``train_step``; of an nnx model as for ``nnx_train_step``.
@@ -353,12 +354,17 @@ class Zero(StateMethods, NnxMethods):
           model_state: the names of fields, as in ``train_step``, or the model state itself.
           **options: of ``value_and_grad``. The coupling of micro-batches is checked too.
 
+        Returns:
+          What the loss is by its trace: ``mean``, ``sum``, ``weighted`` (ratios of sums),
+          ``random`` (random numbers depend on the index of a row), or ``coupled``, with the
+          operation in which rows meet and its line; there, numbers decide.
+
         Raises:
           ValueError: that names what differs, by how much, and what to do. Loss, gradients and new
             model state may differ by ``sqrt(eps)`` of their norms: 1.5e-8 where all arithmetic is
             float64, 3.5e-4 with float32, 9 % with bfloat16.
         """
-        check_loss(self, loss_fn, state, batch, key, model_state, options)
+        return check_loss(self, loss_fn, state, batch, key, model_state, options)
 
     def _in_view(self, update: str = "after") -> "Zero":
         """Itself as a loss sees it: refs and host memory are in no ``shard_map``.
