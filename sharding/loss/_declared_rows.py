@@ -38,14 +38,14 @@ DECLARED.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(DECLARED, lambda _, x, **__: [x])
 
 
-def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+def _jvp_of_mark(primals: Any, tangents: Any, **params: Any) -> Any:
     out = DECLARED.bind(*primals, **params)
     if type(tangents[0]) is ad.Zero:
         return out, tangents[0]
     return out, DECLARED.bind(*tangents, **params | {"linear": True})
 
 
-def _transpose(cotangent: Any, _: Any, **params: Any) -> Any:
+def _transpose_of_mark(cotangent: Any, _: Any, **params: Any) -> Any:
     if type(cotangent) is ad.Zero:
         return [cotangent]
     other_side = {"is_result": not params["is_result"], "transposed": not params["transposed"]}
@@ -59,8 +59,8 @@ def _map(operands: Any, dims: Any, *, dim: int | None, mapped: Any, **params: An
     return DECLARED.bind(*operands, dim=dim, mapped=mapped, **params), at
 
 
-ad.primitive_jvps[DECLARED] = _jvp
-ad.primitive_transposes[DECLARED] = _transpose
+ad.primitive_jvps[DECLARED] = _jvp_of_mark
+ad.primitive_transposes[DECLARED] = _transpose_of_mark
 batching.primitive_batchers[DECLARED] = _map
 
 

@@ -74,11 +74,11 @@ def check_loss(
     for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
         differing += _differing(name, tree, like, eps)
     if differing:
-        raise ValueError(_message(zero, differing, said))
+        raise ValueError(_how_it_differs(zero, differing, said))
     return said
 
 
-def _message(zero: Any, differing: list[str], said: str) -> str:
+def _how_it_differs(zero: Any, differing: list[str], said: str) -> str:
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
