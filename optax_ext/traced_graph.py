@@ -165,7 +165,8 @@ ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
 
 # Primitives that only call a function: the parameter that holds its jaxpr.
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
+CALLS |= dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr")  # one, by its name since 0.11
 _INLINED = CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
 
 
