@@ -26,18 +26,18 @@ def without_checkpoints(jaxpr: Any) -> Any:
     """The same operations, in loops and branches, too, with no ``jax.checkpoint`` around them."""
     if type(jaxpr) in (list, tuple):
         return type(jaxpr)(map(without_checkpoints, jaxpr))
-    if isinstance(jaxpr, ClosedJaxpr):
-        return jaxpr.replace(jaxpr=without_checkpoints(jaxpr.jaxpr))
-    if not isinstance(jaxpr, Jaxpr):
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # of one that is closed; since jax 0.11 it is itself
+    if not isinstance(inner, Jaxpr):
         return jaxpr
     equations = []
-    for eqn in jaxpr.eqns:
+    for eqn in inner.eqns:
         params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
         if isinstance(record := record_of(eqn), Remat):
             params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(record.body), ())}
             eqn = eqn.replace(primitive=primitives.closed_call_p)
         equations.append(eqn.replace(params=params))
-    return jaxpr.replace(eqns=equations)
+    inner = inner.replace(eqns=equations)
+    return jaxpr.replace(jaxpr=inner) if isinstance(jaxpr, ClosedJaxpr) else inner
 
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:

@@ -126,6 +126,8 @@ def test_the_plans_of_any_loss():
     assert found.bound <= found.best.seconds.seconds
     with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
         search(OWN, TX, "h100x8", sequences=8, length=5)
+    with pytest.raises(ValueError, match=r"recompute must be one of .* got 'minimal_offloaded'"):
+        OWN.loss("minimal_offloaded")  # whose values no step copies
 
 
 def test_graphs_of_few_operations_are_planned(monkeypatch):
