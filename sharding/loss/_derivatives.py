@@ -10,14 +10,25 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, Literal
 
 from optax_ext.equations import Call, Remat, Scan, record_of
-from optax_ext.traced_graph import Equation, Graph
+from optax_ext.traced_graph import Equation, Graph, bind, bind_equation
+from sharding._jaxprs import inputs_read
 
-# Operations on real numbers whose derivative is zero everywhere, or is stopped.
-_FLAT = {"ceil", "floor", "nextafter", "round", "sign", "stop_gradient"}
+# Operations on real numbers whose derivative is zero everywhere, or is stopped; and those whose one
+# result has a derivative by each of them. JAX is asked about all others.
+_FLAT = {"ceil", "floor", "round", "sign", "stop_gradient"}
+_DENSE_NAMES = """
+abs add add_any broadcast_in_dim concatenate convert_element_type copy cos cumsum div dot_general
+dynamic_slice dynamic_update_slice erf exp exp2 expand_dims expm1 gather integer_pow log log1p
+logistic max min mul neg pad pow reduce_max reduce_min reduce_sum reshape rev rsqrt select_n
+sharding_constraint sin slice sqrt square squeeze sub tanh transpose
+"""
+_DENSE = frozenset(_DENSE_NAMES.split())
 
 
 def bits(numbers: Iterable[int]) -> int:
@@ -42,11 +53,14 @@ class Differentiated(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, params: int) -> "Differentiated":
         """With respect to some inputs."""
-        steps = [(eqn, _operand_sets(eqn, graph.types)) for eqn in graph.equations]
-        reads = [0] * len(graph.types)
+        reads, steps = [0] * len(graph.types), []
         for i in filter(lambda i: _is_inexact(graph.types[i]), members(params)):
             reads[i] = 1 << i
-        for eqn, operands in steps:
+        for eqn in graph.equations:
+            types = [graph.types[v] for v in eqn.operands], [graph.types[v] for v in eqn.results]
+            moved = bits(k for k, v in enumerate(eqn.operands) if reads[v])
+            operands = _of_equation(eqn, *types, moved)
+            steps.append((eqn, operands))
             for v, mask in zip(eqn.results, operands, strict=True):
                 reads[v] = _union(reads[eqn.operands[k]] for k in members(mask))
         reached = {graph.outputs[0]}
@@ -85,22 +99,22 @@ def of_jaxpr(jaxpr: Jaxpr) -> list[int]:
     read: Callable[[Any], int] = lambda x: 0 if isinstance(x, Literal) else found.get(x, 0)  # noqa: E731
     for eqn in jaxpr.eqns:
         types = [x.aval for x in eqn.invars], [x.aval for x in eqn.outvars]
-        for var, mask in zip(eqn.outvars, _of_equation(eqn, *types), strict=True):
+        moved = bits(k for k, x in enumerate(eqn.invars) if read(x))
+        for var, mask in zip(eqn.outvars, _of_equation(eqn, *types, moved), strict=True):
             found[var] = _union(read(eqn.invars[k]) for k in members(mask))
     return list(map(read, jaxpr.outvars))
 
 
-def _operand_sets(eqn: Equation, types: Sequence[Any]) -> list[int]:
-    return _of_equation(eqn, [types[v] for v in eqn.operands], [types[v] for v in eqn.results])
-
-
-def _of_equation(eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> list[int]:
-    """For each result of an equation, the operands by which it has a derivative."""
-    inexact = bits(k for k, x in enumerate(operands) if _is_inexact(x))
+def _of_equation(
+    eqn: Any, operands: Sequence[Any], results: Sequence[Any], moved: int
+) -> list[int]:
+    """For each result of an equation, the operands of ``moved`` by which it has a derivative."""
+    inexact = moved & bits(k for k, x in enumerate(operands) if _is_inexact(x))
     record = record_of(eqn)
-    masks = [inexact] * len(results)  # if nothing is known, by all
     if eqn.primitive.name in _FLAT:
         masks = [0] * len(results)
+    elif eqn.primitive.name in _DENSE or not inexact:
+        masks = [inexact] * len(results)
     elif isinstance(record, Call):
         masks = of_jaxpr(record.body.jaxpr)
     elif isinstance(record, Remat):
@@ -108,10 +122,69 @@ def _of_equation(eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> l
     elif isinstance(record, Scan):
         layer = of_jaxpr(record.body.jaxpr)
         masks = _of_loop(layer, record.num_consts, record.num_carry)
+    elif eqn.primitive.name == "while":
+        first, num_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        layer = of_jaxpr(eqn.params["body_jaxpr"].jaxpr)
+        after = _of_loop(layer, num_consts, len(results))
+        masks = [(mask | 1 << num_consts + j) << first for j, mask in enumerate(after)]
     elif eqn.primitive.name == "cond":
         branches = [of_jaxpr(branch.jaxpr) for branch in eqn.params["branches"]]
         masks = [_union(of_branches) << 1 for of_branches in zip(*branches, strict=True)]
+    else:
+        masks = [
+            _asked(eqn, operands, inexact, j) if _is_inexact(x) else 0
+            for j, x in enumerate(results)
+        ]
     return [mask & inexact if _is_inexact(x) else 0 for x, mask in zip(results, masks, strict=True)]
+
+
+def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
+    """The operands of ``by`` by which JAX differentiates a result of an equation."""
+    numbers = list(members(by))
+    found: set[int] = set()
+
+    def of_result(real: Sequence[Any], others: Sequence[Any]) -> Any:
+        rest = iter(others)
+        marked = {k: _marked(found, k)(x) for k, x in zip(numbers, real, strict=True)}
+        args = [marked[k] if k in marked else next(rest) for k in range(len(operands))]
+        run = bind if isinstance(eqn, Equation) else bind_equation
+        return run(eqn, args)[result]
+
+    def backward(real: Sequence[Any], others: Sequence[Any]) -> Any:
+        out, derivative = jax.vjp(lambda *real: of_result(real, others), *real)
+        return derivative(jnp.zeros_like(out))
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    real = [types[k] for k in numbers]
+    others = [x for k, x in enumerate(types) if k not in numbers]
+    try:
+        jax.eval_shape(backward, real, others)
+        return bits(found)
+    except (NotImplementedError, TypeError, ValueError):  # it has no derivative in reverse
+        pass
+
+    def forward(tangents: Sequence[Any], real: Sequence[Any], others: Sequence[Any]) -> Any:
+        return jax.jvp(lambda *real: of_result(real, others), tuple(real), tuple(tangents))[1]
+
+    try:
+        closed = jax.make_jaxpr(forward)(real, real, others)
+    except (NotImplementedError, TypeError, ValueError):  # nor any: it is not differentiated
+        return bits(numbers)
+    return bits(k for k, read in zip(numbers, inputs_read(closed.jaxpr), strict=False) if read)
+
+
+def _marked(found: set[int], number: int) -> Callable[[Any], Any]:
+    """The identity, which notes that a cotangent comes back, other than JAX's symbolic zeros."""
+
+    def backward(_: None, cotangent: Any) -> tuple[Any]:
+        if isinstance(cotangent, SymbolicZero):
+            return (None,)
+        found.add(number)
+        return (cotangent,)
+
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x.value, None), backward, symbolic_zeros=True)
+    return identity
 
 
 def _of_loop(layer: list[int], num_consts: int, num_carry: int) -> list[int]:

@@ -37,23 +37,23 @@ def results_of(eqn: Any) -> Sequence[Any]:
     return found
 
 
-def check_effects(jaxpr: Jaxpr, otherwise: str) -> None:
+def check_effects(jaxpr: Jaxpr, otherwise: str, line: str = "") -> None:
     """Raises if a loss has effects that are not prints, or prints where they cannot be left out."""
     for eqn in jaxpr.eqns:
-        inside, record = list(inner_jaxprs(eqn)), record_of(eqn)
-        can_leave_out = isinstance(record, Remat | Scan) or eqn.primitive.name in ("cond", "while")
-        if not isinstance(record, Call):  # whose references may be their own
-            printed = any(inner.effects for inner in inside)
-            others = {str(effect) for effect in eqn.effects} - {_PRINT}
-            if not others and (can_leave_out or not printed):
-                continue
-        for inner in inside:
-            check_effects(inner, otherwise)
-        if isinstance(record, Call):
+        record = record_of(eqn)
+        at = line_of(eqn.source_info) or line
+        # References that a call makes are its own, and not among its effects.
+        if not (eqn.effects or isinstance(record, Call)):
             continue
-        at = " at ".join(filter(None, (name_of(eqn), line_of(eqn.source_info))))
+        is_run = isinstance(record, Call | Remat | Scan) or eqn.primitive.name in ("cond", "while")
+        for inner in inner_jaxprs(eqn) if is_run else ():
+            check_effects(inner, otherwise, at)
+        prints_alone = {str(effect) for effect in eqn.effects} <= {_PRINT}
+        if is_run or (prints_alone and not list(inner_jaxprs(eqn))):
+            continue
         raise ValueError(
-            f"update='backward' computes parts of a loss again, and the loss has an effect: {at}. "
+            "update='backward' computes parts of a loss again, and the loss has an effect: "
+            f"{' at '.join(filter(None, (name_of(eqn), at)))}. "
             "Only jax.debug.print and jax.debug.callback without ordered=True, outside of custom "
             "derivatives, can be left out when a part runs again. Return values as aux instead of "
             f"writing them to references or by io_callback, {otherwise}."

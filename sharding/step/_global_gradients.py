@@ -198,7 +198,8 @@ _tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
 def names_types(layout: Layout, error: ValueError) -> bool:
     """Whether a loss needs Explicit axes, in whose types it names shardings."""
     # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
-    rejects = "AxisType.Auto" in str(error) or "the aval mesh" in str(error)
+    said = "AxisType.Auto", "the aval mesh", "should match the mesh passed to shard_map"
+    rejects = any(text in str(error) for text in said)
     return bool(layout.loss_axes) and rejects
 
 

@@ -1,5 +1,6 @@
 """Bytes of the compiled program of a loss and its gradient."""
 
+import contextlib
 import functools
 import math
 import tempfile
@@ -71,7 +72,9 @@ def _kernels() -> tuple[dict[str, Any], Any]:
 def _on_several(jaxpr: Any, device: jax.Device) -> bool:
     """Whether a program is one of this device and others, by its meshes or that of the context."""
     values = (x for eqn in all_equations(jaxpr) for x in jax.tree.leaves([*eqn.params.values()]))
-    meshes = [jax.sharding.get_mesh(), *(getattr(x, "mesh", x) for x in values)]
+    meshes = [getattr(x, "mesh", x) for x in values]
+    with contextlib.suppress(ValueError):  # inside jit, where meshes are abstract
+        meshes.append(jax.sharding.get_mesh())
     meshes = [mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)]
     return any(mesh.size > 1 and device in mesh.devices.flat for mesh in meshes)
 
