@@ -4,7 +4,7 @@ Sparse syncs: one table of V rows, of which each device has those of a batch of 
 Zipf distribution as words are until the batch has 1 % of all rows. Capacities are those of the
 measured densities, and the branches of the program that these gradients take count. SparCML and
 OmniReduce are formulas alone. Then steps of ZeRO that look up rows of a table. TPU targets need
-libtpu: pip install 'optax-ext[aot]'. Nothing is run.
+libtpu: pip install '.[aot]'. Nothing is run.
 
   python benchmarks/gradient_sync.py            # prints the tables, writes benchmarks/results/
   python benchmarks/gradient_sync.py --smoke    # 8 virtual CPU devices, prints only

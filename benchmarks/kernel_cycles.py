@@ -4,7 +4,7 @@ Static cycles: the instruction bundles of every loop of a compiled program, time
 core starts one bundle a cycle, so that this is the time of a step that never waits for memory; the
 time for its bytes at the chip's bandwidth is beside it, and a step takes at least the longer one.
 Nothing runs, and nothing says how well a chip overlaps the two. Needs the compiler for TPUs:
-pip install 'optax-ext[aot]'.
+pip install '.[aot]'.
 
   python benchmarks/kernel_cycles.py            # writes benchmarks/results/kernel_cycles.md
   python benchmarks/kernel_cycles.py --smoke    # counts the bundles of an example, prints only

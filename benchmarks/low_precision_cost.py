@@ -1,7 +1,7 @@
 """The cost of a step with low-precision state: time on this CPU, and bytes that TPU programs move.
 
 Time: the update of matrices, each format beside float32 in one run, rounds interleaved. TPU: bytes
-accessed and temporaries as the compiler reports them (needs libtpu: pip install 'optax-ext[aot]').
+accessed and temporaries as the compiler reports them (needs libtpu: pip install '.[aot]').
 First step: CPU seconds until an update of many arrays is compiled, which a cache would hide.
 
   python benchmarks/low_precision_cost.py            # writes benchmarks/results/

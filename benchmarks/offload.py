@@ -3,7 +3,7 @@
 The update alone (``Zero.apply_gradients``: gradients are arguments), ZeRO stage 3, bfloat16
 parameters and float32 master weights: the state on the device, in host memory and loaded at once,
 and streamed (``Zero(offload="optimizer")``). Sizes are what the compiler reports for one
-device. TPU targets need libtpu: pip install 'optax-ext[aot]'. Nothing is run.
+device. TPU targets need libtpu: pip install '.[aot]'. Nothing is run.
 
   python benchmarks/offload.py            # prints the table, writes benchmarks/results/
   python benchmarks/offload.py --smoke    # gpt2-small on 8 virtual CPU devices, prints only

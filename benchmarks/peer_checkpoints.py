@@ -5,7 +5,7 @@ memory. They train under ZeRO stage 3 without checkpoints, with snapshots and wi
 each round every way takes 10 timed steps, in an order of its own. Then new processes restore the
 last state: from memory, from memory with the folder of one "machine" deleted, and from disk, whose
 files are in the page cache. Last, steps with and without a snapshot are compiled for accelerators,
-and not run: pip install 'optax-ext[aot]'.
+and not run: pip install '.[aot]'.
 
   python benchmarks/peer_checkpoints.py            # writes benchmarks/results/
   python benchmarks/peer_checkpoints.py --smoke    # a tiny model, one round; prints only

@@ -2,7 +2,7 @@
 
 One table has arguments (parameters, optimizer state, batch) and bytes sent by optimizer, the other
 all memory by stage and micro-batches: compiled, and over what is planned in closed form. TPU
-targets need libtpu, GPU targets jax's CUDA plugin: pip install 'optax-ext[aot]'. Nothing is run.
+targets need libtpu, GPU targets jax's CUDA plugin: pip install '.[aot]'. Nothing is run.
 
   python benchmarks/plan_vs_audit.py            # prints the tables, writes benchmarks/results/
   python benchmarks/plan_vs_audit.py --smoke    # gpt2-small on 8 virtual CPU devices, prints only

@@ -1,6 +1,6 @@
 """What the search chooses, and programs of plans beside what is planned: memory, bytes, operations.
 
-Programs are compiled for accelerators and not run: pip install 'optax-ext[aot]'.
+Programs are compiled for accelerators and not run: pip install '.[aot]'.
 
   python benchmarks/searched_plans.py            # prints the tables, writes benchmarks/results/
   python benchmarks/searched_plans.py --smoke    # a tiny model on virtual CPU devices, prints only

@@ -1,7 +1,7 @@
 """The bytes that optimizers' steps move, hold and send, read from programs for TPUs and GPUs.
 
 Bytes accessed and temporaries of a step on one chip; kernels that a GPU launches; and the all-
-reduces of a step under ZeRO, for which it waits. Needs the compilers: pip install 'optax-ext[aot]'.
+reduces of a step under ZeRO, for which it waits. Needs the compilers: pip install '.[aot]'.
 
   python benchmarks/step_bytes.py            # writes benchmarks/results/step_bytes.md
   python benchmarks/step_bytes.py --smoke    # one small matrix for the CPU, prints only

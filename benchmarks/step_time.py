@@ -4,7 +4,7 @@ All take the same matrices in rounds, each in an order of its own. The bytes tha
 at the bandwidth of a copy measured in the same rounds, are the time below which none can be. Then
 the start-up: how long it takes to trace and compile the step of a model with 500 arrays.
 
-PyTorch and the authors' CAME take part where they are installed: pip install 'optax-ext[parity]'.
+PyTorch and the authors' CAME take part where they are installed: pip install '.[parity]'.
 
   python benchmarks/step_time.py            # writes benchmarks/results/step_time_<platform>.md
   python benchmarks/step_time.py --platform gpu

@@ -2,7 +2,7 @@
 
 The paper counts 16 bytes a parameter: parameters and gradients in 16 bits, float32 masters and both
 moments (Rajbhandari et al., ZeRO, SC 2020, figure 1). Programs hold activations and temporaries,
-too. Nothing is run. Needs the compilers: pip install 'optax-ext[aot]'.
+too. Nothing is run. Needs the compilers: pip install '.[aot]'.
 
   python benchmarks/zero_memory.py            # writes results/zero_memory.md
   python benchmarks/zero_memory.py --only views     # one of its tables: of the views of a batch,

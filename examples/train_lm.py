@@ -783,7 +783,8 @@ def main():
     except (UserError, OverBudgetError, OSError) as error:
         fail(error)
     if summary is None:
-        console.print(f"Stopped and saved. To resume: {shlex.join(['python', *sys.argv])}")
+        command = shlex.join([sys.executable, *sys.argv])  # of a .venv, where this is in one
+        console.print(f"Stopped and saved. To resume: {command}", markup=False, soft_wrap=True)
         sys.exit(128 + stop[0])
     if options.compare:
         console.print(f"Comparison: {directory / 'compare.png'}")

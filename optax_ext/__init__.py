@@ -67,6 +67,7 @@ from optax_ext.low_precision._wrapper import lamb8bit as lamb8bit
 from optax_ext.low_precision._wrapper import lion8bit as lion8bit
 from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
 
-_INTERNAL = {"kernels", "leaf_by_leaf", "low_precision", "traced_graph"}  # modules
+# Modules.
+_INTERNAL = {"equations", "kernels", "leaf_by_leaf", "low_precision", "traced_graph", "user_line"}
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

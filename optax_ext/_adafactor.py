@@ -158,6 +158,7 @@ def _scale_by_parameter_rms(min_scale: Any, rule: Any) -> optax.GradientTransfor
             dtype = at_least_float32(p.dtype)
             floor = _validate.hyperparameter(min_scale, dtype)
             factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
+            factor = jnp.where(jnp.isinf(factor), 1, factor)  # by which zeros would become NaN
             return (u.astype(dtype) * factor).astype(u.dtype)
 
         dims = factorings(rule, leaves)
@@ -206,7 +207,8 @@ def adafactor(
     Other Parameters:
       learning_rate: a number or a schedule. None means 1, so that the parameter scale alone sets
         the step, or with ``relative_step`` the paper's 0.01.
-      multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``).
+      multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``); not of
+        parameters with infinite elements, such as masks.
       min_parameter_scale: the smallest parameter scale, above 0.
       relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
       momentum: decay of an average of the updates, in [0, 1); None means no momentum.
@@ -269,7 +271,7 @@ def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> Factoring
 def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedule:
     def schedule(count: jax.Array) -> jax.Array:
         cap = 1e-2 if learning_rate is None else _validate.value_at(learning_rate, count)
-        return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(count + 1, float)))
+        return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(optax.safe_increment(count), float)))
 
     return schedule
 

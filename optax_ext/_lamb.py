@@ -69,8 +69,9 @@ def scale_by_lamb(
       r &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + \epsilon}, \quad
       \text{update} = \frac{\|w\|}{\|r + \lambda w\|} \, (r + \lambda w)
 
-    Where a norm is 0, and for arrays without a trust ratio, the update is :math:`r + \lambda w`.
-    Updates are not negated; ``update`` needs ``params``.
+    Where a norm is 0 or that of the weights infinite, as of masks, and for arrays without a trust
+    ratio, the update is :math:`r + \lambda w`. Updates are not negated; ``update`` needs
+    ``params``.
 
     Args:
       b1: decay of the momentum, in [0, 1).

@@ -83,8 +83,8 @@ def scale_by_lars(
 
       \text{update} = \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w)
 
-    Where :math:`\|w\|` or :math:`\|g\|` is 0, and for arrays without a trust ratio, the update is
-    :math:`g + \beta w`. Updates are not negated; ``update`` needs ``params``.
+    Where a norm is 0 or that of the weights infinite, as of masks, and for arrays without a trust
+    ratio, the update is :math:`g + \beta w`. Updates are not negated; ``update`` needs ``params``.
 
     Args:
       trust_coefficient: :math:`\eta`, above 0.

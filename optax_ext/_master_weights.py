@@ -55,6 +55,8 @@ def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array
     # The difference of two narrow values is exact, unless one is far below the other's last bit. A
     # value that rounds to -0 is not rounded: 0 + -0 is 0, and only negative values round to -0.
     u = jnp.where(want == 0, new, want) - wide
+    # No finite step leaves infinity, of which the difference is NaN.
+    u = jnp.where(jnp.isinf(wide) & (wide + new == wide), 0, u)
     have = wide + u
     reached = _bits(_rounded(have, p.dtype)) == _bits(want)
     return u, jnp.where(reached, new, have)

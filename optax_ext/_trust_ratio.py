@@ -77,8 +77,9 @@ def ratio(
     w_norm: jax.Array, u_norm: jax.Array, numerator: jax.Array, denominator: jax.Array
 ) -> jax.Array:
     """Returns the quotient, and 1 where a norm is 0; ``u`` of LARS's paper is without decay."""
-    zero = (w_norm == 0) | (u_norm == 0)
-    return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
+    # Nor does an infinite norm scale: zeros times infinity are NaN.
+    none = (w_norm == 0) | (u_norm == 0) | jnp.isinf(w_norm)
+    return jnp.where(none, 1.0, numerator / jnp.where(none, 1.0, denominator))
 
 
 def check_options(weight_decay: Any, stacked: Any, **masks: Any) -> None:
@@ -116,7 +117,7 @@ def layers(
 
 
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
-    return u + rate * w if layer.decays else u
+    return _validate.decayed(u, w, rate) if layer.decays else u
 
 
 def scale(hyper: Any, layer: Layer, leaf: Leaf) -> Leaf:

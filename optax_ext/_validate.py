@@ -19,7 +19,10 @@ from optax_ext._types import Array, DType, Tree
 def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
     """Raises on the first value that is known while tracing and breaks a rule; None is no value."""
     for name, value in values.items():
-        if value is not None and not isinstance(value, jax.core.Tracer) and not holds(value):
+        if value is None or isinstance(value, jax.core.Tracer):
+            continue
+        # In NumPy: within a trace, comparisons of a known jax.Array are traced.
+        if not holds(np.asarray(value) if isinstance(value, jax.Array) else value):
             raise ValueError(f"{name} must {rule}, got {value}.")
 
 
@@ -178,7 +181,27 @@ def decayed_weights(rate: Any, weight_decay_mask: Any) -> optax.GradientTransfor
     if isinstance(rate, float | int) and rate == 0:
         nothing = optax.identity()
         return nothing if as_function is None else optax.masked(nothing, as_function)
-    return optax.add_decayed_weights(rate, as_function)
+    of_optax = optax.add_decayed_weights(rate)
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        no_params = None if params is None else ()
+        _, new = of_optax.update((), state, no_params)  # counts, and raises without parameters
+        now = value_at(rate, getattr(state, "count", None))
+        is_none = lambda x: x is None  # noqa: E731
+        out = jax.tree.map(
+            lambda u, p: u if u is None else decayed(u, p, now), updates, params, is_leaf=is_none
+        )
+        return out, new
+
+    decay = optax.GradientTransformation(of_optax.init, update)
+    return decay if as_function is None else optax.masked(decay, as_function)
+
+
+def decayed(u: jax.Array, w: jax.Array, rate: Any) -> jax.Array:
+    """Returns ``u + rate * w``, and ``u`` at a rate of 0: of infinite weights 0 times is NaN."""
+    if isinstance(rate, float | int):
+        return u + rate * w if rate else u
+    return jnp.where(rate == 0, u, u + rate * w)
 
 
 def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

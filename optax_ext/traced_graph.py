@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 
 from optax_ext import _matrix_passes, kernels
 from optax_ext._types import Tree
+from optax_ext.equations import Call, CustomDerivative, record_of, trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Graph:
         selects: bool = False,  # ``cond`` computes all branches, and selects from their results
     ):
         types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
-        closed, results = jax.make_jaxpr(fn, return_shape=True)(types)
+        closed, results = trace(fn, types)
         self.jaxpr = closed.jaxpr  # the trace
         self._portable, self._kept, self._exact, self._selects = portable, kept, exact, selects
         self.types = list(closed.in_avals)  # shape and dtype of every value
@@ -81,7 +82,7 @@ class Graph:
                 inner = eqn.params["default"]
             branch = _branch(eqn, self._portable)
             if self._exact:
-                inner, branch = (inner if eqn.primitive.name in CALLS else None), None
+                inner, branch = (inner if isinstance(record_of(eqn), Call) else None), None
             if inner is not None:
                 results = self._inline(inner, operands, scope)
             elif branch is not None:
@@ -155,24 +156,21 @@ class Graph:
 
 # Primitives that map each element by itself, and those that reduce dims.
 _ELEMENTWISE_NAMES = """
-abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp complex conj
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or population_count pow reduce_precision rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
+optimization_barrier or population_count pow real reduce_precision rem round rsqrt select_n
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+tan tanh xor
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
 
-# Primitives that only call a function: the parameter that holds its jaxpr.
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
-CALLS |= dict.fromkeys(("closed_call", "eval_jaxpr"), "call_jaxpr")  # one, by its name since 0.11
-_INLINED = CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-
 
 def called(eqn: Any) -> Any | None:
-    """Returns the jaxpr of an equation that only calls a function."""
-    return eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
+    """Returns the jaxpr of an equation that only calls a function, with its derivatives or not."""
+    record = record_of(eqn)
+    return record.body if isinstance(record, Call | CustomDerivative) else None
 
 
 def _branch(eqn: Any, portable: bool) -> Any | None:

@@ -7,6 +7,7 @@ from sharding import recovery as recovery
 from sharding import remat as remat
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
+from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.offload._transformation import offload as offload
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline
@@ -29,6 +30,6 @@ from sharding.step._precision import Precision as Precision
 from sharding.step.flax._modules import sparse_embedding as sparse_embedding
 from sharding.step.owners._by_owner import by_owner as by_owner
 
-_INTERNAL = {"collectives", "placement", "step"}  # modules
+_INTERNAL = {"collectives", "loss", "placement", "step"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

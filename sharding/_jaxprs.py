@@ -1,21 +1,13 @@
-"""The functions inside an equation of a jaxpr, and the equations inside a function."""
+"""The equations inside a jaxpr, and those of its inputs that it reads."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
 from jax.interpreters import partial_eval
 
-from optax_ext.traced_graph import Equation
-
-
-def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
-    """The functions that an equation calls, in the order of its parameters: bodies, branches."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            jaxpr: Any = getattr(item, "jaxpr", item)  # of a ClosedJaxpr
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+from optax_ext.equations import Remat, check_known, record_of
+from optax_ext.equations import inner_jaxprs as inner_jaxprs
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -25,9 +17,9 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
-def checkpointed(eqn: JaxprEqn) -> Jaxpr | None:
-    """What a ``jax.checkpoint`` runs; None of other equations."""
-    return eqn.params["jaxpr"] if eqn.primitive.name in ("checkpoint", "remat", "remat2") else None
+def is_checkpoint(eqn: Any) -> bool:
+    """Whether an equation is a ``jax.checkpoint``."""
+    return isinstance(record_of(eqn), Remat)
 
 
 def without_checkpoints(jaxpr: Any) -> Any:
@@ -40,8 +32,8 @@ def without_checkpoints(jaxpr: Any) -> Any:
     equations = []
     for eqn in inner.eqns:
         params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
-        if body := checkpointed(eqn):
-            params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(body), ())}
+        if isinstance(record := record_of(eqn), Remat):
+            params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(record.body), ())}
             eqn = eqn.replace(primitive=primitives.closed_call_p)
         equations.append(eqn.replace(params=params))
     inner = inner.replace(eqns=equations)
@@ -50,5 +42,6 @@ def without_checkpoints(jaxpr: Any) -> Any:
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:
     """For each input, whether an output depends on it."""
+    check_known(jaxpr)
     used: list[bool] = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     return used

@@ -15,12 +15,13 @@ from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
-from sharding.step._gather_params import gather, gathered
+from sharding.step._gather_params import gather, gathered, is_marking
 from sharding.step._loss import Loss, check_arguments
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
 from sharding.step._train_step import TrainStep
+from sharding.step._update_in_backward import check_alone
 from sharding.step.flax._modules import gathered_module, in_step
 from sharding.step.flax._nnx import NnxMethods
 from sharding.sync import GradientSync
@@ -68,7 +69,9 @@ class Zero(StateMethods, NnxMethods):
         (``pinned_host``), and streams it through the device in each step. ``"all"`` stores stacked
         parameters there, too, and streams both layer by layer, forward and backward: with
         ``train_step(update="backward")``; of several devices, with ``view="global"``, each streams
-        its shards. Arrays of fewer than three dims stay on the device.
+        its shards. Arrays of fewer than three dims stay on the device. ``eval_step`` and
+        ``value_and_grad``, whose gradients of stacks are there, too, load layers where a loop reads
+        them, and for any other use the full stack.
       update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
         ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
         as of a clip, are computed on the devices. TPUs refuse 8-bit state.
@@ -81,10 +84,11 @@ class Zero(StateMethods, NnxMethods):
       unsharded: regular expressions; parameters in whose paths one is found are not sharded.
       gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
         are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
-        found in the loss.
+        found in the loss. Below stage 3 nothing is gathered (see ``gathered``).
       view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
         and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
-        couple examples, any ``BatchNorm``, shardings over every mesh axis, the masks of one device.
+        couple examples, any ``BatchNorm``, shardings over every mesh axis, with one micro-batch the
+        masks of one device.
         The partitioner reduces gradients of each micro-batch, where layers, which are found in the
         loss, make them.
 
@@ -221,7 +225,8 @@ class Zero(StateMethods, NnxMethods):
             zeros.
           rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call (a pair
             needs a new one in each, a ``TrainState`` may have ``jax.random.key(0)``), folded by the
-            step and by the number of the micro-batch in the batch of all devices.
+            step and by the number of the micro-batch in the batch of all devices; with
+            ``view="global"`` by its number alone, as it has rows of every device.
             ``"per_example"``: an array of keys, one per example, the same on any number of devices.
           model_state: ``loss_fn`` takes a third argument, replicated and not differentiated
             (statistics, counters, a teacher), and returns its new value: ``(loss, new)``, or with
@@ -268,13 +273,14 @@ class Zero(StateMethods, NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        # The global view of one device, which update="backward" has there, takes either.
-        synced = sync_batch_norm and (update == "after" or self.view == "global")
-        fn = self._in_step(loss_fn, synced, model_state, rngs)
+        if update == "backward":
+            check_alone(self, snapshot)
+        zero = self._in_view(update)
+        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
         options = model_state, trainable, grad_norm, snapshot, donate, update
-        return TrainStep(self, loss, tx, *options)
+        return TrainStep(zero, loss, tx, *options)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -290,7 +296,8 @@ class Zero(StateMethods, NnxMethods):
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        return EvalStep(self, self._in_step(fn, True, model_state, all_blocks=False), model_state)
+        zero = self._in_view()
+        return EvalStep(zero, zero._in_step(fn, True, model_state, all_blocks=False), model_state)
 
     def value_and_grad(
         self,
@@ -317,9 +324,10 @@ class Zero(StateMethods, NnxMethods):
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
           new)``, with both ``(loss, (new, aux))``.
         """
-        fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
+        zero = self._in_view()
+        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
-        return ValueAndGrad(self, loss, trainable, param_specs)
+        return ValueAndGrad(zero, loss, trainable, param_specs)
 
     def check_loss(
         self,
@@ -330,12 +338,13 @@ class Zero(StateMethods, NnxMethods):
         *,
         model_state: Any = False,
         **options: Any,
-    ) -> None:
+    ) -> str:
         """Raises if a loss on this mesh is not that of one device: if it couples examples.
 
         In the device view the mean over devices is the loss of the batch only if each example has a
-        loss of its own. This runs one batch on the mesh, and on a single device, which has to hold
-        the parameters twice: check a small model, and a few rows that differ.
+        loss of its own. If its trace proves that, no numbers are computed. Otherwise this runs one
+        batch on the mesh, and on a single device, which has to hold the parameters twice: check a
+        small model, and a few rows that differ.
 
         Args:
           loss_fn: as for ``train_step``; of an nnx model as for ``nnx_train_step``.
@@ -345,18 +354,32 @@ class Zero(StateMethods, NnxMethods):
           model_state: the names of fields, as in ``train_step``, or the model state itself.
           **options: of ``value_and_grad``. The coupling of micro-batches is checked too.
 
+        Returns:
+          What the loss is by its trace: ``mean``, ``sum``, ``weighted`` (ratios of sums),
+          ``random`` (random numbers depend on the index of a row), or ``coupled``, with the
+          operation in which rows meet and its line; there, numbers decide.
+
         Raises:
           ValueError: that names what differs, by how much, and what to do. Loss, gradients and new
             model state may differ by ``sqrt(eps)`` of their norms: 1.5e-8 where all arithmetic is
             float64, 3.5e-4 with float32, 9 % with bfloat16.
         """
-        check_loss(self, loss_fn, state, batch, key, model_state, options)
+        return check_loss(self, loss_fn, state, batch, key, model_state, options)
+
+    def _in_view(self, update: str = "after") -> "Zero":
+        """Itself as a loss sees it: refs and host memory are in no ``shard_map``.
+
+        On one device, where either view is that of ``jit``, it is then the global one.
+        """
+        if update == "after" and self.offload != "all":
+            return self
+        return dataclasses.replace(self, view="global")
 
     def _in_step(
         self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True
     ) -> Callable[..., Any]:
         check_arguments(fn, "params", "batch", model_state=model_state, key=rngs)
-        if self.view == "global" and not synced:
+        if self.view == "global" and self.num_devices > 1 and not synced:
             raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
         return in_step(self, fn, synced, all_blocks)
 
@@ -373,7 +396,8 @@ class Zero(StateMethods, NnxMethods):
           ValueError: at stage 3 of ``view="device"``, if called anywhere else than in the loss.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
-        inside = self.view == "global" or set(self._layout.data_axes) <= set(manual)
+        inside = is_marking() or set(self._layout.data_axes) <= set(manual)
+        inside = inside or self.view == "global"
         if self.stage == 3 and not inside:
             named = first_names(repr(path_str(p)) for p, _ in jax.tree.leaves_with_path(tree))
             raise ValueError(

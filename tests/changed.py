@@ -22,6 +22,8 @@ PACKAGES = ("optax_ext", "sharding")
 # Further tests by the beginning of a path.
 TESTS = {
     "optax_ext/": ["tests/contract"],
+    "optax_ext/equations.py": ["tests/sharding/step"],
+    "optax_ext/user_line.py": ["tests/sharding/step/test_gathered_layers.py"],
     "sharding/__init__.py": ["tests/sharding/test_zero.py"],
     "sharding/__main__.py": ["tests/sharding/cli"],
     "sharding/_jaxprs.py": ["tests/sharding/step"],

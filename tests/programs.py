@@ -11,7 +11,7 @@ the record also judges a library whose files have moved.
 
 The words of a name say what a program is: "stage 3, came, replicas, zen, micro". New names go into
 the lists in programs.json; those of accelerators have the optimizer shapes whose bytes an element
-differ. Compilers for TPUs and GPUs: ``pip install 'optax-ext[aot]'``.
+differ. Compilers for TPUs and GPUs: ``pip install '.[aot]'``.
 
 Of v5e, whose programs compile for minutes, those of optimizers and five of training are recorded.
 Its compiler refuses "stage 1, adamw 8 bits, explicit, offload".

@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -198,7 +199,9 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     for by in (signal.SIGINT, signal.SIGTERM):
         output = stopped(tmp_path, text, stop=last + 4, by=by)
         assert f"Resuming from the checkpoint at step {last}." in output
-        assert "To resume: python" in output
+        # That python, which has what the script imports, in one line to be copied.
+        command = shlex.join([sys.executable, "train_lm.py", *arguments(text)])
+        assert f"To resume: {command}\n" in output
         last += 4
         assert rows(tmp_path)[-1]["step"] == last == checkpoints(tmp_path)[-1]
     assert f"Resuming from the checkpoint at step {last}." in succeed(tmp_path, text)

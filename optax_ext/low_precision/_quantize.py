@@ -174,18 +174,25 @@ class _Scaled:
         if not self.expand:
             return (largest,)
         least = self.blocks.reduce(jnp.min, jnp.where(size > 0, size, jnp.inf), jnp.inf)
-        # Sixteenths of the power that stretches the block to the normal range of E4M3.
-        octaves = jnp.log2(largest) - jnp.log2(jnp.minimum(least, largest))
+        # Sixteenths of the power that stretches the block to the normal range of E4M3. Logarithms
+        # are of finite numbers: the difference of two infinite ones is NaN.
+        high = jnp.where(largest > 0, jnp.minimum(largest, jnp.finfo(x.dtype).max), 1)
+        octaves = jnp.log2(high) - jnp.log2(jnp.minimum(least, high))
         power = jnp.floor(16 * math.log2(448**2 / 2) / jnp.maximum(octaves, 1e-6))
         return largest, jnp.clip(jnp.where(largest > 0, power, 16), 1, 255).astype(jnp.uint8)
 
     def normalize(self, x: jax.Array, scale: tuple[jax.Array, ...]) -> jax.Array:
         """Returns an array relative to its scales; 0 where they are 0."""
+        # Where a scale is infinite, infinite elements are divided by a finite number: they become
+        # the largest level, with their sign.
+        limits = jnp.finfo(self.dtype)
         if self.rank1:
-            least = self.largest(scale)
+            least = self.largest(tuple(jnp.minimum(s, limits.max) for s in scale))
             return x / jnp.where(least > 0, least, 1)
-        known = jnp.abs(scale[0]) >= jnp.finfo(self.dtype).tiny
+        known = jnp.abs(scale[0]) >= limits.tiny
         inverse = jnp.where(known, 1 / jnp.where(known, scale[0], 1), 0)
+        least = jnp.clip(scale[0], -limits.tiny, limits.tiny)
+        inverse = jnp.where(jnp.isinf(scale[0]), least, inverse)
         return jnp.clip(x * self.blocks.repeat(inverse), -1, 1)
 
     def largest(self, scale: tuple[jax.Array, ...]) -> jax.Array:
@@ -270,9 +277,11 @@ def codes_of(
         level = jnp.where(positive, jnp.maximum(level, 1), level)
     # Integers of at most 16 bits: of 2^23 + level in float32 the lower bits are the level. One is
     # added and subtracted again, as an integer: where the lowest byte of a float is stored, ptxas
-    # of CUDA 13 stores that number converted to a byte, here always 255.
+    # of CUDA 13 stores that number converted to a byte, here always 255. No more bits than a code
+    # has: those of NaN would change the other code of a byte.
+    num_bits = fmt.bits + (8 if rounding == "compensated" else 0)
     bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + (2.0**23 + 1), jnp.uint32)
-    level, rest = (bits - 1) & 0xFFFF, None
+    level, rest = (bits - 1) & (2**num_bits - 1), None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
     codes = level.astype(jnp.uint8)

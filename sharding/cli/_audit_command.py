@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
-from sharding.cli._model_activations import note_on, planned_loss
+from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
@@ -30,6 +30,9 @@ _OF_MODELS = (
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
     *("update_in_backward", "offload", "update_on_host"),
 )
+
+
+_STORED = "layers store their input alone: plan and search time what stores more, where it fits"
 
 
 class _Step(NamedTuple):
@@ -159,6 +162,7 @@ def _row(
     if plan:
         plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))
     figures |= {"at_least": found.seconds, "wire": found.wire_bytes}
+    figures |= {"seconds": found.predicted.to_dict()} if found.predicted else {}
     figures |= {"tokens": found.tokens or None, "program": found.to_dict()}
     row = entry(name, found.by_part, plan, **figures)
     if options.remat is not None:
@@ -234,18 +238,24 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
 
     loss: Callable[..., Any] = model.make_loss(layer)
     if options.remat is not None:
-        loss = planned = planned_loss(options, setup, plan, plan.requested)
-        print(note_on(planned), file=sys.stderr)
-        plan = dataclasses.replace(setup, activations=planned.peak).plan(zero)
+        planned, about = planned_loss(options, setup, plan, plan.requested)
+        loss = planned
+        print(about, file=sys.stderr)
+        found: Any = {"activations": planned.peak, "extra_time": planned.extra_time}
+        setup = dataclasses.replace(setup, **found)
+        plan = setup.plan(zero)
     step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=setup.update)
     expected = plan.stage(plan.requested)
     is_planned = expected.activations is not None
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
-    return audit(
+    found = audit(
         step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
         mesh=zero.mesh,
         device=setup.device,
         expected_wire=expected.wire,
         expected_memory=expected.peak if is_planned else None,
+        predicted=setup.seconds(setup.parallel_plan(zero)) if setup.timed else None,
         tokens=plan.tokens,
     )
+    stored = [_STORED] * (setup.recompute and options.remat is None)
+    return dataclasses.replace(found, notes=(*found.notes, *stored))

@@ -36,7 +36,8 @@ examples:
   {prog} audit --step my_project.train:lowered --target v5e:4x4
   {prog} search --model llama2-13b --optimizer came --target h100x64 --batch 4M-tokens
 
-targets to plan and to compile for (audit; needs pip install 'optax-ext[aot]' but for CPUs):
+targets to plan and to compile for (audit; all but CPUs need
+pip install '.[aot]' in a checkout):
 {compiled}
 targets to plan only:
 {planned}
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "" in (value if isinstance(value, list) else [value]):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is empty: give it a value, or leave it out.")
+        # Nothing runs on accelerators: where their compilers are installed and they are not there,
+        # jax would look for them for 20 seconds, and print a traceback.
+        jax.config.update("jax_platforms", "cpu")
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -16,12 +16,12 @@ import optax_ext
 from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
-from sharding.cli._model_activations import note_on, planned_loss
+from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json, save
 from sharding.plan._format import show, size, with_article
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
-from sharding.plan.cost._stage_plan import variants_of
+from sharding.plan.cost._parallel_plan import ParallelPlan, cells
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._estimate_pipeline import estimate_pipeline
 from sharding.plan.search._traced_model import TracedModel
@@ -34,14 +34,13 @@ def run_plan(options: Namespace) -> int:
     _reject(options, _ONLY_HERE, "needs --pipeline")
     options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
-    plan = setup.compared_stages(options.state)
+    plan, shared = setup.compared_stages(options.state)
     planned = None
     if options.remat is not None:
-        jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested
-        planned = planned_loss(options, setup, plan, stage)
+        planned, about = planned_loss(options, setup, plan, stage)
         setup = dataclasses.replace(setup, activations=planned.peak, extra_time=planned.extra_time)
-        plan = setup.compared_stages(options.state)
+        plan, shared = setup.compared_stages(options.state)
 
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
@@ -54,10 +53,14 @@ def run_plan(options: Namespace) -> int:
         notes.append(f"What leaves a host or slice is not counted: it needs an axis, as in {axes}.")
     if target.groups > 1 and setup.device and not setup.device.network:
         notes.append("warning: the speed between hosts is not known: give --network GB/S.")
+    if setup.is_number and "layers" in setup.params:
+        layers, width, _ = setup.params["layers"]["up"].shape
+        shape = f"a decoder of {layers} layers of width {width:,}"
+        notes.append(f"A number is planned as {shape}, without temporaries, as by the ZeRO paper.")
     if planned:
-        notes.append(note_on(planned))
+        notes.append(about)
     elif activations_counted(plan.stages):
-        notes.append("Layers store their input only, and are computed again; --remat plans more.")
+        notes.append(_about_layers(shared if plan.predicted else {}))
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
     if plan.recommended and not re.search("adamw?$", options.optimizer):
@@ -70,9 +73,9 @@ def run_plan(options: Namespace) -> int:
     plan = dataclasses.replace(plan, notes=tuple(notes), requested="")
     if options.json:
         figures = plan.to_dict()
-        for row, zero in zip(figures["plans"], variants_of(setup.zero).values(), strict=True):
-            shared = setup.parallel_plan(zero, options.state)
-            row["plan"] = dataclasses.asdict(shared) | {"recompute": None if planned else "full"}
+        for row in figures["plans"]:
+            row["plan"] = dataclasses.asdict(shared[row["name"]])
+            row["plan"] |= {"recompute": None} if planned else {}
         asked = {"sequences": setup.sequences * setup.zero.num_devices, "length": setup.length}
         print_json(options, figures, params=setup.params, **asked)
     else:
@@ -80,6 +83,20 @@ def run_plan(options: Namespace) -> int:
     if options.plot:
         save(plot_plans, {"": plan}, options.plot)
     return 2 if plan.fits is False else 0
+
+
+def _about_layers(shared: dict[str, ParallelPlan]) -> str:
+    """What the layers of each timed stage store."""
+    if not shared:
+        return "Layers store their input only, and are computed again; --remat plans more."
+    stages = dict[str, list[str]]()
+    for name, plan in shared.items():
+        stages.setdefault(cells(plan)[-1], []).append(name)
+    stored = "; ".join(f"{what} at {', '.join(names)}" for what, names in stages.items())
+    return (
+        f"Layers store what is fastest of what fits, as search chooses: {stored}. Sequences, at "
+        "most, are those of layers that store their input; --remat plans more."
+    )
 
 
 def _about_times(setup: opts.Setup) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
+from sharding.plan.search._plan_space import SEARCHED, allows
 from sharding.plan.search._search import check_dtype, costs_of, machine_of
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step._precision import Precision
@@ -44,6 +45,7 @@ class Setup:
     device: DeviceKind | None  # its figures, where they are known
     costs: PlanCosts | None  # of the model on the target, where its layers and figures are known
     timed: bool  # whether a search times steps of the ``Zero``
+    is_number: bool  # whether the parameters are those of a decoder, of which a number is known
     batch: int  # sequences of one device in a micro-batch
     microbatches: int  # the number of micro-batches
     length: int  # tokens of a sequence; 0 where that is unknown
@@ -59,6 +61,13 @@ class Setup:
         return optax_ext.master_weights(self.optimizer) if self.master else self.optimizer
 
     @property
+    def gathered_once(self) -> str | None:
+        """That of ``estimate``; of a number where its layers have updates of their own."""
+        if self.is_number and self.update == "backward":
+            return Decoder.gathered_once
+        return self.model.gathered_once if self.model else None
+
+    @property
     def sequences(self) -> int:
         return self.batch * self.microbatches
 
@@ -67,18 +76,24 @@ class Setup:
         zero: Zero,
         tx: optax.GradientTransformation | None = None,
         state_format: str | None = None,
-        predicted: dict[str, StepSeconds] | None = None,
+        fastest: Mapping[str, ParallelPlan] | None = None,
     ) -> Plan:
-        """The plan of a ``Zero``, with another transformation or a format of its state."""
+        """The plan of a ``Zero``, with another transformation or a format of its state.
+
+        ``fastest`` are the steps of its stages, where these are timed.
+        """
+        fastest = fastest or {}
         tokens = float(self.sequences * self.length)
         batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
         flops = 6.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(self.params)) * tokens
-        activations: Activations | float | None = self.activations
+        activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
             shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
             batch = self.costs.batch(shared)
             flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
-        if activations is None:
+        if self.costs and activations is None and fastest:
+            activations = {name: self.costs.activations(fastest[name]) for name in fastest}
+        elif activations is None:
             activations = self._estimated(self.batch)
         return estimate(
             *(self.params, tx or self.tx, zero),
@@ -86,33 +101,50 @@ class Setup:
             batch=batch,
             state_format=state_format,
             device=self.device,
-            gathered_once=self.model.gathered_once if self.model else None,
+            gathered_once=self.gathered_once,
+            temporaries=not self.is_number,
             update=self.update,
             tokens=tokens * zero.num_devices,
             flops=flops,
-            predicted=predicted,
+            predicted={name: self.seconds(fastest[name]) for name in fastest},
             activations=activations,
         )
 
-    def compared_stages(self, state_format: str | None) -> Plan:
-        """The plan of all stages, with predicted times and the sequences that fit."""
-        predicted = self._predicted(state_format)
-        plan = self.plan(self.zero, state_format=state_format, predicted=predicted)
-        return dataclasses.replace(plan, most_sequences=self._most_sequences(plan.stages))
+    def compared_stages(self, state_format: str | None) -> tuple[Plan, dict[str, ParallelPlan]]:
+        """The plan of all stages, with predicted times and the sequences that fit.
 
-    def _predicted(self, state_format: str | None) -> dict[str, StepSeconds]:
-        """What a step takes at each stage, as ``search`` has it; empty where nothing is timed."""
-        found, costs = dict[str, StepSeconds](), self.costs
-        if not costs or not self.timed:
-            return found
-        for name, zero in variants_of(self.zero).items():
-            plan = self.parallel_plan(zero, state_format)
-            if self.activations is not None:  # what is computed again is in ``extra_time``
-                plan = dataclasses.replace(plan, recompute="none")
-            passes = costs.passes(plan)
-            passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
-            found[name] = costs.seconds(plan, passes)
-        return found
+        And how the step of each stage is shared: layers store what is fastest, as ``search`` has
+        it, of what fits.
+        """
+        variants = variants_of(self.zero)
+        shared = {name: self.parallel_plan(variants[name], state_format) for name in variants}
+        plan = self.plan(self.zero, state_format=state_format)
+        if self.costs and self.timed:
+            shared = {stage.name: self._fastest(shared[stage.name], stage) for stage in plan.stages}
+            plan = self.plan(self.zero, state_format=state_format, fastest=shared)
+        return dataclasses.replace(plan, most_sequences=self._most_sequences(plan.stages)), shared
+
+    def _fastest(self, plan: ParallelPlan, held: StagePlan) -> ParallelPlan:
+        """The plan of a stage with the form of recomputation that is fastest of those that fit."""
+        costs, device, model = self.costs, self.device, self.model
+        if not costs or not device or not model or self.activations is not None:
+            return plan
+        usable, fitting = (1 - HEADROOM) * device.memory, []
+        for recompute in costs.forms(SEARCHED):
+            form = dataclasses.replace(plan, recompute=recompute)
+            peak = held.with_activations(costs.activations(form)).peak
+            if peak <= usable and allows(form, model, form.stage, form.update_in_backward):
+                fitting.append(form)
+        return min(fitting, key=lambda form: self.seconds(form).seconds, default=plan)
+
+    def seconds(self, plan: ParallelPlan) -> StepSeconds:
+        """What a step takes, as ``search`` has it; with what ``--remat`` computes again."""
+        assert self.costs is not None
+        if self.activations is not None:  # what is computed again is in ``extra_time``
+            plan = dataclasses.replace(plan, recompute="none")
+        passes = self.costs.passes(plan)
+        passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
+        return self.costs.seconds(plan, passes)
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""
@@ -206,6 +238,7 @@ def setup_of(options: Namespace) -> Setup:
         device=device,
         costs=costs,
         timed=_is_timed(options, zero, model),
+        is_number=model is None and ":" not in options.model,
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
@@ -261,8 +294,7 @@ def target_of(options: Namespace) -> targets.Target:
 
 
 def compile_on_cpu(target: targets.Target) -> None:
-    """Compiles on this machine's CPUs, of which a target of CPUs has as many as it names."""
-    jax.config.update("jax_platforms", "cpu")
+    """Makes as many CPU devices of this machine as a target of CPUs names."""
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
 

@@ -229,8 +229,9 @@ def quantize(
     num_levels = 2 ** (bits - 1) - 1
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
     blocks = x.reshape(x.shape[0], -1, block_size)  # (rows, blocks, block_size)
-    # One scale per block: its largest magnitude is num_levels steps.
-    scales = jnp.abs(blocks).max(-1).astype(jnp.float32)
+    # One scale per block: its largest magnitude is num_levels steps. NaN counts as infinite, since
+    # maxima on CPUs may ignore it: the scale makes a block that is not finite NaN.
+    scales = jnp.where(jnp.isnan(blocks), jnp.inf, jnp.abs(blocks)).max(-1).astype(jnp.float32)
     scales *= np.float32(1 / num_levels)  # as XLA divides by a constant
     steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
     if key is None:

@@ -47,6 +47,23 @@ def host_sharding(sharding: Any) -> Any:
     return moved
 
 
+def copy_to(layout: Any, tree: Tree, shardings: Tree) -> Any:
+    """As ``Layout.copy``; what is moved to host memory does not pass through a program."""
+    leaves, treedef = jax.tree.flatten(tree)
+    targets = treedef.flatten_up_to(shardings)
+    hosted = [to.memory_kind == MEMORY_KIND for to in targets]
+    if not any(hosted) or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return layout.copy(tree, shardings)
+    others = [(x, to) for x, to, host in zip(leaves, targets, hosted, strict=True) if not host]
+    copied = iter(layout.copy([x for x, _ in others], [to for _, to in others]))
+
+    def copy(x: Array, to: Any) -> Any:
+        return jax.device_put(jax.device_put(x, to), to, may_alias=False)
+
+    pairs = zip(leaves, targets, hosted, strict=True)
+    return treedef.unflatten(copy(x, to) if host else next(copied) for x, to, host in pairs)
+
+
 # --- Stacks of layers there, as refs that the layers of a loop read and write ---------------------
 
 

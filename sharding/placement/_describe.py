@@ -68,6 +68,9 @@ class Description:
     batch_rows: str = ""  #: the rows of a batch that this process gives; empty where it gives all
     gather_group: int = 0  #: bytes of the parameters that are gathered at once after an update
     view: str = "device"  #: of the batch in a loss, see ``Zero``
+    gathered_blocks: tuple[str, ...] = ()  #: layers that gather their own parameters at stage 3
+    #: names in Flax metadata that are no axes of the mesh: they shard nothing
+    absent_axes: tuple[str, ...] = ()
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -101,6 +104,14 @@ class Description:
         if self.stage in (1, 2) and self.bytes_per_device["params"] > self.gather_group:
             group = f"groups of {self.gather_group:,} bytes"
             lines.append(f"updated parameters are gathered in {group}, larger arrays alone")
+        if self.gathered_blocks and self.stage < 3:
+            lines.append(
+                f"gathered_blocks={self.gathered_blocks}: nothing is gathered below stage 3; at "
+                "stages 1 and 2 the backward pass reduces gradients of these layers one by one"
+            )
+        if self.absent_axes:
+            names = first_names(map(repr, self.absent_axes))
+            lines.append(f"metadata names {names}, which the mesh lacks: they shard nothing")
         return "\n".join([*lines, *_reason_lines(params), *_group_lines(params, self)])
 
     def table(self) -> str:

@@ -317,11 +317,14 @@ class Layout:
         return jax.tree.map(place, state)
 
     def copy(self, tree: Tree, shardings: Tree) -> Tree:
-        """Moves arrays to the mesh, into memory of their own.
+        """Moves arrays to the mesh, into memory of their own; types get the shardings.
 
         ``device_put`` may share memory with what it got. A step that gets both and donates one
         would end the process.
         """
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+            placed = jax.tree.broadcast(shardings, tree)
+            return jax.tree.map(lambda x, to: x.update(sharding=to), tree, placed)
         moved = jax.device_put(tree, shardings)
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
 

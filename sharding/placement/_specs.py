@@ -34,15 +34,15 @@ def _spec_in(mesh: AnyMesh, key_path: KeyPath, box: Any) -> PartitionSpec:
     """The spec in a box, whose logical names the rules in the context turn into mesh axes.
 
     As Flax does it, a name without a rule, or with one that says None, is replicated; so is an
-    array without a box.
+    array without a box. Axes that the mesh lacks, such as those of a model's own mesh, shard
+    nothing (``absent_axes``).
     """
     if not _is_box(box):
         return PartitionSpec()
-    if not hasattr(box, "get_partition_spec"):  # of nnx
-        return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
-    names, linen = box.get_partition_spec(), sys.modules.get("flax.linen")
-    if linen is None or not isinstance(box, linen.LogicallyPartitioned):
-        return names
+    names = _names_in(box)
+    if not _is_logical(box):
+        return PartitionSpec(*entries_of(names, mesh.axis_names))
+    linen: Any = sys.modules["flax.linen"]
     rules = [(name, axes) for name, axes in (*(box.rules or ()), *linen.get_logical_axis_rules())]
     path = path_str(key_path)
     if not rules:
@@ -64,6 +64,25 @@ def _spec_in(mesh: AnyMesh, key_path: KeyPath, box: Any) -> PartitionSpec:
                     "the rule, such as to None for replicated, or pass param_specs."
                 )
     return linen.logical_to_mesh_axes(tuple(names), rules)
+
+
+def _is_logical(box: Any) -> bool:
+    linen = sys.modules.get("flax.linen")
+    return linen is not None and isinstance(box, linen.LogicallyPartitioned)
+
+
+def _names_in(box: Any) -> PartitionSpec:
+    if hasattr(box, "get_partition_spec"):
+        return box.get_partition_spec()
+    return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
+
+
+def absent_axes(mesh: AnyMesh, tree: Tree) -> list[str]:
+    """The mesh axes in Flax metadata that the mesh lacks: they shard nothing."""
+    boxes = filter(_is_box, jax.tree.leaves(tree, is_leaf=_is_box))
+    specs = [_names_in(box) for box in boxes if not _is_logical(box)]
+    names = dict.fromkeys(name for spec in specs for entry in spec for name in axes_of(entry))
+    return [name for name in names if name not in mesh.axis_names]
 
 
 def path_str(path: KeyPath) -> str:
@@ -180,7 +199,10 @@ def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Array, spec: PartitionSpec) 
             if named.count(axis) > 1:
                 raise ValueError(f"{which} names axis {axis!r} twice.")
             if axis not in mesh.axis_names:
-                raise ValueError(f"{which}: axis {axis!r} is not in the mesh {mesh.axis_names}.")
+                raise ValueError(
+                    f"{which}: axis {axis!r} is not in the mesh {mesh.axis_names}: name "
+                    "axes of the mesh in param_specs, or PartitionSpec() for replicated."
+                )
         size = num_shards(mesh, PartitionSpec(entry))
         if shape[dim] % size:
             raise ValueError(f"{which}: dim {dim} of shape {shape} does not divide by {size}.")
@@ -188,8 +210,13 @@ def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Array, spec: PartitionSpec) 
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     """A spec without the axes that are not among ``axes``."""
+    return trim(entries_of(spec, axes))
+
+
+def entries_of(spec: Iterable[Any], axes: Collection[str]) -> list[Any]:
+    """The entries of a spec, without the axes that are not among ``axes``."""
     kept = (tuple(name for name in axes_of(entry) if name in axes) for entry in spec)
-    return trim([entry_of(names) for names in kept])
+    return [entry_of(names) for names in kept]
 
 
 def of_last_dims(entries: Sequence[Any], ndim: int) -> PartitionSpec:

@@ -13,6 +13,7 @@ from sharding._types import Array, OptState, Tree
 
 def parts(state: Tree, tx: Any) -> tuple[Any, Any, optax.GradientTransformation]:
     """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
+    check_tx(tx)
     if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
         if tx is not None and tx is not state.tx:
             raise ValueError(
@@ -27,6 +28,14 @@ def parts(state: Tree, tx: Any) -> tuple[Any, Any, optax.GradientTransformation]
             )
         return state[0], state[1], tx
     raise _not_a_train_state(state)
+
+
+def check_tx(tx: Any) -> None:
+    """Raises unless an argument ``tx`` is None or a transformation."""
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise ValueError(
+            f"tx must be an optax.GradientTransformation, such as optax.adamw(1e-3), got {tx!r}."
+        )
 
 
 def _is_pair(state: Tree) -> bool:

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+from optax_ext.equations import UnknownOperationError
+
 # To show tables and pictures.
-NEED = "pip install 'optax-ext[cli]'"
+NEED = "pip install '.[cli]' in a checkout (docs: start/install)"
 
 
 class Table(NamedTuple):
@@ -147,11 +149,17 @@ def users_code(failed: str) -> Iterator[None]:
     """Raises an error of a user's code in one line, after these words."""
     try:
         yield
+    except UnknownOperationError:
+        raise
     except Exception as error:
-        reason = next(iter(str(error).splitlines()), "").rstrip(".")
-        if not isinstance(error, ImportError | AttributeError):
-            reason = f"{type(error).__name__}: {reason}"
-        raise ValueError(f"{failed}: {reason}.") from error
+        raise ValueError(f"{failed}: {reason_of(error)}.") from error
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error, after the name of its class, where users may know that."""
+    reason = next(iter(str(error).splitlines()), "").rstrip(".")
+    kinds = [kind.__name__ for kind in type(error).__mro__ if not kind.__name__.startswith("_")]
+    return reason if isinstance(error, ImportError | AttributeError) else f"{kinds[0]}: {reason}"
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext.equations import name_of
 from optax_ext.traced_graph import Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
@@ -120,7 +121,7 @@ class JointGraph:
         return any(self.graph.reads[v] for v in eqn.results)
 
     def _behind_moves(self, v: int) -> int:
-        while v in self._maker and self._maker[v].primitive.name in MOVES:
+        while v in self._maker and name_of(self._maker[v]) in MOVES:
             v = self._maker[v].operands[0]
         return v
 
@@ -188,7 +189,7 @@ class JointGraph:
             if not (is_light(eqn) or eqn.primitive.name == "gather"):
                 # What is computed for it is in memory.
                 given = {v for v in eqn.operands if v in made}
-                given = {v for v in given if made[v].primitive.name not in MOVES}
+                given = {v for v in given if name_of(made[v]) not in MOVES}
                 inside += num_bytes([graph.types[v] for v in given])
         eqn = self._equations[last]
         values = self._values(eqn)

@@ -15,13 +15,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.equations import Name, Scan, name_of, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._traced_types import traced_type
 from sharding._user_line import line_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import is_light, work_of, work_of_equation
-from sharding.step._layer_hooks import scan_sizes
 
 INPUT = "block_input"  # the name that is given to what a layer gets
 _FORMS, _SEGMENTED = 18, 3  # choices of all loops, and of those with segments
@@ -75,13 +75,12 @@ class Loop:
     operation and the line where it is written; a number follows a name that others have, too.
     """
 
-    def __init__(self, eqn: Equation, kind: DeviceKind | None, offload: Offload = False):
-        self._kind, self._reverse = kind, eqn.params["reverse"]
-        num_consts, num_carry = scan_sizes(eqn.params)
-        self._ends = num_consts, num_consts + num_carry
-        self.length = n = int(eqn.params["length"])
+    def __init__(self, scan: Scan, kind: DeviceKind | None, offload: Offload = False):
+        self._kind, self._reverse = kind, scan.options["reverse"]
+        self._ends = scan.num_consts, scan.num_consts + scan.num_carry
+        self.length = n = int(scan.options["length"])
         self.inner = max(i for i in range(1, math.isqrt(n) + 1) if n % i == 0)  # of a segment
-        run, types = jaxpr_as_fun(eqn.params["jaxpr"]), eqn.params["jaxpr"].in_avals
+        run, types = jaxpr_as_fun(scan.body), scan.body.in_avals
         self._types, self._offload = [*map(traced_type, types)], offload
         deferred = [False] * len(types)
         self._layer = Graph(lambda args: run(*args), self._types, deferred, exact=True)
@@ -229,12 +228,13 @@ class Loop:
 
 def place_of(eqn: Equation) -> str:
     """The operation and the user's line."""
-    return f"{eqn.primitive.name} {line_of(eqn.source_info).rpartition('/')[2]}"
+    return f"{name_of(eqn)} {line_of(eqn.source_info).rpartition('/')[2]}"
 
 
 def _name_of(eqn: Equation) -> str:
     """What ``checkpoint_name`` gives; empty for other operations."""
-    return eqn.params["name"] if eqn.primitive.name == "name" else ""
+    record = record_of(eqn)
+    return record.name if isinstance(record, Name) else ""
 
 
 def _both(one: Sequence[Any], other: Sequence[Any]) -> LoopForm:

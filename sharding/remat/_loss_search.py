@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.equations import Scan, name_of, record_of, trace
 from optax_ext.traced_graph import Graph, bind
-from sharding._jaxprs import all_equations, checkpointed, without_checkpoints
+from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
 from sharding._traced_types import traced_type
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
@@ -52,11 +53,11 @@ def check_pure(graph: Graph) -> None:
         if any(hasattr(graph.types[v], "inner_aval") for v in eqn.operands + eqn.results)
     )
     words = "callback", "print"
-    calls = (e for e in all_equations(graph.jaxpr) if any(w in e.primitive.name for w in words))
+    calls = (e for e in all_equations(graph.jaxpr) if any(w in name_of(e) for w in words))
     for eqns, what in ((with_refs, "refs"), (calls, "callbacks and prints")):
         for eqn in eqns:
             raise ValueError(
-                f"what {eqn.primitive.name} does, at {line_of(eqn.source_info)}, would be done "
+                f"what {name_of(eqn)} does, at {line_of(eqn.source_info)}, would be done "
                 f"again: a loss with {what} is not planned."
             )
     if graph.jaxpr.effects:
@@ -95,9 +96,9 @@ class PlannableLoss:
         def call(inputs: list[Any]) -> Any:
             return self.loss_fn(*jax.tree.unflatten(self._treedef, inputs))
 
-        closed, results = jax.make_jaxpr(call, return_shape=True)(self.inputs)
+        closed, results = trace(call, self.inputs)
         self.out_treedef: Any = jax.tree.structure(results)
-        self.checkpoints = sum(checkpointed(eqn) is not None for eqn in all_equations(closed.jaxpr))
+        self.checkpoints = sum(map(is_checkpoint, all_equations(closed.jaxpr)))
         # What these would store is up to the plan.
         run = jaxpr_as_fun(without_checkpoints(closed)) if self.checkpoints else None
         self._call = (lambda inputs: run(*inputs)) if run else call
@@ -141,8 +142,12 @@ class PlannableLoss:
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
         needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
-        scans = [eqn for eqn in needed if eqn.primitive.name == "scan"]
-        self._loops = {e.results: Loop(e, kind, offload) for e in scans if e.params["length"] > 1}
+        scans = {eqn.results: record_of(eqn) for eqn in needed}
+        self._loops = {
+            results: Loop(scan, kind, offload)
+            for results, scan in scans.items()
+            if isinstance(scan, Scan) and scan.options["length"] > 1
+        }
         return list(self._loops.values())
 
     def fn(self, inputs: list[Any], loops: LoopForm = _AS_IT_IS) -> list[Any]:
@@ -175,7 +180,7 @@ def _name(path: Any) -> str:
 
 
 def _collectives(jaxpr: Any) -> set[str]:
-    names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
+    names = {name_of(eqn) for eqn in all_equations(jaxpr)}
     return {name for name in names if name.startswith(_COLLECTIVES)}
 
 

@@ -8,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
+from sharding.loss._row_states import Rows, Shared, State
+from sharding.loss._rows import LossRows, rows_of_loss
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
+from sharding.step._rng import microbatch_key
 from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(
     zero: Any, loss_fn: Any, state: Tree, batch: Batch, key: Any, model_state: Tree, options: Any
-) -> None:
+) -> str:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     if is_module(state):
         loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
@@ -32,6 +36,11 @@ def check_loss(
             "check_loss got rngs=True, with which one device draws other numbers than several. "
             "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
         )
+    zero.value_and_grad(loss_fn, **options)  # which checks them
+    proven = _proven(loss_fn, inputs, options)
+    said = str(proven or "not known")
+    if proven is not None and _is_exact(proven, options):
+        return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)
     sharded = dataclasses.replace(zero, sync=None, precision=precision)
@@ -57,28 +66,72 @@ def check_loss(
     with jax.default_matmul_precision("highest"):
         own = on_one(inputs)
         found, expected = run(sharded, inputs), reference(*own)
-        traced = jax.make_jaxpr(reference)(*own)
+        traced, _ = trace(reference, *own)
     dtypes = {str(v.aval.dtype) for eqn in all_equations(traced.jaxpr) for v in eqn.outvars}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
     eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)
     differing: list[str] = []
     for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
         differing += _differing(name, tree, like, eps)
-    if not differing:
-        return
+    if differing:
+        raise ValueError(_how_it_differs(zero, differing, said))
+    return said
+
+
+def _how_it_differs(zero: Any, differing: list[str], said: str) -> str:
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
-    raise ValueError(
+    return (
         f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
-        f"{', '.join(differing[:6])}{more}. Each device, and each micro-batch, computes the loss "
-        "of its own rows, and the mean of these is another where examples are coupled: by a sum or "
-        "a masked mean, a contrastive loss, statistics of the batch. Return (sum, weight) with "
-        "weighted=True, or make Zero with view='global' and omit microbatches, or in the device "
-        f"view use jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, jax.lax."
-        f"pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch norm "
-        "(docs: how_to/coupled_losses)."
+        f"{', '.join(differing[:6])}{more}. By its trace the loss is {said}. Each device, and each "
+        "micro-batch, computes the loss of its own rows, and the mean of these is another where "
+        "examples are coupled: by a sum or a masked mean, a contrastive loss, statistics of the "
+        "batch. Return (sum, weight) with weighted=True, or make Zero with view='global' and omit "
+        f"microbatches, or in the device view use jax.lax.all_gather(x, {axis}, tiled=True) for "
+        f"the rows of all devices, jax.lax.pmean(x, {axis}) for their mean, "
+        f"sharding.batch_moments(x, {axis}) in a batch norm (docs: how_to/coupled_losses)."
     )
+
+
+def _proven(loss_fn: Any, inputs: Any, options: Any) -> LossRows | None:
+    """What the loss does with rows by its trace; None if it can be traced in a step alone."""
+    params, batch, key, model_state = inputs
+    keys = microbatch_key(options.get("rngs", False), key, 0, batch)
+    more = [(model_state, False)] * options["model_state"] + [(keys, True)] * (keys is not None)
+    args, has_rows = zip((params, False), (batch, True), *more, strict=True)
+    try:
+        return rows_of_loss(loss_fn, args, has_rows)
+    except Exception:  # it uses axes of the mesh, or what a step gives it: numbers will tell
+        return None
+
+
+def _is_exact(proven: LossRows, options: Any) -> bool:
+    """Whether the mean over devices and micro-batches is proven to be what one device computes."""
+    count = 2 if options.get("weighted") else 1
+    loss, aux = proven.results[:count], proven.results[count:]
+    types = [proven.graph.types[value] for value in proven.graph.outputs[:count]]
+    is_floating = jnp.issubdtype(types[0].dtype, jnp.floating)
+    is_loss = is_floating and [aval.shape for aval in types] == [()] * count
+    if options["model_state"] or not is_loss or (aux and not options["has_aux"]):
+        return False
+    if not all(_is_apart(v) or _is_joined(v) for v in aux):
+        return False
+    # Sums and weights are added before they are divided: all grow alike with the number of rows.
+    alike = [all(_is_apart(v, (power,)) for v in loss) for power in (0, 1)]
+    return proven.word == "mean" if count == 1 else any(alike)
+
+
+def _is_apart(v: Any, powers: tuple[int, ...] = (0,)) -> bool:
+    """Whether a value is shared, or a mean over rows, or of another of these powers."""
+    is_sum = isinstance(v, Rows) and v.is_sum and not (v.random or v.ratios)
+    return (is_sum or isinstance(v, Shared)) and v.power in powers
+
+
+def _is_joined(v: State) -> bool:
+    """Whether a value has rows in its first dim, as the results of devices are joined."""
+    is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
+    return is_apart and isinstance(v, Rows) and v.place[:2] + v.place[3:] == ((0,), 1, 1)
 
 
 def _one_shard(zero: Any) -> Mesh:

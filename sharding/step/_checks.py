@@ -8,23 +8,33 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding._types import Array, Tree
-from sharding.placement._specs import KeyPath, explicit_axes, path_str
+from sharding.placement._specs import AnyMesh, KeyPath, explicit_axes, path_str
 from sharding.sync import GradientSync
+
+
+def has_placement(tree: Tree, shardings: Tree) -> bool:
+    """Whether the real arrays of a tree have these shardings; None for any."""
+    return shardings is None or all(jax.tree.leaves(jax.tree.map(_fits, tree, shardings)))
+
+
+def _fits(leaf: Array, want: NamedSharding) -> bool:
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return True
+    have = getattr(leaf, "sharding", None)
+    fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
+    return fits and not _explicit(have) > _explicit(want)
 
 
 def check_placed(tree: Tree, shardings: Tree) -> None:
     """Raises if a real array has another placement than a step requires."""
 
     def check(path: KeyPath, leaf: Array, want: NamedSharding) -> None:
-        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-            return
-        have = getattr(leaf, "sharding", None)
-        fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
-        if not fits or _explicit(have) > _explicit(want):
+        if not _fits(leaf, want):
             raise ValueError(
                 f"{path_str(path)!r} has the placement "
-                f"{have if have is not None else type(leaf).__name__}; the step requires "
-                f"{want.spec} on the mesh {dict(want.mesh.shape)}. Make the state with zero.init, "
+                f"{getattr(leaf, 'sharding', type(leaf).__name__)}; the step requires "
+                f"{want.spec} in {want.memory_kind} memory on the mesh {dict(want.mesh.shape)}: "
+                "offload= of Zero says which memory has what. Make the state with zero.init, "
                 "or place it with jax.device_put(state, zero.shardings(state)), parameters alone "
                 "with zero.place(params)."
             )
@@ -160,13 +170,39 @@ def _memory_of(x: jax.Array) -> int:
 def check_not_streamed(zero: Any) -> None:
     if zero.offload == "all":
         raise ValueError(
-            "offload='all' leaves stacked parameters in host memory, which nothing else takes than "
-            "train_step(update='backward'), which streams them. Use offload='optimizer'; for an "
-            "evaluation zero.full_params(state) and a Zero without offload (docs: how_to/offload)."
+            "offload='all' leaves stacked parameters in host memory, and of what updates them "
+            "nothing else takes these than train_step(update='backward'), which streams them. Make "
+            "the step with update='backward', or Zero with offload='optimizer' (docs: "
+            "how_to/offload)."
+        )
+
+
+def check_whole_number(name: str, value: Any, least: int) -> None:
+    is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_number:
+        raise ValueError(f"{name} must be a whole number, got {value!r}.")
+    if value < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{name} must {rule}, got {value}.")
+
+
+def check_makes(name: str, make: Any, of_existing: str) -> None:
+    """Raises unless ``make`` is a function, rather than what it should make."""
+    arrays = [x for x in jax.tree.leaves(make) if isinstance(x, jax.Array | np.ndarray)]
+    if not callable(make) or (arrays and not isinstance(make, jax.tree_util.Partial)):
+        raise ValueError(
+            f"zero.{name} takes a function, by which each device makes its shard, and its "
+            f"arguments; got a {type(make).__name__}. Call zero.{name}(make, ...), not "
+            f"zero.{name}(make(...)); {of_existing} (docs: start/your_script)."
         )
 
 
 def check_options(zero: Any) -> None:
+    if not isinstance(zero.mesh, AnyMesh):
+        raise ValueError(
+            f"Zero takes a mesh, got {zero.mesh!r}. Make one of all devices by "
+            "jax.make_mesh((jax.device_count(),), ('data',)) (docs: how_to/mesh)."
+        )
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
     if not zero._layout.axes:
@@ -206,9 +242,11 @@ def check_options(zero: Any) -> None:
         )
     if zero.view not in ("device", "global"):
         raise ValueError(f"view must be 'device' or 'global', got {zero.view!r}.")
-    if zero.view == "global" and (zero.sync is not None or zero.precision.gather is not None):
+    whole = "view='global'" if zero.view == "global" else "offload='all'"
+    in_global_view = zero.view == "global" or zero.offload == "all"
+    if in_global_view and (zero.sync is not None or zero.precision.gather is not None):
         raise ValueError(
-            "view='global' leaves the reduction of gradients and the gathers to the compiler: "
+            f"{whole} leaves the reduction of gradients and the gathers to the compiler: "
             "sync= and Precision(gather=...) need view='device', where each device has gradients "
             "of its own (docs: understand/views)."
         )
@@ -220,5 +258,4 @@ def check_options(zero: Any) -> None:
             f"parameters for the loss; at stage {zero.stage} they are replicated between steps."
         )
     for name in ("min_shard_size", "offload_min_size"):
-        if getattr(zero, name) < 0:
-            raise ValueError(f"{name} must not be negative, got {getattr(zero, name)}.")
+        check_whole_number(name, getattr(zero, name), 0)

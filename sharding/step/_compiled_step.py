@@ -29,18 +29,20 @@ class CompiledStep:
     ``signature``. Rows must divide by ``microbatches`` times the devices.
     """
 
-    donates = updates_in_backward = False  # ``donates``: the state
+    donates = False  # the state
     snapshot: PeerCheckpoints | None = None  # the store whose snapshots the function copies
 
     def __init__(self, zero: Any, microbatches: int = 1):
-        if not self.updates_in_backward:
-            _checks.check_not_streamed(zero)
         self.zero, self.microbatches = zero, microbatches
-        self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
+        # By signature: the only cache of compiled steps, and the shardings that each requires.
+        self._programs: dict[Any, tuple[Any, Tree]] = {}
         self._known: KnownState | None = None
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
-        """A jitted function of ``(selected, batch, key, model_state)`` for these placements."""
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
+        """A jitted function of ``(selected, batch, key, model_state)`` for these placements.
+
+        And the shardings that it requires of ``selected``; None for any.
+        """
         raise NotImplementedError
 
     def select(self, state: Tree) -> Any:
@@ -72,6 +74,10 @@ class CompiledStep:
                 others = {"batch": batch, "key": key, "model_state": model_state}
                 _checks.check_apart(selected, others, buffers=program not in self._programs)
             args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
+            _, required = self._programs.get(program, (None, None))
+            if not known and not _checks.has_placement(selected, required):
+                # The same shapes in another placement: this raises, or compiles for that one.
+                self._programs[program] = self.compile(selected, batch, copies)
             run = self._program(program, selected, batch, copies)
             if not known:
                 self._remember(selected, signature)
@@ -79,10 +85,7 @@ class CompiledStep:
                 result = run(*args)
             except ValueError:
                 _checks.check_replicated(model_state)
-                # The same shapes in another placement: this raises, or compiles for that one.
-                run = self.compile(selected, batch, copies)
-                result = run(*args)
-                self._programs[program] = run
+                raise
             if copies is not None:
                 result, replicas = result
                 copies.started(replicas)
@@ -130,7 +133,7 @@ class CompiledStep:
     def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         if key not in self._programs:
             self._programs[key] = self.compile(selected, batch, copies)
-        return self._programs[key]
+        return self._programs[key][0]
 
 
 def _placed_types(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

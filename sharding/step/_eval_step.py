@@ -18,6 +18,7 @@ from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, Loss, call_loss
+from sharding.step._placed_state import param_shardings
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
 
@@ -32,19 +33,18 @@ class EvalStep(CompiledStep):
     def select(self, state: Tree) -> Any:
         return params_of(state), model_state_of(state, self.model_state)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         params, fields = selected
         layout = self.zero._layout
         placed = layout.place(params)
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
-        shardings = layout.shardings(placed.params), replicated
+        shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
         spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
-        return jax.jit(
-            on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings),
-            in_shardings=(shardings, layout.batch_shardings(batch), None, layout.replicated),
-        )
+        ins = shardings, layout.batch_shardings(batch), None, layout.replicated
+        run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
+        return jax.jit(run, in_shardings=ins), shardings
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -104,10 +104,10 @@ class ValueAndGrad(CompiledStep):
     def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
         """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
-            return self.compile(selected, batch, copies)
+            return self.compile(selected, batch, copies)[0]
         return super()._program(key, selected, batch, copies)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         layout, sync = self.zero._layout, self.zero.sync
         placed = layout.place(selected, self.param_specs)
         if sync and sync_state_types(layout, sync, selected, placed) is not None:
@@ -117,7 +117,7 @@ class ValueAndGrad(CompiledStep):
             )
         trained = resolve_trainable(selected, self.trainable)
         spec = StepSpec(layout, self.zero.precision, placed, trained, sync)
-        shardings = layout.shardings(placed.shards)
+        shardings = param_shardings(self.zero, selected, placed.shards)
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
             own, given = spec._replace(layout=layout), Inputs(*inputs)
@@ -131,4 +131,4 @@ class ValueAndGrad(CompiledStep):
 
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
-        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
+        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs), None

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
-from sharding.offload._host_memory import on_host
+from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
-from sharding.step._layer_hooks import HookedLoss
+from sharding.step._host_stacks import StreamedLoss
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
@@ -39,6 +40,7 @@ class _Leaf(NamedTuple):
     dtype: Any  # in which the loss gets it
     reduce_dtype: Any
     trained: bool
+    hosted: bool  # whether it is in host memory, as its gradient then is
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
@@ -57,7 +59,8 @@ class GlobalLoss:
         for x, held, shard, trained in zip(leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
             of_array = self.layout.other_spec(held), shard, x.ndim, dtype
-            self.leaves.append(_Leaf(held, *of_array, spec.precision.of_sum(dtype), trained))
+            of_grad = spec.precision.of_sum(dtype), trained
+            self.leaves.append(_Leaf(held, *of_array, *of_grad, on_host(x)))
 
     @property
     def trained(self) -> list[_Leaf]:
@@ -75,11 +78,23 @@ class GlobalLoss:
             for x, leaf in zip(params, self.leaves, strict=True)
         ]
 
+    def held(self, params: list[jax.Array]) -> list[jax.Array]:
+        """As ``cast``, but what is in host memory, which the loss loads where it uses it."""
+        cast = self.cast(params)
+        return [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
+
     def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
         leaf = self.leaves[number]
         zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
         return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
+
+    def sum_of(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """``tap`` of a whole parameter; of a stack in host memory it is there, too."""
+        if not self.leaves[number].hosted:
+            return self.tap(number, shape, dtype)
+        layer = self.tap(number, shape[1:], dtype)
+        return lax.scan(lambda *_: (None, jax.device_put(layer, HOST)), None, length=shape[0])[1]
 
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
@@ -88,7 +103,7 @@ class GlobalLoss:
 
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
-        held = self.cast(params)
+        held = self.held(params)
         if not self._typed:
             try:
                 return self._run(held, taps, *args)
@@ -106,11 +121,15 @@ class GlobalLoss:
     def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
-            closed, results = jax.make_jaxpr(self.fn, return_shape=True)(params, *args)
-        run = HookedLoss(closed, self.layout.recomputes, self._fetch, self._tap)
+            closed, results = trace(self.fn, params, *args)
+        # Of what is in host memory the backward pass stores nothing on the devices either.
+        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
+        recomputes = self.layout.recomputes or hosted
+        run = StreamedLoss(closed, recomputes, self._fetch, self._tap)
         given = iter(taps)
         every = [
-            next(given) if leaf.trained else x for leaf, x in zip(self.leaves, held, strict=True)
+            run.streamed(i, next(given)) if leaf.trained else x
+            for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True))
         ]
         outs = run(held, every, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(results), outs)
@@ -121,10 +140,12 @@ class GlobalLoss:
         if self._typed:
             mesh = jax.sharding.get_abstract_mesh()
             sharding = NamedSharding(mesh, only_axes(leaf.used, axes))
-        return jax.ShapeDtypeStruct(held.shape, held.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
 
     def _fetch(self, number: int, held: jax.Array) -> jax.Array:
         leaf = self.leaves[number]
+        if on_host(held):
+            held = jax.device_put(held, DEVICE).astype(leaf.dtype)
         if self.layout.stage < 3 or leaf.held == leaf.used:
             return held
         with jax.named_scope("gather"):
@@ -137,7 +158,8 @@ class GlobalLoss:
         if not leaf.trained:
             return lax.stop_gradient(full)
         used, shard = leaf.of_slice(leaf.used, full.ndim), leaf.of_slice(leaf.shard, full.ndim)
-        return _tapped(_Reduced(self.layout, used, shard, leaf.reduce_dtype), full, tap)
+        how = _Reduced(self.layout, used, shard, leaf.reduce_dtype, on_host(tap))
+        return _tapped(how, full, tap)
 
 
 class _Reduced(NamedTuple):
@@ -147,6 +169,7 @@ class _Reduced(NamedTuple):
     used: P  # the spec of the parameter
     shard: P
     dtype: Any
+    hosted: bool  # whether it is moved to host memory
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,7 +180,7 @@ def _tapped(how: _Reduced, full: jax.Array, tap: jax.Array) -> jax.Array:
 
 
 def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    layout, used, shard, dtype = how
+    layout, used, shard, dtype, hosted = how
     grad = grad.astype(dtype)
     with jax.named_scope("reduce_scatter"):
         # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends 9 / 7
@@ -165,7 +188,8 @@ def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
         # all-reduce on more of them.
         if layout.is_one_host_of_tpus:
             grad = _typed_or_constrained(layout, grad, used)
-        return None, _typed_or_constrained(layout, grad, shard)
+        grad = _typed_or_constrained(layout, grad, shard)
+    return None, jax.device_put(grad, HOST) if hosted else grad
 
 
 _tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
@@ -223,12 +247,12 @@ def global_gradients(
             divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
             return total * inverse_weight(divisor), (weight, divisor, new, aux)
 
-        taps = [run.tap(i, leaves[i].shape) for i in trained]
+        taps = [run.sum_of(i, leaves[i].shape) for i in trained]
         with jax.named_scope("loss_and_grad"):
             (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
         weight, divisor, model_state, aux = more
         if divides_first:
-            grads = [to_sum_dtype(g) * to_sum_dtype(divisor) for g in grads]
+            grads = [_by_layer(lambda g: to_sum_dtype(g) * to_sum_dtype(divisor), g) for g in grads]
         total = to_sum_dtype(total) * to_sum_dtype(divisor)
         return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
 
@@ -236,16 +260,16 @@ def global_gradients(
         model_state, (sums, aux) = microbatch(inputs.model_state, each)
     else:
         of_sums = spec.precision.of_accumulator
-        sums_of = [run.tap(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
+        sums_of = [run.sum_of(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
 
         def step(carry: Any, numbered: Any) -> Any:
             before, model_state = carry
             model_state, (sums, aux) = microbatch(model_state, numbered)
             # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
             sums = lax.optimization_barrier(sums)
-            added = [a + g.astype(a.dtype) for a, g in zip(before, sums.grads, strict=True)]
             added = [
-                layout.constrain(g, leaf.shard) for g, leaf in zip(added, run.trained, strict=True)
+                _by_layer(functools.partial(_add_as_shard, layout, leaf), a, g)
+                for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
             ]
             return (added, model_state), (sums._replace(grads=[]), aux)
 
@@ -255,13 +279,29 @@ def global_gradients(
 
     scale, metrics = mean_metrics(loss, sums.loss, sums.weight, aux)
     in_order = iter(sums.grads)
-    grads = [
-        (next(in_order) * scale).astype(spec.precision.of_result(x.dtype))
-        if leaf.trained
-        else jnp.zeros_like(x)
-        for x, leaf in zip(leaves, run.leaves, strict=True)
-    ]
+    grads = []
+    for x, leaf in zip(leaves, run.leaves, strict=True):
+        dtype = spec.precision.of_result(x.dtype)
+        scaled = lambda g, dtype=dtype: (g * scale).astype(dtype)  # noqa: E731
+        zeros = functools.partial(jnp.zeros_like, dtype=x.dtype)
+        grads.append(_by_layer(scaled, next(in_order)) if leaf.trained else _by_layer(zeros, x))
     return run.treedef.unflatten(grads), metrics, model_state
+
+
+def _add_as_shard(layout: Layout, leaf: _Leaf, total: jax.Array, grad: jax.Array) -> jax.Array:
+    shard = leaf.of_slice(leaf.shard, total.ndim)
+    return layout.constrain(total + grad.astype(total.dtype), shard)
+
+
+def _by_layer(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
+    """A function of each element; of stacks in host memory it loads a layer at a time."""
+    if not on_host(stacks[0]):
+        return fn(*stacks)
+
+    def one(_: None, layers: Any) -> tuple[None, jax.Array]:
+        return None, jax.device_put(fn(*jax.device_put(layers, DEVICE)), HOST)
+
+    return lax.scan(one, None, stacks)[1]
 
 
 def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any, devices: int = 1) -> Any:

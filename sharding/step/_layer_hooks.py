@@ -4,6 +4,7 @@ The layers are found: what ``gather`` marks, else the bodies of scans over stack
 other parameter passes through the hook where it is first used.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from optax_ext.equations import Call, Name, Remat, Scan, record_of
 from optax_ext.traced_graph import bind_equation
 from sharding._jaxprs import inner_jaxprs
 from sharding.step._gather_params import CALL, MARK
 
-CALLS = ("jit", "pjit", "closed_call")
-_CHECKPOINTS = ("checkpoint", "remat", "remat2")
 # Operations on one array that only move or cast its elements.
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
@@ -102,19 +102,18 @@ class HookedLoss:
             return views
         if name == "optimization_barrier":
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
-        if _is_cast(eqn) and not operands[0].moves:  # less is fetched, often
+        if is_cast(eqn) and not operands[0].moves:  # less is fetched, often
             return _with_held(operands, bind_equation(eqn, list(map(_held_array, operands))))
         if name in MOVES and len(operands) == 1:
             return [operands[0]._replace(moves=(*operands[0].moves, eqn))]
-        if name in CALLS:
-            inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-            return self._run(inner.jaxpr, inner.consts, operands, in_loop)
-        if name in _CHECKPOINTS:
-            options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
-            again = lambda args: self._run(eqn.params["jaxpr"], (), args)  # noqa: E731
-            return self._checkpoint(again, operands, **options)
-        if name == "scan":
-            return self._scan(eqn, operands)
+        record = record_of(eqn)
+        if isinstance(record, Call):
+            return self._run(record.body.jaxpr, record.body.consts, operands, in_loop)
+        if isinstance(record, Remat):
+            again = functools.partial(self._run, record.body, ())
+            return self._checkpoint(again, operands, **record.options)
+        if isinstance(record, Scan):
+            return self._scan(record, self._has_mark(eqn), operands)
         if self._is_mark(eqn):
             return list(map(self._full, map(_in_layer, operands)))
         use = lambda args: bind_equation(eqn, list(map(self._full, args)))  # noqa: E731
@@ -146,12 +145,11 @@ class HookedLoss:
             list(map(_held_array, operands)), _taps_of(operands)
         )
 
-    def _scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
+    def _scan(self, scan: Scan, has_mark: bool, operands: list[Any]) -> list[Any]:
         """A loop, whose body gets slices of parameters through the hook."""
-        options, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = scan_sizes(options)
+        body, num_consts, num_carry = scan.body, scan.num_consts, scan.num_carry
         consts, rest = operands[:num_consts], operands[num_consts:]
-        if not self._has_mark(eqn):  # fetched before the loop, for all its runs
+        if not has_mark:  # fetched before the loop, for all its runs
             consts = list(map(self._full, consts))
         consts = [x._replace(repeats=True) if isinstance(x, HookedParam) else x for x in consts]
         carry = list(map(self._full, rest[:num_carry]))
@@ -166,8 +164,8 @@ class HookedLoss:
             out = list(map(self._full, out))
             return out[:num_carry], out[num_carry:]
 
-        kept = {key: options[key] for key in ("length", "reverse", "unroll")}
-        carry, outs = jax.lax.scan(step, carry, (list(map(_held_array, xs)), _taps_of(xs)), **kept)
+        slices = list(map(_held_array, xs)), _taps_of(xs)
+        carry, outs = jax.lax.scan(step, carry, slices, **scan.options)
         return [*carry, *outs]
 
     def _has_mark(self, eqn: Any) -> bool:
@@ -175,7 +173,7 @@ class HookedLoss:
         return self._is_mark(eqn) or any(map(self._contains_mark, inner_jaxprs(eqn)))
 
     def _is_mark(self, eqn: Any) -> bool:
-        return eqn.primitive.name == "name" and eqn.params["name"] == MARK
+        return record_of(eqn) == Name(MARK)
 
     def _contains_mark(self, jaxpr: Any) -> bool:
         if id(jaxpr) not in self._marks:
@@ -183,7 +181,7 @@ class HookedLoss:
         return self._marks[id(jaxpr)]
 
 
-def _is_cast(eqn: Any) -> bool:
+def is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
@@ -208,11 +206,3 @@ def _with_held(operands: list[Any], values: Any, taps: Any = None) -> list[Any]:
         x._replace(held=y, tap=next(given), fetched={}) if isinstance(x, HookedParam) else y
         for x, y in zip(operands, values, strict=True)
     ]
-
-
-def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
-    """The numbers of constants and of carried values of a scan's equation."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, *_ = params["ft_in"].unpack()  # since jax 0.11
-    return len(list(consts)), len(list(carry))

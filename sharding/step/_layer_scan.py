@@ -4,6 +4,7 @@ A layer of such a loop reads its parameters by its index, and hands their gradie
 the loop runs backward. All micro-batches of a layer run before the next layer does.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Container
 from typing import Any, NamedTuple
@@ -11,11 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
+from sharding.loss._derivatives import Differentiated, bits, carried_derivatives
+from sharding.loss._effects import Run, call
 from sharding.offload._host_memory import HostStack, scan_streamed
-from sharding.step._layer_hooks import scan_sizes
+from sharding.offload._layer_rules import UNSLICED, bind_to_layer, operand_dims
+
+_KINDS = (jnp.floating, jnp.complexfloating)
 
 # Of the number of a loop and the index of a layer: its parameters, by number. And of their
 # gradients, too: what to stack.
@@ -59,12 +64,40 @@ class Microbatches(NamedTuple):
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
 
 
+class View(NamedTuple):
+    """A parameter as a loss reads it."""
+
+    param: int  # its number
+    casts: tuple[Equation, ...] = ()  # to other floats, before it is gathered
+    # What changes each layer of it by itself, after that: equations, and their constant operands.
+    changes: tuple[tuple[Equation, tuple[Any, ...]], ...] = ()
+
+    def cast(self, x: jax.Array) -> jax.Array:
+        for eqn in self.casts:
+            (x,) = bind(eqn, [x])
+        return x
+
+    def of_layer(self, x: jax.Array) -> jax.Array:
+        """What is read of one layer."""
+        return self.change(self.cast(x))
+
+    def change(self, x: jax.Array) -> jax.Array:
+        if not self.changes:
+            return x
+        x = x[None]
+        for eqn, constants in self.changes:
+            operands = [x if constant is None else constant for constant in constants]
+            (x,) = bind_to_layer(eqn, 0, operands, None)
+        return x[0]
+
+
 class LayerScan(NamedTuple):
     """A loop over stacked parameters. Operands and results are numbered by position."""
 
     number: int
     eqn: Equation
-    own: dict[int, tuple[int, list[Equation]]]  # operands that layers read: parameters, and casts
+    scan: Scan  # the equation's record
+    own: dict[int, View]  # operands that layers read
     frozen: dict[int, int]  # operands that it slices, and that are untrained parameters
     streamed: tuple[HostStack, ...] = ()  # what layers read, and in the backward pass write
     # Of a loss in pieces: how layers get parameters, and the operands that micro-batches have one
@@ -75,11 +108,11 @@ class LayerScan(NamedTuple):
 
     @property
     def params(self) -> list[int]:
-        return [i for i, _ in self.own.values()]
+        return [view.param for view in self.own.values()]
 
     def of(self, params: Container[int]) -> "LayerScan":
         """With these parameters; it gets others as they are."""
-        return self._replace(own={k: x for k, x in self.own.items() if x[0] in params})
+        return self._replace(own={k: x for k, x in self.own.items() if x.param in params})
 
     @property
     def others(self) -> dict[int, int]:
@@ -88,8 +121,7 @@ class LayerScan(NamedTuple):
 
     @property
     def carried(self) -> range:
-        num_consts, num_carry = scan_sizes(self.eqn.params)
-        return range(num_consts, num_consts + num_carry)
+        return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
     def layer(
         self,
@@ -97,13 +129,15 @@ class LayerScan(NamedTuple):
         held: dict[int, jax.Array],
         taps: dict[int, jax.Array],
         operands: dict[int, Any],
+        run: Run,
     ) -> list[Any]:
-        own = {
-            k: use(i, cast_by(casts, held[i]), taps.get(i)) for k, (i, casts) in self.own.items()
-        }
+        own = {}
+        for k, view in self.own.items():
+            used = use(view.param, view.cast(held[view.param]), taps.get(view.param))
+            own[k] = view.change(used)
         frozen = {k: use(i, operands[k]) for k, i in self.frozen.items()}
         args = operands | frozen | own
-        return list(jaxpr_as_fun(self.eqn.params["jaxpr"])(*(args[k] for k in sorted(args))))
+        return call(self.scan.body, [args[k] for k in sorted(args)], run)
 
     def forward(
         self, operands: dict[int, Any], microbatches: Microbatches
@@ -113,10 +147,10 @@ class LayerScan(NamedTuple):
 
         def step(carry: dict[int, Any], layer: jax.Array) -> tuple[dict[int, Any], Any]:
             held = self.read(self.number, layer)
-            same, own = self._of_layer(layer, operands, microbatches)
+            same, own = self.of_layer(layer, operands, microbatches)
 
             def one(each: Any) -> Any:
-                out = self.layer(self.loss.use, held, {}, same | each)
+                out = self.layer(self.loss.use, held, {}, same | each, Run.FIRST)
                 return dict(zip(carried, out, strict=False)), out[len(carried) :]
 
             after, outs = microbatches.each(one, own | carry)
@@ -130,7 +164,7 @@ class LayerScan(NamedTuple):
         outs = [jnp.moveaxis(x, 0, microbatches.dims) for x in outs]
         return [*carry.values(), *outs], entered
 
-    def _of_layer(
+    def of_layer(
         self, layer: jax.Array, operands: dict[int, Any], microbatches: Microbatches
     ) -> tuple[dict[int, Any], dict[int, Any]]:
         """What a layer gets, but for what is carried: the same, and one each of micro-batches."""
@@ -144,89 +178,112 @@ class LayerScan(NamedTuple):
         return args, own
 
     def _scan(self, step: Any, carry: Any, backward: bool) -> Any:
-        options = self.eqn.params
+        options = self.scan.options
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
         layers = jnp.arange(options["length"])
         return scan_streamed(self.streamed, step, carry, layers, writes=backward, **order)
 
-    def backward(
-        self,
-        take: Take,
-        operands: dict[int, Any],
-        entered: dict[int, Any],
-        cotangents: dict[int, Any],
-        wanted: set[int],
-        microbatches: Microbatches,
-    ) -> tuple[dict[int, Any], Any]:
-        """Cotangents of operands, and what ``take`` returns for each layer, stacked.
-
-        Args:
-          take: takes the gradients of a layer.
-          operands: of the loop, those of ``carried`` perhaps absent.
-          entered: what ``forward`` stacked.
-          cotangents: of those results on which the loss depends.
-          wanted: the operands whose cotangents are to be returned, beside those that are carried.
-          microbatches: how many.
-        """
-        carried, dim, stacked = self.carried, microbatches.dims, self.stacked
-        entered_dim = dim * microbatches.in_turn
-        inner = {k for k, x in entered.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-        consts = {k: x for k, x in operands.items() if k < carried.start}
-        shared = operands.keys() - stacked
-        of_outs = {j: x for j, x in cotangents.items() if j >= len(carried)}
-        chosen = [*(k - carried.start for k in sorted(inner)), *of_outs]
-
-        def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
-            after, sums = carry
-            held = self.read(self.number, layer)
-            taps = {i: self.loss.tap(i, x.shape) for i, x in held.items()}
-            same, each = self._of_layer(layer, operands, microbatches)
-            each |= {k: _at(layer, x, entered_dim) for k, x in entered.items()}
-            later = {j: _at(layer, x, dim) for j, x in of_outs.items()}
-
-            def one(each: Any) -> tuple[Any, Any]:
-                each, after, later = each
-                args = same | each
-
-                def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
-                    outs = self.layer(self.loss.use, held, taps, args | given)
-                    return [outs[j] for j in chosen]
-
-                given = {k: args[k] for k in sorted(wanted | inner)}
-                _, vjp = jax.vjp(run, taps, given)
-                grads, given = vjp([*after.values(), *later.values()])
-                return (grads, {k: g for k, g in given.items() if k in shared}), {
-                    k: g for k, g in given.items() if k not in shared
-                }
-
-            dtype = microbatches.sum_dtype
-            zeros = (
-                {i: self.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
-                {k: microbatches.zeros(x) for k, x in same.items() if k in wanted},
-            )
-            (grads, given), own = microbatches.run(one, (each, after, later), zeros)
-            given |= own
-            sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
-            after = {k: given[k] for k in after}
-            return (after, sums), (
-                take(self.number, layer, grads),
-                {k: given[k] for k in wanted - consts.keys()},
-            )
-
-        after = {
-            k: cotangents[k - carried.start]
-            if k - carried.start in cotangents
-            else jnp.zeros_like(lax.index_in_dim(entered[k], 0, entered_dim, keepdims=False))
-            for k in sorted(inner)
-        }
-        sums = {
-            k: jnp.zeros_like(x) if k in stacked else microbatches.zeros(x)
-            for k, x in consts.items()
-            if k in wanted
-        }
-        (after, sums), (taken, slices) = self._scan(step, (after, sums), backward=True)
-        slices = {k: jnp.moveaxis(x, 0, dim * (k in stacked)) for k, x in slices.items()}
+    def backward(self, at: "LoopCotangents", take: Take) -> tuple[dict[int, Any], Any]:
+        """Cotangents of operands, and what ``take`` returns for each layer, stacked."""
+        (after, sums), (taken, slices) = self._scan(
+            lambda carry, layer: at.of_layer(take, carry, layer), at.start(), backward=True
+        )
+        dims = {k: at.microbatches.dims * (k in self.stacked) for k in slices}
+        slices = {k: jnp.moveaxis(x, 0, dims[k]) for k, x in slices.items()}
         return after | sums | slices, taken
+
+
+class LoopCotangents(NamedTuple):
+    """Cotangents of a loop's operands, layer by layer from the last to the first.
+
+    A layer is computed again from what entered it. Cotangents of what is carried are handed to the
+    layer before it, those of constants summed over layers, those of slices stacked.
+    """
+
+    loop: LayerScan
+    operands: dict[int, Any]  # of the loop, those of ``carried`` perhaps absent
+    entered: dict[int, Any]  # what ``forward`` stacked
+    cotangents: dict[int, Any]  # of those results on which the loss depends
+    wanted: set[int]  # the operands whose cotangents are returned, beside those that are carried
+    carried: list[int]  # the operands that are, and are differentiated
+    microbatches: Microbatches
+    how: Run  # layers run again
+
+    @classmethod
+    def of(
+        cls, loop: LayerScan, *given: Any, by: set[int], microbatches: Microbatches, how: Run
+    ) -> "LoopCotangents":
+        """``by``: the operands by which there is a derivative, beside those that layers read."""
+        operands, entered, cotangents, wanted = given
+        jaxpr, of_layers = loop.scan.body.jaxpr, by | loop.own.keys()
+        carried = carried_derivatives(jaxpr, loop.carried, of_layers, cotangents)
+        return cls(loop, operands, entered, cotangents, wanted, sorted(carried), microbatches, how)
+
+    @property
+    def _stacked_results(self) -> dict[int, Any]:
+        """Cotangents of results that the loop stacks, by their numbers."""
+        return {j: x for j, x in self.cotangents.items() if j >= len(self.loop.carried)}
+
+    @property
+    def _entered_dim(self) -> int:
+        return self.microbatches.dims * self.microbatches.in_turn
+
+    def start(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """Cotangents of what the last layer carries on, and the sums for constants: zeros."""
+        first, after = self.loop.carried.start, {}
+        for k in self.carried:
+            if k - first in self.cotangents:
+                after[k] = self.cotangents[k - first]
+            else:
+                x = lax.index_in_dim(self.entered[k], 0, self._entered_dim, keepdims=False)
+                after[k] = jnp.zeros_like(x)
+        consts = {k: x for k, x in self.operands.items() if k < first and k in self.wanted}
+        of_each = self.loop.stacked
+        return after, {
+            k: jnp.zeros_like(x) if k in of_each else self.microbatches.zeros(x)
+            for k, x in consts.items()
+        }
+
+    def of_layer(self, take: Take, carry: Any, layer: jax.Array) -> tuple[Any, Any]:
+        """A step of the loop: all micro-batches of a layer, whose gradients ``take`` gets."""
+        loop, microbatches, (after, sums) = self.loop, self.microbatches, carry
+        held = loop.read(loop.number, layer)
+        same, each = loop.of_layer(layer, self.operands, microbatches)
+        each |= {k: _at(layer, x, self._entered_dim) for k, x in self.entered.items()}
+        later = {j: _at(layer, x, microbatches.dims) for j, x in self._stacked_results.items()}
+        dtype = microbatches.sum_dtype
+        zeros = (
+            {i: loop.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+            {k: microbatches.zeros(x) for k, x in same.items() if k in self.wanted},
+        )
+        taps = {i: loop.loss.tap(i, x.shape) for i, x in held.items()}
+        one = functools.partial(self._of_microbatch, held, taps, same)
+        (grads, given), own = microbatches.run(one, (each, after, later), zeros)
+        given |= own
+        sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
+        slices = {k: given[k] for k in self.wanted if k >= loop.carried.stop}
+        return ({k: given[k] for k in after}, sums), (take(loop.number, layer, grads), slices)
+
+    def _of_microbatch(
+        self, held: dict[int, Any], taps: dict[int, Any], same: dict[int, Any], each: Any
+    ) -> tuple[Any, Any]:
+        """What is summed over micro-batches: gradients, cotangents of ``same``; and the others."""
+        loop, (own, after, later) = self.loop, each
+        args = same | own
+        first = loop.carried.start
+        chosen = [*(k - first for k in self.carried), *self._stacked_results]
+
+        def run(taps: dict[int, Any], given: dict[int, Any]) -> list[Any]:
+            outs = loop.layer(loop.loss.use, held, taps, args | given, self.how)
+            return [outs[j] for j in chosen]
+
+        given = {k: args[k] for k in sorted(self.wanted.union(self.carried))}
+        _, vjp = jax.vjp(run, taps, given)
+        grads, found = vjp([*after.values(), *later.values()])
+        shared = self.operands.keys() - loop.stacked
+        return (grads, {k: x for k, x in found.items() if k in shared}), {
+            k: x for k, x in found.items() if k not in shared
+        }
 
 
 def _at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
@@ -236,45 +293,59 @@ def _at(layer: jax.Array, x: jax.Array, dim: int) -> jax.Array:
 def find_loops(graph: Graph, trained: list[bool]) -> list[LayerScan]:
     """The loops of an exact graph, whose first inputs are parameters, over stacks of layers.
 
-    They slice trained parameters, cast or not, which nothing else uses.
+    They slice trained parameters, cast or not, by which the first output has no other derivative.
     """
     equations = graph.needed(graph.outputs, graph.constants)[0]
-    views = cast_params(graph, len(trained))
-    uses = Counter(
-        views[v][0]
-        for values in (graph.outputs, *(e.operands for e in equations if not _is_float_cast(e)))
-        for v in values
-        if v in views
-    )
+    views = _layer_views(graph, len(trained))
+    differentiated = Differentiated.of(graph, bits(i for i, x in enumerate(trained) if x)).values
+    reads = [e for e in equations if differentiated.intersection(e.results) - views.keys()]
+    read_views = (v for eqn in reads for v in eqn.operands if v in views)
+    uses = Counter(views[v].param for v in read_views)
     loops: list[LayerScan] = []
-    for eqn in equations:
-        if eqn.primitive.name == "scan" and eqn.params["length"]:
-            first = sum(scan_sizes(eqn.params))
+    for eqn in reads:
+        scan = record_of(eqn)
+        if isinstance(scan, Scan) and scan.options["length"]:
+            first = scan.num_consts + scan.num_carry
             found = {k: views[v] for k, v in enumerate(eqn.operands) if k >= first and v in views}
-            own = {k: (i, casts) for k, (i, casts) in found.items() if trained[i] and uses[i] == 1}
+            own = {k: x for k, x in found.items() if trained[x.param] and uses[x.param] == 1}
+            rest = {k: x for k, x in found.items() if not trained[x.param] and not x.changes}
             if own:
-                frozen = {k: i for k, (i, _) in found.items() if not trained[i]}
-                loops.append(LayerScan(len(loops), eqn, own, frozen))
+                frozen = {k: x.param for k, x in rest.items()}
+                loops.append(LayerScan(len(loops), eqn, scan, own, frozen))
     return loops
 
 
-def cast_params(graph: Graph, num_params: int) -> dict[int, tuple[int, list[Equation]]]:
-    """Values of a graph that are parameters, its first inputs, cast or not; by which casts."""
-    views: dict[int, tuple[int, list[Equation]]] = {i: (i, []) for i in range(num_params)}
+def cast_params(graph: Graph, num_params: int) -> dict[int, View]:
+    """Values of a graph that are parameters, its first inputs, cast or not."""
+    views = {i: View(i) for i in range(num_params)}
     for eqn in graph.equations:
-        if _is_float_cast(eqn) and eqn.operands[0] in views:
-            number, casts = views[eqn.operands[0]]
-            views[eqn.results[0]] = number, [*casts, eqn]
+        if _is_float_cast(graph, eqn) and eqn.operands[0] in views:
+            view = views[eqn.operands[0]]
+            views[eqn.results[0]] = view._replace(casts=(*view.casts, eqn))
     return views
 
 
-def cast_by(casts: list[Equation], x: jax.Array) -> jax.Array:
-    for eqn in casts:
-        (x,) = bind(eqn, [x])
-    return x
+def _layer_views(graph: Graph, num_params: int) -> dict[int, View]:
+    """Those, and others that operations make of each layer of a parameter by itself."""
+    views = cast_params(graph, num_params)
+    for eqn in graph.equations:
+        changed = [k for k, v in enumerate(eqn.operands) if v in views]
+        others = [v for v in eqn.operands if v not in views]
+        if len(changed) != 1 or len(eqn.results) != 1 or eqn.results[0] in views:
+            continue
+        dims = operand_dims(graph, eqn, 0) if graph.constants.keys() >= set(others) else None
+        if dims and all((dim == UNSLICED) == (k not in changed) for k, dim in enumerate(dims)):
+            view, constants = (
+                views[eqn.operands[changed[0]]],
+                map(graph.constants.get, eqn.operands),
+            )
+            views[eqn.results[0]] = view._replace(changes=(*view.changes, (eqn, tuple(constants))))
+    return views
 
 
-def _is_float_cast(eqn: Equation) -> bool:
-    """Whether an equation casts to what has a gradient."""
-    casts = eqn.primitive.name == "convert_element_type"
-    return casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact)
+def _is_float_cast(graph: Graph, eqn: Equation) -> bool:
+    """Whether an equation casts to what has a gradient, and from it."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before, after = graph.types[eqn.operands[0]].dtype, eqn.params["new_dtype"]
+    return any(jnp.issubdtype(before, kind) and jnp.issubdtype(after, kind) for kind in _KINDS)

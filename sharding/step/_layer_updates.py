@@ -4,6 +4,7 @@ The update of a stacked parameter is made so if operations treat each layer by i
 gradients are made of reductions of single ones, which are known before the update.
 """
 
+import itertools
 import math
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
@@ -15,12 +16,19 @@ from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import REDUCTIONS, Graph, bind
 from sharding._types import Tree
+from sharding.loss._derivatives import bits
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import is_spec, leaf_names
 from sharding.step._step_plan import StepSpec
-from sharding.step._update import NO_LOCAL_NORM, UNREAD, gather_shard, params_update
+from sharding.step._update import (
+    NO_LOCAL_NORM,
+    UNREAD,
+    gather_shard,
+    params_update,
+    users_update,
+)
 
 OTHERWISE = "or make the step without update='backward' (docs: how_to/fit_7b)"
 _FEW = 16  # at most one of so many elements of a loop is updated after it
@@ -37,6 +45,7 @@ class Update(NamedTuple):
     # Reductions of one gradient each, through which alone outputs depend on others, and what they
     # read, as in ``Graph.reads``. They are known before gradients, for the rest of the graph.
     terms: dict[int, int]
+    of_terms: set[int]  # the values that depend on them: themselves, and others
     layout: Layout
     held: list[PartitionSpec]  # of the outputs, between steps
     shards: list[PartitionSpec]  # while they are updated
@@ -49,9 +58,9 @@ class Update(NamedTuple):
 
     def ready(self, values: Iterable[int], grads: set[int], known: Container[int]) -> list[int]:
         """Those of some values that depend on no other gradients, and are not known."""
-        bits = sum(1 << self.grad(i) for i in grads)
+        complete = bits(map(self.grad, grads))
         reads = dict(enumerate(self.graph.reads)) | self.terms
-        return [v for v in values if v not in known and not reads[v] & ~bits]
+        return [v for v in values if v not in known and not reads[v] & ~complete]
 
     def shard(self, number: int, x: jax.Array) -> jax.Array:
         """An output, or the input that it replaces, as it is while it is updated."""
@@ -77,7 +86,16 @@ class Update(NamedTuple):
         self.refs[number][layer] = x[0]
 
     @classmethod
-    def trace(cls, spec: StepSpec, tx: Any, params: Tree, opt_state: Tree, loss: Any) -> "Update":
+    def trace(
+        cls,
+        spec: StepSpec,
+        tx: Any,
+        params: Tree,
+        opt_state: Tree,
+        loss: Any,
+        stacks: Iterable[int],
+    ) -> "Update":
+        """Of parameters and state; ``stacks`` are parameters of which reductions are terms, too."""
         of_result = spec.precision.of_result
         grads = jax.tree.map(
             lambda x, t: jax.ShapeDtypeStruct(x.shape, of_result(x.dtype) if t else x.dtype),
@@ -95,20 +113,27 @@ class Update(NamedTuple):
         # Gradients, and the norm that no step has that updates in its backward pass.
         deferred = [len(names) <= i <= len(names) + count for i in range(len(inputs))]
         # Only operations that do not branch on the platform can be evaluated layer by layer.
-        graph = Graph(update, inputs, deferred, portable=True, selects=True)
+        with users_update():
+            graph = Graph(update, inputs, deferred, portable=True, selects=True)
         if any(graph.reads[v] >> len(names) + count for v in graph.outputs):
             raise ValueError(NO_LOCAL_NORM)
-        terms = {v: graph.reads[v] for v in _find_terms(graph)}
+        of_stacks = bits(len(names) + i for i in stacks)
+        terms = {v: graph.reads[v] for v in _find_terms(graph, of_stacks)}
+        of_terms = _depending(graph, terms)
         graph.set_known(terms)
         held, shards = (
             jax.tree.leaves((of_params, spec.opt_specs), is_leaf=is_spec)
             for of_params in (spec.placed.params, spec.placed.shards)
         )
-        return cls(graph, names, terms, spec.layout, held, shards, {}, dict(graph.constants))
+        known = dict(graph.constants)
+        return cls(graph, names, terms, of_terms, spec.layout, held, shards, {}, known)
 
 
-def _find_terms(graph: Graph) -> list[int]:
-    """Scalar reductions of one gradient each, of which others are made that read several."""
+def _find_terms(graph: Graph, stacks: int) -> list[int]:
+    """Scalar reductions of one gradient each, of which others are made that read several.
+
+    And those of the gradients of ``stacks``, as the bits of an int. None depends on another.
+    """
 
     def reduction(value: int) -> int | None:
         """The reduction that a number of one gradient is made of."""
@@ -133,7 +158,23 @@ def _find_terms(graph: Graph) -> list[int]:
             if None not in found.values():
                 made.update(eqn.results)
                 terms |= dict.fromkeys(v for v in found.values() if v is not None)
-    return list(terms)
+        elif eqn.primitive.name in REDUCTIONS and any(graph.reads[v] & stacks for v in reading):
+            terms |= dict.fromkeys(v for v in eqn.results if not graph.shape(v))
+    depending = _depending(graph, terms)
+    return [v for v in terms if depending.isdisjoint(_operands(graph, v))]
+
+
+def _operands(graph: Graph, value: int) -> tuple[int, ...]:
+    return graph.equations[graph.producer[value]].operands
+
+
+def _depending(graph: Graph, values: Iterable[int]) -> set[int]:
+    """Some values, and those that depend on them."""
+    found = set(values)
+    for eqn in graph.equations:
+        if found.intersection(eqn.operands):
+            found.update(eqn.results)
+    return found
 
 
 class _NeedsMoreError(ValueError):
@@ -149,7 +190,10 @@ class LayerValues(NamedTuple):
     early: list[int]  # values that it needs of all layers together, before the first gradient
 
     @classmethod
-    def find(cls, update: Update, number: int, values: list[int]) -> "LayerValues":
+    def find(
+        cls, update: Update, number: int, values: list[int], replaced: list[int]
+    ) -> "LayerValues":
+        """Of a parameter's gradient; ``replaced`` are the inputs that the update replaces."""
         graph, names, grad = update.graph, update.names, update.grad(number)
         length = graph.shape(number)[0]
         for value in values:
@@ -174,7 +218,6 @@ class LayerValues(NamedTuple):
             per_layer.issuperset({grad}.intersection(layers.inputs))
         ):
             raise _mixed(names[number], length, "state that layers share")
-        replaced = [j for j, v in enumerate(graph.outputs) if graph.reads[v] >> grad & 1]
         sliced = [j for j in replaced if j in per_layer]
         early = [i for i in layers.inputs if i not in sliced and i != grad]
         return cls(grad, layers, sliced, [*layers.prerequisites, *early])
@@ -204,13 +247,13 @@ class LayerUpdate(NamedTuple):
     @classmethod
     def find(cls, update: Update, number: int) -> "LayerUpdate":
         graph, bit = update.graph, 1 << update.grad(number)
-        outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & bit]
-        new = LayerValues.find(update, number, [graph.outputs[j] for j in outputs])
-        operand = {t: graph.equations[graph.producer[t]].operands[0] for t in update.terms}
+        # The parameter, even if its gradient does not matter to it, as with optax.set_to_zero.
+        outputs = [j for j, v in enumerate(graph.outputs) if j == number or graph.reads[v] & bit]
+        new = LayerValues.find(update, number, [graph.outputs[j] for j in outputs], outputs)
+        operand = {t: _operands(graph, t)[0] for t in update.terms}
         terms = [t for t, x in operand.items() if graph.reads[x] & bit]
-        return cls(
-            outputs, new, terms, LayerValues.find(update, number, [operand[t] for t in terms])
-        )
+        reduced = LayerValues.find(update, number, [operand[t] for t in terms], outputs)
+        return cls(outputs, new, terms, reduced)
 
     def write(self, update: Update, layer: jax.Array, grad: jax.Array) -> None:
         """Replaces a layer of the parameter and of its state."""
@@ -255,7 +298,25 @@ def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return over_data_axes(layout, stored, spec, spec, layout.mesh.axis_names)(x)
 
 
-def by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
+def plan_update(
+    of_update: tuple[StepSpec, Any, Tree, Tree, Any], loops: list[list[int]]
+) -> tuple[Update, list[dict[int, LayerUpdate]]]:
+    """An update by the arguments of its trace, and how it is made in the layers of each loop.
+
+    Reductions of a stack's gradient are known before the update if that cannot be made without.
+    """
+    update = Update.trace(*of_update, ())
+    try:
+        return update, [_updated_by_layer(update, loop) for loop in loops]
+    except _NeedsMoreError:
+        update = Update.trace(*of_update, itertools.chain.from_iterable(loops))
+    try:
+        return update, [_updated_by_layer(update, loop) for loop in loops]
+    except _NeedsMoreError as error:
+        raise ValueError(str(error)) from None
+
+
+def _updated_by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
     """Of the parameters of a loop, those that are updated layer by layer.
 
     Few elements, such as those of stacked biases in 8-bit blocks over several layers, may be

@@ -14,6 +14,7 @@ from sharding.collectives._map_arrays import sum_dtype
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import of_last_dims
 from sharding.step import _model_state
+from sharding.step._checks import check_whole_number
 from sharding.step._gather_params import GatherSpec, ParamHandle, gather
 from sharding.step._layer_hooks import HookedParam
 from sharding.step._rng import RNGS, microbatch_key
@@ -38,8 +39,7 @@ class Loss(NamedTuple):
 
     def check(self) -> "Loss":
         """Itself, or an error that names the bad option."""
-        if self.microbatches < 1:
-            raise ValueError(f"microbatches must be at least 1, got {self.microbatches}.")
+        check_whole_number("microbatches", self.microbatches, 1)
         if self.rngs not in RNGS:
             raise ValueError(f"rngs must be a bool or 'per_example', got {self.rngs!r}.")
         _model_state.check_reduction(self.reduction)
@@ -89,6 +89,11 @@ def _returned(out: Tree) -> str:
 def check_arguments(fn: Callable[..., Any], *names: str, **more: Any) -> None:
     """Raises if a function does not take these arguments, and of ``more`` those that are true."""
     names += tuple(name for name, given in more.items() if given)
+    if not callable(fn):
+        raise ValueError(
+            f"a step takes a function of ({', '.join(names)}), got a {type(fn).__name__}, which "
+            "is not callable."
+        )
     try:
         # A wrapper may take other arguments than what it wraps.
         signature = inspect.signature(fn, follow_wrapped=False)

@@ -6,17 +6,25 @@ many parameters. Operations on parameters alone belong to each piece that uses t
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_ext.traced_graph import Equation, Graph, evaluate
+from optax_ext.traced_graph import Equation, Graph
 from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.loss._derivatives import Differentiated, bits, members
+from sharding.loss._effects import Run, evaluate, prints
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_scan import LayerScan, Microbatches, Read, Take, cast_by, cast_params
+from sharding.step._layer_scan import (
+    LayerScan,
+    LoopCotangents,
+    Microbatches,
+    Read,
+    Take,
+    cast_params,
+)
 from sharding.step._microbatches import inverse_weight
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside loops
@@ -26,6 +34,7 @@ class Piece(NamedTuple):
     """A piece; parameters and values are numbered as in the graph."""
 
     equations: list[Equation]  # without the loop
+    printed: list[Equation]  # that nothing needs, but for what they print
     params: list[int]  # parameters, cast or not
     given: list[int]  # values of earlier pieces, and arguments of the loss beside parameters
     values: list[int]  # that the equations compute: results, or operands of the loop
@@ -69,7 +78,8 @@ class LossPieces:
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views = cast_params(graph, len(held))
         trained = {i for i, leaf in enumerate(loss.leaves) if leaf.trained}
-        self._trained = sum(1 << i for i in trained)
+        self._trained = bits(trained)
+        self._differentiated = Differentiated.of(graph, self._trained)
         self._outside = trained.difference(*(loop.params for loop in loops))
         known = graph.producer.keys() | graph.constants.keys()
         self._of_batch = set(range(len(held), len(graph.types))) - known
@@ -78,13 +88,17 @@ class LossPieces:
 
     def _is_active(self, value: int) -> bool:
         """Whether the derivative passes through a value."""
-        is_real = jnp.issubdtype(self.graph.types[value].dtype, jnp.inexact)
-        return is_real and bool(self.graph.reads[value] & self._trained)
+        return value in self._differentiated.values
 
     @property
     def _stores_derivatives(self) -> bool:
         """Whether pieces are not computed again: of one micro-batch, if devices hold parameters."""
         return self.microbatches.number == 1 and not self.loss.layout.recomputes
+
+    @property
+    def read(self) -> set[int]:
+        """The parameters that are read outside of the layers of loops."""
+        return {self._views[v].param for piece in self.pieces for v in piece.params}
 
     # --- Division ---------------------------------------------------------------------------------
 
@@ -96,14 +110,14 @@ class LossPieces:
         first: dict[int, int] = {}  # of parameters outside of loops, the step that uses each first
 
         def use(values: Any, step: int) -> None:
-            reads = [graph.reads[v] for v in values if v not in of_batch]
-            reads_any = functools.reduce(operator.or_, reads, 0)
-            first.update({i: step for i in self._outside if reads_any >> i & 1 and i not in first})
+            for v in filter(self._is_active, set(values) - of_batch):
+                read = members(self._differentiated.reads[v])
+                first.update({i: step for i in read if i in self._outside and i not in first})
 
         for eqn in graph.equations:
             loop = loops.get(eqn.results)
             of_batch_or_loop = loop is not None or of_batch.intersection(eqn.operands)
-            if not eqn.results or (eqn.results in needed and of_batch_or_loop):  # prints run, too
+            if prints(eqn) or (eqn.results in needed and of_batch_or_loop):
                 use(loop.others.values() if loop else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)
@@ -134,7 +148,7 @@ class LossPieces:
                 values = list(graph.outputs)
             else:
                 values = [v for eqn in own for v in eqn.results if v in later]
-            printed = [] if loop else [eqn for eqn in own if not eqn.results]
+            printed = [] if loop else [e for e in own if prints(e) and e.results not in needed]
             roots = [*values, *(v for eqn in printed for v in eqn.operands)]
             before = inputs.union(v for eqn in steps[:start] for v in eqn.results)
             known = before | graph.constants.keys() | self._views.keys()
@@ -142,7 +156,7 @@ class LossPieces:
             read = {v for eqn in equations for v in eqn.operands}.union(roots)
             complete = [i for i, step in first.items() if start <= step < max(end, 1)]
             reads = sorted(read & self._views.keys()), sorted(read & before)
-            pieces.append(Piece([*equations, *printed], *reads, values, loop, complete))
+            pieces.append(Piece(equations, printed, *reads, values, loop, complete))
         return pieces
 
     # --- Forward ----------------------------------------------------------------------------------
@@ -229,7 +243,7 @@ class LossPieces:
 
     def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[int, jax.Array]:
         """What is differentiated in the place of parameters: zeros."""
-        views = {v: self._views[v][0] for v in piece.params if self._is_active(v)}
+        views = {v: self._views[v].param for v in piece.params if self._is_active(v)}
         return {
             v: self.loss.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
             for v, i in views.items()
@@ -239,25 +253,31 @@ class LossPieces:
         """From gradients of parameters as they are cast, those of the parameters."""
         sums: dict[int, Any] = {}
         for v, x in grads.items():
-            _add_to(sums, {self._views[v][0]: x})
+            _add_to(sums, {self._views[v].param: x})
         return sums
 
-    def _run(self, piece: Piece, taps: dict[int, Any], values: dict[int, Any]) -> list[Any]:
+    def _run(
+        self, piece: Piece, taps: dict[int, Any], values: dict[int, Any], run: Run = Run.FIRST
+    ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held, values = dict(enumerate(self.held)) | values, self.graph.constants | values
         sliced = {piece.loop.eqn.operands[k] for k in piece.loop.frozen} if piece.loop else ()
         for v in piece.params:
-            i, casts = self._views[v]
-            cast = cast_by(casts, held[i])
-            values[v] = cast if v in sliced else self.loss.use(i, cast, taps.get(v))
-        evaluate(piece.equations, values)
+            view = self._views[v]
+            cast = view.cast(held[view.param])
+            values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
+        evaluate(piece.equations, values, run)
+        if run is Run.FIRST:
+            evaluate(piece.printed, values, run)
         return [values[v] for v in piece.values]
 
-    def _derivative(self, piece: Piece, values: dict[int, Any], by: set[int]) -> tuple[Any, Any]:
+    def _derivative(
+        self, piece: Piece, values: dict[int, Any], by: set[int], how: Run = Run.FIRST
+    ) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
 
         def run(taps: dict[int, Any], given: dict[int, Any]) -> tuple[Any, Any]:
-            outs = self._run(piece, taps, values | given)
+            outs = self._run(piece, taps, values | given, how)
             return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
 
         given = {v: values[v] for v in piece.given if self._is_active(v)}
@@ -266,13 +286,14 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(self, take: Take, kept: ForwardPass, visit: Visit) -> None:
+    def backward(self, take: Take, kept: ForwardPass, visit: Visit, how: Run) -> None:
         """Runs the pieces backward.
 
         Args:
           take: takes the gradients of a layer of a loop.
           kept: by the forward pass.
           visit: called with each piece when it has run.
+          how: what runs again.
         """
         grads, cotangents = dict(kept.grads), dict(kept.cotangents)
         for k, piece in reversed(list(enumerate(self.pieces))):
@@ -280,47 +301,53 @@ class LossPieces:
             if k < len(self.pieces) - 1:
                 own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
                 if piece.loop is None:
-                    more, given = self._backward(piece, kept, kept.pieces[k], own)
+                    more, given = self._backward(piece, kept, kept.pieces[k], own, how)
                 else:
-                    of_loop = piece, kept, kept.pieces[k], own
+                    of_loop = piece, kept, kept.pieces[k], own, how
                     more, given, taken = self._loop_backward(*of_loop, take)
                 _add_to(grads, self._by_param(more))
                 _add_to(cotangents, given)
             complete = {i: grads.pop(i) for i in piece.complete}
             cotangents = visit(complete, taken, cotangents)
 
-    def _backward(self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any) -> Any:
+    def _backward(
+        self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any, how: Run
+    ) -> Any:
         if derivative is not None:
             return derivative(own)
-        held = {i: self.held[i] for i in {self._views[v][0] for v in piece.params}}
+        held = {i: self.held[i] for i in {self._views[v].param for v in piece.params}}
         each = {v: kept.values[v] for v in piece.given}, own
         held, each = jax.lax.optimization_barrier((held, each))  # computed again
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
-            return self._derivative(piece, held | values, set(cotangents))[1](cotangents)
+            _, derivative = self._derivative(piece, held | values, set(cotangents), how)
+            return derivative(cotangents)
 
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
     def _loop_backward(
-        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, take: Take
+        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, how: Run, take: Take
     ) -> tuple[Any, Any, Any]:
         loop = piece.loop
         assert loop is not None
         others, carried = loop.others, loop.carried
-        operands = dict(zip(others, self._run(piece, {}, kept.values), strict=True))
+        operands = dict(zip(others, self._run(piece, {}, kept.values, how), strict=True))
         active = {k for k, v in others.items() if self._is_active(v)}
-        found, taken = loop.backward(
-            take,
+        at = LoopCotangents.of(
+            loop,
             {k: x for k, x in operands.items() if k not in carried},
             entered,
             {j: own[v] for j, v in enumerate(piece.results) if v in own},
             active.difference(carried),
-            self.microbatches,
+            by={k for k, v in others.items() if self._differentiated.reads[v]},
+            microbatches=self.microbatches,
+            how=how,
         )
+        found, taken = loop.backward(at, take)
         cotangents: dict[int, Any] = {}
         of_params = {}  # of operands that are the same for all micro-batches
-        for k in active:
+        for k in active & found.keys():
             if others[k] in self._of_batch:
                 _add_to(cotangents, {others[k]: found[k]})
             else:
@@ -330,7 +357,7 @@ class LossPieces:
                 of_params[k] = x.astype(operands[k].dtype)
 
         def run(taps: dict[int, Any]) -> dict[int, Any]:
-            outs = zip(others, self._run(piece, taps, kept.values), strict=True)
+            outs = zip(others, self._run(piece, taps, kept.values, how), strict=True)
             return {k: x for k, x in outs if k in of_params}
 
         (grads,) = jax.vjp(run, self._taps(piece))[1](of_params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,15 +12,15 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
-from sharding.offload._host_memory import host_shardings, is_offloaded
+from sharding.offload._host_memory import copy_to, host_shardings, is_offloaded
 from sharding.placement import _train_state
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, step_context
-from sharding.placement._specs import path_str, sharding_on
+from sharding.placement._specs import absent_axes, path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.step._batch_rows import describe_rows
-from sharding.step._checks import check_alive, check_compiled, check_not_streamed
+from sharding.step._checks import check_alive, check_compiled, check_makes, check_not_streamed
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import (
     check_sync_state,
@@ -39,6 +40,7 @@ from sharding.step.flax._nnx import train_state
 
 P = PartitionSpec
 Tx: TypeAlias = optax.GradientTransformation | None  # of a train state that is a pair
+_OF_EXISTING = "of a state that exists, zero.init(lambda: state)"
 
 
 class StateMethods:
@@ -82,11 +84,15 @@ class StateMethods:
         """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
         return shardings_of(self, state, self.specs(state, tx=tx, param_specs=param_specs))
 
-    def describe(self: Any, state: Tree, *, tx: Tx = None, param_specs: Tree = None) -> Description:
+    def describe(
+        self: Any, state: Tree, *, tx: Tx = None, param_specs: Tree = None, trainable: Tree = None
+    ) -> Description:
         """The placement of a state, or of ``(nnx model, optimizer)``, with bytes per device.
 
-        Arguments are those of ``specs``.
+        Arguments are those of ``specs``, and ``trainable`` of ``train_step``: only parameters that
+        are trained have gradients. A step has a ``describe`` of its own, which knows both.
         """
+        absent = absent_axes(self.mesh, state)
         state, param_specs = train_state(self, state, param_specs)
         layout = self._layout
         state = with_sync(self, state, param_specs)
@@ -104,7 +110,9 @@ class StateMethods:
         own_reasons = reasons if self.stage == 3 else None
         rows = describe_tree("params", params, param_specs, self.mesh, own_reasons)
         rows = _in_host_memory(self, rows, params) if self.offload == "all" else rows
-        rows += describe_tree("grads", grads, grad_specs, self.mesh, reasons)
+        of_grads = describe_tree("grads", grads, grad_specs, self.mesh, reasons)
+        trained = jax.tree.leaves(_train_state.resolve_trainable(params, trainable))
+        rows += itertools.compress(of_grads, trained)
         of_state = describe_tree("opt_state", opt_state, opt_specs, self.mesh, params=params)
         rows += _in_host_memory(self, of_state, opt_state)
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
@@ -114,7 +122,7 @@ class StateMethods:
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         axes, shown = (layout.axes, layout.replica_axes), (tuple(rows), describe_rows(layout))
-        options = layout.gather_group_bytes, self.view
+        options: Any = layout.gather_group_bytes, self.view, self.gathered_blocks, tuple(absent)
         return Description(self.mesh, self.stage, *axes, *shown, *options)
 
     def init(
@@ -133,6 +141,7 @@ class StateMethods:
           tx: the transformation, for a pair.
           param_specs: see ``specs``, for errors too.
         """
+        check_makes("init", make_state, _OF_EXISTING)
         make = make_state
         if self.sync is not None:
 
@@ -161,6 +170,7 @@ class StateMethods:
         if that differs; ``resize_sync`` converts the restored state. Other mesh axes keep their
         sizes.
         """
+        check_makes("abstract_state", make_state, _OF_EXISTING)
         with step_context(self._layout, keep=self.mesh):
             types = with_sync(self, jax.eval_shape(_on_mesh(self, make_state), *args), param_specs)
         shardings = self.shardings(types, tx=tx, param_specs=param_specs)
@@ -224,9 +234,10 @@ class StateMethods:
           param_specs: specs on the other mesh axes; None as in ``specs``.
 
         Returns:
-          The tree, in memory of its own. ``eval_step`` takes it as ``(tree, None)``, beside the
-          parameters as ``((params, tree), None)``, ``value_and_grad`` as ``(params, tree)``, with
-          ``trainable=(True, False)`` for no gradient.
+          The tree, in memory of its own, with ``offload="all"`` its stacks in host memory.
+          ``eval_step`` takes it as ``(tree, None)``, beside the parameters as ``((params, tree),
+          None)``, ``value_and_grad`` as ``(params, tree)``, with ``trainable=(True, False)`` for no
+          gradient.
         """
         layout = self._layout
         axes = layout.axes if self.stage == 3 else ()
@@ -239,11 +250,10 @@ class StateMethods:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
 
         types = jax.tree.map(without_data_axes, tree)
-        shardings = layout.shardings(layout.place(types, param_specs).params)
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
-            return jax.tree.map(lambda x, to: x.update(sharding=to), types, shardings)
+        shardings = param_shardings(self, types, layout.place(types, param_specs).params)
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
         with no_mesh():
-            return layout.copy(tree, shardings)
+            return copy_to(layout, types if is_abstract else tree, shardings)
 
     def apply_gradients(
         self: Any,
@@ -308,13 +318,21 @@ def shardings_of(zero: Any, state: Tree, specs: Tree) -> Any:
         return shardings
     shardings, sync = split_sync_state(shardings)
     state, options = split_sync_state(state)[0], (zero.offload, zero.offload_min_size)
-    params, moved = _train_state.params_of(shardings), _train_state.opt_state_of(shardings)
+    moved = _train_state.opt_state_of(shardings)
     moved = host_shardings(moved, _train_state.opt_state_of(state), *options)
-    if zero.offload == "all":
-        params = host_shardings(params, _train_state.params_of(state), *options)
+    own = _train_state.params_of(split_sync_state(specs)[0])
+    params = param_shardings(zero, _train_state.params_of(state), own)
     return join_sync_state(
         _train_state.with_params(_train_state.with_opt_state(shardings, moved), params), sync
     )
+
+
+def param_shardings(zero: Any, params: Tree, specs: Tree) -> Any:
+    """The shardings of parameters, or their gradients; stacks are perhaps in host memory."""
+    shardings = zero._layout.shardings(specs)
+    if zero.offload != "all":
+        return shardings
+    return host_shardings(shardings, params, zero.offload, zero.offload_min_size)
 
 
 def places(zero: Any, state: Tree, tx: Tx, param_specs: Tree = None) -> tuple[Any, Placement, Any]:

@@ -1,6 +1,7 @@
 """The plan of a step: how each parameter is sharded, gathered, differentiated and synchronized."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from sharding.sync import GradientSync, RowMethod
 IN_PLACE = jax.__version_info__ >= (0, 11)
 
 
+FEW_BYTES = 2**20  # of parameters whose gathers before the loss are not worth a warning
+
+
 class StepSpec(NamedTuple):
     """The placement, training and synchronization of parameters; trees as the parameters."""
 
@@ -32,6 +36,7 @@ class StepSpec(NamedTuple):
     # over the axes of shards.
     sync: GradientSync | None = None
     opt_specs: Any = None  # of the optimizer state
+    blocks: tuple[str, ...] = ()  # names of layers that are to gather their own parameters
 
 
 class ParamPlan(NamedTuple):
@@ -157,6 +162,10 @@ def plan_step(
     in_layers = plan.reduces_microbatches and not plan.syncs_shard_axes
     in_layers = (in_layers or any(map(plan.adds, plans))) and reduce_in_backward
     with_rows = {i for i, p in enumerate(plans) if p.rows and (p.trained or layout.stage == 3)}
+    if layout.stage < 3 and not in_layers:
+        _warn_of_unused(
+            spec, "each micro-batch has its own reduced, without a sync over these devices"
+        )
     if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
     uses = traced.uses([param.shard.dim for param in plans], types, args)
@@ -165,6 +174,8 @@ def plan_step(
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
     else:
         layers = {i for i in range(len(plans)) if in_layers and _is_reduced_once(plan, i, uses)}
+        if in_layers and not layers:
+            _warn_of_unused(spec, "a layer has all that the loss uses of a parameter, once")
         complete = [
             p._replace(reduced_in_layer=i in layers, synced_by_rows=i in by_rows)
             for i, p in enumerate(plans)
@@ -206,6 +217,16 @@ def _tables(plan: StepPlan, with_rows: set[int], uses: Uses) -> set[int]:
     }
 
 
+def _warn_of_unused(spec: StepSpec, where: str) -> None:
+    """Warns if layers were named, and no gradient is reduced in any."""
+    if spec.blocks:
+        warn(
+            f"gathered_blocks={spec.blocks} has no effect in this step of stage "
+            f"{spec.layout.stage}: below stage 3 nothing is gathered, and the backward pass "
+            f"reduces gradients layer by layer only where {where} (docs: how_to/stage_3)."
+        )
+
+
 def _warn_full_sync(found: str) -> None:
     warn(f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.")
 
@@ -226,20 +247,27 @@ def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
     used = ", ".join(
         f"{plan.params[i].path!r} ({_printed_size(size(i))}) {places[i]}" for i in largest
     )
-    total = _printed_size(sum(map(size, places)))
+    in_all = sum(map(size, places))
+    if in_all < FEW_BYTES:
+        return
+    total = _printed_size(in_all)
     found = (
         f"stage 3 with a loss that uses {len(places)} parameters, {total}, in a branch or a loop "
         "that gathers, or at a place that each device chooses by its own data: they"
         if in_layers
         else f"stage 3 with a loss that gathers no layer where it is used: all parameters, {total},"
     )
-    warn(
+    warn_once(
         f"{found} are gathered before, and each device holds them unsharded until the backward "
         f"pass has used them. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
         "call zero.gather in each layer, and before a branch; of a stack, pass single layers, and "
         "shard another dim than the one that a loop slices off, by param_specs (docs: "
         "how_to/stage_3)."
     )
+
+
+# Traces of other calls and steps have the same to say of a model.
+warn_once = functools.cache(warn)
 
 
 def _printed_size(size: int) -> str:

@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from optax_ext.equations import name_of, params_of, trace
 from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
 from sharding._user_line import line_of
@@ -41,8 +42,8 @@ class Fetch(NamedTuple):
         eqn = self.eqn
         if eqn is None:
             return "as an output"
-        name = eqn.primitive.name
-        name = eqn.params["name"] if name in ("jit", "pjit") else name
+        name = name_of(eqn)
+        name = params_of(eqn)["name"] if name in ("jit", "pjit") else name
         line = line_of(eqn.source_info)
         return f"in {name}" + (f" at {line}" if line else "")
 
@@ -80,7 +81,7 @@ class TracedLoss:
         with marking():
             try:
                 self.typed = False
-                closed = jax.make_jaxpr(call)(types, *flat)
+                closed, _ = trace(call, types, *flat)
             except ValueError as error:
                 self.typed = bool(layout.other_axes) and "AxisType.Auto." in str(error)
                 if not self.typed:
@@ -104,7 +105,7 @@ class TracedLoss:
 
         def run(params: list[Any], *flat: Any) -> Any:
             nonlocal closed
-            closed = jax.make_jaxpr(call)(self.reshard(params), *flat)
+            closed, _ = trace(call, self.reshard(params), *flat)
             return ()
 
         jax.eval_shape(self.on_explicit_axes(run), types, *flat)

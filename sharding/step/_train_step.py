@@ -4,7 +4,6 @@
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -13,12 +12,13 @@ from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
 from sharding.placement import _train_state
+from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _update
-from sharding.step._checks import check_placed
+from sharding.step._checks import check_not_streamed, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, Loss
@@ -27,7 +27,7 @@ from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update_in_backward import check_alone, update_in_backward
+from sharding.step._update_in_backward import update_in_backward
 
 
 class TrainStep(CompiledStep):
@@ -45,15 +45,16 @@ class TrainStep(CompiledStep):
         donate: bool,
         update: str,
     ):
+        _train_state.check_tx(tx)
         if update not in ("after", "backward"):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
         self.updates_in_backward = update == "backward"
-        if self.updates_in_backward:
-            check_alone(zero, snapshot)
-            zero = dataclasses.replace(zero, view="global")  # no shard_map, as refs require
+        if not self.updates_in_backward:
+            check_not_streamed(zero)
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx, self.model_state = loss.check(), tx, model_state
         self.trainable, self.grad_norm = trainable, grad_norm
+        self.blocks = zero.gathered_blocks
         self.snapshot, self.donates = snapshot, donate
         if snapshot is not None:
             if zero.mesh != snapshot.mesh:
@@ -64,13 +65,19 @@ class TrainStep(CompiledStep):
                 )
             snapshot.copy_in_steps()
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def describe(self, state: Tree, *, param_specs: Tree = None) -> Description:
+        """``Zero.describe`` of a state, real or abstract, with gradients of what is trained."""
+        options: Any = {"param_specs": param_specs, "trainable": self.trainable}
+        return self.zero.describe(state, tx=self.tx, **options)
+
+    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         layout = self.zero._layout
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
         trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
         zero = self.zero
-        spec = StepSpec(layout, zero.precision, placed, trained, zero.sync, opt_specs)
+        options = zero.precision, placed, trained, zero.sync, opt_specs, self.blocks
+        spec = StepSpec(layout, *options)
 
         def out_shardings(out: Tree) -> Any:
             metrics = layout.output_shardings(out[1])
@@ -86,7 +93,8 @@ class TrainStep(CompiledStep):
         if copies is not None:
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
-        return jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
+        jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
+        return jitted, shardings
 
     def step(
         self,

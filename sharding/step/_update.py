@@ -1,5 +1,6 @@
 """The optimizer step on shards: ``tx`` gets global arrays, so that a clip sees the global norm."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -122,8 +123,22 @@ def update_traits(spec: StepSpec, tx: Any, params: Tree, opt_state: OptState) ->
         lambda x, t: like(x, spec.precision.of_result(x.dtype) if t else None), params, spec.trained
     )
     arrays = UNREAD | {"value": like(np.float32(0))}  # in the order of their names
-    jaxpr = tx.trace(arrays, grads, *jax.tree.map(like, (opt_state, params))).jaxpr.jaxpr
+    with users_update():
+        jaxpr = tx.trace(arrays, grads, *jax.tree.map(like, (opt_state, params))).jaxpr.jaxpr
     return UpdateTraits(inputs_read(jaxpr)[0], any(map(_reduces, all_equations(jaxpr))))
+
+
+@contextlib.contextmanager
+def users_update() -> Iterator[None]:
+    """Says what an update gets, where it fails since it needs other arguments."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError(
+            "tx.update gets gradients, state, parameters, and the loss as value=, and failed: "
+            f"{str(error).rstrip('.')}. A step cannot give the loss as a function, value_fn, to a "
+            "line search: use another optimizer, such as optax.lbfgs(1e-3, linesearch=None)."
+        ) from error
 
 
 def _reduces(eqn: Any) -> bool:

@@ -375,6 +375,56 @@ def test_any_magnitude_stays_finite(name):
         assert moved[i].any() or kind in ("zero", "tiny"), kind  # tiny: below eps, as intended
 
 
+def never(count):
+    return 0.0 * count
+
+
+@every
+@pytest.mark.parametrize("injected", [False, True])
+def test_infinite_weights_without_a_gradient_stay(name, injected):
+    """Masks of -inf beside weights that move: a decay of 0, also one that is traced, is none."""
+    arguments = TRANSFORMATIONS[name].arguments
+    decay = {k: never for k in arguments if k in ("weight_decay", "weight_decay_rate")}
+    tx = make(name, **decay)
+    if injected and decay:
+        maker = functools.partial(TRANSFORMATIONS[name].make, **arguments | dict.fromkeys(decay))
+        tx = optax.inject_hyperparams(lambda rate: maker(**dict.fromkeys(decay, rate)))(rate=0.0)
+    grads, params = tree(1), tree(0)
+    masked = {k: np.arange(x.size).reshape(x.shape) % 5 == 1 for k, x in params.items()}
+    params = {k: jnp.where(masked[k], -jnp.inf, x) for k, x in params.items()}
+    grads = {k: jnp.where(masked[k], 0, x) for k, x in grads.items()}
+    state, start = tx.init(params), params
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for k, now in params.items():
+        np.testing.assert_array_equal(now[masked[k]], -np.inf)
+        assert np.isfinite(now[~masked[k]]).all()
+        assert (now != start[k])[~masked[k]].any()
+
+
+@every
+def test_the_last_count_of_steps(name):
+    """Where counts stay: a step as any other."""
+    tx, grads, params = make(name), tree(1), tree(0)
+    state = jax.tree.map(
+        lambda x: jnp.full_like(x, 2**31 - 1) if x.dtype == "int32" and not x.ndim else x,
+        tx.init(params),
+    )
+    for _ in range(2):
+        updates, state = tx.update(grads, state, params)
+        for x in jax.tree.leaves((updates, state)):
+            assert np.isfinite(x).all()
+
+
+def test_injected_numbers_are_checked_within_a_trace():
+    """``apply_if_finite`` traces the step of a state that is known."""
+    inner = optax.inject_hyperparams(optax_ext.came)(0.1, weight_decay=0.1)
+    tx, params = optax.apply_if_finite(inner, 3), tree(0)
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert_close(updates, first(inner, params, params)[0], rtol=1e-6)
+
+
 SMALL_SHAPES = [(), (1,), (1, 1), (6, 1), (2, 0, 3)]
 LONG_SHAPES = [(2, 1000), (1000, 2)]
 

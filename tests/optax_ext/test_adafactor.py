@@ -201,3 +201,19 @@ def test_the_alias_equals_the_reference(option):
         have = next(s for s in states if isinstance(s, optax_ext.MomentumState)).mu
         assert have.dtype == stored
         np.testing.assert_allclose(have[-1].astype(np.float64), mu, rtol=1e-11, atol=1e-14)
+
+
+def test_the_relative_step_of_the_last_counts():
+    """1 / sqrt(2^31) where counts stay; the decay of a count by the schedule, too."""
+    tx = optax_ext.adafactor(relative_step=True, multiply_by_parameter_scale=False)
+    params = jnp.ones((4, 8))
+    for dtype in ("int32", "uint32"):
+        last = np.iinfo(dtype).max
+        state = jax.tree.map(
+            lambda x: jnp.full_like(x, last, dtype) if x.dtype == "int32" else x,  # noqa: B023
+            tx.init(params),
+        )
+        u, _ = tx.update(params, state, params)
+        np.testing.assert_allclose(u / u[0, 0], 1, rtol=1e-6)
+        direction, _ = optax_ext.scale_by_adafactor().update(params, state[0])
+        np.testing.assert_allclose(u / direction, -(float(last) ** -0.5), rtol=1e-5)

@@ -153,6 +153,21 @@ def test_what_is_not_finite_flows():
     assert float(p["b"]) == 0.5
 
 
+@every_dtype
+def test_infinite_parameters_stay(dtype):
+    """Masks of -inf, and what overflowed: a finite step moves neither, and NaN remains NaN."""
+    inf, huge = np.inf, 3e38 if dtype == "bfloat16" else 65000
+    params = jnp.array([-inf, inf, -inf, inf, -inf, inf, huge], dtype)
+    update = np.array([0, 0, 1, -1, np.nan, -inf, huge], np.float32)
+    want = [-inf, inf, -inf, inf, np.nan, np.nan, inf]
+    for step in added():
+        p, state = params, optax_ext.master_weights(ADD).init(params)
+        for u in (update, np.zeros_like(update), np.where(np.isfinite(update), -update, 0)):
+            p, state = step(u, state, p)
+            assert_law(p, state.master)
+            np.testing.assert_array_equal(np.asarray(p, np.float32), want)
+
+
 def test_only_narrow_floating_leaves_have_a_master():
     """What is inside sees float32, and arguments go through."""
     params = {"half": jnp.ones(3, "bfloat16"), "full": jnp.ones(3), "table": jnp.arange(3)}

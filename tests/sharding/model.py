@@ -221,7 +221,8 @@ def worst_leaf(state, reference):
     """The largest difference of any leaf, as a part of the leaf's norm, and which leaf it is."""
 
     def distance(path, a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        dtype = np.result_type(np.float64, *(np.complex64 for x in (a, b) if np.iscomplexobj(x)))
+        a, b = np.asarray(a, dtype), np.asarray(b, dtype)
         assert a.shape == b.shape
         worst.append((np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-300), path))
 

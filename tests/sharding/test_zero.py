@@ -1,5 +1,6 @@
 """What users call: losses of every kind, both kinds of state, placement and its description."""
 
+import functools
 import re
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sharding as shd
 
 from . import model
 from .model import mean_loss, regression_batch, residual
@@ -205,6 +207,26 @@ def test_describe_counts_bytes_and_names_what_stays_unsharded():
     assert not stage_0.fallbacks
 
 
+def test_describe_counts_gradients_of_what_is_trained():
+    """Of adapters, not of what they adapt, nor of integers; a step knows which."""
+    shapes = {"base": (256, 128), "a": (256, 8), "b": (8, 128)}
+    params = {k: np.ones(shape, np.float32) for k, shape in shapes.items()}
+    params["ids"] = np.zeros((64, 8), np.int32)
+    make = model.make_of(lambda: params, TX)
+    zero, trainable = zero_of(min_shard_size=0), lambda p: {k: k in ("a", "b") for k in p}
+    found = zero.describe(jax.eval_shape(make), tx=TX, trainable=trainable)
+    adapters = 4 * (256 * 8 + 8 * 128)
+    assert found.bytes_per_device["grads"] == adapters // 4
+    assert {row.path for row in found.rows if row.part == "grads"} == {"a", "b"}
+    assert sum(row.bytes_per_device for row in found.rows if row.part == "params") == (
+        adapters + 4 * (256 * 128 + 64 * 8)
+    )
+    every = zero.describe(jax.eval_shape(make), tx=TX).bytes_per_device["grads"]
+    assert every == (adapters + 4 * 256 * 128) // 4
+    step = zero.train_step(mean_loss, tx=TX, trainable=trainable)
+    assert step.describe(jax.eval_shape(make)) == found
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_describe_groups_like_parameters(stage):
     """One line for the kernels of all layers; its numbers are sums of the rows."""
@@ -276,6 +298,7 @@ def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expec
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"axis": "dp"}, "axis 'dp' is not in the mesh .'data',.: name axes of the mesh in Zero"),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
+        ({"min_shard_size": "4"}, "min_shard_size must be a whole number, got '4'"),
         ({"offload": "params"}, "offload must be 'optimizer', 'all' or None, got 'params'"),
         ({"offload_min_size": -1}, "offload_min_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
@@ -293,6 +316,29 @@ def test_bad_arguments():
     step = zero.train_step(mean_loss, tx=TX)
     with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
         zero.train_step(mean_loss, tx=TX, microbatches=0)
+    for make in (zero.train_step, zero.value_and_grad):
+        for value in ("2", 2.0, True, None):
+            with pytest.raises(
+                ValueError, match=f"microbatches must be a whole number, got {value!r}"
+            ):
+                make(mean_loss, microbatches=value)
+        with pytest.raises(
+            ValueError, match=r"a function of \(params, batch\), got a tuple, which"
+        ):
+            make(make_pair())
+    for mesh in (8, None, ("data",)):
+        with pytest.raises(ValueError, match=r"^Zero takes a mesh, got .*jax\.make_mesh\("):
+            shd.Zero(mesh)
+    for name in ("init", "abstract_state"):
+        with pytest.raises(
+            ValueError, match=rf"^zero\.{name} takes a function, .* got a tuple\. Call"
+        ):
+            getattr(zero, name)(make_pair(), tx=TX)
+    for call, fn in ((zero.train_step, mean_loss), (zero.init, make_pair)):
+        with pytest.raises(
+            ValueError, match=r"^tx must be an optax\.GradientTransformation, .*adamw"
+        ):
+            call(fn, tx=optax.adamw)
     with pytest.raises(ValueError, match=r"'0/b' has the placement .* Make the state with"):
         step(make_pair(), zero.put(batch()))
     with pytest.raises(ValueError, match="needs the argument tx"):
@@ -308,6 +354,29 @@ def test_bad_arguments():
         zero.specs(make_pair(optax.adam(1.0)), tx=TX)
     with pytest.raises(ValueError, match=r"got <class 'dict'>.* wrap the method"):
         zero.gathered(dict)
+
+
+def test_a_foreign_state_raises_in_every_call():
+    """Also where the step has run before, on a state of the same shapes."""
+    tx = optax.adam(0.1)
+    zero, other = zero_of(), model.zero_on(4, 2, names=("data", "model"), stage=2)
+    state, x = zero.init(lambda: make_pair(tx), tx=tx), zero.put(batch())
+    foreign = {
+        "eager": make_pair(tx),
+        "NumPy": jax.tree.map(np.asarray, make_pair(tx)),
+        "replicated": zero.replicate(make_pair(tx)),
+        "another mesh": other.init(lambda: make_pair(tx), tx=tx),
+    }
+    step, evaluate = zero.train_step(mean_loss, tx=tx, donate=False), zero.eval_step(mean_loss)
+    for calls in range(2):
+        for name, wrong in foreign.items():
+            runs = (step, evaluate) if name != "replicated" else (step,)  # parameters are as here
+            for run in runs:
+                with pytest.raises(ValueError, match=r"has the placement .* Make the state with"):
+                    run(wrong, x)
+        assert not calls or len(step._programs) == len(evaluate._programs) == 1
+        step(state, x)
+        evaluate(state, x)
 
 
 @pytest.mark.parametrize(
@@ -369,6 +438,53 @@ def test_bad_specs(stage, specs, message):
         zero.specs(make_pair(), tx=TX, param_specs=specs)
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize(("n", "view", "times"), [(4, "device", 4), (4, "global", 1), (1, None, 1)])
+def test_callbacks_run_as_often_as_under_jit(n, view, times, kind):
+    """In the device view on each device; in the order of ``jit``, where that has one."""
+    calls, options = [], {"view": view} if view else {}
+
+    def call(name, *args):
+        jax.debug.callback(lambda *_: calls.append(name), *args, ordered=n == 1)
+
+    def loss_fn(params, x):
+        call("parameter", params["w"])
+        call("value", jnp.mean(x))
+
+        def layer(x, w):
+            call("layer", w, x[0])
+            return jnp.tanh(x @ w), None
+
+        x, _ = jax.lax.scan(layer, x, params["w"])
+        call("nothing")
+        return jnp.mean(x)
+
+    def called(run):
+        calls.clear()
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+        return calls if n == 1 else sorted(calls)
+
+    params = {"w": np.ones((3, 4, 4), np.float32)}
+    x, make = np.ones((8, 4), np.float32), model.make_of(lambda: params, TX)
+    once = list(called(lambda: jax.jit(jax.grad(loss_fn))(params, x)))
+
+    def repeated(count):
+        return once * count if n == 1 else sorted(once * count)
+
+    for stage, microbatches in ((2, 1), (3, 2)):
+        zero = zero_of(n, kind=kind, stage=stage, min_shard_size=0, **options)
+        state = zero.init(make, tx=TX)
+        evaluate = functools.partial(zero.eval_step(loss_fn), state, x)
+        assert called(evaluate) == repeated(times)
+        differentiate = zero.value_and_grad(loss_fn, microbatches=microbatches)
+        assert called(functools.partial(differentiate, state[0], x)) == repeated(
+            times * microbatches
+        )
+        step = zero.train_step(loss_fn, tx=TX, microbatches=microbatches)
+        assert called(functools.partial(step, state, x)) == repeated(times * microbatches)
+
+
 def test_gather_outside_of_the_loss():
     params, zero = {"w": np.ones((8, 16))}, zero_of(stage=3)
     with pytest.raises(ValueError, match=r"called outside, on .* For unsharded parameters"):
@@ -376,6 +492,20 @@ def test_gather_outside_of_the_loss():
     # A gathered function is itself there; and below stage 3 there is nothing to gather.
     assert zero.gathered(lambda p: p["w"].shape)(params) == (8, 16)
     assert zero_of().gather(params)["w"].shape == (8, 16)
+
+
+def test_gather_in_a_loss_of_one_device_that_updates_in_its_backward_pass():
+    make = model.make_of(lambda: {"w": np.full((4, 8, 8), 0.5, np.float32)}, TX)
+    zero, found = zero_of(1, stage=3, min_shard_size=0), []
+
+    def loss_fn(params, x):
+        layer = lambda x, w: (jnp.tanh(x @ zero.gather(w)), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params["w"])[0])
+
+    for update in ("after", "backward"):
+        step = zero.train_step(loss_fn, tx=TX, update=update)
+        found.append(step(zero.init(make, tx=TX), np.ones((4, 8), np.float32)))
+    np.testing.assert_allclose(found[0][0][0]["w"], found[1][0][0]["w"], rtol=1e-6)
 
 
 def test_a_parameter_sharded_along_the_dim_that_a_scan_slices_off():

@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._jaxprs import inputs_read
 from sharding._types import Array, OptState, Tree
 from sharding.pipeline._differentiable_loss import over_axis, spec_of_layers
@@ -277,7 +278,7 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
         def of_leaves(leaves: Any, *args: Any) -> Any:
             return fn(treedef.unflatten(leaves), *args)
 
-        read = inputs_read(jax.make_jaxpr(of_leaves)(leaves, *args).jaxpr)[: len(leaves)]
+        read = inputs_read(trace(of_leaves, leaves, *args)[0].jaxpr)[: len(leaves)]
         return {i for i, used in enumerate(read) if used}
 
     by_embed = used_by(pipeline.embed, *args)

@@ -24,7 +24,8 @@ from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._warnings import warnings_of
+from sharding.plan.audit._warnings import computed_again, warnings_of
+from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
 
 
@@ -66,6 +67,9 @@ class Audit(Printed):
     pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
     #: bytes sent by the cheapest branches, a sparse sync's unless its lists overflow
     least_wire: float = 0.0
+    predicted: StepSeconds | None = None  #: what a step takes, by a plan; None where none was given
+    #: of ``warnings``, those on what the compiler chose and what its program does not say
+    of_compiler: tuple[str, ...] = ()
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
@@ -118,7 +122,7 @@ class Audit(Printed):
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The upper bound for all devices: computing, moving and sending overlap completely."""
+        """An upper bound for all devices, at their peak: all overlaps completely."""
         slowest = max(self.seconds.values(), default=0.0)
         return self.tokens / slowest if self.tokens and slowest else None
 
@@ -191,8 +195,13 @@ class Audit(Printed):
         for name, value in bounds:
             share = f"{100 * value / (bounds[0][1] or 1):.0f} %"
             rows.append((f"not faster than, by {name}", seconds(value), share))
+        if self.predicted:
+            rows.append(("step, predicted", seconds(self.predicted.seconds), ""))
+        if self.predicted and self.tokens:
+            rate = count(self.tokens / self.predicted.seconds)
+            rows.append(("tokens/s of all, predicted", rate, ""))
         if self.tokens_per_second:
-            rows.append(("tokens/s of all, at most", count(self.tokens_per_second), ""))
+            rows.append(("  bound at the peak", count(self.tokens_per_second), ""))
         return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
 
 
@@ -203,6 +212,7 @@ def audit(
     device: DeviceKind | str | None = None,
     expected_wire: float | None = None,
     expected_memory: float | None = None,
+    predicted: StepSeconds | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
     pipeline: Pipeline | None = None,
@@ -220,6 +230,7 @@ def audit(
       expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
         plus ``pipeline_wire``.
       expected_memory: bytes that one device should need, such as ``StagePlan.peak``.
+      predicted: what a step takes, such as ``step_seconds`` of its plan.
       parts: a regular expression of argument names for each part; the first match counts. By
         default, arguments that no name matches but that come back from a training step are
         parameters if the loss reads them, else optimizer state, and a note names them.
@@ -252,7 +263,7 @@ def audit(
         mesh = next(meshes, pipeline.mesh if pipeline else None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown) = collectives(program), costs(program)
+    sent, (work, unknown) = collectives(program, once=True), costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
@@ -260,7 +271,7 @@ def audit(
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
-    warnings += [f"how often the loop %{name} runs is unknown: counted once" for name in unknown]
+    of_compiler = [f"how often the loop %{x} runs is unknown: counted once" for x in unknown]
     of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
     warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
@@ -273,20 +284,27 @@ def audit(
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(sent, mesh),
-        least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest")),
+        least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest", once=True)),
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
         expected_wire=expected_wire,
         expected_memory=expected_memory,
+        predicted=predicted,
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
         pipeline=of_pipeline,
     )
+    held = size(result.memory)
+    if result.kind:
+        held += f" of {size(result.kind.memory)} of {with_article(result.kind.name)}"
+    of_compiler += computed_again(work, held)
+    warnings += of_compiler
     if result.headroom is not None and result.headroom < HEADROOM:
         warnings.insert(0, _tight(result))
-    return dataclasses.replace(result, warnings=tuple(warnings))
+    chosen = tuple(of_compiler)
+    return dataclasses.replace(result, warnings=tuple(warnings), of_compiler=chosen)
 
 
 def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:

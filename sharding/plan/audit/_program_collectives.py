@@ -62,23 +62,30 @@ def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
     return float(sum(sent.wire_bytes for sent in collectives(compiled, branches)))
 
 
-def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
-    """Every collective of a compiled program, or of its text, in program order."""
+def collectives(
+    compiled: Any, branches: str = "dearest", *, once: bool = False
+) -> list[Collective]:
+    """Every collective of a compiled program, or of its text, in program order.
+
+    If ``once``, those in loops of unknown trip count run once; else they raise.
+    """
     choices: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
     if branches not in choices:
         raise ValueError(f"branches must be one of {', '.join(choices)}, got {branches!r}.")
     program = compiled if isinstance(compiled, Program) else Program(compiled)
-    return _collectives_of_frame(Frame(program, program.entry), 1, choices[branches])
+    return _collectives_of_frame(Frame(program, program.entry), 1, choices[branches], once)
 
 
-def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) -> list[Collective]:
+def _collectives_of_frame(
+    frame: Frame, count: int, choose: Callable[..., Any], once: bool
+) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees."""
     program = frame.program
     counted: list[Collective] = []
     chains: set[str] = set()
 
     def inside(name: str, count: int, arguments: Sequence[Any] = ()) -> list[Collective]:
-        return _collectives_of_frame(Frame(program, name, arguments), count, choose)
+        return _collectives_of_frame(Frame(program, name, arguments), count, choose, once)
 
     for instr in frame.instructions.values():
         if instr.op == "while":
@@ -86,7 +93,7 @@ def _collectives_of_frame(frame: Frame, count: int, choose: Callable[..., Any]) 
             for key in ("body", "condition"):  # which runs once more
                 runs = 1 if trips is None else trips + (key == "condition")
                 called = inside(instr.callees(key)[0], count * runs, carried)
-                if called and trips is None:
+                if called and trips is None and not once:
                     raise ValueError(
                         f"wire bytes were requested, but the program does not say how often the "
                         f"loop %{instr.name} runs: give it a constant trip count, as lax.scan does."

@@ -27,6 +27,7 @@ _FREE = frozenset(
         *("after-all", "partition-id", "replica-id", "add-dependency", "domain"),
     )
 )
+_AGAIN = re.compile(r"\.remat\d*(?:\.|$)")  # how the clones of XLA's rematerialization are named
 _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|matmul)[^"]*"')
 
 
@@ -35,6 +36,7 @@ class Cost(NamedTuple):
     flops: float  # two for each multiply-add of a product, one for an element of other arithmetic
     matmul_flops: float  # the part of ``flops`` in matrix products and convolutions
     nbytes: float  # bytes read from main memory and written to it
+    again: bool = False  # whether XLA computes it again by itself, to save memory
 
 
 def costs(program: Program, computation: str = "") -> tuple[list[Cost], list[str]]:
@@ -65,7 +67,8 @@ def _costs_of_frame(frame: Frame, count: int, unknown: list[str]) -> Iterator[Co
             nbytes = _bytes(instr, table, program)
             if flops or nbytes:
                 figures = count * flops, count * matmul, count * nbytes
-                yield Cost(program.scope(instr, table), *figures)
+                again = bool(_AGAIN.search(instr.name))
+                yield Cost(program.scope(instr, table), *figures, again)
 
 
 # --- Operations -----------------------------------------------------------------------------------

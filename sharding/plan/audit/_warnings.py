@@ -18,7 +18,7 @@ from sharding.plan.audit._hlo import (
 from sharding.plan.audit._liveness import Buffer, copied_argument
 from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_collectives import Collective
-from sharding.plan.audit._program_costs import read_by_fusion
+from sharding.plan.audit._program_costs import Cost, read_by_fusion
 
 _SMALL = 1 << 16  # bytes that need no warning
 _WIDE = 0.05  # the share of the work of matrix products that needs none
@@ -41,6 +41,23 @@ def warnings_of(
     notes += _replicated_state(arguments, program.num_devices)
     # Of several loops with one fault, one sentence.
     return [*dict.fromkeys(notes), *_wide_products(arguments, source)]
+
+
+def computed_again(costs: Sequence[Cost], held: str) -> Iterator[str]:
+    """A sentence on what XLA computes again by itself, in a program that holds so many bytes."""
+    again = [cost for cost in costs if cost.again]
+    if not again:
+        return
+    # No memory_fitting_level avoids it: O1 to O3 compute as much again, and with O0 the compiler of
+    # TPUs fails where it would have computed again, that of GPUs does it all the same (jax 0.10.2).
+    flops, total = (sum(cost.flops for cost in x) for x in (again, costs))
+    plural = "s" * (len(again) > 1)
+    yield (
+        f"XLA computes {len(again)} operation{plural} again by itself, {flops / 1e9:,.1f} GFLOP "
+        f"({flops / total if total else 0:.1%} of all), in {held}, since the step would otherwise "
+        "be above its limit: a peak below it stops this (more micro-batches, jax.checkpoint, a "
+        "higher stage)"
+    )
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:

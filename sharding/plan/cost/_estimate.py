@@ -35,6 +35,10 @@ _PLANNED_ACTIVATIONS = (
     "Activations are estimated, of one micro-batch, with temporaries and what is gathered at the "
     "fullest moment of a step. audit compiles a step, and reads them from its program."
 )
+_HYBRIDS = (
+    "3 hybrid is stage 3 within each replica; in 3 spread replicas share gradients and optimizer "
+    "state, too (shard_state_over_replicas)."
+)
 _DENSE_SYNC = (
     "Bytes sent are those of dense gradients: what another sync sends is not counted here. audit "
     "reads it from the program."
@@ -161,9 +165,11 @@ class Plan(Printed):
         if self.predicted:
             predicted = [self.predicted[stage.name].seconds for stage in self.stages]
             rows.append(("step, predicted", *map(seconds, predicted)))
+        if self.predicted and self.tokens:
+            rows.append(("tokens/s, predicted", *(count(self.tokens / x) for x in predicted)))
         best = [self.tokens_per_second(stage) for stage in self.stages]
         if any(best):
-            rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
+            rows.append(("  bound at the peak", *(count(x) if x else "" for x in best)))
 
         mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
         title = f"{self.num_params:,} parameters on {mesh}: one device"
@@ -182,8 +188,10 @@ def estimate(
     state_format: str | None = None,
     device: DeviceKind | None = None,
     gathered_once: str | None = None,
-    activations: Activations | float | None = None,
+    activations: Mapping[str, Activations] | Activations | float | None = None,
     update: str = "after",
+    temporaries: bool = True,
+    trainable: Tree = None,
     tokens: float = 0.0,
     flops: float = 0.0,
     predicted: Mapping[str, StepSeconds] | None = None,
@@ -208,10 +216,13 @@ def estimate(
         ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
         stage 2, like stage 1 of one micro-batch, reduces their gradients layer by layer. None:
         stage 3 gathers all twice, the others reduce all after the backward pass.
-      activations: of one device and one micro-batch, as ``activations_of`` counts them; or bytes of
-        them and of temporaries, without parameters that stage 3 gathers. None: they are not
-        counted.
+      activations: of one device and one micro-batch, as ``activations_of`` counts them, or those of
+        each stage by its name; or bytes of them and of temporaries, without parameters that stage 3
+        gathers. None: they are not counted.
       update: ``"backward"`` where ``train_step`` updates each layer in the backward pass.
+      temporaries: whether to count what is gathered and what waits to be reduced, too; False leaves
+        them out, as the table of the ZeRO paper does.
+      trainable: which parameters are trained, as in ``train_step``: others have no gradients.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
       predicted: what a step takes by the names of the stages, such as ``step_seconds`` of each: the
@@ -228,7 +239,7 @@ def estimate(
     [512, 260, 134, 8]
     """
     tx = with_state_format(tx, state_format)
-    if not isinstance(activations, Activations | None):
+    if not isinstance(activations, Activations | Mapping | None):
         if not 0 <= activations < math.inf:
             raise ValueError(
                 "activations must be None or a finite number of bytes, 0 or above, got "
@@ -236,22 +247,30 @@ def estimate(
             )
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
-    options |= {"device": device, "gathered_once": gathered_once, "activations": activations}
-    options |= {"update": update}
+    options |= {"device": device, "gathered_once": gathered_once, "temporaries": temporaries}
+    options |= {"update": update, "trainable": trainable}
     # The state is traced once, and placed once where the user's axes alone shard.
     variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
-    unsharded = variants["stage 0"].describe((params, opt_state), tx=tx, param_specs=param_specs)
+    placed: Any = {"tx": tx, "param_specs": param_specs, "trainable": trainable}
+    unsharded = variants["stage 0"].describe((params, opt_state), **placed)
     options |= {"opt_state": opt_state, "local": unsharded}
-    stages = tuple(stage_plan(params, tx, each, **options) for each in variants.values())
+    of_stages: Any = activations
+    if not isinstance(activations, Mapping):
+        of_stages = dict.fromkeys(variants, activations)
+    stages = tuple(
+        stage_plan(params, tx, each, activations=of_stages[name], **options)
+        for name, each in variants.items()
+    )
     recommended, notes = _recommend(stages, device, zero.mesh.shape, predicted or {})
-    notes.append(_NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS)
+    notes.append(_PLANNED_ACTIVATIONS if activations_counted(stages) else _NO_ACTIVATIONS)
+    notes.append(_HYBRIDS * (zero.replica_axis is not None))
     return Plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         mesh=dict(zero.mesh.shape),
         device=device,
         stages=stages,
         recommended=recommended,
-        notes=(*notes, *([_DENSE_SYNC] if zero.sync is not None else ())),
+        notes=(*filter(None, notes), *([_DENSE_SYNC] if zero.sync is not None else ())),
         tokens=tokens,
         flops=flops,
         requested=name_of(zero),
@@ -325,7 +344,7 @@ def _recommend(
             f"it sends least, to 1 %, {among}; ties go to the smaller. Steps are not timed: that "
             "needs the layers of a model, and all figures of a device."
         )
-    notes = [f"{best.name} is recommended: {why}"]
+    notes = [f"{best.name} is recommended: {why} The * marks it."]
     least_free = (1 - HEADROOM) * device.memory
     tight = [stage.name for stage in stages if least_free < stage.peak <= device.memory]
     if tight:

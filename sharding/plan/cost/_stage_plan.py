@@ -155,16 +155,16 @@ def step_memory(
     master = sum(row.bytes_per_device for row in masters)
     params = float(sum(row.bytes_per_device for row in placed.rows if row.part == "params"))
     several, known = microbatches > 1, gathered_once is not None
-    full = {
-        row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
-        for row, dtype in floating_rows(local, "params")
-    }
+    used, trained = _used_bytes(zero, local), trained_paths(local)
+    full = {path: n for path, n in used.items() if path in trained}
     full_grads = sum(full.values())
     # No dim of some divides: their gradients are summed in place, and nothing of them is gathered.
-    whole = {row.path for row in placed.rows if row.part == "grads" and row.note}
-    divided = {path: n for path, n in full.items() if path not in whole and zero.num_shards > 1}
+    whole = {row.path for row in placed.rows if row.note} if zero.num_shards > 1 else used.keys()
+    divided = {path: n for path, n in full.items() if path not in whole}
     undivided = full_grads - sum(divided.values())
-    of_layers = full if in_backward else divided
+    of_layers = used if zero.stage == 3 else full  # frozen ones are gathered, too
+    if not in_backward:
+        of_layers = {path: n for path, n in of_layers.items() if path not in whole}
     layer, outside, group = _layer_and_outside(of_layers, local, gathered_once, placed.gather_group)
 
     def held(placed: Description, shards: int = 1) -> float:
@@ -201,7 +201,7 @@ def step_memory(
     new_params, synced = (params if zero.shard_state_over_replicas else 0.0), 0.0
     if zero.stage in (1, 2) and zero.num_shards > 1:
         # Of the group that is gathered at once, and what no layer has.
-        scale = params / full_grads if full_grads else 0.0
+        scale = params / sum(used.values()) if full_grads else 0.0
         new_params = scale * min(sum(divided.values()), outside + group)
     if zero.sync is not None:
         shards = zero.num_shards if zero.replica_axis else 1
@@ -228,7 +228,8 @@ def step_memory(
 
     pattern = gathered_once if gathered_once is not None else "(?!)"
     # Gradients of one layer, and their sums over micro-batches; of a tied embedding, too.
-    share = layer / (full_grads - outside) if full_grads > outside else 1.0
+    total = sum(of_layers.values())
+    share = layer / (total - outside) if total > outside else 1.0
     outer = [row for row, _ in floating_rows(local, "params") if re.search(pattern, row.path)]
     matrices = [full[row.path] for row in outer if len(row.shape) > 1]
     waiting = sum(matrices) if len(matrices) == 1 else 0.0
@@ -273,6 +274,19 @@ def _layer_and_outside(
             layers[numbered[0] if numbered else path] += size
             alone = max(alone, size, min(group, alone + size))
     return max(layers.values(), default=0.0), others, max(of_stacks, alone)
+
+
+def _used_bytes(zero: Zero, local: Description) -> dict[str, float]:
+    """Bytes of the full parameters by their paths, in the dtypes of the loss."""
+    return {
+        row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
+        for row, dtype in floating_rows(local, "params")
+    }
+
+
+def trained_paths(placed: Description) -> set[str]:
+    """The parameters that have gradients."""
+    return {row.path for row in placed.rows if row.part == "grads"}
 
 
 def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
@@ -326,6 +340,8 @@ def stage_plan(
     gathered_once: str | None = None,
     activations: Activations | None = None,
     update: str = "after",
+    temporaries: bool = True,
+    trainable: Tree = None,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``."""
     name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
@@ -336,15 +352,20 @@ def stage_plan(
     state = (params, jax.eval_shape(tx.init, params) if opt_state is None else opt_state)
     if zero.update_on == "host" and device and device.tile:
         check_host_state_of_tpus(state[1])
-    placed = zero.describe(state, tx=tx, param_specs=param_specs)
+    described: Any = {"tx": tx, "param_specs": param_specs, "trainable": trainable}
+    placed = zero.describe(state, **described)
     if local is None:  # where the user's axes alone shard
-        local = variants_of(zero)["stage 0"].describe(state, tx=tx, param_specs=param_specs)
+        local = variants_of(zero)["stage 0"].describe(state, **described)
     memory = step_memory(
         zero, placed, local, device.tile if device else None, *options, in_backward
     )
     # Streamed parameters are read in the forward pass, too, once for all micro-batches.
     read = sum(x.bytes_per_device for x in placed.rows if (x.part, x.memory) == ("params", "host"))
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
+    trained = trained_paths(placed)
+    updated -= sum(
+        x.bytes_per_device for x in placed.rows if x.part == "params" and x.path not in trained
+    )
     linked = 2 * memory["host"] + read
     if zero.update_on == "host":  # gradients go there, parameters come back
         shards = zero.num_shards if zero.stage == 1 else 1
@@ -352,13 +373,16 @@ def stage_plan(
         back = sum(x.bytes_per_device / (1 if x.note else shards) for x in sent)
         memory["new_params"] = back + max(0.0, memory["new_params"] - memory["updated"])
         linked = 2 * back
+    if not (temporaries or in_backward):
+        memory |= dict.fromkeys(("unreduced", "layer", "outside", "new_params"), 0.0)
     return StagePlan(
         name=name,
         batch=batch,
         **memory,
         **_wire(zero, placed, local, *options),
         host_wire=linked,
-        moved=3 * microbatches * memory["full_grads"] + 2 * updated,
+        moved=microbatches * (2 * sum(_used_bytes(zero, local).values()) + memory["full_grads"])
+        + 2 * updated,
     ).with_activations(activations)
 
 
@@ -384,12 +408,13 @@ def _wire(
 
     rows = {(row.part, row.path): row for row in placed.rows}
     for row, dtype in floating_rows(local, "params"):
-        grad = rows["grads", row.path]
+        grad = rows.get(("grads", row.path), rows["params", row.path])
 
-        # Bytes of the full array: as stored, as gradients are summed.
+        # Bytes of the full array: as stored, as gradients are summed. Frozen ones have none.
         elements = row.bytes_per_device / dtype.itemsize
-        stored = row.bytes_per_device
-        summed = elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
+        trained = grad.part == "grads"
+        stored = row.bytes_per_device * trained
+        summed = trained * elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
 
         # Unsharded gradients are all-reduced over all devices, once per step.
         if zero.stage == 0 or grad.note:

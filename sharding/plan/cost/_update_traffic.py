@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import optax
 
+from optax_ext.equations import UnknownOperationError
 from optax_ext.traced_graph import REDUCTIONS, Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
@@ -39,6 +40,8 @@ def update_bytes(tx: optax.GradientTransformation, params: Tree, *, gpu: bool) -
     one_each = jax.tree.map(first, params)
     try:
         moved = _bytes_of(tx, one_each, gpu)
+    except UnknownOperationError:
+        raise
     except (TypeError, ValueError, AttributeError):
         return 0.0
     size = sum(math.prod(x.shape) for x in jax.tree.leaves(one_each))

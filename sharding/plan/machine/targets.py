@@ -1,11 +1,13 @@
 """Compile-only targets: programs for accelerators that this machine does not have.
 
 A program compiled for a target can be read (its collectives, its memory) but not run. TPU targets
-need the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
-Set ``JAX_PLATFORMS=cpu`` in a process that only compiles, so that jax looks for no accelerators.
+need the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install '.[aot]'`` in a
+checkout. Set ``JAX_PLATFORMS=cpu`` in a process that only compiles, so that jax looks for no
+accelerators; the command ``optax-ext`` does so by itself.
 
-Where jax finds these packages and no accelerator, it warns whenever it starts. To avoid that,
-install them into a folder that only this module reads, with the same version of jax:
+Where jax finds these packages and no accelerator, every script that starts it waits some 20 seconds
+and prints a traceback, unless ``JAX_PLATFORMS=cpu`` is set. To avoid that, install them into a
+folder that only this module reads, with the same version of jax:
 ``pip install --target DIR 'jax[tpu,cuda13-local]'`` and ``SHARDING_COMPILERS=DIR``.
 """
 
@@ -40,7 +42,7 @@ _CORES = {"tpu7x": 2}  # devices of a chip
 # Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
 _SQUARES = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
 _SHAPES = {"v5e": _SQUARES, "v6e": _SQUARES}
-_HOW = "pip install 'optax-ext[aot]'"
+_HOW = "pip install '.[aot]' in a checkout (docs: start/install)"
 _FORMS = "v5e:4x4 (a TPU slice), v5e:4x4*2 (two slices), h100x8 (GPUs) or cpu:8"
 
 

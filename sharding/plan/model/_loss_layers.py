@@ -16,11 +16,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.equations import Remat, record_of
 from optax_ext.traced_graph import Graph, evaluate
+from sharding._jaxprs import all_equations
 from sharding._types import Tree
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_scan import LayerScan, cast_by, cast_params, find_loops
+from sharding.step._layer_scan import LayerScan, cast_params, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]
@@ -53,9 +55,13 @@ class LossTrace:
 
         self.graph = Graph(on_inputs, inputs, [True] * len(inputs), exact=True)
         # Values that are parameters, cast or not; casts run first.
-        self.params = {v: i for v, (i, _) in cast_params(self.graph, len(named)).items()}
-        eqns = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
-        self.eqns = sorted(eqns, key=lambda eqn: eqn.results[0] not in self.params)
+        self.params = {v: x.param for v, x in cast_params(self.graph, len(named)).items()}
+        # What the loss returns needs, and what it prints.
+        silent = [eqn for eqn in self.graph.equations if not eqn.results]
+        read = [*self.graph.outputs, *(v for eqn in silent for v in eqn.operands)]
+        needed = {eqn.results for eqn in self.graph.needed(read, self.graph.constants)[0]} | {()}
+        eqns = [eqn for eqn in self.graph.equations if eqn.results in needed]
+        self.eqns = sorted(eqns, key=lambda eqn: self.params.keys().isdisjoint(eqn.results[:1]))
         loops = find_loops(self.graph, [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named])
         self.has_loops = bool(loops)
         if loops:
@@ -69,6 +75,23 @@ class LossTrace:
     @property
     def num_layers(self) -> int:
         return sum(layer.times for layer in self.layers)
+
+    @property
+    def found(self) -> str:
+        """In words, which layers were found."""
+        if not self.layers:
+            return (
+                "No layers were found in the loss, neither loops over stacked parameters nor "
+                "parameters with numbers: all of it is one layer."
+            )
+        by = "in loops over stacked parameters" if self.has_loops else "by numbers of parameters"
+        return f"Layers were found in the loss, {by}: {self.num_layers}."
+
+    @property
+    def numbered_without_checkpoints(self) -> bool:
+        """Whether layers with numbers store all that they compute."""
+        again = any(isinstance(record_of(eqn), Remat) for eqn in all_equations(self.graph.jaxpr))
+        return bool(self.layers) and not self.has_loops and not again
 
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
@@ -111,7 +134,7 @@ class LossTrace:
         """The first equation of each layer, and the one after its last."""
         spans: dict[str, list[int]] = {}  # the equations that use the parameters of one number
         for i, eqn in enumerate(self.eqns):
-            for x in self.params.keys() & {*eqn.operands}:
+            for x in self.params.keys() & {*eqn.operands} if eqn.results else ():
                 found = re.match(r".*?\d+(?=/|$)", names[self.params[x]])
                 cast = eqn.results[0] in self.params
                 spans.setdefault(found[0] if found and not cast else "", []).append(i)
@@ -147,16 +170,16 @@ class LossTrace:
 
 def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
     """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
-    options, carried = loop.eqn.params, loop.carried
+    scan, carried = loop.scan, loop.carried
     own, others = [*loop.own], [*loop.others]  # the numbers of operands
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
         args = dict(zip(others, rest, strict=True))
-        args |= {k: cast_by(loop.own[k][1], x) for k, x in zip(own, params, strict=True)}
-        return list(jaxpr_as_fun(options["jaxpr"])(*(args[k] for k in sorted(args))))
+        args |= {k: loop.own[k].of_layer(x) for k, x in zip(own, params, strict=True)}
+        return list(jaxpr_as_fun(scan.body)(*(args[k] for k in sorted(args))))
 
     def enter(layer: Run, values: dict[int, Any]) -> None:
-        read = dict(enumerate(loop.eqn.operands)) | {k: i for k, (i, _) in loop.own.items()}
+        read = dict(enumerate(loop.eqn.operands)) | {k: x.param for k, x in loop.own.items()}
         operands = [values[v] for v in read.values()]
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -164,13 +187,13 @@ def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
             out = layer([args[k] for k in own], [args[k] for k in others])
             return out[: len(carried)], out[len(carried) :]
 
-        order = {key: options[key] for key in ("reverse", "unroll")}
+        order = {key: scan.options[key] for key in ("reverse", "unroll")}
         start, slices = operands[carried.start : carried.stop], operands[carried.stop :]
         carry, outs = lax.scan(step, start, slices, **order)
         values |= zip(loop.eqn.results, [*carry, *outs], strict=True)
 
-    rest = [options["jaxpr"].in_avals[k].update(sharding=None) for k in others]
+    rest = [scan.body.in_avals[k].update(sharding=None) for k in others]
     stacks = [graph.types[i] for i in loop.params]
     params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
-    times, numbers = options["length"], {*loop.params}
+    times, numbers = scan.options["length"], {*loop.params}
     return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)

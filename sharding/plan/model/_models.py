@@ -304,12 +304,19 @@ MODELS = {
 
 
 def count_to_params(count: int, dtype: DType = jnp.bfloat16) -> Any:
-    """Abstract parameters of a given number: matrices of (4096, 4096), and the rest."""
-    side = 4096
-    matrices, others = divmod(count, side * side)
-    rows, last = divmod(others, side)
-    shapes = {"matrices": (matrices, side, side), "rows": (rows, side), "rest": (last,)}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items() if shape[0]}
+    """Abstract parameters of a given number, as of a decoder; the embedding is what layers leave.
+
+    A layer has 12 width**2, and there are about width / 128 of them, as in GPT-3 and Llama.
+    """
+    width = round((128 / 12 * count) ** (1 / 3)) or 1
+    width -= width % 2 ** max(0, width.bit_length() - 3)  # which many devices divide
+    layers, others = divmod(count, 12 * width**2)
+    rows, last = divmod(others, width)
+    names = {"attention": (width, 4 * width), "up": (width, 4 * width), "down": (4 * width, width)}
+    stacks = {name: jax.ShapeDtypeStruct((layers, *names[name]), dtype) for name in names}
+    shapes = {"embed": (rows, width), "rest": (last,)}
+    outside = {k: jax.ShapeDtypeStruct(shape, dtype) for k, shape in shapes.items() if shape[0]}
+    return ({"layers": stacks} if layers else {}) | outside
 
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from optax_ext.equations import name_of, params_of, trace
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
@@ -50,7 +51,7 @@ class Work(NamedTuple):
 
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
-    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or ANY_DEVICE)
+    return work_of_jaxpr(trace(fn, *args)[0].jaxpr, kind or ANY_DEVICE)
 
 
 def work_of_equation(
@@ -58,7 +59,7 @@ def work_of_equation(
 ) -> Work:
     """The work of one operation; operands and results have ``shape`` and ``dtype``."""
     kind = kind or ANY_DEVICE
-    name, params = eqn.primitive.name, eqn.params
+    name, params = name_of(eqn), params_of(eqn)
     inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
     others = _MOVED * sum(map(num_bytes, results)) / kind.bandwidth
     if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
@@ -105,7 +106,7 @@ def no_matrices(stored: Tree, params: Tree) -> list[Any]:
 
 def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
     """The types of what the matrix products of a function read and write, without parameters."""
-    traced = jax.make_jaxpr(fn)(params, *args).jaxpr
+    traced = trace(fn, params, *args)[0].jaxpr
     own = traced.invars[: len(jax.tree.leaves(params))]
 
     def touched(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -134,9 +135,10 @@ class Traced(NamedTuple):
 
 
 def is_fused(eqn: Any) -> bool:
-    if eqn.primitive.name in ("jit", "pjit", "custom_jvp_call"):
+    name = name_of(eqn)
+    if name in ("jit", "pjit", "custom_jvp_call"):
         return all(is_fused(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
-    return eqn.primitive.name in _FUSED
+    return name in _FUSED
 
 
 def is_light(eqn: Any) -> bool:

@@ -116,7 +116,9 @@ class PipelinePlan(Printed):
             *([f"warning: the stages do not fit, by {size(excess)}."] if excess > 0 else []),
             *(f"{name}: {step.summary}." for name, step in self.steps.items()),
             "Times are those of search: predicted, not measured. Activations are those that the "
-            "code of the model stores: its attention materializes scores.",
+            "code of the model stores: its attention materializes scores."
+            + " A * marks what is recommended."
+            * bool(self.recommended),
         )
 
     def _verdict(self) -> str:

@@ -27,7 +27,16 @@ from sharding._types import Batch, Tree
 from sharding._user_line import warn
 from sharding._zero import Tx, Zero
 from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import Printed, Table, check_choice, seconds, size, users_code
+from sharding.plan._format import (
+    Printed,
+    Table,
+    check_choice,
+    reason_of,
+    seconds,
+    size,
+    users_code,
+)
+from sharding.plan.audit._audit import Audit
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.cost._plan_costs import transformation_of, zero_of
@@ -344,7 +353,7 @@ class _FitRequest:
         self.loss_fn = loss_fn
         self._made: dict[ParallelPlan, FittedPlan] = {}
         self.programs: dict[ParallelPlan, int] = {}  # of plans that were proven
-        self._memory: dict[int, float] = {}  # of a device in each of them
+        self._audits: dict[int, tuple[Audit | None, float]] = {}  # of each; bytes of a device
         self.slower = 1.0, 1.0  # than by the figures: operations, and all else
         check_batch(batch, zero.num_devices if zero else machine.devices, 1)
         if not any(map(np.ndim, jax.tree.leaves(batch))):
@@ -453,21 +462,23 @@ class _FitRequest:
                 raise
             self.asked["update_in_backward"] = False
             return None
-        except TypeError as error:  # the loss was traced before
-            given = "gradients, state, parameters, and the loss as value="
-            raise ValueError(f"tx.update gets {given}, and failed: {error}.") from error
         # Where no parameter is large enough to be sharded, several stages are one program.
         program = self.programs[chosen.plan] = hash(lowered.as_text())
-        if program not in self._memory:
-            self._memory[program] = audited(lambda _: lowered, 0, self.machine.kind, {})[1]
-        return dataclasses.replace(proof, memory=self._memory[program])
+        if program not in self._audits:
+            self._audits[program] = audited(lambda _: lowered, 0, self.machine.kind, {})
+        return dataclasses.replace(proof, memory=self._audits[program][1])
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
         """The step of the first plan."""
         plan = proofs[0].plan
         made = self._made.get(plan) or self._made.setdefault(plan, self._make(plan))
         several = plan.microbatches > 1 and not self.options.get("weighted")
-        notes = (*notes, _NOT_COMPARED, *[_OF_MICROBATCHES] * several)
+        notes = (*notes, *self.model.about_layers(plan.update_in_backward), _NOT_COMPARED)
+        notes = (*notes, *[_OF_MICROBATCHES] * several)
+        for proof in proofs:
+            found, _ = self._audits.get(self.programs.get(proof.plan, 0), (None, 0.0))
+            of_compiler = found.of_compiler if found else ()
+            notes = (*notes, *(f"warning: {short(proof.plan)}: {text}." for text in of_compiler))
         if not isinstance(made.zero.mesh, jax.sharding.Mesh):
             none = f"warning: nothing can be compiled for {made.machine.target} here: its memory"
             notes = (*notes, f"{none} is planned, not proven.")
@@ -590,7 +601,7 @@ def _check_trace(model: TracedModel, devices: int) -> None:
     own = dict(model.zero.mesh.shape) if model.zero else None
     for eqn in every:
         name = eqn.primitive.name
-        if "callback" in name or name.startswith("debug"):
+        if "callback" in name and not name.startswith("debug"):
             raise ValueError(f"the loss calls functions of the host ({name}): leave them out.")
         if name == "shard_map" and (mesh := dict(eqn.params["mesh"].shape)) != own:
             raise ValueError(
@@ -606,7 +617,7 @@ def _read_saved(path: pathlib.Path | None, make: Callable[[Any], Any]) -> Any:
         try:
             found = make(json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = reason_of(error)
             warn(f"{path} is not used, since fit did not write it, or not to its end ({reason}).")
     return found if path and _of_all(found is not None).all() else None
 

@@ -80,21 +80,16 @@ class PlanSpace:
             check_choice("what is kept", name, KEPT)
         of_state = {name: values for name, values in kept.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
-        named = isinstance(self.model, Decoder)
         for passes in self._passes():
             if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
-            # Layers of a Decoder that gather their parameters are computed again.
-            gathers = passes.pipe == 1 and passes.recompute == "none" and named
             alone = passes.pipe * passes.tensor == 1
-            can_update = passes.can_update_in_backward
             possible = tuple(
                 x
                 for x in variants(passes.data)
-                if not (gathers and x["stage"] == 3)
+                if allows(passes, self.model, x["stage"], x["update_in_backward"])
                 and not (passes.asynchronous and (x["offload"] or x["weights"] != "plain"))
-                and (alone or not x["sync"])
-                and not (x["update_in_backward"] and (x["sync"] or not can_update))
+                and not (x["sync"] and (x["update_in_backward"] or not alone))
                 and all(x[name] in values for name, values in of_state.items())
             )
             # Equal chunks are worth it where they have fewer layers than the fastest.
@@ -170,6 +165,14 @@ class PlanSpace:
         if self.asynchronous and alone and microbatches >= 2 * pipe - 1:
             for schedule in ASYNC_SCHEDULES:
                 yield {"schedule": schedule}
+
+
+def allows(passes: ParallelPlan, model: AnyModel, stage: int, in_backward: bool) -> bool:
+    """Whether layers can compute again what these passes do, at a stage."""
+    # Layers of a Decoder that gather their parameters are computed again.
+    named = isinstance(model, Decoder) and passes.pipe == 1
+    gathers = named and stage == 3 and passes.recompute == "none"
+    return not gathers and (passes.can_update_in_backward or not in_backward)
 
 
 def divisors(number: int) -> list[int]:

@@ -1,5 +1,6 @@
 """The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
 
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -55,6 +56,7 @@ class ChosenPlan:
     layers: tuple[int, ...]  #: of each chunk, from the first to the last
     tokens: float  #: of all devices in a step
     utilization: float  #: the share of the peak, without recomputation (MFU)
+    change: str = ""  #: of a plan that does not fit, an argument of ``search`` with which it does
 
     @property
     def lossy(self) -> bool:
@@ -92,7 +94,7 @@ class ChosenPlan:
 
     def to_dict(self, name: str = "") -> dict[str, Any]:
         """Its figures, ready for JSON."""
-        names = ("tokens", "layers", "utilization", "lossy")
+        names = ("tokens", "layers", "utilization", "lossy", "change")
         figures: dict[str, Any] = {x: getattr(self, x) for x in names}
         figures |= {"seconds": self.seconds.to_dict(), "at_least": {"total": self.bound}}
         return entry(name or self.summary, self.held, self.plan, **figures)
@@ -106,13 +108,14 @@ class SearchResult(Printed):
     device: DeviceKind  #: its figures
     headroom: float  #: the share of its memory that plans leave free
     plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    rejected: tuple[ChosenPlan, ...]  #: faster than the last of these, and do not fit
+    rejected: tuple[ChosenPlan, ...]  #: faster than the last of these, which fit after a change
     bound: float  #: seconds below which no plan of the space can go that fits
     compared: int  #: the number of plans
     sequences: int  #: of all devices in a step
     length: int  #: tokens of a sequence
     #: operations of matrix products in the update of the best plan, as a share of the step's
     of_update: float = 0.0
+    about: tuple[str, ...] = ()  #: what was found in a loss of one's own
     #: plans that no other one beats in both time and memory, fastest first, if it was asked for
     frontier: tuple[ChosenPlan, ...] = ()
 
@@ -140,10 +143,11 @@ class SearchResult(Printed):
                     *cells(it.plan),
                     seconds(it.seconds.seconds),
                     *map(size, (it.memory, it.memory - self.memory)),
+                    it.change,
                 )
                 for it in self.rejected
             ]
-            columns = (*PLAN_COLUMNS, "step", "memory", "too much")
+            columns = (*PLAN_COLUMNS, "step", "memory", "too much", "fits with")
             tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return tables
 
@@ -158,6 +162,7 @@ class SearchResult(Printed):
         return (
             f"A step has {self.sequences:,} sequence{'s' * (self.sequences > 1)} of "
             f"{self.length:,} token{'s' * (self.length > 1)}.",
+            *self.about,
             f"Best: {self.best.summary}.",
             *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
@@ -312,8 +317,10 @@ def search(
     for forms in dict.fromkeys((known, every)):
         space = dataclasses.replace(space, recompute=costs.forms(forms))
         groups = list(space.groups(keep))
-        chosen, rejected = _that_fit(costs, groups, budget, top)
-        if len(chosen) == top and not (rejected or frontier):
+        chosen, rejected, short_of = _that_fit(
+            costs, groups, budget, top, _changes(space, keep or {})
+        )
+        if len(chosen) == top and not (short_of or frontier):
             break
     if not groups:
         raise ValueError(_no_plan(space, keep))
@@ -343,34 +350,74 @@ def search(
     return SearchResult(
         *(target, machine.device, headroom),
         plans=tuple(map(chosen_plan, chosen)),
-        rejected=tuple(map(chosen_plan, rejected)),
+        rejected=tuple(
+            dataclasses.replace(chosen_plan(plan), change=change) for plan, change in rejected
+        ),
         bound=bound,
         compared=compared,
         sequences=sequences,
         length=length,
+        about=(
+            model.about_layers(chosen[0].update_in_backward)
+            if isinstance(model, TracedModel)
+            else ()
+        ),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
         frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
 
 
+def _changes(space: PlanSpace, keep: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What a search was not asked for, by its argument: what a plan has, which may then fit."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    machine = space.costs.machine if space.costs else None
+    if True not in space.offload and machine and machine.device.host_link:
+        changes.append(("offload", {"offload": True}))
+    if "8bit" not in space.state_formats:
+        changes.append(("state in 8bit", {"state_format": "8bit"}))
+    if space.weights == ("master",):
+        changes.append(("weights as they are", {"weights": "plain"}))
+    return [(words, change) for words, change in changes if keep.keys().isdisjoint(change)]
+
+
 def _that_fit(
-    costs: PlanCosts, groups: Sequence[PlanGroup], budget: float, top: int
-) -> tuple[list[ParallelPlan], list[ParallelPlan]]:
-    """The fastest plans, and those before them that do not fit."""
+    costs: PlanCosts,
+    groups: Sequence[PlanGroup],
+    budget: float,
+    top: int,
+    changes: list[tuple[str, dict[str, Any]]],
+) -> tuple[list[ParallelPlan], list[tuple[ParallelPlan, str]], bool]:
+    """The fastest plans; those before them that fit after a change; whether memory is short."""
     chosen: list[ParallelPlan] = []
-    rejected: list[ParallelPlan] = []
+    rejected: list[tuple[ParallelPlan, str]] = []
+    short_of = False
 
     def skip(passes: ParallelPlan) -> bool:
-        return len(rejected) == top and costs.least(passes) > budget
+        nonlocal short_of
+        too_large = costs.least(passes) > budget
+        short_of |= too_large
+        return too_large
+
+    def fits_with(plan: ParallelPlan) -> str:
+        held = costs.by_part(plan)
+        if held["total"] - held["state"] > budget:
+            return ""
+        for words, change in changes:
+            with contextlib.suppress(ValueError):  # such as of a state with a format of its own
+                if costs.fullest(dataclasses.replace(plan, **change)) <= budget:
+                    return words
+        return ""
 
     for _, plan in _in_order(costs, groups, skip):
         if costs.fullest(plan) <= budget:
             chosen.append(plan)
-        elif len(rejected) < top:
-            rejected.append(plan)
+        else:
+            short_of = True
+            change = fits_with(plan) if len(rejected) < top else ""
+            rejected += [(plan, change)] if change else []
         if len(chosen) == top:
             break
-    return chosen, rejected
+    return chosen, rejected, short_of
 
 
 def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[ParallelPlan]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext.equations import Name, record_of, trace
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
 from sharding.plan._format import check_choice
@@ -160,11 +161,21 @@ class TracedModel:
         """Matches the paths of parameters outside of layers."""
         return f"^({'|'.join(map(re.escape, self.trace.outside))})$"
 
+    def about_layers(self, in_backward: bool) -> tuple[str, ...]:
+        """What was found in the loss, and what an update in the backward pass gains of it."""
+        no_gain = (
+            "Layers with numbers have no jax.checkpoint: the update in the backward pass holds all "
+            "that they store until their gradients exist, and gains no memory by itself. Give each "
+            "jax.checkpoint, or stack them for lax.scan."
+        )
+        gains_none = in_backward and self.trace.numbered_without_checkpoints
+        return (self.trace.found, *[no_gain] * gains_none)
+
     @functools.cached_property
     def names(self) -> set[str]:
         """The values that the loss gives a name of MaxText's."""
-        every = all_equations(self.trace.graph.jaxpr)
-        found = {eqn.params["name"] for eqn in every if eqn.primitive.name == "name"}
+        every = map(record_of, all_equations(self.trace.graph.jaxpr))
+        found = {record.name for record in every if isinstance(record, Name)}
         return found & {name for preset in PRESETS.values() for name in preset}
 
     @functools.cached_property
@@ -234,7 +245,7 @@ def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
         loss, vjp = jax.vjp(lambda params: run(params, batch), params)
         return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
 
-    closed, (_, kept) = jax.make_jaxpr(passes, return_shape=True)(*args)
+    closed, (_, kept) = trace(passes, *args)
     work = work_of_jaxpr(closed.jaxpr, UNIT)
     stored = no_matrices(kept, args[0])
     nbytes = float(num_bytes(stored))

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
-from sharding.placement._specs import axes_of, entry_of
+from sharding.placement._layout import Layout
+from sharding.placement._specs import axes_of, entries_of, entry_of
 from sharding.step._batch_moments import over_devices
 from sharding.step._gather_params import after_input, gather, gathered, is_marking, split_arrays
 from sharding.step._lookup import lookup
@@ -181,7 +182,7 @@ def in_step(
     @functools.wraps(loss_fn)
     def call(params: Tree, *args: Any) -> Any:
         nonlocal unchecked
-        named = without_names(params, zero._layout.data_axes)
+        named = without_names(params, zero._layout)
         with _intercepting(zero, sync_batch_norm) as check:
             out = loss_fn(named, *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
@@ -232,8 +233,12 @@ def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], Non
         yield lambda: check_found(blocks, found, _CALLED, seen.items())
 
 
-def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
-    """Parameters whose linen boxes name none of these axes, to which unboxing constrains them."""
+def without_names(params: Tree, layout: Layout) -> Any:
+    """Parameters whose linen boxes, which unboxing constrains to their names, name other axes.
+
+    Those of the data, and those that the mesh lacks, are left out.
+    """
+    axes = layout.data_axes
     nn = sys.modules.get("flax.linen")
     if nn is None:
         return params
@@ -242,7 +247,7 @@ def without_names(params: Tree, axes: tuple[str, ...]) -> Any:
         if isinstance(x, nn.LogicallyPartitioned):
             return x.replace(rules=_without_axes(x.rules or nn.get_logical_axis_rules(), axes))
         if isinstance(x, nn.Partitioned):
-            return x.replace(names=tuple(_without(entry, axes) for entry in x.names))
+            return x.replace(names=tuple(entries_of(x.get_partition_spec(), layout.other_axes)))
         return x
 
     return jax.tree.map(strip, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))

@@ -14,8 +14,11 @@ import jax
 import optax
 
 from sharding._types import Array, Batch, OptState, Tree
+from sharding.placement._describe import Description
 from sharding.placement._on_mesh import no_mesh
+from sharding.placement._specs import resolve_param_specs, sharding_on
 from sharding.step._batch_moments import set_axes
+from sharding.step._checks import check_makes
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
@@ -31,8 +34,10 @@ class NnxMethods:
         Args:
           make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
           *args: its arguments, such as a random key, which are traced.
-          param_specs: specs of the parameters on the other mesh axes; None takes their metadata.
+          param_specs: specs of the parameters on the other mesh axes, ``PartitionSpec()`` for none;
+            None takes their metadata, of which axes that the mesh lacks shard nothing.
         """
+        check_makes("nnx_init", make, "a model that exists is placed by its first step")
 
         def arrays(*args: Any) -> Any:
             model, optimizer = make(*args)
@@ -65,6 +70,7 @@ class NnxMethods:
         grad_norm: bool = False,
         donate: bool = True,
         update: str = "after",
+        param_specs: Tree = None,
     ) -> "NnxStep":
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
 
@@ -86,11 +92,13 @@ class NnxMethods:
           donate: reuse the memory of parameters and optimizer state, which an ``nnx.clone`` shares.
           update: ``"after"`` the backward pass, or in it, ``"backward"``, where ``nnx.scan`` runs
             over layers that ``nnx.vmap`` made.
+          param_specs: specs, for a model that the first call places; as in ``nnx_init``.
 
         Returns:
           ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
-          arguments. Parameters are what the optimizer's ``wrt`` selects. The first call places a
-          model that is on one device.
+          arguments, also of a model and optimizer by ``nnx.eval_shape``, for any mesh. Parameters
+          are what the optimizer's ``wrt`` selects. The first call places a model that is on one
+          device.
 
         Example:
           >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -107,10 +115,12 @@ class NnxMethods:
         """
         options = {"weighted": weighted, "microbatches": microbatches, "trainable": trainable}
         options |= {"grad_norm": grad_norm, "donate": donate, "update": update}
-        return NnxStep(self, loss_fn, rngs, reductions, has_aux, options)
+        return NnxStep(self, loss_fn, rngs, reductions, has_aux, param_specs, options)
 
     def nnx_eval_step(self: Any, fn: Callable[..., Any], *, wrt: Any = None) -> "NnxEvalStep":
         """A compiled function of an nnx model and a batch, ``evaluate(model, batch) -> tree``.
+
+        It has a ``lower`` of the same arguments.
 
         Args:
           fn: ``fn(model, batch)``, as in ``eval_step``; the model is only read.
@@ -151,11 +161,18 @@ class NnxStep:
     """A training step of ``(model, optimizer, batch)``; see ``Zero.nnx_train_step``."""
 
     def __init__(
-        self, zero: Any, loss_fn: Any, rngs: bool, reductions: Any, has_aux: bool, options: Any
+        self,
+        zero: Any,
+        loss_fn: Any,
+        rngs: bool,
+        reductions: Any,
+        has_aux: bool,
+        param_specs: Tree,
+        options: Any,
     ):
         check_arguments(loss_fn, "model", "batch", key=rngs)
-        self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
-        self.reductions, self.has_aux = reductions, has_aux
+        self.loss_fn, self.rngs = loss_fn, rngs
+        self.reductions, self.has_aux, self.param_specs = reductions, has_aux, param_specs
         # The blocks of the model are gathered by prepare: the loss calls no linen modules.
         plain = dataclasses.replace(zero, gathered_blocks=())
         self._step = plain.train_step(
@@ -166,6 +183,8 @@ class NnxStep:
             model_state_reduction=lambda parts: parts["static"].value[-1],
             **options,
         )
+        self._step.blocks = zero.gathered_blocks
+        self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
     def __call__(self, model: Any, optimizer: Any, batch: Batch, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
@@ -183,19 +202,26 @@ class NnxStep:
         with no_mesh():
             return self._step.lower(*self._arguments(model, optimizer, batch, key))
 
+    def describe(self, model: Any, optimizer: Any) -> Description:
+        """``Zero.describe`` of both, real or abstract, with gradients of what is trained."""
+        found: Description = self.zero.describe(
+            (model, optimizer), param_specs=self.param_specs, trainable=self._step.trainable
+        )
+        return found
+
     def _arguments(self, model: Any, optimizer: Any, batch: Batch, key: Any) -> tuple[Any, ...]:
         """``(state, batch, key, model state)`` of the step."""
         zero = self.zero
         if not is_placed((model, optimizer.opt_state), zero.mesh):
-            place_model(zero, model, optimizer)
+            place_model(zero, model, optimizer, self.param_specs)
         graph, params, rng, sown, rest = _split(model, optimizer.wrt)
         # An average of the parameters may begin as the very arrays that the step donates.
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
         rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
-        step = optimizer.step[...]
+        step: Any = nnx.as_pure(optimizer.step)
         if self.rngs:
             key = zero._layout.replicate_foreign(key)
-            key = jax.random.fold_in(jax.random.key(0) if key is None else key, step)
+            key = _of_step(jax.random.key(0) if key is None else key, step)
         is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
         reduction = {
             "rest": jax.tree.map(self._reduction, rest, is_leaf=is_variable),
@@ -232,10 +258,17 @@ class NnxEvalStep:
     """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``."""
 
     def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
-        self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
+        self.fn, self.wrt = fn, nnx.Param if wrt is None else wrt
         self._step = zero.eval_step(self._run, model_state=True)
+        self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
     def __call__(self, model: Any, batch: Batch) -> Any:
+        return self._step(*self._arguments(model, batch))
+
+    def lower(self, model: Any, batch: Batch) -> jax.stages.Lowered:
+        return self._step.lower(*self._arguments(model, batch))
+
+    def _arguments(self, model: Any, batch: Batch) -> tuple[Any, ...]:
         if not is_placed(nnx.state(model, self.wrt), self.zero.mesh):
             raise ValueError(
                 "the model is not on the mesh. Make it with zero.nnx_init, or train a step: the "
@@ -243,7 +276,7 @@ class NnxEvalStep:
             )
         graph, params, rest = nnx.split(model, self.wrt, ...)
         params, rest = nnx.as_pure((params, rest))
-        return self._step((params, ()), batch, model_state=(_Static(graph), rest))
+        return (params, ()), batch, None, (_Static(graph), rest)
 
     def _run(self, params: Tree, batch: Batch, parts: Any) -> Any:
         graph, rest = parts
@@ -265,9 +298,8 @@ def train_state(zero: Any, state: Tree, param_specs: Tree = None) -> tuple[Any, 
         return state, param_specs
     optimizer = rest[0] if rest else nnx.Optimizer(model, optax.identity(), wrt=nnx.Param)
     params = nnx.state(model, optimizer.wrt)
-    is_real = all(isinstance(x, jax.Array) for x in jax.tree.leaves(params))
-    if param_specs is None and not (is_real and is_placed(params, zero.mesh)):
-        param_specs = nnx.as_pure(nnx.get_partition_spec(params))
+    if param_specs is None and not is_placed(params, zero.mesh):
+        param_specs = nnx.as_pure(resolve_param_specs(params, None, zero.mesh))
     step: Any = nnx.as_pure(optimizer.step)
     params, opt_state = nnx.as_pure((params, optimizer.opt_state))
     return _NnxState(step, params, opt_state, optimizer.tx), param_specs
@@ -275,6 +307,12 @@ def train_state(zero: Any, state: Tree, param_specs: Tree = None) -> tuple[Any, 
 
 def _is_key(x: Array) -> bool:
     return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _of_step(key: Any, step: Any) -> Any:
+    fold: Any = jax.random.fold_in
+    is_type = isinstance(step, jax.ShapeDtypeStruct)
+    return jax.eval_shape(fold, key, step) if is_type else fold(key, step)
 
 
 def _fold(x: jax.Array, number: jax.Array) -> jax.Array:
@@ -300,10 +338,10 @@ class _Nnx:
 nnx: Any = _Nnx()
 
 
-def place_model(zero: Any, model: Any, optimizer: Any) -> None:
-    """Moves a model and its optimizer onto the mesh, in place."""
+def place_model(zero: Any, model: Any, optimizer: Any, param_specs: Tree) -> None:
+    """Moves a model and its optimizer, real or abstract, onto the mesh, in place."""
     _, params, rest = nnx.split(model, optimizer.wrt, ...)
-    shardings = _shardings(zero, model, optimizer, None)
+    shardings = _shardings(zero, model, optimizer, param_specs)
     state = zero._layout.copy(nnx.as_pure((params, optimizer.opt_state)), shardings)
     nnx.update(model, state[0], zero._layout.copy(nnx.as_pure(rest), zero._layout.replicated))
     set_opt_state(optimizer, state[1])
@@ -312,7 +350,7 @@ def place_model(zero: Any, model: Any, optimizer: Any) -> None:
 def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Tree) -> Any:
     params = nnx.state(model, optimizer.wrt)
     if param_specs is None:
-        param_specs = nnx.as_pure(nnx.get_partition_spec(params))
+        param_specs = nnx.as_pure(resolve_param_specs(params, None, zero.mesh))
     state = nnx.as_pure((params, optimizer.opt_state))
     if zero.sync is not None:
         placed = zero._layout.place(state[0], param_specs)
@@ -326,9 +364,15 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Tree) -> Any:
 
 
 def is_placed(tree: Tree, mesh: Any) -> bool:
-    """Whether every array but scalars is on all devices of the mesh."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.ndim]
-    return all(x.sharding.device_set == set(mesh.devices.flat) for x in leaves)
+    """Whether every array but scalars, real or abstract, is on all devices of the mesh."""
+
+    def is_there(x: Any) -> bool:
+        if isinstance(x, jax.Array):
+            return bool(x.sharding.device_set == set(mesh.devices.flat))
+        return sharding_on(x, mesh) is not None
+
+    arrays = jax.Array | jax.ShapeDtypeStruct
+    return all(is_there(x) for x in jax.tree.leaves(tree) if isinstance(x, arrays) and x.ndim)
 
 
 def set_opt_state(optimizer: Any, opt_state: OptState) -> None:

@@ -1,5 +1,6 @@
 """Codes, scales and blocks of stored arrays, and what rounding loses."""
 
+import dataclasses
 import functools
 
 import jax
@@ -331,3 +332,53 @@ def test_no_code_is_the_low_byte_of_a_float(signed, rounding):
     while eqn.primitive.name in ("convert_element_type", "and"):  # which leave the byte as it is
         eqn = producer[eqn.invars[0]]
     assert eqn.primitive.name in ("sub", "shift_right_logical")
+
+
+@pytest.mark.parametrize("rank1", [False, True])
+@pytest.mark.parametrize("fmt", [Dynamic(4), Linear(4), Dynamic(8), Linear(8)], ids=str)
+def test_what_is_not_finite_spoils_its_block_alone(fmt, rank1):
+    """In rows and columns, its element alone: codes of rows 2 and 10 share bytes of 4 bits."""
+    fmt = dataclasses.replace(fmt, rank1=rank1)
+    x = np.full((20, 48), 0.25, np.float32)
+    x[:, 0] = 1.0
+    bad = [(row, value) for row in (2, 10, 17) for value in (np.nan, np.inf, -np.inf)]
+    many = np.stack([x] * (len(bad) + 1))
+    for case, (row, value) in zip(many, bad, strict=False):
+        case[row, 5] = value
+
+    @jax.jit
+    def run(many):
+        def trips(x):
+            return [
+                dequantize(quantize(x, fmt, signed, rounding, jnp.full(x.shape, 0.5)))
+                for signed in (True, False)
+                for rounding in ROUNDINGS
+            ]
+
+        return jax.vmap(trips)(many)
+
+    rows, columns = (1, 1) if rank1 else _quantize.Blocks(x.shape, fmt.block_size).rows_and_columns
+    for i, have in enumerate(jax.device_get(run(many))):
+        for case, (row, value) in zip(have, bad, strict=False):
+            of_block = np.zeros(x.shape, bool)
+            of_block[row // rows * rows :, 5 // columns * columns :][:rows, :columns] = True
+            if value == -np.inf and i >= len(ROUNDINGS):  # becomes 0, or the least, without a sign
+                assert case[row, 5] <= 1 / 16
+                of_block[:] = np.arange(48) == 5
+            else:
+                assert case[row, 5] == value or np.isnan(value)
+                assert not np.isfinite(case[of_block]).any()
+            # The scale of rank 1 is that of the row alone where the column has an infinite one.
+            np.testing.assert_allclose(case[~of_block], have[-1][~of_block], atol=0.07)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_number_within_is_nan(name):
+    """Of zeros, and of what is infinite: ``jax_debug_nans`` stops at the user's own NaN alone."""
+    zeros = jnp.zeros((16, 64))
+    with jax.debug_nans(True):
+        for x in (zeros, zeros.at[3, 5].set(jnp.inf), jnp.full((16, 64), jnp.inf)):
+            for signed in (True, False):
+                codes = quantize(x, FORMATS[name], signed).codes
+        dequantize(quantize(zeros, FORMATS[name], True))
+    assert codes.size

@@ -92,3 +92,17 @@ def test_errors():
         tx.update(params, tx.init(params))
     with pytest.raises(ValueError, match=r"seed must be in \[0, 2\*\*32\), got -1"):
         optax_ext.stochastic_rounding(optax.sgd(1e-3), seed=-1)
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: optax.MultiSteps(tx, 2)])
+def test_infinite_parameters_stay(around):
+    """Masks of -inf: frozen, without a gradient, or with a finite step; NaN remains NaN."""
+    p = jnp.array([-np.inf, np.inf, -np.inf, np.inf, -np.inf], jnp.bfloat16)
+    grads = np.array([0, 0, 1, -1, np.nan], np.float32)
+    tx = around(optax_ext.stochastic_rounding(optax.sgd(1.0)))
+    state = tx.init(p)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, p)
+        p = optax.apply_updates(p, updates)
+    want = [-np.inf, np.inf, -np.inf, np.inf, np.nan]
+    np.testing.assert_array_equal(np.asarray(p, np.float32), want)

@@ -101,6 +101,7 @@ ONE_ANSWER = [
     ("gpt2-xl --target a100-40x8 --batch 8 --state bfloat16", 1, "", "state_format=bfloat16"),
     ("llama2-7b --target v5p:2x2x1 --batch 64 --master", 1, "", ""),
     ("llama2-7b --target v5e:2x4*2 --batch 32 --network 3", 1, "", ""),
+    ("llama2-7b --target a100-40x2 --batch 2", 1, "", ""),
     ("llama2-7b --target h100x16 --batch 16", 1, "--offload", "offload=true"),
     ("llama2-13b --target h100x16 --batch 64 --optimizer came", 2, "", ""),
     ("llama2-13b --target h200x8 --batch 64 --length 1024", 8, "", "replicas=1"),
@@ -116,7 +117,10 @@ ONE_ANSWER = [
 
 @pytest.mark.parametrize(("asked", "microbatches", "of_plan", "kept"), ONE_ANSWER)
 def test_plan_and_search_give_one_answer(asked, microbatches, of_plan, kept, figures, module):
-    """Each stage has the same plan, seconds and bytes, and the same one is the best."""
+    """Each stage has the same plan, seconds and bytes, and the same one is the best.
+
+    That of the fastest form of recomputation that fits; where none does, layers store their input.
+    """
     module(OWN)
 
     def stages(line):
@@ -125,16 +129,19 @@ def test_plan_and_search_give_one_answer(asked, microbatches, of_plan, kept, fig
             tuple(x["plan"][n] for n in ("stage", "replicas", "spread")) for x in found["plans"]
         ]
         values = [[x[name] for name in ("plan", "seconds", "memory")] for x in found["plans"]]
-        return dict(zip(names, values, strict=True)), found["chosen"]
+        fastest = dict(reversed([*zip(names, values, strict=True)]))
+        return {name: fastest[name] for name in names}, found["chosen"]
 
     planned, chosen = stages(f"plan --model {asked} --microbatches {microbatches} {of_plan}")
     offload = "" if "offload" in kept else "--no-offload"
-    keep = ["pipe=1", "tensor=1", "recompute=full", f"microbatches={microbatches}", *kept.split()]
-    line = f"search --model {asked} {offload} --top 200"
+    keep = ["pipe=1", "tensor=1", f"microbatches={microbatches}", *kept.split()]
+    line = f"search --model {asked} {offload} --top 2000"
     searched, _ = stages(" --keep ".join([line, *keep]))
     same = [name for name in searched if name in planned]
     assert same[0] == [*planned][chosen]
     assert [searched[name] for name in same] == [planned[name] for name in same]
+    others = [plan["recompute"] for name, (plan, *_) in planned.items() if name not in searched]
+    assert {*others} <= {"full"}
 
 
 def test_a_model_of_ones_own(module, text, figures, tmp_path):
@@ -144,7 +151,9 @@ def test_a_model_of_ones_own(module, text, figures, tmp_path):
     line = f"search --model mine:make --target cpu:8 --batch 64 {FIGURES} --keep stage=2"
     best = figures(f"{line} --verify 1 --top 1 --write {path}")["plans"][0]
     assert best["program"]["failures"] == []
-    assert "A step has 64 sequences of 1 token." in text(f"{line} --top 1")
+    shown = " ".join(text(f"{line} --top 1").split())
+    assert "A step has 64 sequences of 1 token." in shown
+    assert "Layers were found in the loss, in loops over stacked parameters: 8." in shown
     file = PlanFile.read(path)
     assert file.model == "mine:make"
     assert file.promised["memory"] == best["program"]["memory"]
@@ -199,10 +208,10 @@ def test_what_is_wrong_is_one_sentence(arguments, message, error, module):
 
 SEARCHED = f"{SEARCH} {FEW} --top 2"
 LINES = {
-    f"{SEARCHED} --plot PICTURE": {"layers", "utilization", "lossy"},
+    f"{SEARCHED} --plot PICTURE": {"layers", "utilization", "lossy", "change"},
     "plan --model gpt2-small --target h100x8 --batch 64": {"zero", "most_sequences"},
     "plan --model gpt2-small --target h100x8 --pipeline": {
-        *("layers", "utilization", "lossy", "stages", "bubble")
+        *("layers", "utilization", "lossy", "change", "stages", "bubble")
     },
     "audit --model gpt2-small --target cpu:8 --length 16 --memory 4": {"program"},
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import pathlib
 import re
 
 import jax
@@ -11,11 +12,13 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
 from optax_ext.traced_graph import Graph
+from sharding._jaxprs import all_equations, inner_jaxprs
 from sharding.offload import _host_update, _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun
@@ -223,6 +226,143 @@ def test_wrong_options():
         zero_of(1, offload="params")
 
 
+# --- Losses of stacks in host memory --------------------------------------------------------------
+
+
+def penalized(params, x):
+    """The stack is used beside its loop, by another one that runs backward, and in part."""
+    again, _ = lax.scan(lambda x, w: (x + jnp.sin(w[0, 0] * x), None), x, params["stack"][::-1])
+    penalty = 0.1 * jnp.sum(jnp.square(params["stack"]))
+    return loss(params, x) + jnp.mean(again) + jnp.mean(x @ params["stack"][0, :8]) + penalty
+
+
+def reshaped(params, x):
+    """In jit, in a checkpoint, and by a loop over indices."""
+    body = lambda i, x: jnp.tanh(x + x[:, :1] * params["wide"][i % 4, 0, 0])  # noqa: E731
+    x = lax.fori_loop(0, 3, body, x)
+    stack = 0.5 * jnp.swapaxes(params["stack"], 1, 2).reshape(6, 512).reshape(6, 16, 32)
+    return jax.jit(jax.checkpoint(loss))(params | {"stack": stack}, x)
+
+
+def weighted(params, x):
+    """The sum and the weight of its rows."""
+    each = jax.vmap(lambda row: loss(params, row[None]))(x)
+    return jnp.sum(each * x[:, 0] ** 2), jnp.sum(x[:, 0] ** 2)
+
+
+# What reads the stacks, stage, mesh and kind of its axes; options.
+LOSSES = [
+    (loss, 2, (1,), AxisType.Auto, {"microbatches": 2}),
+    (loss, 3, (4,), AxisType.Explicit, {}),
+    (penalized, 3, (4, 2), AxisType.Auto, {"microbatches": 2}),
+    (penalized, 1, (1,), AxisType.Explicit, {"trainable": {k: k != "wide" for k in SHAPES}}),
+    (reshaped, 3, (8,), AxisType.Auto, {}),
+    (weighted, 2, (2,), AxisType.Auto, {"microbatches": 2, "weighted": True}),
+]
+
+
+def zero_of_stacks(*sizes, **options):
+    names, view = ("data", "model")[: len(sizes)], "device" if sizes == (1,) else "global"
+    return zero_of(*sizes, names=names, offload="all", view=view, **options)
+
+
+@pytest.mark.parametrize(("fn", "stage", "sizes", "kind", "options"), LOSSES)
+def test_a_loss_of_stacks_in_host_memory(x64, fn, stage, sizes, kind, options):
+    """It has the values of plain JAX; gradients are where parameters are."""
+
+    def mean(params, x):
+        return fn(params, x) if fn is not weighted else jnp.divide(*fn(params, x))
+
+    zero, params = zero_of_stacks(*sizes, stage=stage, kind=kind), initial()
+    placed, x = zero.place(params), zero.put(batch_of(0))
+    expected, grads = jax.jit(jax.value_and_grad(mean))(params, batch_of(0))
+    trained = options.get("trainable") or dict.fromkeys(SHAPES, True)
+    grads = {k: g * trained[k] for k, g in grads.items()}
+    np.testing.assert_allclose(zero.eval_step(mean)((placed, None), x), expected, rtol=1e-12)
+    run = zero.value_and_grad(fn, **options)
+    for each in (run, jax.jit(run)):  # a step of one's own
+        value, found = each(placed, x)
+        np.testing.assert_allclose(value, expected, rtol=1e-12)
+        model.assert_close(found, grads, 1e-12)
+        kinds = [jax.tree.map(lambda x: x.sharding.memory_kind, tree) for tree in (found, placed)]
+        assert kinds[0] == kinds[1]
+    assert {k for k, kind in kinds[1].items() if kind == "pinned_host"} == {"stack", "wide"}
+    # In host memory arrays are moved, and nothing is computed.
+    eqns = all_equations(jax.make_jaxpr(run)(placed, x).jaxpr)
+    made = {eqn.primitive.name for eqn in eqns for v in eqn.outvars if v.aval.memory_space == HOST}
+    assert made <= MOVING, made
+
+
+MOVING = {"device_put", "jit", "optimization_barrier", "reshard", "scan", "sharding_constraint"}
+
+
+def loaded(jaxpr):
+    """The sizes of arrays that are moved to the device or the host, in loops and outside."""
+    own = [v.aval.size for eqn in jaxpr.eqns for v in crossing(eqn)]
+    return own + [x for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) for x in loaded(inner)]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_loops_load_layer_by_layer(cast):
+    """Cast or not; so they do in the backward pass, and leave gradients there."""
+
+    def fn(params, x):
+        stack = params["stack"].astype(jnp.bfloat16 if cast else jnp.float32)
+        layer = lambda x, w: (x + jnp.tanh(x @ w.T) @ w, None)  # noqa: E731
+        return jnp.mean(lax.scan(layer, jnp.tanh(x @ params["in"]).astype(stack.dtype), stack)[0])
+
+    zero = zero_of_stacks(1)
+    params = zero.place({k: jax.ShapeDtypeStruct(SHAPES[k], jnp.float32) for k in ("stack", "in")})
+    x = jnp.ones((4, 8))
+    for microbatches in (1, 2):
+        run = zero.value_and_grad(fn, microbatches=microbatches)
+        traced = jax.make_jaxpr(run)(params, x).jaxpr
+        assert set(loaded(traced)) == {16 * 32}
+        made = [v.aval for eqn in all_equations(traced) for v in eqn.outvars]
+        assert not [a for a in made if a.shape == SHAPES["stack"] and a.memory_space != HOST]
+    (once,) = loaded(jax.make_jaxpr(zero.eval_step(fn))((params, None), x).jaxpr)
+    assert once == 16 * 32
+
+
+PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "how_to" / "ema.md"
+
+
+@pytest.mark.parametrize(("offload", "sizes"), [("optimizer", (4,)), ("all", (1,)), ("all", (4,))])
+def test_averages_as_documented(x64, offload, sizes):
+    """The recipes of the page on averages: values are plain ones, memory is that of parameters."""
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    zero = zero_of(*sizes, stage=3, offload=offload, view="global")
+    make = model.make_of(initial, tx)
+    new = jax.tree.map(lambda x: np.sin(3 * x), initial())
+    average, state = zero.place(initial()), (zero.place(new), zero.init(make, tx=tx)[1])
+    placed = jax.tree.map(lambda x: x.sharding, state[0])
+    assert placed == jax.tree.map(lambda x: x.sharding, zero.init(make, tx=tx)[0])
+    assert placed["stack"].memory_kind == ("pinned_host" if offload == "all" else "device")
+
+    # In memory of their own: a step donates it.
+    again = zero.place(average)
+    for a, b in zip(jax.tree.leaves(average), jax.tree.leaves(again), strict=True):
+        pointers = [x.addressable_data(0).unsafe_buffer_pointer() for x in (a, b)]
+        assert pointers[0] != pointers[1]
+
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    names = {"jax": jax, "optax": optax, "state": state, "average": average}
+    exec(next(block for block in blocks if "def on_device" in block), names)
+    expected = optax.incremental_update(new, initial(), 0.001)
+    free = optax.contrib.schedule_free_eval_params(make()[1], new)
+    for name, like in (("average", expected), ("free", free)):
+        model.assert_close(names[name], like, 1e-12)
+        assert jax.tree.map(lambda x: x.sharding, names[name]) == placed
+    x = zero.put(batch_of(0))
+    differ = lambda both, x: loss(both[0], x) - loss(both[1], x)  # noqa: E731
+    found = zero.eval_step(differ)(((names["average"], names["free"]), None), x)
+    np.testing.assert_allclose(found, differ((expected, free), batch_of(0)), rtol=1e-10)
+    if offload == "all":
+        loaded = jax.device_put(average, jax.memory.Space.Device)
+        with pytest.raises(ValueError, match=r"in pinned_host memory\. Make the state"):
+            zero.eval_step(loss)((loaded, None), x)
+
+
 # --- The transformation ---------------------------------------------------------------------------
 
 
@@ -391,6 +531,13 @@ def test_memory_of_a_stream_of_layers_for_tpus(target, devices):
         assert moves * shape[0] * matrix == planned.host_wire
     # Each moment once, and of matrices that are gathered and reduced one in full.
     assert memory.temp_size_in_bytes < (7.5 if devices == 1 else 1.5) * matrix
+    # Without an update, too.
+    x = np.ones((8, 2048), np.float32)
+    evaluated = zero.eval_step(loss).lower(state, x).compile().memory_analysis()
+    assert evaluated.temp_size_in_bytes < (2.5 if devices == 1 else 0.5) * matrix
+    found = zero.value_and_grad(loss).lower(state[0], x).compile().memory_analysis()
+    assert found.host_output_size_in_bytes == 32 * matrix / devices
+    assert found.temp_size_in_bytes < (3.5 if devices == 1 else 1.5) * matrix
 
 
 def test_memory_of_a_program_for_tpus(monkeypatch):

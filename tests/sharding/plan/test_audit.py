@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import types
 
 import jax
@@ -22,6 +23,7 @@ from sharding.plan.audit._program_arguments import PARTS, arguments_of
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.machine._devices import KINDS
 
+from ...compilers import need
 from ...flax_nnx import needs_nnx, nnx
 from ..model import make_of, zero_on
 from .programs.record import LAYERS, MESHES, ROWS, WIDTH, path_of
@@ -305,6 +307,39 @@ def test_recorded_programs(target):
     assert ("not faster than, by wire" in shown) == (target != "cpu:8")
     again = json.loads(json.dumps(found.to_dict()))
     assert (again["wire_bytes"], again["seconds"]) == (found.wire_bytes, found.seconds)
+
+
+def test_what_the_compiler_computes_again():
+    """The clones of XLA's rematerialization, in loops by their trips, are said with their share."""
+    text = path_of("v5e:4x4").read_text()
+    name = re.search(r"%(\S*fusion\S*) = .*jvp.*dot_general", text)[1]
+    clone = text.replace(f"%{name} ", f"%{name}.remat2 ").replace(f"%{name})", f"%{name}.remat2)")
+    clone = clone.replace(f"%{name},", f"%{name}.remat2,")
+    (said,) = shd.audit(clone).of_compiler
+    assert said.startswith("XLA computes 1 operation again by itself, 0.4 GFLOP (25.0% of")
+    assert said in str(shd.audit(clone))
+    assert recorded("v5e:4x4").of_compiler == ()
+
+
+def test_a_compiler_that_computes_again():
+    """Above the memory of a GPU, XLA does; with fewer rows, whose peak is below it, it does not."""
+    need("h100x1")
+    mesh = shd.targets.mesh("h100x1", (1,), ("data",))
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def said(rows):
+        on_gpu = NamedSharding(mesh, P())
+        shapes = [*[(4096, 4096)] * 32, (rows, 4096)]
+        *weights, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=on_gpu) for s in shapes)
+        return shd.audit(jax.jit(jax.grad(loss)).lower(weights, x), device="h100x1").of_compiler
+
+    (above,), below = said(350_000), said(50_000)
+    assert re.search("operations again by itself, .*, in .* GiB of 79.1 GiB of an h100", above)
+    assert below == ()
 
 
 def test_bounds_on_the_time():

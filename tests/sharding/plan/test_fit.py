@@ -445,6 +445,52 @@ def test_a_target_is_found_before_jax_is_used(monkeypatch):
         fit(*small(), tx=TX, target="v5e:2x4")
 
 
+@pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}}])
+def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
+    """In the global view and in that of each device, where a draw by rejection ends for all."""
+
+    def loss_fn(params, x, key):
+        t = jax.random.beta(key, 1.5, 1.0, x.shape[:1])[:, None]
+        return jnp.mean((jnp.tanh(t * x @ params["w"]) @ params["v"]) ** 2)
+
+    make_state = state_of({"w": jnp.ones((256, 512)) / 512, "v": jnp.ones((512, 64)) / 512})
+    batch = jnp.ones((64, 256))
+    found = fit(loss_fn, make_state, batch, tx=TX, memory="64MiB", rngs=True, **more)
+    assert found.zero.view == ("device" if more else "global")
+    assert re.search(r"warning: stage .*: how often the loop %while\S* runs is unknown", str(found))
+    assert "No layers were found in the loss" in str(found)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)"}, {"update_in_backward": True}])
+def test_a_loss_that_prints(more, recompute, capfd):
+    """In both views, whatever is computed again; what is printed joins no layers."""
+
+    def loss_fn(params, x):
+        for i in range(3):
+            x = x + jnp.tanh(x @ params[f"block_{i}"])
+            jax.debug.print("block {}", i)
+        jax.debug.callback(lambda w: print("first", w.shape), params["block_0"])
+        return jnp.mean(x**2)
+
+    keep = {"recompute": recompute, "stage": 2}
+    keep |= {"sync": "qsgd(8)"} if "lossy" in more else more
+    if "update_in_backward" in more and recompute == "none":
+        return  # such an update computes each layer again
+    make_state = state_of({f"block_{i}": jnp.ones((64, 64)) / 64 for i in range(3)})
+    lossy = more.get("lossy", ())
+    found = fit(
+        loss_fn, make_state, jnp.ones((8, 64)), tx=TX, memory="1GiB", keep=keep, lossy=lossy
+    )
+    found.step(found.init(KEY), found.put(jnp.ones((8, 64))))
+    jax.effects_barrier()
+    printed = capfd.readouterr().out
+    assert {"block 0", "block 1", "block 2", "first (64, 64)"} <= {*printed.splitlines()}
+    assert "Layers were found in the loss, by numbers of parameters: 3." in found.notes
+    gains_none = any("gains no memory by itself" in note for note in found.notes)
+    assert gains_none == ("update_in_backward" in more)
+
+
 def test_lossy_choices_are_allowed_by_name():
     options = {"tx": TX, "memory": 280e3, "headroom": 0.0, "keep": {"stage": 0}}
     with pytest.raises(NoPlanFits, match=r"With lossy='\w+' a step is predicted to fit"):
@@ -464,12 +510,15 @@ def by_value(params, x):
     return jnp.mean(x[x > 0]) * params["out"].sum()
 
 
-def talking(params, x):
-    jax.debug.print("{}", x.sum())
-    return small()[0](params, x)
+class _PrivateError(ValueError):
+    """A class that no message names."""
 
 
-def calling(params, x):
+def failing(params, x):
+    raise _PrivateError("not this one")
+
+
+def calling(params, x):  # what a host returns may differ each time
     return small()[0](params, jax.pure_callback(lambda x: x, x, x))
 
 
@@ -495,10 +544,10 @@ ZERO = Zero(jax.make_mesh((8,), ("data",)))
         ({"loss_fn": 3}, "loss_fn must be a function of parameters and a batch, got 3"),
         ({"loss_fn": collective}, "failed: NameError"),
         ({"loss_fn": searching}, "its gradient was traced .* failed: ValueError"),
+        ({"loss_fn": failing}, "failed: ValueError: not this one"),
         ({"loss_fn": lambda p, x: LOSS(p, x.reshape(64, 16, 64))}, "8 examples, and failed"),
         ({"loss_fn": mapped}, "a shard_map over a mesh {'d': 2}, and fit chooses the mesh"),
         ({"loss_fn": by_value}, "failed: NonConcreteBooleanIndexError"),
-        ({"loss_fn": talking}, "calls functions of the host"),
         ({"loss_fn": calling}, "calls functions of the host"),
         ({"loss_fn": lambda params, x: x}, "must be one floating scalar"),
         ({"batch": jnp.ones((12, 16, 64))}, "12"),
@@ -521,7 +570,7 @@ ZERO = Zero(jax.make_mesh((8,), ("data",)))
         ({"tx": 3}, "tx must be a transformation, got 3"),
         (
             {"tx": LBFGS, "make_state": lambda: (STATE(KEY)[0], LBFGS.init(STATE(KEY)[0]))},
-            "value_fn",
+            "tx.update gets gradients, .* 'value_fn'. A step cannot give the loss",
         ),
         ({"param_specs": P()}, "param_specs needs zero"),
         ({"zero": ZERO, "keep": {"replicas": 2}}, "keep must have {.replicas.: 1}, as all plans"),

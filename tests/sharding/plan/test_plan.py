@@ -44,6 +44,26 @@ ADAM = optax_ext.master_weights(optax.adam(1e-3))
 BILLIONS = count_to_params(7_500_000_000)
 
 
+def test_frozen_parameters_have_no_gradients():
+    """Stage 3 gathers them all the same, for each micro-batch twice."""
+    types = {"base": (1024, 1024), "a": (1024, 16), "b": (16, 1024)}
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in types.items()}
+    trainable = {"base": False, "a": True, "b": True}
+    tx = optax.masked(optax.adam(1e-3), trainable)
+    plan = plan_of(params, tx, (8,), trainable=trainable, microbatches=2)
+    base, adapters = 4 * 1024**2, 2 * 4 * 16 * 1024
+    assert [stage.grads for stage in plan.stages] == [adapters] * 2 + [adapters / 8] * 2
+    assert [stage.full_grads for stage in plan.stages] == [adapters] * 4
+    sent = [8 / 7 * stage.wire for stage in plan.stages]
+    twice = 2 * (2 * (base + adapters) + adapters)
+    assert sent == pytest.approx([2 * adapters, 2 * adapters, 3 * adapters, twice])
+    moved = 2 * (2 * (base + adapters) + adapters)  # the least, but for the update's
+    of_state = [
+        stage.opt_state + adapters / (8 if i == 3 else 1) for i, stage in enumerate(plan.stages)
+    ]
+    assert [stage.moved for stage in plan.stages] == [moved + 2 * x for x in of_state]
+
+
 def test_the_table_of_the_zero_paper():
     plan = plan_of(BILLIONS, ADAM)
     assert plan.num_params == 7_500_000_000

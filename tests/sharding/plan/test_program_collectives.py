@@ -1,11 +1,14 @@
 """Wire bytes equal the closed form, on compiled programs and on excerpts of other compilers'."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import P, lax
 from jax.sharding import AxisType
 
+from sharding.plan import audit
 from sharding.plan.audit._program_collectives import collectives, wire_bytes
 
 SIZE = 16 * 24  # elements on one device
@@ -57,8 +60,15 @@ def test_unknown_trip_count():
     def step(x, k):
         return lax.fori_loop(0, k, lambda _, x: rotate(x), x)
 
+    compiled = program(step, jax.ShapeDtypeStruct((), jnp.int32))
     with pytest.raises(ValueError, match=r"does not say how often the loop %while\S* runs"):
-        wire_bytes(program(step, jax.ShapeDtypeStruct((), jnp.int32)))
+        wire_bytes(compiled)
+    # An audit counts it once, and says so.
+    found = audit(compiled)
+    assert found.wire_bytes == wire_bytes(program(rotate))
+    (said,) = found.of_compiler
+    assert re.search(r"how often the loop %while\S* runs is unknown: counted once", said)
+    assert said in found.warnings
 
 
 # What follows was compiled for TPUs and GPUs and shortened by hand.

@@ -20,7 +20,7 @@ from sharding.plan.model._layer_costs import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import work_of
 from sharding.plan.search._plan_file import PlanFile
-from sharding.plan.search._plan_space import PlanSpace
+from sharding.plan.search._plan_space import KEPT, PlanSpace
 from sharding.plan.search._search import _simpler_first, machine_of
 
 H100 = kind_of("h100")
@@ -232,10 +232,24 @@ def test_a_plan_fits_to_the_byte():
     less = dataclasses.replace(device, memory=best.memory - 1)
     found = search(SMALL, TX, "h100x8", device=less, **options)
     assert best not in found.plans
-    # Rejected plans are faster, and say by how much they fail.
+    # Rejected plans are faster, say by how much they fail, and fit with what is named beside them.
     for plan in found.rejected:
         assert plan.seconds.seconds <= found.plans[-1].seconds.seconds
         assert plan.memory > found.memory
+        assert plan.change == "state in 8bit"
+        kept = {name: getattr(plan.plan, name) for name in KEPT} | {"state_format": "8bit"}
+        changed = {"keep": kept, "state_formats": ("8bit",)}
+        assert search(SMALL, TX, "h100x8", device=less, **options | changed).best.plan.lossy
+
+
+def test_what_no_change_makes_fit_is_not_listed():
+    """Plans that store 345 GiB beside the state are faster, and help nobody with 80 GB."""
+    found = search(MODELS["llama2-7b"], TX, "h100x8", sequences=64, keep={"pipe": 1, "tensor": 1})
+    for plan in found.rejected:
+        assert plan.memory - plan.held["state"] <= found.memory
+        assert plan.plan.recompute != "none"
+    assert len(found.rejected) == 2
+    assert "fits with" in str(found)
 
 
 def test_of_equal_plans_the_simpler_one_is_first():

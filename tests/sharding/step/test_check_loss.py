@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import sharding as shd
+from sharding.step._eval_step import ValueAndGrad
 
 from ...flax_nnx import needs_nnx, nnx
 from .runs import ROWS, WIDTH, assert_close, batch, zero_of
@@ -112,7 +113,7 @@ def test_rounding_is_no_difference():
     def loss_fn(params, batch, keys):
         kept = jax.vmap(lambda key, x: x * jax.random.bernoulli(key, 0.5, x.shape))
         x = kept(keys, batch["x"].astype(np.float32))
-        logits = x @ params["w"] + jnp.sum(params["unused"])
+        logits = (x @ params["w"])[::-1][::-1] + jnp.sum(params["unused"])  # no trace proves it
         return jnp.mean(jax.nn.softmax(logits) ** 2)
 
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
@@ -122,6 +123,27 @@ def test_rounding_is_no_difference():
         zero.check_loss(loss_fn, (params, None), BATCH, key, rngs="per_example")
     with pytest.raises(ValueError, match="got rngs=True, with which one device draws other"):
         zero.check_loss(loss_fn, (params, None), BATCH, key, rngs=True)
+
+
+def test_what_is_proven_is_not_computed(monkeypatch):
+    """The word of a loss, and where rows meet, are returned and are in the error."""
+    zero, state = zero_of(2), (PARAMS, None)
+    mean = lambda p, b: jnp.mean((b["x"] @ p["w"] - b["y"]) ** 2)  # noqa: E731
+    joined = lambda p, b: (mean(p, b), {"x": jnp.tanh(b["x"]), "rows": mean(p, b)})  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"coupled: dot_general: each row meets the others .*py:\d"
+    ):
+        zero.check_loss(contrastive, state, BATCH)
+    with pytest.raises(ValueError, match="must be one floating scalar"):
+        zero.check_loss(joined, state, BATCH)  # without has_aux
+    with pytest.raises(ValueError, match="microbatches must be at least 1"):
+        zero.check_loss(mean, state, BATCH, microbatches=0)
+    monkeypatch.setattr(ValueAndGrad, "__call__", None)
+    assert zero.check_loss(mean, state, BATCH, microbatches=2) == "mean"
+    assert zero.check_loss(joined, state, BATCH, has_aux=True) == "mean"
+    assert zero.check_loss(masked, state, BATCH, weighted=True) == "sum"
+    with pytest.raises(TypeError):  # numbers are computed of a loss that counts rows
+        zero.check_loss(lambda p, b: (mean(p, b), len(b["x"])), state, BATCH, has_aux=True)
 
 
 @needs_nnx

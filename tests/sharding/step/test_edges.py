@@ -206,6 +206,34 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
     step(here, zero.put(batch()))
 
 
+@pytest.mark.parametrize(
+    "tx", [optax.lbfgs(), optax.chain(TX, optax.scale_by_backtracking_linesearch(5))]
+)
+@pytest.mark.parametrize("options", [{}, {"view": "global"}, {"update": "backward"}])
+def test_a_line_search_is_refused_in_words(tx, options):
+    """It needs the loss as a function, which no step can give."""
+    view = {"view": "global"} if options else {}
+    zero, update = zero_of(kind=AUTO, **view), options.get("update", "after")
+    params, _ = make_pair()
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    said = "tx.update gets gradients, state, parameters, and the loss as value=, and failed: .*"
+    with pytest.raises(ValueError, match=f"{said}'value_fn'. A step cannot give the loss"):
+        zero.train_step(mean_loss, tx=tx, update=update)(state, zero.put(batch()))
+
+
+@pytest.mark.parametrize(("memory", "offload"), [("device", "optimizer"), ("pinned_host", None)])
+def test_a_state_in_another_memory(memory, offload):
+    """The error names both: that of the array, and that in which the step has it."""
+    zero = zero_of(kind=AUTO, offload=offload)
+    state = zero.init(make_pair, tx=TX)
+    there = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory)), state)
+    needed = "pinned_host" if offload else "device"
+    said = rf"memory_kind={memory}\); the step requires PartitionSpec\(.*\) in {needed} memory"
+    said = said.replace("PartitionSpec", r"\w+")
+    with pytest.raises(ValueError, match=said):
+        zero.train_step(mean_loss, tx=TX)(there, zero.put(batch()))
+
+
 def test_a_learning_rate_that_is_set_between_steps(x64):
     """As optax says, before the first step and after others, of whatever type."""
     make = optax.inject_hyperparams(optax_ext.came, static_args="weight_decay_mask")

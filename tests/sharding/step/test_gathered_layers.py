@@ -12,6 +12,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from sharding.step import _step_plan
+
 from .. import model
 from . import runs
 from .runs import TX, WIDTH, assert_same, batch, make_train_state_of, train, train_alone, zero_of
@@ -102,10 +104,26 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
         found = state, _ = train(zero, make_of(Layer), loss_fn, tx=TX)
     assert_same(found, reference())
     step = zero.train_step(loss_fn, tx=TX)
+    _step_plan.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="with a loss that gathers no layer") as seen:
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert [warning.filename for warning in seen] == [__file__]  # the line that calls the step
     assert runs.gathers_behind(program, "4x16xf64") == [False] * 7
+
+
+@pytest.mark.parametrize(("width", "num"), [(64, 0), (512, 1)])
+def test_of_a_model_there_is_one_warning_and_none_of_a_small_one(width, num, monkeypatch):
+    """Of 48 KiB, and of 3 MiB, whose losses are traced by steps, evaluations and gradients."""
+    monkeypatch.undo()  # the limit of users
+    params = [jnp.ones((width, width), jnp.float32)] * 3
+    zero, loss_fn = zero_of(3), lambda p, x: jnp.mean(functools.reduce(jnp.matmul, p, x))
+    state, x = (zero.place(params), None), zero.put(np.ones((16, width), np.float32))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for microbatches in (1, 2):
+            jax.eval_shape(zero.value_and_grad(loss_fn, microbatches=microbatches), params, x)
+        zero.eval_step(loss_fn).lower(state, x)
+    assert len(seen) == num
 
 
 def block(p, x):
@@ -187,6 +205,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     expected = train_alone(make_state, mean)
     assert_same(found, expected)
     step = zero.train_step(own_loss)
+    _step_plan.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=used):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert runs.gathers_behind(program, "4x16xf64").count(False) == 2

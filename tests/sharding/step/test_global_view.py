@@ -329,3 +329,23 @@ def test_what_it_cannot_do_is_refused():
     tx = optax.chain(optax.chain(gradient_noise_scale(16), TX))
     with pytest.raises(ValueError, match="norms of the gradients of single devices"):
         runs.train(zero, runs.make_train_state_of(params, tx), lambda p, b: masked_mean(p, b))
+
+
+@pytest.mark.parametrize("view", ["device", "global"])
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (2, 4), (8, 1)])
+def test_rows_that_share_a_key(view, n, k):
+    """As the page on random keys has it: parts of the batch, or of the rows of every device."""
+    zero = model.zero_on(n, stage=0, view=view)
+
+    def loss_fn(params, x, key):
+        return jnp.mean(params) * jnp.mean(x), jnp.full(len(x), jax.random.uniform(key))
+
+    tx = optax.sgd(0.1)
+    state = zero.init(lambda: (jnp.ones(4), tx.init(jnp.ones(4))), tx=tx)
+    step = zero.train_step(loss_fn, tx=tx, rngs=True, microbatches=k, has_aux=True)
+    _, metrics = step(state, zero.put(np.ones(16)), jax.random.key(3))
+    row = np.arange(16)
+    number = row // (16 // (n * k))
+    number = number if view == "device" else number % k
+    want = [jax.random.uniform(jax.random.fold_in(jax.random.key(3), i)) for i in number]
+    np.testing.assert_array_equal(metrics["aux"], want)

@@ -1,6 +1,7 @@
 """Every sync method against NumPy in float64 over many steps, and the bytes that it sends."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from optax_ext import flax_transformer
 from sharding import sync
+from sharding.collectives._reduce_scatter import dequantize, quantize
 from sharding.plan.audit._program_collectives import wire_bytes
 
 from .harness import SyncRunner, assert_close, norm, stacked
@@ -373,3 +375,20 @@ def test_the_noise_of_quantized_means():
     _, level = quantized_mean(grads["same"], 4, -1, block=96)
     steps = found[0]["same"] / level
     assert np.mean(np.abs(steps - np.round(steps)) > 0.2) > 0.3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_of_what_is_not_finite_are_nan(bits):
+    """Of a block, also of many, where a maximum on CPUs ignores NaN."""
+    shape, block = (8, 4096), 512
+    for place, bad in itertools.product((0, 1, block - 1), (np.nan, np.inf, -np.inf)):
+        x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+        x[3, place] = bad
+        have = np.asarray(roundtrip(x, bits, block))
+        assert np.isnan(have[3, :block]).all()
+        assert np.isfinite(have).sum() == x.size - block
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def roundtrip(x, bits, block):
+    return dequantize(*quantize(x, bits, block), bits, block)

@@ -1,6 +1,7 @@
 """Flax linen: gathered classes, unmodified models, partition metadata and logical axes."""
 
 import functools
+import warnings
 from typing import Any
 
 import jax
@@ -12,11 +13,14 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from sharding import sync
+
 from .. import runs
 from ..runs import F64, TX, WIDTH, assert_same, make_train_state_of, train, train_alone, zero_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 VOCAB, HIDDEN, KEY = 24, 32, 5
+SGD = optax.sgd(0.1)
 Dense = functools.partial(nn.Dense, use_bias=False, **F64)
 
 
@@ -163,6 +167,31 @@ def test_equals_one_device(way):
     assert state.step == expected.step
 
 
+def test_blocks_without_an_effect_are_warned_of_and_described():
+    """Below stage 3, where no gradient is reduced in a layer."""
+    block, x = SetupBlock(), jax.ShapeDtypeStruct((16, WIDTH), "float64")
+    params = jax.tree.map(jnp.zeros_like, jax.eval_shape(block.init, jax.random.key(0), x))
+    for stage, num, options, works in (
+        (0, 1, {}, False),
+        (1, 2, {}, False),
+        (2, 1, {"sync": sync.qsgd(8, min_size=1)}, False),
+        (2, 1, {}, True),
+        (3, 1, {}, True),
+    ):
+        zero = zero_of(stage, gathered_blocks="SetupBlock", **options)
+        state = zero.abstract_state(lambda: (params, SGD.init(params)), tx=SGD)
+        step = zero.train_step(
+            lambda p, x: jnp.mean(block.apply(p, x) ** 2), tx=SGD, microbatches=num
+        )
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step.lower(state, x)
+        assert [f"has no effect in this step of stage {stage}" in str(w.message) for w in seen] == (
+            [] if works else [True]
+        )
+        assert ("nothing is gathered below" in str(zero.describe(state, tx=SGD))) == (stage < 3)
+
+
 def test_blocks_are_gathered_in_each_pass_and_freed():
     """Those that are found in a model, and those of a model that takes wrapped classes."""
     arrays = len(jax.tree.leaves(reference()[0].params))
@@ -216,7 +245,7 @@ class Parallel(nn.Module):
         h = jnp.tanh(logical(HIDDEN, "embed", "mlp")(x))
         h = nn.with_logical_constraint(h, ("batch", "mlp"))
         x = x + logical(WIDTH, "heads", "embed")(h)
-        up = nn.with_partitioning(INIT, (None, "model"))
+        up = nn.with_partitioning(INIT, ("fsdp", "model"))  # the mesh has no axis fsdp
         return x + logical(WIDTH, "mlp", "unknown")(jnp.tanh(Dense(HIDDEN, kernel_init=up)(x)))
 
 
@@ -256,6 +285,7 @@ def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
     columns = [P(None, "model"), P("data", "model")][stage - 2]
     by_row = [P("model", None), P("model", "data")][stage - 2]
     assert found == [columns, by_row, by_row, columns]
+    assert "metadata names 'fsdp', which the mesh lacks" in str(zero.describe(state))
     # Rules are for making the state: afterwards the arrays themselves say where they are.
     zero.train_step(parallel_loss).lower(state, zero.put(rows(0)))
 

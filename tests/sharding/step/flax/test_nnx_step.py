@@ -187,7 +187,7 @@ def test_attributes_without_a_hash_and_a_rate_set_between_steps():
         else:
             losses.append(float(loss_fn(lm, batch(0))))
     np.testing.assert_allclose(*found.values(), rtol=TOLERANCE)
-    (program,) = sharded._step._programs.values()
+    ((program, _),) = sharded._step._programs.values()
     assert program._cache_size() == 2
 
 
@@ -336,25 +336,42 @@ def test_what_a_step_of_nnx_cannot_do_raises():
         zero_of(2).nnx_train_step(removing).lower(lm, optimizer, batch(0))
 
 
-def test_update_in_the_backward_pass():
-    """Of layers in ``nnx.scan``, with dropout."""
+@pytest.mark.parametrize("scanned", [True, False])
+def test_update_in_the_backward_pass(scanned):
+    """Of layers in ``nnx.scan`` or a list, with dropout, and batch norms there and outside."""
+    norm = functools.partial(nnx.BatchNorm, WIDTH, momentum=0.9, **F64)
 
     class Layer(nnx.Module):
         def __init__(self, rngs):
-            self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs, **F64)
-            self.dropout = nnx.Dropout(0.2, rngs=rngs)
+            options = {"use_bias": False, "kernel_init": init, "rngs": rngs}
+            self.linear = nnx.Linear(WIDTH, WIDTH, **options, **F64)
+            self.norm, self.dropout = norm(rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
 
         def __call__(self, x):
-            return x + self.dropout(jnp.tanh(self.linear(x)))
+            return x + self.dropout(jnp.tanh(self.norm(self.linear(x))))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            stack = nnx.split_rngs(splits=4)(nnx.vmap(Layer, in_axes=0, out_axes=0))
+            self.layers = stack(rngs) if scanned else nnx.List([Layer(rngs) for _ in range(4)])
+            self.first = norm(rngs=rngs)
+
+        def __call__(self, x):
+            x = self.first(x)
+            if scanned:
+                run = nnx.scan(lambda x, one: one(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+                return run(x, self.layers)
+            for layer in self.layers:
+                x = layer(x)
+            return x
 
     def make(tx):
-        stack = nnx.split_rngs(splits=4)(nnx.vmap(Layer, in_axes=0, out_axes=0))
-        layers = stack(nnx.Rngs(0))
-        return layers, nnx.Optimizer(layers, tx, wrt=nnx.Param)
+        lm = Stack(nnx.Rngs(0))
+        nnx.update(lm, jax.tree.map(lambda x: x.astype(float), nnx.state(lm, nnx.BatchStat)))
+        return lm, nnx.Optimizer(lm, tx, wrt=nnx.Param)
 
-    def loss_fn(layers, batch):
-        run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        return jnp.mean((run(batch["x"], layers)[:, :8] - batch["y"]) ** 2)
+    def loss_fn(lm, batch):
+        return jnp.mean((lm(batch["x"])[:, :8] - batch["y"]) ** 2)
 
     found = []
     for update in ("after", "backward"):
@@ -364,3 +381,44 @@ def test_update_in_the_backward_pass():
         losses = [step(lm, optimizer, zero.put(batch(i)))["loss"] for i in range(STEPS)]
         found.append((values(lm, optimizer), losses))
     assert_close(*found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "partitioned"), [(AxisType.Auto, True), (AxisType.Explicit, False)]
+)
+def test_a_step_of_types_is_that_of_arrays(kind, partitioned):
+    """To audit it for compile-only targets; parameters have metadata, or modules share arrays."""
+    make_types = functools.partial(make, partitioned=True) if partitioned else averaging
+    zero = zero_of(2, "tensor", kind)
+    loss_fn = lambda lm, batch, key: jnp.mean(lm(batch["x"]) ** 2)  # noqa: E731
+    step = zero.nnx_train_step(loss_fn, rngs=True)
+    with nnx.use_eager_sharding(False):
+        real, types = make_types(), nnx.eval_shape(make_types)
+    programs = [step.lower(*pair, zero.put(batch(0))).as_text() for pair in (real, types)]
+    assert step.describe(*types).rows == step.describe(*real).rows
+    assert programs[0] == programs[1]
+    evaluate = zero.nnx_eval_step(lambda lm, batch: lm(batch["x"]))
+    programs = [evaluate.lower(lm, zero.put(batch(0))).as_text() for lm, _ in (real, types)]
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.parametrize("view", ["device", "global"])
+def test_a_model_that_names_axes_of_another_mesh(view):
+    """They shard nothing, which ``describe`` says; ``param_specs`` go before names."""
+
+    def make():
+        lm = nnx.Linear(
+            WIDTH, 8, kernel_metadata={"out_sharding": ("fsdp", "model")}, rngs=nnx.Rngs(0)
+        )
+        return lm, nnx.Optimizer(lm, TX, wrt=nnx.Param)
+
+    zero, found = zero_of(2, "tensor", view=view), []
+    for specs, kept in ((None, P(None, "model")), (P(), P())):
+        with nnx.use_eager_sharding(False):
+            placed = make()
+        step = zero.nnx_train_step(loss_fn, param_specs=specs)
+        for lm, optimizer in (placed, zero.nnx_init(make, param_specs=specs)):
+            found.append(float(step(lm, optimizer, zero.put(batch(0)))["loss"]))
+            assert lm.kernel[...].sharding.spec == kept
+        assert "names 'fsdp', which the mesh lacks" in str(zero.describe(placed))
+    np.testing.assert_allclose(found, found[0], rtol=1e-6)

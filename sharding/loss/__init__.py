@@ -1,0 +1,1 @@
+"""What is known of a loss from its trace alone."""

@@ -1,0 +1,154 @@
+"""What a loss does with the rows of its batch, proven from its trace: no numbers are computed.
+
+``rows_of_loss`` says it in one word:
+
+| word | the loss | of several devices, micro-batches or tiles |
+|---|---|---|
+| ``mean`` | is a mean of what each row gives alone | is the mean of theirs |
+| ``sum`` | is a sum of that | is the sum of theirs |
+| ``weighted`` | is made of ratios of two such sums | needs the sums and weights of all |
+| ``random`` | is one of these, but a row's random numbers depend on its index | has other numbers |
+| ``coupled`` | is none of these, or is not known to be | is another loss |
+
+It is traced with n rows and with 2 n. The traces must be one program, but for sizes and numbers:
+what a function decides by the number of its rows, at other numbers, is beyond the proof. What has
+no rule counts as coupled.
+
+Derivatives follow from values, except those that a user wrote: the rule of a ``custom_vjp`` or a
+``custom_jvp`` is traced where it is met, and must give cotangents in which rows are apart. A kernel
+is opaque, and so is a callback, unless ``keeps_rows_apart`` declares it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext.traced_graph import Graph
+from sharding.loss._row_states import Coupled, Rows, RowsMeet, Shared, State, Value, Weight
+from sharding.loss._row_walk import OTHER_PROGRAM, Walk, constant, steps_of, unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class LossRows:
+    """What is proven of a loss."""
+
+    word: str  # mean, sum, weighted, random or coupled
+    graph: Graph  # of its trace
+    states: dict[Value, State]  # of the values of the graph
+    cause: Coupled | None = None  # why it is coupled
+
+    @property
+    def results(self) -> list[State]:
+        """The states of all leaves that the loss returns; the first is the loss itself."""
+        return [self.states[value] for value in self.graph.outputs]
+
+    @property
+    def ratios(self) -> list[tuple[Value | None, Value]]:
+        """Of a weighted loss: pairs of values of the graph, a sum and the weight that it is over.
+
+        Over devices or micro-batches both are added if the power of their states is 1, averaged if
+        it is 0. With the weights of all rows in their place, the rest of the loss is linear in the
+        sums. A sum is None where rows are divided before they are added. A value inside of another
+        function is its variable.
+        """
+        loss = self.results[0]
+        return sorted(loss.ratios, key=str) if isinstance(loss, Rows) else []
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.cause}" if self.cause else self.word
+
+
+def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence[bool]) -> LossRows:
+    """What a loss does with the rows of those arguments that have rows, in their first dims.
+
+    Arguments are trees of arrays, or of their types; scalars among them are shared by all rows.
+    """
+    leaves, treedef = jax.tree.flatten(tuple(args))
+    given = zip(has_rows, args, strict=True)
+    rows = [has and jnp.ndim(x) > 0 for has, arg in given for x in jax.tree.leaves(arg)]
+    counts = {x.shape[0] for x, has in zip(leaves, rows, strict=True) if has}
+    if len(counts) > 1:
+        raise ValueError(
+            f"the arrays of a batch have {sorted(counts)} rows, in their first dims. Each needs as "
+            "many; what is no batch is another argument."
+        )
+    count = max(2, *counts, 2)  # a single row looks as what is broadcast
+
+    def traced(count: int) -> Graph:
+        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves]
+        types = [
+            jax.ShapeDtypeStruct((count, *x.shape[1:]) if has else x.shape, x.dtype)
+            for x, has in zip(avals, rows, strict=True)
+        ]
+        flat = lambda leaves: fn(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        return Graph(flat, types, [False] * len(types), exact=True)
+
+    graph = traced(count)
+    try:
+        states = _states(graph, traced(2 * count), rows, count)
+    except Exception as error:  # of the user's function, whatever it raises
+        states = _states(graph, None, rows, count)
+        if not isinstance(states[graph.outputs[0]], Coupled):
+            reason = f"it cannot be traced with {2 * count} rows in place of {count}: {error}"
+            states = dict.fromkeys(graph.outputs, Coupled(reason))
+    return _in_a_word(graph, states)
+
+
+def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> dict[Value, State]:
+    """The states of all values of a graph, beside that of twice the rows."""
+    states: dict[Value, State] = {
+        value: Rows((0,), count) if has else unknown(graph.types[value])
+        for value, has in enumerate(rows)
+    }
+    for value, number in graph.constants.items():
+        states[value] = constant(number, twin and twin.constants.get(value))
+    twins = (twin.equations, twin.types) if twin else (None, ())
+    if twin and graph.constants.keys() != twin.constants.keys():
+        return dict.fromkeys(graph.outputs, Coupled(OTHER_PROGRAM))
+    try:
+        steps = steps_of(graph.equations, twins[0], graph.types, twins[1])
+    except RowsMeet as meet:
+        return dict.fromkeys(graph.outputs, Coupled(str(meet)))
+    Walk().run(steps, states)
+    return states
+
+
+def _in_a_word(graph: Graph, states: dict[Value, State]) -> LossRows:
+    loss = states[graph.outputs[0]]
+    if isinstance(loss, Weight):
+        loss = loss.cause
+    elif isinstance(loss, Rows) and not loss.is_sum:
+        loss = Coupled("the loss is no sum over rows")
+    elif isinstance(loss, Shared) and loss.power is None:
+        loss = Coupled("the loss depends on the number of rows")
+    if isinstance(loss, Coupled):
+        return LossRows("coupled", graph, states, loss)
+    ratios = loss.ratios if isinstance(loss, Rows) else frozenset()
+    if loss.power != 0 and (ratios or loss.power != 1):
+        reason = f"with k times the rows the loss is k ** {loss.power} times as large"
+        return LossRows("coupled", graph, states, Coupled(reason))
+    if isinstance(loss, Rows) and loss.random:
+        return LossRows("random", graph, states)
+    return LossRows("weighted" if ratios else "sum" if loss.power else "mean", graph, states)
+
+
+def rows_of_equations(
+    equations: Iterable[Any], seeds: Mapping[Value, int | State], types: Sequence[Any] = ()
+) -> dict[Value, State]:
+    """The states of all values of some equations, of which the ``seeds`` have rows.
+
+    So of a scan, given that what it carries has rows; or of its body, given its equations. These
+    are equations of a jaxpr, or of a ``Graph``, whose ``types`` are given then. A seed is the dim
+    that has rows, or a state. All rows share a value that is neither seeded nor computed.
+    """
+
+    def state(value: Value, seed: int | State) -> State:
+        aval = value.aval if hasattr(value, "aval") else types[value]
+        return Rows((seed,), aval.shape[seed]) if isinstance(seed, int) else seed
+
+    states = {value: state(value, seed) for value, seed in seeds.items()}
+    Walk().run(steps_of(list(equations), None, types), states)
+    return states
