@@ -145,7 +145,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
 
     def of_result(real: Sequence[Any], others: Sequence[Any]) -> Any:
         rest = iter(others)
-        marked = {k: _marked(found, k)(x) for k, x in zip(numbers, real, strict=True)}
+        marked = {k: _noted(found, k)(x) for k, x in zip(numbers, real, strict=True)}
         args = [marked[k] if k in marked else next(rest) for k in range(len(operands))]
         run = bind if isinstance(eqn, Equation) else bind_equation
         return run(eqn, args)[result]
@@ -173,7 +173,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
     return bits(k for k, read in zip(numbers, inputs_read(closed.jaxpr), strict=False) if read)
 
 
-def _marked(found: set[int], number: int) -> Callable[[Any], Any]:
+def _noted(found: set[int], number: int) -> Callable[[Any], Any]:
     """The identity, which notes that a cotangent comes back, other than JAX's symbolic zeros."""
 
     def backward(_: None, cotangent: Any) -> tuple[Any]:

@@ -127,7 +127,7 @@ def made_of(steps, end):
 
 @pytest.mark.usefixtures("x64")
 @hypothesis.settings(
-    max_examples=60,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     database=None,

@@ -359,7 +359,7 @@ def test_averages_as_documented(x64, offload, sizes):
     np.testing.assert_allclose(found, differ((expected, free), batch_of(0)), rtol=1e-10)
     if offload == "all":
         loaded = jax.device_put(average, jax.memory.Space.Device)
-        with pytest.raises(ValueError, match=r"in pinned_host memory\. Make the state"):
+        with pytest.raises(ValueError, match=r"in pinned_host memory on the mesh"):
             zero.eval_step(loss)((loaded, None), x)
 
 
