@@ -177,7 +177,8 @@ def _check(eqn: Any) -> None:
     if name == "Scan3":
         raise UnknownOperationError(
             f"lax.scan{_at(eqn)} was traced with the flag jax_scan3, and JAX cannot differentiate "
-            "such loops. Leave it out: jax.config.update('jax_scan3', False)."
+            "such loops. Leave it out: jax.config.update('jax_scan3', False) (docs: "
+            "reference/versions)."
         )
     if name in _KNOWN or name.startswith(_KNOWN_KINDS):
         return
