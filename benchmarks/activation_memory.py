@@ -24,14 +24,13 @@ import jax.numpy as jnp
 from _networks import NETWORKS, array, identity
 
 import sharding as shd
-from optax_ext.traced_graph import Graph
 from sharding.plan._format import size
 from sharding.plan.audit._program_bytes import step_temporaries
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
 from sharding.plan.model._traced_work import Work, work_of
-from sharding.remat._joint_graph import in_host_memory
+from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import policy_of, wait_of
 from sharding.remat._plan_activations import device_of_target, loss_search
 
@@ -64,13 +63,12 @@ def by_preset(loss, preset, like, *args, target):
     checkpoint = functools.partial(jax.checkpoint, policy=policy_of(*PRESETS[preset]))
     by_hand = functools.partial(loss, checkpoint=checkpoint)
     kind, device = device_of_target(target)
-    step, forward = jax.value_and_grad(by_hand), work_of(loss, *args, kind=kind).seconds
-    leaves, treedef = jax.tree.flatten(args)
-    graph = Graph(
-        lambda xs: step(*treedef.unflatten(xs)), leaves, [False] * len(leaves), exact=True
-    )
-    host = num_bytes([t for t in graph.types if in_host_memory(t)])
-    work = work_of(step, *args, kind=kind)
+    forward = work_of(loss, *args, kind=kind).seconds
+    (params, _), (leaves, treedef) = args, jax.tree.flatten(args)
+    trained = [i < len(jax.tree.leaves(params)) for i in range(len(leaves))]
+    # As it is: a plan of a loss opens its checkpoints.
+    joint = JointGraph(lambda xs: [by_hand(*treedef.unflatten(xs))], leaves, array(), trained, kind)
+    host, work = num_bytes([t for t in joint.graph.types if in_host_memory(t)]), joint.work
     link = kind.host_link if kind else math.inf
     beside = (forward, work.seconds - forward) if kind and kind.tile else (0.0, 0.0)
     work += Work(0.0, wait_of(host / link, *beside))
