@@ -5,6 +5,7 @@ Zeros in the place of no cotangent would be wrong: zero times an infinite deriva
 of a norm at 0, is NaN. Sets of operands and of inputs are the bits of an int.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -157,20 +158,19 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     real = [types[k] for k in numbers]
     others = [x for k, x in enumerate(types) if k not in numbers]
-    try:
+    # Where JAX has no derivative in reverse it is asked forward; where it has none, nothing is known.
+    # What it raises then differs from operation to operation.
+    with contextlib.suppress(Exception):
         jax.eval_shape(backward, real, others)
         return bits(found)
-    except (NotImplementedError, TypeError, ValueError):  # it has no derivative in reverse
-        pass
 
     def forward(tangents: Sequence[Any], real: Sequence[Any], others: Sequence[Any]) -> Any:
         return jax.jvp(lambda *real: of_result(real, others), tuple(real), tuple(tangents))[1]
 
-    try:
-        closed = jax.make_jaxpr(forward)(real, real, others)
-    except (NotImplementedError, TypeError, ValueError):  # nor any: it is not differentiated
-        return bits(numbers)
-    return bits(k for k, read in zip(numbers, inputs_read(closed.jaxpr), strict=False) if read)
+    with contextlib.suppress(Exception):
+        read = inputs_read(jax.make_jaxpr(forward)(real, real, others).jaxpr)
+        return bits(k for k, is_read in zip(numbers, read, strict=False) if is_read)
+    return bits(numbers)
 
 
 def _noted(found: set[int], number: int) -> Callable[[Any], Any]:
