@@ -158,7 +158,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     real = [types[k] for k in numbers]
     others = [x for k, x in enumerate(types) if k not in numbers]
-    # Where JAX has no derivative in reverse it is asked forward; where it has none, nothing is known.
+    # Where JAX has none in reverse it is asked forward; where it has none at all, nothing is known.
     # What it raises then differs from operation to operation.
     with contextlib.suppress(Exception):
         jax.eval_shape(backward, real, others)
