@@ -438,7 +438,7 @@ def test_bad_specs(stage, specs, message):
         zero.specs(make_pair(), tx=TX, param_specs=specs)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("n", "view", "times"), [(4, "device", 4), (4, "global", 1), (1, None, 1)])
 def test_callbacks_run_as_often_as_under_jit(n, view, times, kind):
     """In the device view on each device; in the order of ``jit``, where that has one."""

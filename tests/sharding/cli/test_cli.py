@@ -435,7 +435,10 @@ def test_an_audit_has_the_prediction_of_its_plan(text, figures, monkeypatch):
     assert re.search("bound at the peak +[0-9.]+", shown)
 
 
-@pytest.mark.parametrize("target", ["a100-40x2", "newx2 --memory 40", "cpu:2 --memory 4"])
+@pytest.mark.parametrize(
+    "target",
+    ["a100-40x2", pytest.param("newx2 --memory 40", marks=pytest.mark.slow), "cpu:2 --memory 4"],
+)
 def test_remat_where_nothing_compiles_for_the_target(target, text, monkeypatch):
     """It plans what plan plans, by a program for what is likest, which it names."""
     monkeypatch.setitem(MODELS, "gpt2-small", Decoder(4, 64, 4, 4, 256, 512, 128))

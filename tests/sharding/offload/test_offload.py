@@ -256,7 +256,7 @@ LOSSES = [
     (loss, 3, (4,), AxisType.Explicit, {}),
     (penalized, 3, (4, 2), AxisType.Auto, {"microbatches": 2}),
     (penalized, 1, (1,), AxisType.Explicit, {"trainable": {k: k != "wide" for k in SHAPES}}),
-    (reshaped, 3, (8,), AxisType.Auto, {}),
+    pytest.param(reshaped, 3, (8,), AxisType.Auto, {}, marks=pytest.mark.slow),
     (weighted, 2, (2,), AxisType.Auto, {"microbatches": 2, "weighted": True}),
 ]
 

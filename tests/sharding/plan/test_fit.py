@@ -271,7 +271,7 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-MARKS = {"nnx": needs_nnx} | dict.fromkeys(("Llama", "ViT", "Mixer"), pytest.mark.slow)
+MARKS = {"nnx": needs_nnx} | dict.fromkeys(("GPT", "Llama", "ViT", "Mixer"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in LOSSES])
@@ -461,7 +461,7 @@ def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
     assert "No layers were found in the loss" in str(found)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)"}, {"update_in_backward": True}])
 def test_a_loss_that_prints(more, recompute, capfd):
     """In both views, whatever is computed again; what is printed joins no layers."""

@@ -220,7 +220,7 @@ def shifted(params, x):
     [
         ("shifted", (0.57, 0.72, 1.02)),
         ("dropout", (0.5,)),
-        ("results", (1.02,)),
+        pytest.param("results", (1.02,), marks=pytest.mark.slow),
         ("large", (0.8,)),  # takes more without the value
     ],
 )
@@ -558,7 +558,7 @@ def over_devices(loss, batch):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("checkpoint", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_inside_of_a_shard_map(checkpoint):
     """Parameters vary over no axis, rows over one: gradients are sums over devices."""
 
@@ -656,10 +656,10 @@ saving = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_s
     ("form", "checkpoint"),
     [
         (numbered, jax.checkpoint),
-        (numbered, nested),
+        pytest.param(numbered, nested, marks=pytest.mark.slow),
         (in_loop, jax.checkpoint),
         (in_loop, saving),
-        (of_modules, True),
+        pytest.param(of_modules, True, marks=pytest.mark.slow),
         (of_nnx, True),
     ],
     ids=["numbered", "nested", "loop", "policy", "linen", "nnx"],
