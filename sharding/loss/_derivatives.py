@@ -17,8 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, Literal
 
 from optax_ext.equations import Call, Remat, Scan, record_of
-from optax_ext.traced_graph import Equation, Graph, bind, bind_equation
+from optax_ext.traced_graph import Equation, Graph, Value, bind, bind_equation
 from sharding._jaxprs import inputs_read
+from sharding.loss._numberings import Operand, Result
 
 # Operations on real numbers whose derivative is zero everywhere, or is stopped; and those whose one
 # result has a derivative by each of them. JAX is asked about all others.
@@ -48,8 +49,9 @@ def members(mask: int) -> Iterator[int]:
 class Differentiated(NamedTuple):
     """What is differentiated in a graph whose first output is a loss."""
 
-    reads: list[int]  # for each value, the parameters by which it has a derivative
-    values: set[int]  # those by which the loss has a derivative, too
+    params: int  # the inputs by which
+    reads: list[int]  # for each value, those by which it has a derivative
+    values: set[Value]  # those by which the loss has a derivative, too
 
     @classmethod
     def of(cls, graph: Graph, params: int) -> "Differentiated":
@@ -68,12 +70,12 @@ class Differentiated(NamedTuple):
         for eqn, operands in reversed(steps):
             found = [mask for v, mask in zip(eqn.results, operands, strict=True) if v in reached]
             reached |= {eqn.operands[k] for k in members(_union(found))}
-        return cls(reads, {v for v in reached if reads[v]})
+        return cls(params, reads, {v for v in reached if reads[v]})
 
 
 def carried_derivatives(
-    jaxpr: Jaxpr, carried: range, by: Iterable[int], results: Iterable[int]
-) -> set[int]:
+    jaxpr: Jaxpr, carried: Sequence[Operand], by: Iterable[Operand], results: Iterable[Result]
+) -> set[Operand]:
     """The carried operands of a loop that are differentiated in some layer.
 
     Args:
@@ -84,8 +86,7 @@ def carried_derivatives(
     """
     operands = of_jaxpr(jaxpr)
     carry = range(len(carried))
-    reached, given = set(results), bits(by)
-
+    reached, given = set[int](results), bits(by)
     before: Any = None
     while before != (given, reached):  # until another layer reaches no more values
         before = given, set(reached)
