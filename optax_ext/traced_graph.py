@@ -60,7 +60,7 @@ class Graph:
         self.constants: dict[Value, Any] = {}  # the values that are known without evaluation
         self.equations: list[Equation] = []  # in an order in which they can be evaluated
         # The equation that computes a value, unless it is input or constant.
-        self.producer: dict[Value, int] = {}
+        self.producer: dict[int, int] = {}
         # The values that the function returns, and the tree that they are the leaves of.
         self.outputs = self._inline(closed, [Value(i) for i in range(len(inputs))])
         self.out_treedef: Any = jax.tree.structure(results)
@@ -139,11 +139,10 @@ class Graph:
         return self.types[value].shape
 
     def needed(
-        self, values: Iterable[Value], known: Container[Value]
+        self, values: Iterable[int], known: Container[int]
     ) -> tuple[list[Equation], list[Value]]:
         """Returns what ``values`` need beyond ``known``: equations, in order, and inputs."""
-        equations, inputs, pending = set(), list[Value](), list(values)
-        seen = set[Value]()
+        equations, inputs, seen, pending = set(), [], set(), list(values)
         while pending:
             value = pending.pop()
             if value in seen or value in known:
@@ -153,7 +152,7 @@ class Graph:
                 equations.add(self.producer[value])
                 pending += self.equations[self.producer[value]].operands
             else:
-                inputs.append(value)
+                inputs.append(Value(value))
         return [self.equations[i] for i in sorted(equations)], sorted(inputs)
 
 

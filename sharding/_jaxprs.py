@@ -55,7 +55,7 @@ def run_scan(
     first, last = scan.num_consts, scan.num_consts + scan.num_carry
     consts, carry, slices = operands[:first], list(operands[first:last]), list(operands[last:])
 
-    def step(carry: list[Any], slices: list[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         out = layer(*consts, *carry, *slices)
         return list(out[: scan.num_carry]), list(out[scan.num_carry :])
 

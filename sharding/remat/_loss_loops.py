@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Name, name_of, record_of
-from optax_ext.traced_graph import Equation, Graph, Value, bind
+from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._traced_types import traced_type
 from sharding._user_line import line_of
 from sharding.loss._stack import Stack
@@ -106,7 +106,7 @@ class Loop:
         """Names of values of a layer."""
         graph, counts = self._layer, Counter[str]()
         floating = {v for v, t in enumerate(graph.types) if jnp.issubdtype(t.dtype, jnp.floating)}
-        names = {v: INPUT for v in map(Value, self._stack.carried) if v in floating}
+        names = dict[int, str].fromkeys(floating.intersection(self._stack.carried), INPUT)
         known = {v for eqn in graph.equations if _name_of(eqn) for v in eqn.operands}
         for eqn in graph.equations:
             name, values = _name_of(eqn), floating.intersection(eqn.results) - known
@@ -159,7 +159,7 @@ class Loop:
         bytes on the host, the choices go on that no other one beats.
         """
         graph, fixed = self._graph, 0.0
-        always = set(graph.outputs)  # are read, whatever is stored
+        always = set[int](graph.outputs)  # are read, whatever is stored
         states: dict[Any, list[Any]] = {(frozenset(), ""): [LoopForm((), ())]}
         for eqn in reversed(graph.equations):
             operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))

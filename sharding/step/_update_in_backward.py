@@ -107,7 +107,7 @@ class BackwardUpdate:
         self.refs = self.update.refs
         self.refs.update(self._make_refs())
         self.values = self.update.known
-        self.values |= self.given
+        self.values |= self.given.items()
         self.unstreamed = self._load_unstreamed()
         own = self.outside & self.trained
         self.values |= {i: self.update.shard(i, self.values[i]) for i in own}
@@ -261,7 +261,7 @@ class BackwardUpdate:
             j: ref.stack if isinstance(ref, HostStack) else jax.freeze(ref)
             for j, ref in self.refs.items()
         }
-        new |= self._gathered(new)
+        new |= self._gathered(new).items()
         new |= {j: jax.device_put(new[j], HOST) for j in self.unstreamed}
         structure = jax.tree.structure((self.params, self.opt_state))
         params, opt_state = structure.unflatten(new[j] for j in sorted(new))

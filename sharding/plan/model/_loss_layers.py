@@ -98,7 +98,8 @@ class LossTrace:
 
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
-        values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
+        values: dict[Any, Any] = dict(enumerate(jax.tree.leaves(args)))
+        values |= self.graph.constants
         done = 0
         for layer in self.layers:
             evaluate(self.eqns[done : layer.begin], values)
