@@ -74,7 +74,7 @@ class Differentiated(NamedTuple):
 
 
 def carried_derivatives(
-    jaxpr: Jaxpr, carried: Sequence[Operand], by: Iterable[Operand], results: Iterable[Result]
+    jaxpr: Jaxpr, carried: range, by: Iterable[Operand], results: Iterable[Result]
 ) -> set[Operand]:
     """The carried operands of a loop that are differentiated in some layer.
 
@@ -92,7 +92,8 @@ def carried_derivatives(
         before = given, set(reached)
         given |= bits(carried[j] for j in carry if operands[j] & given)
         reached |= {j for i in reached for j in carry if operands[i] >> carried[j] & 1}
-    return {carried[j] for j in carry if j in reached and given >> carried[j] & 1}
+    found = (j for j in carry if j in reached and given >> carried[j] & 1)
+    return {Operand(carried[j]) for j in found}
 
 
 def of_jaxpr(jaxpr: Jaxpr) -> list[int]:

@@ -7,8 +7,8 @@ loop runs backward. All micro-batches of a layer run before the next layer does.
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from jax import lax
 from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, Value, bind
 from sharding._jaxprs import run_scan
-from sharding.loss._derivatives import Differentiated, carried_derivatives
+from sharding.loss._derivatives import Differentiated
 from sharding.loss._effects import Run, call
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, Param, Result, param_numbers
-from sharding.offload._host_memory import HostStack, scan_streamed
+from sharding.offload._host_memory import scan_streamed
 from sharding.offload._layer_rules import UNSLICED, bind_to_layer, operand_dims
 
 _KINDS = (jnp.floating, jnp.complexfloating)
@@ -75,28 +75,13 @@ class Stack(NamedTuple):
         return {k: v for k, v in every.items() if k not in self.own}
 
     @property
-    def carried(self) -> list[Operand]:
+    def carried(self) -> range:
         """The operands that are carried; constants are before them, slices behind them."""
-        first = self.scan.num_consts
-        return [Operand(k) for k in range(first, first + self.scan.num_carry)]
-
-    def is_const(self, k: Operand) -> bool:
-        return k < self.scan.num_consts
-
-    def is_slice(self, k: Operand) -> bool:
-        return k >= self.scan.num_consts + self.scan.num_carry
+        return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
     def of(self, params: Container[Param]) -> "Stack":
         """With these parameters; it gets others as they are."""
         return self._replace(own={k: x for k, x in self.own.items() if x.param in params})
-
-    def differentiated(self, by: Iterable[Operand], results: Iterable[Result]) -> list[Operand]:
-        """What is carried and differentiated: ``by`` some operands, for the cotangents of results.
-
-        By what layers own there is always a derivative.
-        """
-        by = {*by, *self.own}
-        return sorted(carried_derivatives(self.scan.body.jaxpr, self.carried, by, results))
 
     def run(
         self,
@@ -127,18 +112,7 @@ class Stack(NamedTuple):
 # --- Passes with layers that take gradients -------------------------------------------------------
 
 
-class Layers(Protocol):
-    """The parameters of a stack, which are read layer by layer."""
-
-    @property
-    def streamed(self) -> Sequence[HostStack]:
-        """What is read, and in the backward pass written, in host memory."""
-
-    def read(self, layer: jax.Array) -> dict[Param, jax.Array]:
-        """The parameters of one layer."""
-
-
-# Of a stack's parameters, a layer and its gradients: what to stack over layers.
+# Of a StackUpdate, a layer and its gradients: what to stack over layers.
 Take = Callable[[Any, jax.Array, dict[Param, jax.Array]], Any]
 
 
@@ -146,15 +120,15 @@ class StackPasses(NamedTuple):
     """How a stack runs where layers get their parameters from somewhere else than a slice."""
 
     stack: Stack
-    loss: Any  # a GlobalLoss: gathers parameters, and reduces their gradients
-    layers: Layers
+    loss: Any  # a GlobalLoss, which gathers parameters, and reduces their gradients
+    update: Any  # a StackUpdate, which reads the parameters of layers, and takes their gradients
     stacked: frozenset[Operand] = frozenset()  # of which each micro-batch has its own
 
     def forward(
         self, operands: dict[Operand, Any], microbatches: Microbatches
     ) -> tuple[list[Any], dict[Operand, Any]]:
         """The results, and what enters each layer, stacked; see ``StackBackward``."""
-        start = {k: operands[k] for k in self.stack.carried}
+        start = {k: x for k, x in operands.items() if k in self.stack.carried}
         for k in start if microbatches.dims else ():
             if k not in self.stacked:
                 start[k] = jnp.broadcast_to(start[k], (microbatches.number, *jnp.shape(start[k])))
@@ -182,11 +156,11 @@ class StackPasses(NamedTuple):
         options = self.stack.scan.options
         order = {"reverse": options["reverse"] != backward, "unroll": options["unroll"]}
         layers = jnp.arange(options["length"])
-        return scan_streamed(self.layers.streamed, step, carry, layers, writes=backward, **order)
+        return scan_streamed(self.update.streamed, step, carry, layers, writes=backward, **order)
 
     def read(self, layer: jax.Array) -> dict[Param, jax.Array]:
         """The parameters of a layer, in the dtypes that the loss gets."""
-        held = self.layers.read(layer)
+        held = self.update.read(layer)
         return {i: x.astype(self.loss.leaves[i].dtype) for i, x in held.items()}
 
     def of_layer(
@@ -195,7 +169,7 @@ class StackPasses(NamedTuple):
         """What a layer gets, but for what is carried: the same, and one each of micro-batches."""
         dims = {k: microbatches.dims * (k in self.stacked) for k in operands}
         args = {
-            k: at_layer(layer, x, dims[k]) if self.stack.is_slice(k) else x
+            k: x if k < self.stack.carried.start else at_layer(layer, x, dims[k])
             for k, x in operands.items()
             if k not in self.stack.carried
         }
@@ -232,8 +206,7 @@ class StackBackward(NamedTuple):
     # or, if they ran in turn, (microbatch, layer, ...).
     entered: dict[Operand, Any]
     cotangents: dict[Result, Any]  # of the results on which the loss depends
-    wanted: set[Operand]  # whose cotangents are returned, beside those that are carried
-    carried: list[Operand]  # that are differentiated
+    by: list[Operand]  # that are differentiated
     microbatches: Microbatches
     how: Run  # layers run again
 
@@ -246,14 +219,16 @@ class StackBackward(NamedTuple):
         return after | sums | slices, taken
 
     @property
+    def _carried(self) -> dict[Operand, Result]:
+        """Of what is carried and differentiated, what it is after the last layer."""
+        carried = self.passes.stack.carried
+        return {k: Result(k - carried.start) for k in self.by if k in carried}
+
+    @property
     def _stacked_results(self) -> dict[Result, Any]:
         """Cotangents of the results that the loop stacks: ([microbatch,] layer, ...)."""
         num_carry = self.passes.stack.scan.num_carry
         return {j: x for j, x in self.cotangents.items() if j >= num_carry}
-
-    def _result(self, k: Operand) -> Result:
-        """What a carried operand is after the last layer."""
-        return Result(k - self.passes.stack.scan.num_consts)
 
     @property
     def _layer_dim(self) -> int:
@@ -263,17 +238,16 @@ class StackBackward(NamedTuple):
     def _start(self) -> tuple[dict[Operand, Any], dict[Operand, Any]]:
         """Cotangents of what the last layer carries on, and the sums for constants: zeros."""
         after = {}
-        for k in self.carried:
-            if (j := self._result(k)) in self.cotangents:
+        for k, j in self._carried.items():
+            if j in self.cotangents:
                 after[k] = self.cotangents[j]
             else:
                 x = lax.index_in_dim(self.entered[k], 0, self._layer_dim, keepdims=False)
                 after[k] = jnp.zeros_like(x)
-        sums = {}
-        for k, x in self.operands.items():
-            if self.passes.stack.is_const(k) and k in self.wanted:
-                stacked = k in self.passes.stacked
-                sums[k] = jnp.zeros_like(x) if stacked else self.microbatches.zeros(x)
+        sums, of_each = {}, self.passes.stacked
+        for k in (k for k in self.by if k < self.passes.stack.carried.start):
+            x = self.operands[k]
+            sums[k] = jnp.zeros_like(x) if k in of_each else self.microbatches.zeros(x)
         return after, sums
 
     def _layer(self, take: Take, carry: Any, layer: jax.Array) -> tuple[Any, Any]:
@@ -288,7 +262,7 @@ class StackBackward(NamedTuple):
         dtype = microbatches.sum_dtype
         zeros = (
             {i: passes.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
-            {k: microbatches.zeros(x) for k, x in same.items() if k in self.wanted},
+            {k: microbatches.zeros(x) for k, x in same.items() if k in self.by},
         )
         taps = {i: passes.loss.tap(i, x.shape) for i, x in held.items()}
         one = functools.partial(self._microbatch, held, taps, same)
@@ -296,8 +270,8 @@ class StackBackward(NamedTuple):
         # On to the layer before it, to the sums over layers, and to the stacks.
         given |= own
         sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
-        slices = {k: given[k] for k in self.wanted if passes.stack.is_slice(k)}
-        return ({k: given[k] for k in after}, sums), (take(passes.layers, layer, grads), slices)
+        slices = {k: given[k] for k in self.by if k >= passes.stack.carried.stop}
+        return ({k: given[k] for k in after}, sums), (take(passes.update, layer, grads), slices)
 
     def _microbatch(
         self,
@@ -309,13 +283,13 @@ class StackBackward(NamedTuple):
         """What is summed over micro-batches: gradients, cotangents of ``same``; and the others."""
         own, after, later = each
         args = same | own
-        results = [*map(self._result, self.carried), *self._stacked_results]
+        results = [*self._carried.values(), *self._stacked_results]
 
         def run(taps: dict[Param, Any], given: dict[Operand, Any]) -> list[Any]:
             outs = self.passes.run_layer(held, taps, args | given, self.how)
             return [outs[j] for j in results]
 
-        given = {k: args[k] for k in sorted(self.wanted.union(self.carried))}
+        given = {k: args[k] for k in self.by}
         _, vjp = jax.vjp(run, taps, given)
         grads, found = vjp([*after.values(), *later.values()])
         shared = self.operands.keys() - self.passes.stacked

@@ -358,30 +358,24 @@ class StackUpdate:
         """The parameters of a layer."""
         return {i: self.update.read(i, layer)[0] for i in self.of}
 
-    # What is done with the gradients of a layer: returns terms, and the sum of squares.
-
-    def find_terms(self, layer: jax.Array, grads: dict[Param, jax.Array]) -> Any:
-        """The terms of a layer."""
-        found: dict[Value, jax.Array] = {}
-        for i, x in self.update.cast_grads(grads).items():
-            found |= self.of[i].terms_of_layer(self.update, layer, x)
-        return found, squared_norm({})
-
-    def write(self, layer: jax.Array, grads: dict[Param, jax.Array]) -> Any:
-        """Updates a layer."""
+    def take(
+        self, layer: jax.Array, grads: dict[Param, jax.Array], terms: bool, write: bool
+    ) -> tuple[dict[Value, jax.Array], jax.Array]:
+        """Makes terms of the gradients of a layer, updates it, or both; terms, and squares."""
         grads = self.update.cast_grads(grads)
+        found: dict[Value, jax.Array] = {}
+        for i, one in self.of.items() if terms else ():
+            found |= one.terms_of_layer(self.update, layer, grads[i])
         with jax.named_scope("update"):
-            for i, one in self.of.items():
+            for i, one in self.of.items() if write else ():
                 one.write(self.update, layer, grads[i])
-        return {}, squared_norm(grads if self.sums_squares else {})
-
-    def write_with_terms(self, layer: jax.Array, grads: dict[Param, jax.Array]) -> Any:
-        found, _ = self.find_terms(layer, grads)
-        return found, self.write(layer, grads)[1]
+        return found, squared_norm(grads if write and self.sums_squares else {})
 
 
-def squared_norm(grads: dict[Param, jax.Array]) -> Any:
-    return jnp.zeros(()) + optax.tree.norm([to_sum_dtype(g) for g in grads.values()], squared=True)
+def squared_norm(grads: dict[Param, jax.Array]) -> jax.Array:
+    """The sum of all squares."""
+    squares: Any = optax.tree.norm([to_sum_dtype(g) for g in grads.values()], squared=True)
+    return jnp.zeros(()) + squares
 
 
 def plan_update(

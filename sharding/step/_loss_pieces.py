@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, Value
 from sharding.collectives._map_arrays import to_sum_dtype
-from sharding.loss._derivatives import Differentiated, members
+from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Run, evaluate, prints
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, Param, Result, param_numbers
@@ -79,10 +79,9 @@ class LossPieces:
     ):
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views, self._differentiated = cast_params(graph, len(held)), differentiated
-        self._params = param_numbers(len(held))
         of_stacks = {i for stack in stacks for i in stack.stack.params}
         trained = set(members(differentiated.params))
-        self._outside = {i for i in self._params if i in trained} - of_stacks
+        self._outside = {i for i in param_numbers(len(held)) if i in trained} - of_stacks
         self._stacks = {stack.stack.eqn.results: stack for stack in stacks}
         inputs = map(Value, range(len(held), len(graph.types)))
         self._inputs = {v for v in inputs if v not in graph.producer and v not in graph.constants}
@@ -92,11 +91,6 @@ class LossPieces:
     def _is_active(self, value: Value) -> bool:
         """Whether the derivative passes through a value."""
         return value in self._differentiated.values
-
-    @property
-    def _stores_derivatives(self) -> bool:
-        """Whether pieces are not computed again: of one micro-batch, if devices hold parameters."""
-        return self.microbatches.number == 1 and not self.loss.layout.recomputes
 
     @property
     def read(self) -> set[Param]:
@@ -226,14 +220,16 @@ class LossPieces:
         inputs = map(Value, range(len(self.held), len(self.graph.types)))
         values = dict(zip(inputs, args, strict=False))
         pieces: list[Any] = []
+        # One micro-batch, whose parameters devices hold, is not computed again.
+        stores = self.microbatches.number == 1 and not self.loss.layout.recomputes
         for piece in self.pieces[:-1]:
             if piece.stack is not None:
                 operands = self._operands(piece, {}, values, Run.FIRST)
                 outs, kept = piece.stack.forward(operands, microbatches)
-            elif self._stores_derivatives:
+            elif stores:
                 by = set(filter(self._is_active, piece.values))
                 outs, kept = self._derivative(piece, values, by)
-            else:  # computed again
+            else:
                 given = {v: values[v] for v in piece.given}
                 run = functools.partial(self._run, piece, {})
                 outs, kept = microbatches.each(run, given), None
@@ -273,7 +269,7 @@ class LossPieces:
         self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run = Run.FIRST
     ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
-        held = dict(zip(self._params, self.held, strict=True)) | values
+        held: dict[Any, Any] = dict(enumerate(self.held)) | values
         values, sliced = self.graph.constants | values, set[Value]()
         if piece.stack is not None:
             stack = piece.stack.stack
@@ -368,18 +364,13 @@ class LossPieces:
         operands = self._operands(piece, {}, kept.values, how)
         active = {k for k, v in others.items() if self._is_active(v)}
         results = {Result(j): own[v] for j, v in enumerate(piece.results) if v in own}
-        by = [k for k, v in others.items() if self._differentiated.reads[v]]
-        at = StackBackward(
-            piece.stack,
-            {k: x for k, x in operands.items() if k not in carried},
-            entered,
-            results,
-            active.difference(carried),
-            stack.differentiated(by, results),
-            many,
-            how,
-        )
-        found, taken = at.run(take)
+        moved = {k for k, v in others.items() if self._differentiated.reads[v]}
+        body = stack.scan.body.jaxpr
+        in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
+        by = sorted(active.difference(carried) | in_layers)
+        not_carried = {k: x for k, x in operands.items() if k not in carried}
+        given = piece.stack, not_carried, entered, results, by
+        found, taken = StackBackward(*given, many, how).run(take)
         # Operands are values of the batch, or of parameters alone: the same in all micro-batches.
         cotangents: dict[Value, Any] = {}
         of_params = {}

@@ -7,6 +7,7 @@ of all gradients, as on their norm, a first backward pass computes these. All of
 view: refs hold the arrays of all devices, and the update is of their shards.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -232,10 +233,11 @@ class BackwardUpdate:
         # pass before the update computes them.
         late = {v for v in new_of.values() if v in update.of_terms and not graph.reads[v]}
         wanted = [v for v in new_of.values() if v not in late]
-        take: Take = StackUpdate.write
+        take = functools.partial(StackUpdate.take, terms=False, write=True)
         if update.of_terms.intersection(graph.outputs) - late:
             self._evaluate(v for one in of_layers for v in one.reduced.early)
-            terms, _ = self._backward(kept, StackUpdate.find_terms, update.terms, Run.SILENTLY)
+            first = functools.partial(StackUpdate.take, terms=True, write=False)
+            terms, _ = self._backward(kept, first, update.terms, Run.SILENTLY)
             # All of the second pass is computed after the first.
             terms, cotangents, grads = lax.optimization_barrier(
                 ({t: terms[t] for t in update.terms}, kept.cotangents, kept.grads)
@@ -244,7 +246,8 @@ class BackwardUpdate:
             self.values |= terms
         elif update.terms:
             self._evaluate(v for one in of_layers for v in one.reduced.early)
-            take, wanted = StackUpdate.write_with_terms, [*wanted, *update.terms]
+            take = functools.partial(StackUpdate.take, terms=True, write=True)
+            wanted += update.terms
         self._evaluate(v for one in of_layers for v in one.new.early)
         found, squares = self._backward(kept, take, wanted, Run.AGAIN)
         self.values |= {t: found[t] for t in update.terms if t in found}
