@@ -146,7 +146,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
     numbers = list(members(by))
     found: set[int] = set()
 
-    def of_result(real: Sequence[Any], others: Sequence[Any]) -> Any:
+    def of_result(others: Sequence[Any], *real: Any) -> Any:
         rest = iter(others)
         marked = {k: _noted(found, k)(x) for k, x in zip(numbers, real, strict=True)}
         args = [marked[k] if k in marked else next(rest) for k in range(len(operands))]
@@ -154,7 +154,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
         return run(eqn, args)[result]
 
     def backward(real: Sequence[Any], others: Sequence[Any]) -> Any:
-        out, derivative = jax.vjp(lambda *real: of_result(real, others), *real)
+        out, derivative = jax.vjp(functools.partial(of_result, others), *real)
         return derivative(jnp.zeros_like(out))
 
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -167,7 +167,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
         return bits(found)
 
     def forward(tangents: Sequence[Any], real: Sequence[Any], others: Sequence[Any]) -> Any:
-        return jax.jvp(lambda *real: of_result(real, others), tuple(real), tuple(tangents))[1]
+        return jax.jvp(functools.partial(of_result, others), tuple(real), tuple(tangents))[1]
 
     with contextlib.suppress(Exception):
         read = inputs_read(jax.make_jaxpr(forward)(real, real, others).jaxpr)

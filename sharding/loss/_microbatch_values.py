@@ -37,8 +37,12 @@ class Microbatches(NamedTuple):
 
         def step(sums: Any, x: Any) -> tuple[Any, Any]:
             grads, out = one(x)
-            return jax.tree.map(lambda a, g: a + g.astype(a.dtype), sums, grads), out
+            return jax.tree.map(_added, sums, grads), out
 
         # Without the barrier XLA makes all zeros of the same shape at once, before the first sum.
         zero, each = lax.optimization_barrier((jnp.zeros((), jnp.int8), each))
         return lax.scan(step, jax.tree.map(lambda x: x + zero.astype(x.dtype), zeros), each)
+
+
+def _added(total: jax.Array, x: jax.Array) -> jax.Array:
+    return total + x.astype(total.dtype)

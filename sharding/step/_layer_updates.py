@@ -73,9 +73,8 @@ class Update(NamedTuple):
     ) -> list[Value]:
         """Those of some values that depend on no other gradients, and are not known."""
         complete = bits(map(self.grad, grads))
-        reads = dict(zip(map(Value, range(len(self.graph.reads))), self.graph.reads, strict=True))
-        reads |= self.terms
-        return [v for v in values if v not in known and not reads[v] & ~complete]
+        reads = {v: self.terms.get(v, self.graph.reads[v]) for v in values if v not in known}
+        return [v for v, mask in reads.items() if not mask & ~complete]
 
     def shard(self, number: Slot, x: jax.Array) -> jax.Array:
         """An output, or the input that it replaces, as it is while it is updated."""

@@ -120,11 +120,8 @@ class LossPieces:
                 steps.append(eqn)
         use(graph.outputs, max(len(steps) - 1, 0))
         bounds = [*self._starts(steps, first), len(steps)]
-        pieces = []
-        for start, end in itertools.pairwise(bounds):
-            complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-            pieces.append(self._piece(steps, start, end, needed)._replace(complete=complete))
-        return pieces
+        ends = itertools.pairwise(bounds)
+        return [self._piece(steps, first, start, end, needed) for start, end in ends]
 
     def _starts(self, steps: list[Equation], first: dict[Param, int]) -> list[int]:
         """The first step of each piece: where gradients of enough bytes are complete."""
@@ -140,7 +137,9 @@ class LossPieces:
             pending *= k not in starts
         return sorted(starts)
 
-    def _piece(self, steps: list[Equation], start: int, end: int, needed: set[Any]) -> Piece:
+    def _piece(
+        self, steps: list[Equation], first: dict[Param, int], start: int, end: int, needed: set[Any]
+    ) -> Piece:
         """The steps from ``start`` to ``end``, with what they need of parameters alone."""
         graph, own = self.graph, steps[start:end]
         before = self._inputs.union(v for eqn in steps[:start] for v in eqn.results)
@@ -160,7 +159,8 @@ class LossPieces:
         equations, _ = graph.needed(roots, known)
         read = {v for eqn in equations for v in eqn.operands}.union(roots)
         params, given = sorted(read & self._views.keys()), sorted(read & before)
-        return Piece(equations, printed, params, given, values, stack, [])
+        complete = [i for i, step in first.items() if start <= step < max(end, 1)]
+        return Piece(equations, printed, params, given, values, stack, complete)
 
     # --- Forward ----------------------------------------------------------------------------------
 

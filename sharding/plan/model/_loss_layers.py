@@ -5,6 +5,7 @@ none, a layer is what uses the parameters of one number, such as ``block_3``, fr
 which few bytes are live to the next one; layers that share parameters, or overlap, are one.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -184,11 +185,14 @@ def _stack_layer(graph: Graph, stack: Stack, at: int) -> Layer:
             args[k] = view.change(view.cast(x))
         return list(body(*(args[k] for k in sorted(args))))
 
+    def run_other(layer: Run, *args: Any) -> list[Any]:
+        return layer([args[k] for k in own], [args[k] for k in others])
+
     def enter(layer: Run, values: dict[Value, Any]) -> None:
         read = stack.others | {k: view.param for k, view in stack.own.items()}
         operands = [values[read[k]] for k in sorted(read)]
-        on_args = lambda *args: layer([args[k] for k in own], [args[k] for k in others])  # noqa: E731
-        values |= zip(stack.eqn.results, stack.run(operands, on_args), strict=True)
+        results = stack.run(operands, functools.partial(run_other, layer))
+        values |= zip(stack.eqn.results, results, strict=True)
 
     rest = [stack.scan.body.in_avals[k].update(sharding=None) for k in others]
     stacks = [graph.types[i] for i in stack.params]
