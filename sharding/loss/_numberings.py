@@ -1,13 +1,16 @@
 """What the numbers of ``update="backward"`` number: a type for each, which mypy keeps apart.
 
-| type | numbers | also numbers |
+| type | numbers | is also |
 |---|---|---|
-| ``Value`` | the values of a graph: of the loss's in its pieces, of the update's elsewhere | |
-| ``Slot`` | parameters and, behind them, leaves of the optimizer state | as a ``Value``: the first inputs of the update, whose outputs replace them in this order |
-| ``Param`` | parameters, in the order of their tree | as a ``Value``: the first inputs of the loss |
-| ``Operand`` | the operands of a stack's loop | the inputs of its body |
-| ``Result`` | the results of a stack's loop | the outputs of its body |
-"""  # noqa: E501
+| ``Value`` | values of a graph: of the loss in ``LossPieces``, elsewhere of the update | |
+| ``Slot`` | parameters, and behind them leaves of the optimizer state | an input of the update |
+| ``Param`` | parameters, in the order of their tree | a ``Slot``; an input of the loss |
+| ``Operand`` | operands of a stack's loop | an input of its body |
+| ``Result`` | results of a stack's loop | an output of its body |
+
+The outputs of the update replace its slots, in their order. What is carried by a loop is an operand
+and a result, whose numbers differ by the number of constants before it.
+"""
 
 from typing import NewType
 

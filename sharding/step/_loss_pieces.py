@@ -37,12 +37,12 @@ class Piece(NamedTuple):
     params: list[Value]  # parameters, cast or not
     given: list[Value]  # values of earlier pieces, and arguments of the loss beside parameters
     values: list[Value]  # that the equations compute: results, or operands of the stack
-    stack: StackPasses | None
+    passes: StackPasses | None  # of the stack, if it is one
     complete: list[Param]  # that no earlier piece uses
 
     @property
     def results(self) -> tuple[Value, ...]:
-        return tuple(self.values) if self.stack is None else self.stack.stack.eqn.results
+        return tuple(self.values) if self.passes is None else self.passes.stack.eqn.results
 
 
 class ForwardPass(NamedTuple):
@@ -74,15 +74,15 @@ class LossPieces:
         held: list[jax.Array],
         graph: Graph,
         differentiated: Differentiated,
-        stacks: list[StackPasses],
+        passes: list[StackPasses],
         microbatches: Microbatches,
     ):
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views, self._differentiated = cast_params(graph, len(held)), differentiated
-        of_stacks = {i for stack in stacks for i in stack.stack.params}
+        of_stacks = {i for one in passes for i in one.stack.params}
         trained = set(members(differentiated.params))
         self._outside = {i for i in param_numbers(len(held)) if i in trained} - of_stacks
-        self._stacks = {stack.stack.eqn.results: stack for stack in stacks}
+        self._passes = {one.stack.eqn.results: one for one in passes}
         inputs = map(Value, range(len(held), len(graph.types)))
         self._inputs = {v for v in inputs if v not in graph.producer and v not in graph.constants}
         self._of_batch = set(self._inputs)  # with all values that depend on these
@@ -112,10 +112,10 @@ class LossPieces:
                 first.update({i: step for i in self._outside if i in read and i not in first})
 
         for eqn in graph.equations:
-            stack = self._stacks.get(eqn.results)
-            of_batch_or_stack = stack is not None or of_batch.intersection(eqn.operands)
+            passes = self._passes.get(eqn.results)
+            of_batch_or_stack = passes is not None or of_batch.intersection(eqn.operands)
             if prints(eqn) or (eqn.results in needed and of_batch_or_stack):
-                use(stack.stack.others.values() if stack else eqn.operands, len(steps))
+                use(passes.stack.others.values() if passes else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)
         use(graph.outputs, max(len(steps) - 1, 0))
@@ -130,7 +130,7 @@ class LossPieces:
         starts, pending = {0}, 0
         for k in reversed(range(len(steps))):
             pending += sum(sizes[i] for i, step in first.items() if step == k)
-            if steps[k].results in self._stacks:
+            if steps[k].results in self._passes:
                 starts |= {k, k + 1}  # what follows the last stack is a piece, be it empty
             elif pending and pending >= enough:
                 starts.add(k)
@@ -144,23 +144,23 @@ class LossPieces:
         graph, own = self.graph, steps[start:end]
         before = self._inputs.union(v for eqn in steps[:start] for v in eqn.results)
         later = {v for eqn in steps[end:] for v in eqn.operands} | set(graph.outputs)
-        stack = self._stacks.get(own[0].results) if own else None
-        if stack is not None:
-            others = stack.stack.others
+        passes = self._passes.get(own[0].results) if own else None
+        if passes is not None:
+            others = passes.stack.others
             stacked = frozenset(k for k, v in others.items() if v in self._of_batch)
-            stack, values = stack._replace(stacked=stacked), list(others.values())
+            passes, values = passes._replace(stacked=stacked), list(others.values())
         elif end == len(steps):
             values = list(graph.outputs)
         else:
             values = [v for eqn in own for v in eqn.results if v in later]
-        printed = [] if stack else [e for e in own if prints(e) and e.results not in needed]
+        printed = [] if passes else [e for e in own if prints(e) and e.results not in needed]
         roots = [*values, *(v for eqn in printed for v in eqn.operands)]
         known = before | graph.constants.keys() | self._views.keys()
         equations, _ = graph.needed(roots, known)
         read = {v for eqn in equations for v in eqn.operands}.union(roots)
         params, given = sorted(read & self._views.keys()), sorted(read & before)
         complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-        return Piece(equations, printed, params, given, values, stack, complete)
+        return Piece(equations, printed, params, given, values, passes, complete)
 
     # --- Forward ----------------------------------------------------------------------------------
 
@@ -223,9 +223,9 @@ class LossPieces:
         # One micro-batch, whose parameters devices hold, is not computed again.
         stores = self.microbatches.number == 1 and not self.loss.layout.recomputes
         for piece in self.pieces[:-1]:
-            if piece.stack is not None:
+            if piece.passes is not None:
                 operands = self._operands(piece, {}, values, Run.FIRST)
-                outs, kept = piece.stack.forward(operands, microbatches)
+                outs, kept = piece.passes.forward(operands, microbatches)
             elif stores:
                 by = set(filter(self._is_active, piece.values))
                 outs, kept = self._derivative(piece, values, by)
@@ -271,8 +271,8 @@ class LossPieces:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held: dict[Any, Any] = dict(enumerate(self.held)) | values
         values, sliced = self.graph.constants | values, set[Value]()
-        if piece.stack is not None:
-            stack = piece.stack.stack
+        if piece.passes is not None:
+            stack = piece.passes.stack
             sliced = {stack.eqn.operands[k] for k in stack.frozen}
         for v in piece.params:
             view = self._views[v]
@@ -288,8 +288,8 @@ class LossPieces:
         self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run
     ) -> dict[Operand, Any]:
         """Those of a stack that its loop gets as they are."""
-        assert piece.stack is not None
-        others = piece.stack.stack.others
+        assert piece.passes is not None
+        others = piece.passes.stack.others
         return dict(zip(others, self._run(piece, taps, values, run), strict=True))
 
     def _derivative(
@@ -320,7 +320,7 @@ class LossPieces:
         for piece, stored in reversed(list(zip(self.pieces[:-1], kept.pieces, strict=True))):
             own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
             taken = None
-            if piece.stack is not None:
+            if piece.passes is not None:
                 more, given, taken = self._stack_backward(piece, kept, stored, own, how, take)
             elif stored is not None:
                 more, given = stored(own)
@@ -358,8 +358,8 @@ class LossPieces:
         take: Take,
     ) -> tuple[dict[Value, Any], dict[Value, Any], Any]:
         """Gradients outside of the stack, cotangents, and what its layers return, stacked."""
-        assert piece.stack is not None
-        stack, many = piece.stack.stack, self.microbatches
+        assert piece.passes is not None
+        stack, many = piece.passes.stack, self.microbatches
         others, carried = stack.others, stack.carried
         operands = self._operands(piece, {}, kept.values, how)
         active = {k for k, v in others.items() if self._is_active(v)}
@@ -369,7 +369,7 @@ class LossPieces:
         in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
         by = sorted(active.difference(carried) | in_layers)
         not_carried = {k: x for k, x in operands.items() if k not in carried}
-        given = piece.stack, not_carried, entered, results, by
+        given = piece.passes, not_carried, entered, results, by
         found, taken = StackBackward(*given, many, how).run(take)
         # Operands are values of the batch, or of parameters alone: the same in all micro-batches.
         cotangents: dict[Value, Any] = {}
