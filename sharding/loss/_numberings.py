@@ -4,7 +4,7 @@
 |---|---|---|
 | ``Value`` | values of a graph: of the loss in ``LossPieces``, elsewhere of the update | |
 | ``Slot`` | parameters, and behind them leaves of the optimizer state | an input of the update |
-| ``Param`` | parameters, in the order of their tree | a ``Slot``; an input of the loss |
+| ``ParamNumber`` | parameters, in the order of their tree | a ``Slot``; an input of the loss |
 | ``Operand`` | operands of a stack's loop | an input of its body |
 | ``Result`` | results of a stack's loop | an output of its body |
 
@@ -17,10 +17,10 @@ from typing import NewType
 from optax_ext.traced_graph import Value
 
 Slot = NewType("Slot", Value)
-Param = NewType("Param", Slot)
+ParamNumber = NewType("ParamNumber", Slot)
 Operand = NewType("Operand", int)
 Result = NewType("Result", int)
 
 
-def param_numbers(count: int) -> list[Param]:
-    return [Param(Slot(Value(i))) for i in range(count)]
+def param_numbers(count: int) -> list[ParamNumber]:
+    return [ParamNumber(Slot(Value(i))) for i in range(count)]

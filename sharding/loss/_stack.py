@@ -20,7 +20,7 @@ from sharding._jaxprs import run_scan
 from sharding.loss._derivatives import Differentiated
 from sharding.loss._effects import Run, call
 from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import Operand, Param, Result, param_numbers
+from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.offload._host_memory import scan_streamed
 from sharding.offload._layer_rules import UNSLICED, bind_to_layer, operand_dims
 
@@ -30,7 +30,7 @@ _KINDS = (jnp.floating, jnp.complexfloating)
 class View(NamedTuple):
     """A parameter as a loss reads it."""
 
-    param: Param
+    param: ParamNumber
     casts: tuple[Equation, ...] = ()  # to other floats, before it is gathered
     # What changes each layer of it by itself, after that: equations, and their constant operands.
     changes: tuple[tuple[Equation, tuple[Any, ...]], ...] = ()
@@ -56,7 +56,7 @@ class Stack(NamedTuple):
 
     eqn: Equation
     own: dict[Operand, View]  # trained parameters that it slices, and that nothing else reads
-    frozen: dict[Operand, Param]  # untrained parameters that it slices
+    frozen: dict[Operand, ParamNumber]  # untrained parameters that it slices
 
     @property
     def scan(self) -> Scan:
@@ -65,7 +65,7 @@ class Stack(NamedTuple):
         return record
 
     @property
-    def params(self) -> list[Param]:
+    def params(self) -> list[ParamNumber]:
         return [view.param for view in self.own.values()]
 
     @property
@@ -79,7 +79,7 @@ class Stack(NamedTuple):
         """The operands that are carried; constants are before them, slices behind them."""
         return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
-    def of(self, params: Container[Param]) -> "Stack":
+    def of(self, params: Container[ParamNumber]) -> "Stack":
         """With these parameters; it gets others as they are."""
         return self._replace(own={k: x for k, x in self.own.items() if x.param in params})
 
@@ -113,7 +113,7 @@ class Stack(NamedTuple):
 
 
 # Of a StackUpdate, a layer and its gradients: what to stack over layers.
-Take = Callable[[Any, jax.Array, dict[Param, jax.Array]], Any]
+Take = Callable[[Any, jax.Array, dict[ParamNumber, jax.Array]], Any]
 
 
 class StackPasses(NamedTuple):
@@ -158,7 +158,7 @@ class StackPasses(NamedTuple):
         layers = jnp.arange(options["length"])
         return scan_streamed(self.update.streamed, step, carry, layers, writes=backward, **order)
 
-    def read(self, layer: jax.Array) -> dict[Param, jax.Array]:
+    def read(self, layer: jax.Array) -> dict[ParamNumber, jax.Array]:
         """The parameters of a layer, in the dtypes that the loss gets."""
         held = self.update.read(layer)
         return {i: x.astype(self.loss.leaves[i].dtype) for i, x in held.items()}
@@ -178,8 +178,8 @@ class StackPasses(NamedTuple):
 
     def run_layer(
         self,
-        held: dict[Param, jax.Array],
-        taps: dict[Param, jax.Array],
+        held: dict[ParamNumber, jax.Array],
+        taps: dict[ParamNumber, jax.Array],
         operands: dict[Operand, Any],
         run: Run,
     ) -> list[Any]:
@@ -275,17 +275,17 @@ class StackBackward(NamedTuple):
 
     def _microbatch(
         self,
-        held: dict[Param, Any],
-        taps: dict[Param, Any],
+        held: dict[ParamNumber, Any],
+        taps: dict[ParamNumber, Any],
         same: dict[Operand, Any],
         each: tuple[dict[Operand, Any], dict[Operand, Any], dict[Result, Any]],
-    ) -> tuple[tuple[dict[Param, Any], dict[Operand, Any]], dict[Operand, Any]]:
+    ) -> tuple[tuple[dict[ParamNumber, Any], dict[Operand, Any]], dict[Operand, Any]]:
         """What is summed over micro-batches: gradients, cotangents of ``same``; and the others."""
         own, after, later = each
         args = same | own
         results = [*self._carried.values(), *self._stacked_results]
 
-        def run(taps: dict[Param, Any], given: dict[Operand, Any]) -> list[Any]:
+        def run(taps: dict[ParamNumber, Any], given: dict[Operand, Any]) -> list[Any]:
             outs = self.passes.run_layer(held, taps, args | given, self.how)
             return [outs[j] for j in results]
 
@@ -322,7 +322,7 @@ def find_stacks(graph: Graph, num_params: int, differentiated: Differentiated) -
         scan = record_of(eqn)
         if not isinstance(scan, Scan) or not scan.options["length"]:
             continue
-        own, frozen = dict[Operand, View](), dict[Operand, Param]()
+        own, frozen = dict[Operand, View](), dict[Operand, ParamNumber]()
         first = scan.num_consts + scan.num_carry  # the first slice
         for k, v in enumerate(eqn.operands) if eqn.results in active else ():
             if k >= first and v in views:

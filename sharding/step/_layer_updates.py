@@ -21,7 +21,7 @@ from optax_ext.traced_graph import REDUCTIONS, Graph, Value, bind
 from sharding._types import Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import bits
-from sharding.loss._numberings import Param, Slot
+from sharding.loss._numberings import ParamNumber, Slot
 from sharding.offload._host_memory import HostStack
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
@@ -60,16 +60,16 @@ class Update(NamedTuple):
     refs: dict[Slot, Any]  # to stacks of parameters and state
     known: dict[Value, Any]  # values that layers share
 
-    def grad(self, param: Param) -> Value:
+    def grad(self, param: ParamNumber) -> Value:
         """The input that is the gradient of a parameter."""
         return Value(len(self.names) + param)
 
-    def cast_grads(self, grads: dict[Param, jax.Array]) -> dict[Param, jax.Array]:
+    def cast_grads(self, grads: dict[ParamNumber, jax.Array]) -> dict[ParamNumber, jax.Array]:
         """Gradients in the dtypes that the transformation gets."""
         return {i: x.astype(self.graph.types[self.grad(i)].dtype) for i, x in grads.items()}
 
     def ready(
-        self, values: Iterable[Value], grads: set[Param], known: Container[Value]
+        self, values: Iterable[Value], grads: set[ParamNumber], known: Container[Value]
     ) -> list[Value]:
         """Those of some values that depend on no other gradients, and are not known."""
         complete = bits(map(self.grad, grads))
@@ -107,7 +107,7 @@ class Update(NamedTuple):
         params: Tree,
         opt_state: Tree,
         loss: Any,
-        stacks: Iterable[Param],
+        stacks: Iterable[ParamNumber],
     ) -> "Update":
         """Of parameters and state; ``stacks`` are parameters of which reductions are terms, too."""
         of_result = spec.precision.of_result
@@ -206,7 +206,7 @@ class LayerValues(NamedTuple):
 
     @classmethod
     def find(
-        cls, update: Update, param: Param, values: list[Value], replaced: list[Slot]
+        cls, update: Update, param: ParamNumber, values: list[Value], replaced: list[Slot]
     ) -> "LayerValues":
         """Of a parameter's gradient; ``replaced`` are the inputs that the update replaces."""
         graph, names, grad = update.graph, update.names, update.grad(param)
@@ -260,7 +260,7 @@ class LayerUpdate(NamedTuple):
     reduced: LayerValues  # what the terms are reductions of
 
     @classmethod
-    def find(cls, update: Update, param: Param) -> "LayerUpdate":
+    def find(cls, update: Update, param: ParamNumber) -> "LayerUpdate":
         graph, bit = update.graph, 1 << update.grad(param)
         # The parameter, even if its gradient does not matter to it, as with optax.set_to_zero.
         replaced = [j for j, v in enumerate(graph.outputs) if j == param or graph.reads[v] & bit]
@@ -321,18 +321,18 @@ class StackUpdate:
     """The update of the parameters of a stack, layer by layer, while their gradients are made."""
 
     update: Update
-    of: dict[Param, LayerUpdate]
+    of: dict[ParamNumber, LayerUpdate]
     sums_squares: bool = False  # of gradients, too
 
     @classmethod
-    def find(cls, update: Update, params: list[Param]) -> "StackUpdate":
+    def find(cls, update: Update, params: list[ParamNumber]) -> "StackUpdate":
         """Of some parameters, those that are updated layer by layer.
 
         Few elements, such as those of stacked biases in 8-bit blocks over several layers, may be
         updated after the backward pass.
         """
-        found: dict[Param, LayerUpdate] = {}
-        failed: dict[Param, _NeedsMoreError] = {}
+        found: dict[ParamNumber, LayerUpdate] = {}
+        failed: dict[ParamNumber, _NeedsMoreError] = {}
         for i in params:
             try:
                 found[i] = LayerUpdate.find(update, i)
@@ -353,12 +353,12 @@ class StackUpdate:
         refs = [self.update.refs[j] for j in self.outputs]
         return [ref for ref in refs if isinstance(ref, HostStack)]
 
-    def read(self, layer: jax.Array) -> dict[Param, jax.Array]:
+    def read(self, layer: jax.Array) -> dict[ParamNumber, jax.Array]:
         """The parameters of a layer."""
         return {i: self.update.read(i, layer)[0] for i in self.of}
 
     def take(
-        self, layer: jax.Array, grads: dict[Param, jax.Array], terms: bool, write: bool
+        self, layer: jax.Array, grads: dict[ParamNumber, jax.Array], terms: bool, write: bool
     ) -> tuple[dict[Value, jax.Array], jax.Array]:
         """Makes terms of the gradients of a layer, updates it, or both; terms, and squares."""
         grads = self.update.cast_grads(grads)
@@ -371,14 +371,14 @@ class StackUpdate:
         return found, squared_norm(grads if write and self.sums_squares else {})
 
 
-def squared_norm(grads: dict[Param, jax.Array]) -> jax.Array:
+def squared_norm(grads: dict[ParamNumber, jax.Array]) -> jax.Array:
     """The sum of all squares."""
     squares: Any = optax.tree.norm([to_sum_dtype(g) for g in grads.values()], squared=True)
     return jnp.zeros(()) + squares
 
 
 def plan_update(
-    of_update: tuple[StepSpec, Any, Tree, Tree, Any], stacks: list[list[Param]]
+    of_update: tuple[StepSpec, Any, Tree, Tree, Any], stacks: list[list[ParamNumber]]
 ) -> tuple[Update, list[StackUpdate]]:
     """An update by the arguments of its trace, and how it is made in the layers of each stack.
 

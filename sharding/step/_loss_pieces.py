@@ -21,7 +21,7 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Run, evaluate, prints
 from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import Operand, Param, Result, param_numbers
+from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._microbatches import inverse_weight
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     given: list[Value]  # values of earlier pieces, and arguments of the loss beside parameters
     values: list[Value]  # that the equations compute: results, or operands of the stack
     passes: StackPasses | None  # of the stack, if it is one
-    complete: list[Param]  # that no earlier piece uses
+    complete: list[ParamNumber]  # that no earlier piece uses
 
     @property
     def results(self) -> tuple[Value, ...]:
@@ -51,13 +51,13 @@ class ForwardPass(NamedTuple):
     values: dict[Value, Any]
     pieces: list[Any]  # of each but the last: its derivative, or what enters each layer of a stack
     cotangents: dict[Value, Any]  # by the last piece, which is differentiated in the forward pass
-    grads: dict[Param, Any]  # by the last piece; the sums over micro-batches
+    grads: dict[ParamNumber, Any]  # by the last piece; the sums over micro-batches
 
 
 class Completed(NamedTuple):
     """What the backward pass of one piece leaves."""
 
-    grads: dict[Param, Any]  # that are complete with it
+    grads: dict[ParamNumber, Any]  # that are complete with it
     taken: Any  # what the layers of a stack return, stacked; None of other pieces
     cotangents: dict[Value, Any]  # of what earlier pieces compute; may be put behind a barrier
 
@@ -93,7 +93,7 @@ class LossPieces:
         return value in self._differentiated.values
 
     @property
-    def read(self) -> set[Param]:
+    def read(self) -> set[ParamNumber]:
         """The parameters that are read outside of the layers of stacks."""
         return {self._views[v].param for piece in self.pieces for v in piece.params}
 
@@ -104,7 +104,7 @@ class LossPieces:
         graph, of_batch = self.graph, self._of_batch
         needed = {e.results for e in graph.needed(graph.outputs, graph.constants)[0]}
         steps: list[Equation] = []  # in order: those on values of the batch, and stacks
-        first: dict[Param, int] = {}  # the step that uses each first, outside of stacks
+        first: dict[ParamNumber, int] = {}  # the step that uses each first, outside of stacks
 
         def use(values: Any, step: int) -> None:
             for v in filter(self._is_active, set(values) - of_batch):
@@ -123,7 +123,7 @@ class LossPieces:
         ends = itertools.pairwise(bounds)
         return [self._piece(steps, first, start, end, needed) for start, end in ends]
 
-    def _starts(self, steps: list[Equation], first: dict[Param, int]) -> list[int]:
+    def _starts(self, steps: list[Equation], first: dict[ParamNumber, int]) -> list[int]:
         """The first step of each piece: where gradients of enough bytes are complete."""
         sizes = [x.size * x.dtype.itemsize for x in self.held]
         enough = sum(sizes[i] for i in members(self._differentiated.params)) / _MOST
@@ -138,7 +138,12 @@ class LossPieces:
         return sorted(starts)
 
     def _piece(
-        self, steps: list[Equation], first: dict[Param, int], start: int, end: int, needed: set[Any]
+        self,
+        steps: list[Equation],
+        first: dict[ParamNumber, int],
+        start: int,
+        end: int,
+        needed: set[Any],
     ) -> Piece:
         """The steps from ``start`` to ``end``, with what they need of parameters alone."""
         graph, own = self.graph, steps[start:end]
@@ -237,7 +242,9 @@ class LossPieces:
             pieces.append(kept)
         return values, pieces
 
-    def _last(self, values: dict[Value, Any]) -> tuple[Any, dict[Value, Any], dict[Param, Any]]:
+    def _last(
+        self, values: dict[Value, Any]
+    ) -> tuple[Any, dict[Value, Any], dict[ParamNumber, Any]]:
         """The results of the loss, the cotangents of earlier values, and gradients."""
         last = self.pieces[-1]
         outs, derivative = self._derivative(last, values, {last.values[0]})
@@ -258,9 +265,9 @@ class LossPieces:
             for v, i in views.items()
         }
 
-    def _by_param(self, grads: dict[Value, Any]) -> dict[Param, Any]:
+    def _by_param(self, grads: dict[Value, Any]) -> dict[ParamNumber, Any]:
         """From gradients of parameters as they are cast, those of the parameters."""
-        sums: dict[Param, Any] = {}
+        sums: dict[ParamNumber, Any] = {}
         for v, x in grads.items():
             _add_to(sums, {self._views[v].param: x})
         return sums
@@ -330,7 +337,7 @@ class LossPieces:
             _add_to(cotangents, given)
             yield self._completed(piece, grads, taken, cotangents)
 
-    def _completed(self, piece: Piece, grads: dict[Param, Any], *more: Any) -> Completed:
+    def _completed(self, piece: Piece, grads: dict[ParamNumber, Any], *more: Any) -> Completed:
         return Completed({i: grads.pop(i) for i in piece.complete}, *more)
 
     def _piece_backward(

@@ -23,7 +23,7 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import Run, check_effects
 from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import Param, Slot, param_numbers
+from sharding.loss._numberings import ParamNumber, Slot, param_numbers
 from sharding.loss._stack import StackPasses, Take, cast_params, find_stacks
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
@@ -270,7 +270,7 @@ class BackwardUpdate:
         params, opt_state = structure.unflatten(new[j] for j in sorted(new))
         return params, opt_state
 
-    def _gathered(self, new: dict[Slot, Any]) -> dict[Param, jax.Array]:
+    def _gathered(self, new: dict[Slot, Any]) -> dict[ParamNumber, jax.Array]:
         """Parameters outside of stacks, as they are between steps; the old ones if untrained."""
         treedef, numbers = jax.tree.structure(self.params), param_numbers(len(self.leaves))
         with jax.named_scope("gather_params"):

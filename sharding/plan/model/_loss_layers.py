@@ -21,7 +21,7 @@ from optax_ext.traced_graph import Graph, Value, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Tree
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._numberings import Param
+from sharding.loss._numberings import ParamNumber
 from sharding.loss._stack import Stack, cast_params, find_stacks
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
     code: str  # equal for layers of the same operations
     begin: int  # the first equation
     end: int  # the one after the last
-    params: set[Param]  # that it reads
+    params: set[ParamNumber]  # that it reads
     enter: Callable[[Run, dict[Value, Any]], None]  # adds its results to values
 
 
