@@ -205,7 +205,7 @@ class LossPieces:
         (model_state, grads), (total, weight, more) = carry, results
         if many.in_turn:
             values, pieces = kept
-        # The last piece divided by the weight of its micro-batch: here by that of all.
+        # The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
         weights = to_sum_dtype(weight)  # (microbatch,)
         all_weights = jnp.sum(weights)
         share = weights * inverse_weight(all_weights)
