@@ -33,7 +33,7 @@ class ScheduledRun:
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
         self.graph, self.inputs = graph, inputs  # as many outputs as inputs
-        self.values = dict(graph.constants)  # computed so far
+        self.values: dict[Any, Any] = dict(graph.constants)  # computed so far
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
         self.outputs: dict[int, Any] = {}  # computed so far
         self.barrier = tuple(after)  # arrays computed before the next deferred input is read
@@ -51,7 +51,7 @@ class ScheduledRun:
         replaced = tuple(self.outputs[j] for j in outputs if self.replaces_deferred(j))
         self.barrier = replaced or self.barrier
 
-    def compute(self, values: list[int]) -> None:
+    def compute(self, values: Sequence[int]) -> None:
         """Computes values, and reads the deferred inputs that they need."""
         equations, inputs = self.graph.needed(values, self.values)
         if inputs:

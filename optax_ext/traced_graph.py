@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from typing import Any, NewType
 
 import jax
 from jax.extend.core import Literal
@@ -14,6 +14,8 @@ from optax_ext import _matrix_passes, kernels
 from optax_ext._types import Tree
 from optax_ext.equations import Call, CustomDerivative, record_of, trace
 
+Value = NewType("Value", int)  # the number of a value of a ``Graph``
+
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
@@ -21,8 +23,8 @@ class Equation:
 
     primitive: Any
     params: dict[str, Any]
-    operands: tuple[int, ...]  # numbers of values
-    results: tuple[int, ...]  # numbers of values
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
     scope: str
     ctx: Any = None  # in which it was traced, if it is evaluated there
     source_info: Any = None  # where it was written
@@ -55,21 +57,21 @@ class Graph:
         self.types = list(closed.in_avals)  # shape and dtype of every value
         # The deferred inputs that a value depends on, as the bits of an int.
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
-        self.constants: dict[int, Any] = {}  # the values that are known without evaluation
+        self.constants: dict[Value, Any] = {}  # the values that are known without evaluation
         self.equations: list[Equation] = []  # in an order in which they can be evaluated
         # The equation that computes a value, unless it is input or constant.
         self.producer: dict[int, int] = {}
         # The values that the function returns, and the tree that they are the leaves of.
-        self.outputs = self._inline(closed, tuple(range(len(inputs))))
+        self.outputs = self._inline(closed, [Value(i) for i in range(len(inputs))])
         self.out_treedef: Any = jax.tree.structure(results)
 
-    def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
+    def _inline(self, closed: Any, inputs: Sequence[Value], outer: str = "") -> list[Value]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = self._constant(const, var.aval)
 
-        def read(atom: Any) -> int:
+        def read(atom: Any) -> Value:
             return self._constant(atom.val, atom.aval) if isinstance(atom, Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
@@ -104,8 +106,8 @@ class Graph:
         return list(map(read, jaxpr.outvars))
 
     def _equation(
-        self, eqn: Any, operands: tuple[int, ...], types: list[Any], scope: str
-    ) -> list[int]:
+        self, eqn: Any, operands: tuple[Value, ...], types: list[Any], scope: str
+    ) -> list[Value]:
         reads = functools.reduce(operator.or_, (self.reads[x] for x in operands), 0)
         results = [self._value(aval, reads) for aval in types]
         self.producer |= dict.fromkeys(results, len(self.equations))
@@ -115,12 +117,12 @@ class Graph:
         self.equations.append(equation)
         return results
 
-    def _value(self, aval: Any, reads: int) -> int:
+    def _value(self, aval: Any, reads: int) -> Value:
         self.types.append(aval)
         self.reads.append(reads)
-        return len(self.types) - 1
+        return Value(len(self.types) - 1)
 
-    def _constant(self, constant: Any, aval: Any) -> int:
+    def _constant(self, constant: Any, aval: Any) -> Value:
         value = self._value(aval, 0)
         self.constants[value] = constant
         return value
@@ -138,7 +140,7 @@ class Graph:
 
     def needed(
         self, values: Iterable[int], known: Container[int]
-    ) -> tuple[list[Equation], list[int]]:
+    ) -> tuple[list[Equation], list[Value]]:
         """Returns what ``values`` need beyond ``known``: equations, in order, and inputs."""
         equations, inputs, seen, pending = set(), [], set(), list(values)
         while pending:
@@ -150,7 +152,7 @@ class Graph:
                 equations.add(self.producer[value])
                 pending += self.equations[self.producer[value]].operands
             else:
-                inputs.append(value)
+                inputs.append(Value(value))
         return [self.equations[i] for i in sorted(equations)], sorted(inputs)
 
 
@@ -208,7 +210,7 @@ def _bind(eqn: Any, operands: Sequence[Any], params: Any, scope: str) -> Sequenc
     return out if eqn.primitive.multiple_results else [out]
 
 
-def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
+def evaluate(equations: Iterable[Equation], values: dict[Any, Any]) -> None:
     """Adds the results of equations to ``values``, which holds their operands."""
     for eqn in equations:
         out = bind(eqn, [values[v] for v in eqn.operands])

@@ -1,12 +1,13 @@
-"""The equations inside a jaxpr, and those of its inputs that it reads."""
+"""The equations inside a jaxpr, those of its inputs that it reads; loops with another body."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
 from jax.interpreters import partial_eval
 
-from optax_ext.equations import Remat, check_known, record_of
+from optax_ext.equations import Remat, Scan, check_known, record_of
 from optax_ext.equations import inner_jaxprs as inner_jaxprs
 
 
@@ -45,3 +46,18 @@ def inputs_read(jaxpr: Jaxpr) -> list[bool]:
     check_known(jaxpr)
     used: list[bool] = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
     return used
+
+
+def run_scan(
+    scan: Scan, operands: Sequence[Any], layer: Callable[..., Sequence[Any]], **options: Any
+) -> list[Any]:
+    """The results of a loop, with another function in the place of its body."""
+    first, last = scan.num_consts, scan.num_consts + scan.num_carry
+    consts, carry, slices = operands[:first], list(operands[first:last]), list(operands[last:])
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = layer(*consts, *carry, *slices)
+        return list(out[: scan.num_carry]), list(out[scan.num_carry :])
+
+    carry, outs = lax.scan(step, carry, slices, **scan.options | options)
+    return [*carry, *outs]

@@ -62,11 +62,12 @@ def main():
     count = {p: len(re.findall(r"\S*\w\S*", p.read_text())) for p in [ROOT / "README.md", *PAGES]}
     total, readme = sum(count.values()), count[ROOT / "README.md"]
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    contributing = re.sub(r"^```.*?^```$", "", contributing, flags=re.MULTILINE | re.DOTALL)
     own = len(re.sub(r"^\|.*$", "", contributing, flags=re.MULTILINE).split())
     for name, words, limit in (
         ("README.md", readme, 750),
         ("docs/", total - readme, 20_000),
-        ("CONTRIBUTING.md without its tables", own, 900),
+        ("CONTRIBUTING.md without its tables and drawings", own, 900),
     ):
         failed += [f"{name}: {words} words, of at most {limit}"] * (words > limit)
         if "-v" in sys.argv:

@@ -106,8 +106,9 @@ def test_only_public_interfaces():
 
 # Each layer of `sharding` imports only itself and those before it, and so do the folders of `plan`.
 LAYERS = (
-    *("_types", "_jaxprs", "_own_gradient", "_traced_types", "_user_line", "loss", "placement"),
-    *("collectives", "sync", "offload", "recovery", "step", "_zero", "pipeline", "plan", "remat"),
+    *("_types", "_jaxprs", "_own_gradient", "_traced_types", "_user_line", "placement"),
+    *("collectives", "sync", "offload", "loss", "recovery", "step", "_zero", "pipeline", "plan"),
+    "remat",
     *("plan.search", "plan._plot"),
     *("cli", "__main__"),
 )

@@ -17,8 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, Literal
 
 from optax_ext.equations import Call, Remat, Scan, record_of
-from optax_ext.traced_graph import Equation, Graph, bind, bind_equation
+from optax_ext.traced_graph import Equation, Graph, Value, bind, bind_equation
 from sharding._jaxprs import inputs_read
+from sharding.loss._numberings import Operand, Result
 
 # Operations on real numbers whose derivative is zero everywhere, or is stopped; and those whose one
 # result has a derivative by each of them. JAX is asked about all others.
@@ -48,8 +49,9 @@ def members(mask: int) -> Iterator[int]:
 class Differentiated(NamedTuple):
     """What is differentiated in a graph whose first output is a loss."""
 
-    reads: list[int]  # for each value, the parameters by which it has a derivative
-    values: set[int]  # those by which the loss has a derivative, too
+    params: int  # the inputs by which
+    reads: list[int]  # for each value, those by which it has a derivative
+    values: set[Value]  # those by which the loss has a derivative, too
 
     @classmethod
     def of(cls, graph: Graph, params: int) -> "Differentiated":
@@ -68,12 +70,12 @@ class Differentiated(NamedTuple):
         for eqn, operands in reversed(steps):
             found = [mask for v, mask in zip(eqn.results, operands, strict=True) if v in reached]
             reached |= {eqn.operands[k] for k in members(_union(found))}
-        return cls(reads, {v for v in reached if reads[v]})
+        return cls(params, reads, {v for v in reached if reads[v]})
 
 
 def carried_derivatives(
-    jaxpr: Jaxpr, carried: range, by: Iterable[int], results: Iterable[int]
-) -> set[int]:
+    jaxpr: Jaxpr, carried: range, by: Iterable[Operand], results: Iterable[Result]
+) -> set[Operand]:
     """The carried operands of a loop that are differentiated in some layer.
 
     Args:
@@ -84,14 +86,14 @@ def carried_derivatives(
     """
     operands = of_jaxpr(jaxpr)
     carry = range(len(carried))
-    reached, given = set(results), bits(by)
-
+    reached, given = set[int](results), bits(by)
     before: Any = None
     while before != (given, reached):  # until another layer reaches no more values
         before = given, set(reached)
         given |= bits(carried[j] for j in carry if operands[j] & given)
         reached |= {j for i in reached for j in carry if operands[i] >> carried[j] & 1}
-    return {carried[j] for j in carry if j in reached and given >> carried[j] & 1}
+    found = (j for j in carry if j in reached and given >> carried[j] & 1)
+    return {Operand(carried[j]) for j in found}
 
 
 def of_jaxpr(jaxpr: Jaxpr) -> list[int]:
@@ -144,7 +146,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
     numbers = list(members(by))
     found: set[int] = set()
 
-    def of_result(real: Sequence[Any], others: Sequence[Any]) -> Any:
+    def of_result(others: Sequence[Any], *real: Any) -> Any:
         rest = iter(others)
         marked = {k: _noted(found, k)(x) for k, x in zip(numbers, real, strict=True)}
         args = [marked[k] if k in marked else next(rest) for k in range(len(operands))]
@@ -152,7 +154,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
         return run(eqn, args)[result]
 
     def backward(real: Sequence[Any], others: Sequence[Any]) -> Any:
-        out, derivative = jax.vjp(lambda *real: of_result(real, others), *real)
+        out, derivative = jax.vjp(functools.partial(of_result, others), *real)
         return derivative(jnp.zeros_like(out))
 
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -165,7 +167,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
         return bits(found)
 
     def forward(tangents: Sequence[Any], real: Sequence[Any], others: Sequence[Any]) -> Any:
-        return jax.jvp(lambda *real: of_result(real, others), tuple(real), tuple(tangents))[1]
+        return jax.jvp(functools.partial(of_result, others), tuple(real), tuple(tangents))[1]
 
     with contextlib.suppress(Exception):
         read = inputs_read(jax.make_jaxpr(forward)(real, real, others).jaxpr)

@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation, bind, bind_equation
+from sharding._jaxprs import run_scan
 from sharding._user_line import line_of
 
 
@@ -60,7 +61,7 @@ def check_effects(jaxpr: Jaxpr, otherwise: str, line: str = "") -> None:
         )
 
 
-def evaluate(equations: Iterable[Equation], values: dict[int, Any], run: Run) -> None:
+def evaluate(equations: Iterable[Equation], values: dict[Any, Any], run: Run) -> None:
     """Adds the results of equations to ``values``, which has their operands."""
     for eqn in equations:
         out = _bind(eqn, [values[v] for v in eqn.operands], run)
@@ -93,25 +94,13 @@ def _bind(eqn: Any, operands: list[Any], run: Run) -> Sequence[Any]:
         inside = Run.FIRST if run is Run.AGAIN else run
         return call(ClosedJaxpr(record.body, ()), operands, inside)
     if isinstance(record, Scan):
-        return _scan(record, operands, run)
+        return run_scan(record, operands, lambda *args: call(record.body, args, run))
     if eqn.primitive.name == "cond":
         branches = [lambda *x, branch=branch: call(branch, x, run) for branch in params["branches"]]
         return lax.switch(operands[0], branches, *operands[1:])
     if eqn.primitive.name == "while":
         return _while(params, operands, run)
     return []  # a print
-
-
-def _scan(scan: Scan, operands: list[Any], run: Run) -> list[Any]:
-    consts, rest = operands[: scan.num_consts], operands[scan.num_consts :]
-
-    def layer(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = call(scan.body, [*consts, *carry, *slices], run)
-        return out[: scan.num_carry], out[scan.num_carry :]
-
-    carry, outs = rest[: scan.num_carry], rest[scan.num_carry :]
-    carry, outs = lax.scan(layer, carry, outs, **scan.options)
-    return [*carry, *outs]
 
 
 def _while(params: dict[str, Any], operands: list[Any], run: Run) -> list[Any]:

@@ -117,7 +117,7 @@ class HostRun(ScheduledRun):
                 weights |= dict.fromkeys(eqn.results, weight)
         return super().run(roots)
 
-    def compute(self, values: list[int]) -> None:
+    def compute(self, values: Sequence[int]) -> None:
         """Computes values, on the device and on the CPU in turn."""
         equations, inputs = self.graph.needed(values, self.values)
         loaded = [i for i in inputs if i not in self._on_cpu]
@@ -139,7 +139,7 @@ class HostRun(ScheduledRun):
         self.values |= {v: operands[v] for v in eqn.results}
         return True
 
-    def _after_cpu(self, equations: list[Equation], values: list[int]) -> list[Equation]:
+    def _after_cpu(self, equations: list[Equation], values: Sequence[int]) -> list[Equation]:
         """Those of some equations that are left after all that the CPU can compute."""
         now: list[Equation] = []
         left: list[Equation] = []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph, Value, bind
 from sharding._types import Array
 
 # Elements of one layer, on all devices together, from which on a stack is worth a loop.
@@ -125,15 +125,15 @@ class LayerGraph:
       prerequisites: values that are to be computed before, for all layers.
     """
 
-    def __init__(self, graph: Graph, values: list[int], known: Container[int], stacks: int):
+    def __init__(self, graph: Graph, values: list[Value], known: Container[Value], stacks: int):
         """Finds the equations, backward from ``values``.
 
         ``known`` needs no equation; ``stacks`` are the inputs, as the bits of an int, on which no
         prerequisite may depend.
         """
         self.values = values
-        self.needed_dims: dict[int, set[int]] = {value: {0} for value in values}
-        self.prerequisites: list[int] = []
+        self.needed_dims: dict[Value, set[int]] = {value: {0} for value in values}
+        self.prerequisites: list[Value] = []
         self._equations: list[SlicedEquation] = []
         equations, inputs = graph.needed(values, known)
         for eqn in reversed(equations):
@@ -154,9 +154,9 @@ class LayerGraph:
     def evaluate(
         self,
         layer: jax.Array,
-        values: dict[int, jax.Array],
-        read: Callable[[int, int], jax.Array],
-        store: Callable[[int, jax.Array], jax.Array] = lambda value, x: x,
+        values: dict[Value, jax.Array],
+        read: Callable[[Value, int], jax.Array],
+        store: Callable[[Value, jax.Array], jax.Array] = lambda value, x: x,
     ) -> list[jax.Array]:
         """The values of one layer.
 
@@ -166,7 +166,7 @@ class LayerGraph:
         """
         values = dict(values)
 
-        def operand(value: int, dim: int) -> jax.Array:
+        def operand(value: Value, dim: int) -> jax.Array:
             return values[value] if value in values else read(value, dim)
 
         for eqn, dim, dims in self._equations:

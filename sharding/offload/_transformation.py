@@ -180,7 +180,7 @@ def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
 
 # --- The loop over the layers of stacked arrays, with two layers of the inputs on the device ------
 
-Arrays = dict[int, jax.Array]  # by the number of a value of the graph, or of an output
+Arrays = dict[Any, jax.Array]  # by the number of a value of the graph, or of an output
 
 
 class LayerLoop:
@@ -194,7 +194,7 @@ class LayerLoop:
         self,
         run: ScheduledRun,
         outputs: list[int],
-        stacks: list[int],
+        stacks: Sequence[int],
         first_dim_free: Callable[[int], bool],
     ):
         graph = run.graph
@@ -248,7 +248,7 @@ class LayerLoop:
     def run(self) -> Arrays:
         run = self._run
         inputs = run.after_barrier([run.inputs[i] for i in self._sliced])
-        stacked = dict(zip(self._sliced, inputs, strict=True))
+        stacked: Arrays = dict(zip(self._sliced, inputs, strict=True))
 
         def load(buffers: Arrays, layer: int | jax.Array) -> list[jax.Array]:
             current = stacked | {j: buffers[j] for j in self._in_place}

@@ -93,10 +93,12 @@ class JointGraph:
         needed = [part for eqn in equations for part in _results_one_by_one(eqn, self.graph.types)]
         # What does not depend on the cotangent belongs to the loss.
         self._equations = sorted(needed, key=self._is_gradient)
-        self._uses = collections.Counter(v for e in needed for v in set(e.operands))
+        self._uses: collections.Counter[int] = collections.Counter(
+            v for e in needed for v in set(e.operands)
+        )
         self._uses.update(2 * outputs)  # nothing is fused with what reads a result
         self._returned = set(outputs)
-        self._maker = {v: eqn for eqn in needed for v in eqn.results}
+        self._maker: dict[int, Equation] = {v: eqn for eqn in needed for v in eqn.results}
         heavy = (eqn for eqn in needed if fine and not is_light(eqn))
         self._kept = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(outputs)
         groups = self._groups()

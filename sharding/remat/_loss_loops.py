@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxpr_as_fun
 
-from optax_ext.equations import Name, Scan, name_of, record_of
+from optax_ext.equations import Name, name_of, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
 from sharding._traced_types import traced_type
 from sharding._user_line import line_of
+from sharding.loss._stack import Stack
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import is_light, work_of, work_of_equation
@@ -75,9 +75,8 @@ class Loop:
     operation and the line where it is written; a number follows a name that others have, too.
     """
 
-    def __init__(self, scan: Scan, kind: DeviceKind | None, offload: Offload = False):
-        self._kind, self._reverse = kind, scan.options["reverse"]
-        self._ends = scan.num_consts, scan.num_consts + scan.num_carry
+    def __init__(self, stack: Stack, kind: DeviceKind | None, offload: Offload = False):
+        self._kind, self._stack, scan = kind, stack, stack.scan
         self.length = n = int(scan.options["length"])
         self.inner = max(i for i in range(1, math.isqrt(n) + 1) if n % i == 0)  # of a segment
         run, types = jaxpr_as_fun(scan.body), scan.body.in_avals
@@ -107,7 +106,7 @@ class Loop:
         """Names of values of a layer."""
         graph, counts = self._layer, Counter[str]()
         floating = {v for v, t in enumerate(graph.types) if jnp.issubdtype(t.dtype, jnp.floating)}
-        names = {v: INPUT for v in range(*self._ends) if v in floating}
+        names = dict[int, str].fromkeys(floating.intersection(self._stack.carried), INPUT)
         known = {v for eqn in graph.equations if _name_of(eqn) for v in eqn.operands}
         for eqn in graph.equations:
             name, values = _name_of(eqn), floating.intersection(eqn.results) - known
@@ -160,7 +159,7 @@ class Loop:
         bytes on the host, the choices go on that no other one beats.
         """
         graph, fixed = self._graph, 0.0
-        always = set(graph.outputs)  # are read, whatever is stored
+        always = set[int](graph.outputs)  # are read, whatever is stored
         states: dict[Any, list[Any]] = {(frozenset(), ""): [LoopForm((), ())]}
         for eqn in reversed(graph.equations):
             operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
@@ -205,25 +204,10 @@ class Loop:
         self, operands: Sequence[Any], stored: Names, offloaded: Names, segments: bool
     ) -> list[Any]:
         """The scan, whose layers store values of these names."""
-        first, second = self._ends
         # A loop separates what runs again from its first run without barriers.
-        checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
-        layer = checkpoint(self._run_layer, policy=policy_of(stored, offloaded))
-
-        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            out = layer(*operands[:first], *carry, *x)
-            return out[: len(carry)], out[len(carry) :]
-
-        scan = functools.partial(lax.scan, reverse=self._reverse)
-        init, xs = list(operands[first:second]), list(operands[second:])
-        if not segments or self.inner == 1:
-            carry, outs = scan(step, init, xs, length=self.length)
-            return [*carry, *outs]
-        shape = self.length // self.inner, self.inner
-        parts = [x.reshape(*shape, *x.shape[1:]) for x in xs]
-        segment = checkpoint(functools.partial(scan, step, length=self.inner))
-        carry, outs = scan(segment, init, parts, length=shape[0])
-        return [*carry, *(x.reshape(self.length, *x.shape[2:]) for x in outs)]
+        policy = policy_of(stored, offloaded)
+        layer = jax.checkpoint(self._run_layer, policy=policy, prevent_cse=False)
+        return self._stack.run(operands, layer, self.inner if segments else 1, unroll=1)
 
 
 def place_of(eqn: Equation) -> str:

@@ -281,7 +281,7 @@ def _groups(
         # XLA would not compute again what reads values that are not behind a barrier.
         if k >= joint.forward and new < node.nbytes and held + node.nbytes + node.inside > peak:
             groups[-1][1].update(i for i in over if i < joint.forward)
-    later, out = set(joint.grads), []
+    later, out = set[int](joint.grads), []
     for group, own in reversed(groups):
         out.append((group, own, later))
         later = later | {v for eqn in joint.equations(group) for v in eqn.operands}

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from optax_ext.equations import Scan, name_of, record_of, trace
+from optax_ext.equations import name_of, trace
 from optax_ext.traced_graph import Graph, bind
 from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
 from sharding._traced_types import traced_type
 from sharding._types import Batch, Tree
 from sharding._user_line import line_of
+from sharding.loss._derivatives import Differentiated
+from sharding.loss._stack import find_stacks
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.audit._program_bytes import step_temporaries, types_of
@@ -141,12 +143,11 @@ class PlannableLoss:
 
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
-        needed = self.graph.needed(self.graph.outputs, self.graph.constants)[0]
-        scans = {eqn.results: record_of(eqn) for eqn in needed}
+        found = find_stacks(self.graph, 0, Differentiated.of(self.graph, 0))
         self._loops = {
-            results: Loop(scan, kind, offload)
-            for results, scan in scans.items()
-            if isinstance(scan, Scan) and scan.options["length"] > 1
+            stack.eqn.results: Loop(stack, kind, offload)
+            for stack in found
+            if stack.scan.options["length"] > 1
         }
         return list(self._loops.values())
 

@@ -4,19 +4,25 @@ The update of a stacked parameter is made so if operations treat each layer by i
 gradients are made of reductions of single ones, which are known before the update.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
-from optax_ext.traced_graph import REDUCTIONS, Graph, bind
+from optax_ext.traced_graph import REDUCTIONS, Graph, Value, bind
 from sharding._types import Tree
+from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import bits
+from sharding.loss._numberings import ParamNumber, Slot
+from sharding.offload._host_memory import HostStack
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
@@ -37,46 +43,54 @@ _FEW = 16  # at most one of so many elements of a loop is updated after it
 class Update(NamedTuple):
     """An update as a graph of parameters, state, gradients and the loss, in this order.
 
-    Its outputs are parameters and state: each replaces the input of its number.
+    Its outputs are the new parameters and state, by their slots. ``Value`` numbers values of its
+    graph alone, of which a slot is the input, too.
     """
 
     graph: Graph
+    loss: Value  # the input that is the value of the loss
     names: list[str]  # of the outputs
     # Reductions of one gradient each, through which alone outputs depend on others, and what they
     # read, as in ``Graph.reads``. They are known before gradients, for the rest of the graph.
-    terms: dict[int, int]
-    of_terms: set[int]  # the values that depend on them: themselves, and others
+    terms: dict[Value, int]
+    of_terms: set[Value]  # the values that depend on them: themselves, and others
     layout: Layout
     held: list[PartitionSpec]  # of the outputs, between steps
     shards: list[PartitionSpec]  # while they are updated
-    refs: dict[int, Any]  # to stacks of parameters and state, by their numbers
-    known: dict[int, Any]  # values that layers share
+    refs: dict[Slot, Any]  # to stacks of parameters and state
+    known: dict[Value, Any]  # values that layers share
 
-    def grad(self, number: int) -> int:
+    def grad(self, param: ParamNumber) -> Value:
         """The input that is the gradient of a parameter."""
-        return len(self.names) + number
+        return Value(len(self.names) + param)
 
-    def ready(self, values: Iterable[int], grads: set[int], known: Container[int]) -> list[int]:
+    def cast_grads(self, grads: dict[ParamNumber, jax.Array]) -> dict[ParamNumber, jax.Array]:
+        """Gradients in the dtypes that the transformation gets."""
+        return {i: x.astype(self.graph.types[self.grad(i)].dtype) for i, x in grads.items()}
+
+    def ready(
+        self, values: Iterable[Value], grads: set[ParamNumber], known: Container[Value]
+    ) -> list[Value]:
         """Those of some values that depend on no other gradients, and are not known."""
         complete = bits(map(self.grad, grads))
-        reads = dict(enumerate(self.graph.reads)) | self.terms
-        return [v for v in values if v not in known and not reads[v] & ~complete]
+        reads = {v: self.terms.get(v, self.graph.reads[v]) for v in values if v not in known}
+        return [v for v, mask in reads.items() if not mask & ~complete]
 
-    def shard(self, number: int, x: jax.Array) -> jax.Array:
+    def shard(self, number: Slot, x: jax.Array) -> jax.Array:
         """An output, or the input that it replaces, as it is while it is updated."""
         return self.layout.constrain(x, self.shards[number])
 
-    def read(self, number: int, layer: jax.Array) -> jax.Array:
+    def read(self, number: Slot, layer: jax.Array) -> jax.Array:
         """One layer, of shape (1, ...), in the placement between steps."""
         return self.layout.constrain(self.refs[number][layer][None], _layer_spec(self.held[number]))
 
-    def read_shard(self, number: int, layer: jax.Array) -> jax.Array:
+    def read_shard(self, number: Slot, layer: jax.Array) -> jax.Array:
         """One layer, of shape (1, ...), as it is while it is updated."""
         spec = _layer_spec(self.shards[number])
         x = self.layout.constrain(self.read(number, layer), spec)
         return _as_stored(self.layout, x, spec)
 
-    def store(self, number: int, layer: jax.Array, x: jax.Array) -> None:
+    def store(self, number: Slot, layer: jax.Array, x: jax.Array) -> None:
         """Replaces one layer, in the placement between steps."""
         held, shard = _layer_spec(self.held[number]), _layer_spec(self.shards[number])
         x = self.layout.constrain(x, shard)
@@ -93,7 +107,7 @@ class Update(NamedTuple):
         params: Tree,
         opt_state: Tree,
         loss: Any,
-        stacks: Iterable[int],
+        stacks: Iterable[ParamNumber],
     ) -> "Update":
         """Of parameters and state; ``stacks`` are parameters of which reductions are terms, too."""
         of_result = spec.precision.of_result
@@ -126,16 +140,17 @@ class Update(NamedTuple):
             for of_params in (spec.placed.params, spec.placed.shards)
         )
         known = dict(graph.constants)
-        return cls(graph, names, terms, of_terms, spec.layout, held, shards, {}, known)
+        of_loss, layout = Value(len(inputs) - 1), spec.layout
+        return cls(graph, of_loss, names, terms, of_terms, layout, held, shards, {}, known)
 
 
-def _find_terms(graph: Graph, stacks: int) -> list[int]:
+def _find_terms(graph: Graph, stacks: int) -> list[Value]:
     """Scalar reductions of one gradient each, of which others are made that read several.
 
     And those of the gradients of ``stacks``, as the bits of an int. None depends on another.
     """
 
-    def reduction(value: int) -> int | None:
+    def reduction(value: Value) -> Value | None:
         """The reduction that a number of one gradient is made of."""
         if graph.reads[value].bit_count() > 1:
             return None
@@ -149,8 +164,8 @@ def _find_terms(graph: Graph, stacks: int) -> list[int]:
             (value,) = reading
         return None
 
-    terms: dict[int, None] = {}
-    made: set[int] = set()  # the values that depend on gradients through terms alone
+    terms: dict[Value, None] = {}
+    made: set[Value] = set()  # the values that depend on gradients through terms alone
     for eqn in graph.equations:
         reading = [v for v in eqn.operands if graph.reads[v]]
         if any(graph.reads[v].bit_count() > 1 for v in eqn.results):
@@ -164,11 +179,11 @@ def _find_terms(graph: Graph, stacks: int) -> list[int]:
     return [v for v in terms if depending.isdisjoint(_operands(graph, v))]
 
 
-def _operands(graph: Graph, value: int) -> tuple[int, ...]:
+def _operands(graph: Graph, value: Value) -> tuple[Value, ...]:
     return graph.equations[graph.producer[value]].operands
 
 
-def _depending(graph: Graph, values: Iterable[int]) -> set[int]:
+def _depending(graph: Graph, values: Iterable[Value]) -> set[Value]:
     """Some values, and those that depend on them."""
     found = set(values)
     for eqn in graph.equations:
@@ -184,25 +199,25 @@ class _NeedsMoreError(ValueError):
 class LayerValues(NamedTuple):
     """Values of an update that depend on the gradient of one stacked parameter alone."""
 
-    grad: int  # the input that is its gradient
+    grad: Value  # the input that is its gradient
     layers: LayerGraph
-    sliced: list[int]  # inputs of each layer, beside the gradient, that the update replaces
-    early: list[int]  # values that it needs of all layers together, before the first gradient
+    sliced: list[Slot]  # inputs of each layer, beside the gradient, that the update replaces
+    early: list[Value]  # values that it needs of all layers together, before the first gradient
 
     @classmethod
     def find(
-        cls, update: Update, number: int, values: list[int], replaced: list[int]
+        cls, update: Update, param: ParamNumber, values: list[Value], replaced: list[Slot]
     ) -> "LayerValues":
         """Of a parameter's gradient; ``replaced`` are the inputs that the update replaces."""
-        graph, names, grad = update.graph, update.names, update.grad(number)
-        length = graph.shape(number)[0]
+        graph, names, grad = update.graph, update.names, update.grad(param)
+        length = graph.shape(param)[0]
         for value in values:
             others = graph.reads[value] & ~(1 << grad)
             if others:
                 other = names[others.bit_length() - 1 - len(names)]
                 raise _NeedsMoreError(
                     "update='backward' updates a layer before the next gradient exists, and the "
-                    f"update of {names[number]!r} depends on the gradient of {other!r} too, in "
+                    f"update of {names[param]!r} depends on the gradient of {other!r} too, in "
                     "another way than through a sum of each, as a global norm. Leave this out, "
                     f"clip each layer by itself, as Adafactor and CAME do, {OTHERWISE}."
                 )
@@ -211,13 +226,13 @@ class LayerValues(NamedTuple):
         except NotLayerwiseError as error:
             eqn = error.args[0]
             found = f"{eqn.primitive.name} of {graph.types[eqn.operands[0]].str_short()}"
-            raise _mixed(names[number], length, found) from None
+            raise _mixed(names[param], length, found) from None
         per_layer = {i for i in layers.inputs if layers.needed_dims[i] == {0}}
         per_layer = {i for i in per_layer if graph.shape(i)[0] == length}
         if any(graph.shape(value)[:1] != (length,) for value in values) or not (
             per_layer.issuperset({grad}.intersection(layers.inputs))
         ):
-            raise _mixed(names[number], length, "state that layers share")
+            raise _mixed(names[param], length, "state that layers share")
         sliced = [j for j in replaced if j in per_layer]
         early = [i for i in layers.inputs if i not in sliced and i != grad]
         return cls(grad, layers, sliced, [*layers.prerequisites, *early])
@@ -226,11 +241,11 @@ class LayerValues(NamedTuple):
         self, update: Update, layer: jax.Array, grad: jax.Array, store: Any = lambda value, x: x
     ) -> list[jax.Array]:
         """The values of one layer; ``store(value, x)`` gets each, and what they are made of."""
-        known, values = update.known, {i: update.read_shard(i, layer) for i in self.sliced}
-        values[self.grad] = grad[None]
+        known, values = update.known, {self.grad: grad[None]}
+        values |= {i: update.read_shard(i, layer) for i in self.sliced}
         store(self.grad, grad[None])  # for a state that has the gradient itself
 
-        def read(value: int, dim: int) -> jax.Array:
+        def read(value: Value, dim: int) -> jax.Array:
             return known[value] if dim == UNSLICED else slice_layer(known[value], layer, dim)
 
         return self.layers.evaluate(layer, values, read, store)
@@ -239,26 +254,27 @@ class LayerValues(NamedTuple):
 class LayerUpdate(NamedTuple):
     """The part of an update that depends on the gradient of one stacked parameter."""
 
-    outputs: list[int]
+    outputs: list[Slot]
     new: LayerValues
-    terms: list[int]
+    terms: list[Value]
     reduced: LayerValues  # what the terms are reductions of
 
     @classmethod
-    def find(cls, update: Update, number: int) -> "LayerUpdate":
-        graph, bit = update.graph, 1 << update.grad(number)
+    def find(cls, update: Update, param: ParamNumber) -> "LayerUpdate":
+        graph, bit = update.graph, 1 << update.grad(param)
         # The parameter, even if its gradient does not matter to it, as with optax.set_to_zero.
-        outputs = [j for j, v in enumerate(graph.outputs) if j == number or graph.reads[v] & bit]
-        new = LayerValues.find(update, number, [graph.outputs[j] for j in outputs], outputs)
+        replaced = [j for j, v in enumerate(graph.outputs) if j == param or graph.reads[v] & bit]
+        outputs = [Slot(Value(j)) for j in replaced]
+        new = LayerValues.find(update, param, [graph.outputs[j] for j in outputs], outputs)
         operand = {t: _operands(graph, t)[0] for t in update.terms}
         terms = [t for t, x in operand.items() if graph.reads[x] & bit]
-        reduced = LayerValues.find(update, number, [operand[t] for t in terms], outputs)
+        reduced = LayerValues.find(update, param, [operand[t] for t in terms], outputs)
         return cls(outputs, new, terms, reduced)
 
     def write(self, update: Update, layer: jax.Array, grad: jax.Array) -> None:
         """Replaces a layer of the parameter and of its state."""
 
-        def store(value: int, x: jax.Array) -> jax.Array:
+        def store(value: Value, x: jax.Array) -> jax.Array:
             for j in self.outputs:
                 if update.graph.outputs[j] == value:
                     update.store(j, layer, x)
@@ -268,13 +284,15 @@ class LayerUpdate(NamedTuple):
 
         self.new.of_layer(update, layer, grad, store)
 
-    def terms_of_layer(self, update: Update, layer: Any, grad: jax.Array) -> dict[int, jax.Array]:
+    def terms_of_layer(
+        self, update: Update, layer: jax.Array, grad: jax.Array
+    ) -> dict[Value, jax.Array]:
         """The terms, reduced over one layer."""
         values = self.reduced.of_layer(update, layer, grad)
         return {t: reduce(update.graph, t, x) for t, x in zip(self.terms, values, strict=True)}
 
 
-def reduce(graph: Graph, term: int, x: jax.Array) -> jax.Array:
+def reduce(graph: Graph, term: Value, x: jax.Array) -> jax.Array:
     """A term, of what it is a reduction of, or of its values for all layers."""
     eqn = graph.equations[graph.producer[term]]
     return bind(eqn, [x], eqn.params | {"axes": tuple(range(x.ndim))})[0]
@@ -298,41 +316,83 @@ def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return over_data_axes(layout, stored, spec, spec, layout.mesh.axis_names)(x)
 
 
+@dataclasses.dataclass
+class StackUpdate:
+    """The update of the parameters of a stack, layer by layer, while their gradients are made."""
+
+    update: Update
+    of: dict[ParamNumber, LayerUpdate]
+    sums_squares: bool = False  # of gradients, too
+
+    @classmethod
+    def find(cls, update: Update, params: list[ParamNumber]) -> "StackUpdate":
+        """Of some parameters, those that are updated layer by layer.
+
+        Few elements, such as those of stacked biases in 8-bit blocks over several layers, may be
+        updated after the backward pass.
+        """
+        found: dict[ParamNumber, LayerUpdate] = {}
+        failed: dict[ParamNumber, _NeedsMoreError] = {}
+        for i in params:
+            try:
+                found[i] = LayerUpdate.find(update, i)
+            except _NeedsMoreError as error:
+                failed[i] = error
+        sizes = {i: math.prod(update.graph.shape(i)) for i in params}
+        if sum(sizes[i] for i in failed) * _FEW > sum(sizes.values()):
+            raise failed[max(failed, key=lambda i: sizes[i])]
+        return cls(update, found)
+
+    @property
+    def outputs(self) -> list[Slot]:
+        return [j for one in self.of.values() for j in one.outputs]
+
+    @property
+    def streamed(self) -> list[HostStack]:
+        """The stacks in host memory."""
+        refs = [self.update.refs[j] for j in self.outputs]
+        return [ref for ref in refs if isinstance(ref, HostStack)]
+
+    def read(self, layer: jax.Array) -> dict[ParamNumber, jax.Array]:
+        """The parameters of a layer."""
+        return {i: self.update.read(i, layer)[0] for i in self.of}
+
+    def take(
+        self, layer: jax.Array, grads: dict[ParamNumber, jax.Array], terms: bool, write: bool
+    ) -> tuple[dict[Value, jax.Array], jax.Array]:
+        """Makes terms of the gradients of a layer, updates it, or both; terms, and squares."""
+        grads = self.update.cast_grads(grads)
+        found: dict[Value, jax.Array] = {}
+        for i, one in self.of.items() if terms else ():
+            found |= one.terms_of_layer(self.update, layer, grads[i])
+        with jax.named_scope("update"):
+            for i, one in self.of.items() if write else ():
+                one.write(self.update, layer, grads[i])
+        return found, squared_norm(grads if write and self.sums_squares else {})
+
+
+def squared_norm(grads: dict[ParamNumber, jax.Array]) -> jax.Array:
+    """The sum of all squares."""
+    squares: Any = optax.tree.norm([to_sum_dtype(g) for g in grads.values()], squared=True)
+    return jnp.zeros(()) + squares
+
+
 def plan_update(
-    of_update: tuple[StepSpec, Any, Tree, Tree, Any], loops: list[list[int]]
-) -> tuple[Update, list[dict[int, LayerUpdate]]]:
-    """An update by the arguments of its trace, and how it is made in the layers of each loop.
+    of_update: tuple[StepSpec, Any, Tree, Tree, Any], stacks: list[list[ParamNumber]]
+) -> tuple[Update, list[StackUpdate]]:
+    """An update by the arguments of its trace, and how it is made in the layers of each stack.
 
     Reductions of a stack's gradient are known before the update if that cannot be made without.
     """
     update = Update.trace(*of_update, ())
     try:
-        return update, [_updated_by_layer(update, loop) for loop in loops]
+        return update, [StackUpdate.find(update, params) for params in stacks]
     except _NeedsMoreError:
-        update = Update.trace(*of_update, itertools.chain.from_iterable(loops))
+        update = Update.trace(*of_update, itertools.chain.from_iterable(stacks))
     try:
-        return update, [_updated_by_layer(update, loop) for loop in loops]
+        return update, [StackUpdate.find(update, params) for params in stacks]
     except _NeedsMoreError as error:
         raise ValueError(str(error)) from None
-
-
-def _updated_by_layer(update: Update, loop: list[int]) -> dict[int, LayerUpdate]:
-    """Of the parameters of a loop, those that are updated layer by layer.
-
-    Few elements, such as those of stacked biases in 8-bit blocks over several layers, may be
-    updated after the backward pass.
-    """
-    found: dict[int, LayerUpdate] = {}
-    failed: dict[int, _NeedsMoreError] = {}
-    for i in loop:
-        try:
-            found[i] = LayerUpdate.find(update, i)
-        except _NeedsMoreError as error:
-            failed[i] = error
-    sizes = {i: math.prod(update.graph.shape(i)) for i in loop}
-    if sum(sizes[i] for i in failed) * _FEW > sum(sizes.values()):
-        raise failed[max(failed, key=lambda i: sizes[i])]
-    return found
 
 
 def _mixed(name: str, length: int, found: str) -> _NeedsMoreError:

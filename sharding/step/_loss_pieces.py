@@ -1,63 +1,65 @@
 """A traced loss in pieces, which are differentiated one by one, from the last to the first.
 
-A loop over stacked layers is a piece. Others end where the backward pass completes gradients of
-many parameters. Operations on parameters alone belong to each piece that uses their results.
+A stack is a piece. Others end where the backward pass completes gradients of many parameters.
+Operations on parameters alone belong to each piece that uses their results.
+
+``jax.vjp`` of the loss, with rules of layers that write refs, would not do: refs have no memory
+space, so that stacks in host memory are carried by the loop that writes them, and the micro-batches
+inside of a layer need that loop, too. Pieces would stay for all parameters outside of stacks.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_ext.traced_graph import Equation, Graph
+from optax_ext.traced_graph import Equation, Graph, Value
 from sharding.collectives._map_arrays import to_sum_dtype
-from sharding.loss._derivatives import Differentiated, bits, members
+from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Run, evaluate, prints
+from sharding.loss._microbatch_values import Microbatches
+from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
+from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_scan import (
-    LayerScan,
-    LoopCotangents,
-    Microbatches,
-    Read,
-    Take,
-    cast_params,
-)
 from sharding.step._microbatches import inverse_weight
 
-_MOST = 32  # pieces, of as many bytes of parameters each, beside loops
+_MOST = 32  # pieces, of as many bytes of parameters each, beside stacks
 
 
 class Piece(NamedTuple):
-    """A piece; parameters and values are numbered as in the graph."""
+    """A piece of a loss."""
 
-    equations: list[Equation]  # without the loop
+    equations: list[Equation]  # without the stack's loop
     printed: list[Equation]  # that nothing needs, but for what they print
-    params: list[int]  # parameters, cast or not
-    given: list[int]  # values of earlier pieces, and arguments of the loss beside parameters
-    values: list[int]  # that the equations compute: results, or operands of the loop
-    loop: LayerScan | None
-    complete: list[int]  # parameters that no earlier piece uses
+    params: list[Value]  # parameters, cast or not
+    given: list[Value]  # values of earlier pieces, and arguments of the loss beside parameters
+    values: list[Value]  # that the equations compute: results, or operands of the stack
+    passes: StackPasses | None  # of the stack, if it is one
+    complete: list[ParamNumber]  # that no earlier piece uses
 
     @property
-    def results(self) -> tuple[int, ...]:
-        return tuple(self.values) if self.loop is None else self.loop.eqn.results
+    def results(self) -> tuple[Value, ...]:
+        return tuple(self.values) if self.passes is None else self.passes.stack.eqn.results
 
 
 class ForwardPass(NamedTuple):
     """What the backward pass needs of the forward pass; of several micro-batches, stacked."""
 
-    values: dict[int, Any]
-    pieces: list[Any]  # of each but the last: its derivative, or what enters each layer of a loop
-    cotangents: dict[int, Any]  # by the last piece, which is differentiated in the forward pass
-    grads: dict[int, Any]  # by the last piece; the sums over micro-batches
+    values: dict[Value, Any]
+    pieces: list[Any]  # of each but the last: its derivative, or what enters each layer of a stack
+    cotangents: dict[Value, Any]  # by the last piece, which is differentiated in the forward pass
+    grads: dict[ParamNumber, Any]  # by the last piece; the sums over micro-batches
 
 
-# From the gradients that a piece completes, what the layers of a loop return, and the cotangents of
-# earlier pieces to the latter, perhaps behind a barrier.
-Visit = Callable[[dict[int, Any], Any, dict[int, Any]], dict[int, Any]]
+class Completed(NamedTuple):
+    """What the backward pass of one piece leaves."""
+
+    grads: dict[ParamNumber, Any]  # that are complete with it
+    taken: Any  # what the layers of a stack return, stacked; None of other pieces
+    cotangents: dict[Value, Any]  # of what earlier pieces compute; may be put behind a barrier
 
 
 class LossPieces:
@@ -71,93 +73,99 @@ class LossPieces:
         loss: GlobalLoss,
         held: list[jax.Array],
         graph: Graph,
-        loops: list[LayerScan],
+        differentiated: Differentiated,
+        passes: list[StackPasses],
         microbatches: Microbatches,
-        read: Read,  # reads the parameters of a layer of a loop
     ):
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
-        self._views = cast_params(graph, len(held))
-        trained = {i for i, leaf in enumerate(loss.leaves) if leaf.trained}
-        self._trained = bits(trained)
-        self._differentiated = Differentiated.of(graph, self._trained)
-        self._outside = trained.difference(*(loop.params for loop in loops))
-        known = graph.producer.keys() | graph.constants.keys()
-        self._of_batch = set(range(len(held), len(graph.types))) - known
-        loops = [loop._replace(loss=loss, read=read) for loop in loops]
-        self.pieces = self._divide({loop.eqn.results: loop for loop in loops})
+        self._views, self._differentiated = cast_params(graph, len(held)), differentiated
+        of_stacks = {i for one in passes for i in one.stack.params}
+        trained = set(members(differentiated.params))
+        self._outside = {i for i in param_numbers(len(held)) if i in trained} - of_stacks
+        self._passes = {one.stack.eqn.results: one for one in passes}
+        inputs = map(Value, range(len(held), len(graph.types)))
+        self._inputs = {v for v in inputs if v not in graph.producer and v not in graph.constants}
+        self._of_batch = set(self._inputs)  # with all values that depend on these
+        self.pieces = self._divide()
 
-    def _is_active(self, value: int) -> bool:
+    def _is_active(self, value: Value) -> bool:
         """Whether the derivative passes through a value."""
         return value in self._differentiated.values
 
     @property
-    def _stores_derivatives(self) -> bool:
-        """Whether pieces are not computed again: of one micro-batch, if devices hold parameters."""
-        return self.microbatches.number == 1 and not self.loss.layout.recomputes
-
-    @property
-    def read(self) -> set[int]:
-        """The parameters that are read outside of the layers of loops."""
+    def read(self) -> set[ParamNumber]:
+        """The parameters that are read outside of the layers of stacks."""
         return {self._views[v].param for piece in self.pieces for v in piece.params}
 
     # --- Division ---------------------------------------------------------------------------------
 
-    def _divide(self, loops: dict[tuple[int, ...], LayerScan]) -> list[Piece]:
+    def _divide(self) -> list[Piece]:
+        """The pieces; finds ``_of_batch``."""
         graph, of_batch = self.graph, self._of_batch
-        inputs = set(of_batch)
         needed = {e.results for e in graph.needed(graph.outputs, graph.constants)[0]}
-        steps: list[Equation] = []  # in order: those on values of the batch
-        first: dict[int, int] = {}  # of parameters outside of loops, the step that uses each first
+        steps: list[Equation] = []  # in order: those on values of the batch, and stacks
+        first: dict[ParamNumber, int] = {}  # the step that uses each first, outside of stacks
 
         def use(values: Any, step: int) -> None:
             for v in filter(self._is_active, set(values) - of_batch):
-                read = members(self._differentiated.reads[v])
-                first.update({i: step for i in read if i in self._outside and i not in first})
+                read = set(members(self._differentiated.reads[v]))
+                first.update({i: step for i in self._outside if i in read and i not in first})
 
         for eqn in graph.equations:
-            loop = loops.get(eqn.results)
-            of_batch_or_loop = loop is not None or of_batch.intersection(eqn.operands)
-            if prints(eqn) or (eqn.results in needed and of_batch_or_loop):
-                use(loop.others.values() if loop else eqn.operands, len(steps))
+            passes = self._passes.get(eqn.results)
+            of_batch_or_stack = passes is not None or of_batch.intersection(eqn.operands)
+            if prints(eqn) or (eqn.results in needed and of_batch_or_stack):
+                use(passes.stack.others.values() if passes else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)
         use(graph.outputs, max(len(steps) - 1, 0))
+        bounds = [*self._starts(steps, first), len(steps)]
+        ends = itertools.pairwise(bounds)
+        return [self._piece(steps, first, start, end, needed) for start, end in ends]
 
-        # A piece starts where the backward pass has completed gradients of enough bytes.
-        sizes = {i: x.size * x.dtype.itemsize for i, x in enumerate(self.held)}
+    def _starts(self, steps: list[Equation], first: dict[ParamNumber, int]) -> list[int]:
+        """The first step of each piece: where gradients of enough bytes are complete."""
+        sizes = [x.size * x.dtype.itemsize for x in self.held]
+        enough = sum(sizes[i] for i in members(self._differentiated.params)) / _MOST
         starts, pending = {0}, 0
-        enough = sum(x for i, x in sizes.items() if self._trained >> i & 1) / _MOST
         for k in reversed(range(len(steps))):
             pending += sum(sizes[i] for i, step in first.items() if step == k)
-            if steps[k].results in loops:
-                starts |= {k, k + 1}  # what follows the last loop is a piece, be it empty
+            if steps[k].results in self._passes:
+                starts |= {k, k + 1}  # what follows the last stack is a piece, be it empty
             elif pending and pending >= enough:
                 starts.add(k)
             pending *= k not in starts
+        return sorted(starts)
 
-        bounds = [*sorted(starts), len(steps)]
-        pieces = []
-        for start, end in itertools.pairwise(bounds):
-            later = {v for eqn in steps[end:] for v in eqn.operands} | set(graph.outputs)
-            own = steps[start:end]
-            loop = loops.get(own[0].results) if own else None
-            if loop is not None:
-                stacked = frozenset(k for k, v in loop.others.items() if v in of_batch)
-                loop, values = loop._replace(stacked=stacked), list(loop.others.values())
-            elif end == len(steps):
-                values = list(graph.outputs)
-            else:
-                values = [v for eqn in own for v in eqn.results if v in later]
-            printed = [] if loop else [e for e in own if prints(e) and e.results not in needed]
-            roots = [*values, *(v for eqn in printed for v in eqn.operands)]
-            before = inputs.union(v for eqn in steps[:start] for v in eqn.results)
-            known = before | graph.constants.keys() | self._views.keys()
-            equations, _ = graph.needed(roots, known)
-            read = {v for eqn in equations for v in eqn.operands}.union(roots)
-            complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-            reads = sorted(read & self._views.keys()), sorted(read & before)
-            pieces.append(Piece(equations, printed, *reads, values, loop, complete))
-        return pieces
+    def _piece(
+        self,
+        steps: list[Equation],
+        first: dict[ParamNumber, int],
+        start: int,
+        end: int,
+        needed: set[Any],
+    ) -> Piece:
+        """The steps from ``start`` to ``end``, with what they need of parameters alone."""
+        graph, own = self.graph, steps[start:end]
+        before = self._inputs.union(v for eqn in steps[:start] for v in eqn.results)
+        later = {v for eqn in steps[end:] for v in eqn.operands} | set(graph.outputs)
+        passes = self._passes.get(own[0].results) if own else None
+        if passes is not None:
+            others = passes.stack.others
+            stacked = frozenset(k for k, v in others.items() if v in self._of_batch)
+            passes, values = passes._replace(stacked=stacked), list(others.values())
+        elif end == len(steps):
+            values = list(graph.outputs)
+        else:
+            values = [v for eqn in own for v in eqn.results if v in later]
+        printed = [] if passes else [e for e in own if prints(e) and e.results not in needed]
+        roots = [*values, *(v for eqn in printed for v in eqn.operands)]
+        known = before | graph.constants.keys() | self._views.keys()
+        equations, _ = graph.needed(roots, known)
+        read = {v for eqn in equations for v in eqn.operands}.union(roots)
+        params, given = sorted(read & self._views.keys()), sorted(read & before)
+        complete = [i for i, step in first.items() if start <= step < max(end, 1)]
+        return Piece(equations, printed, params, given, values, passes, complete)
 
     # --- Forward ----------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class LossPieces:
           each: of the micro-batches, stacked if there are several.
         """
         many = self.microbatches
-        if many.number == 1 or not many.in_turn:
+        if many.number == 1 or not many.in_turn:  # all of them in a piece, then the next one
             args = many.each(lambda x: jax.tree.leaves(arguments(model_state, x)), each)
             values, pieces = self._earlier(args, many)
             each = {v: values[v] for v in self.pieces[-1].given}
@@ -197,32 +205,36 @@ class LossPieces:
         (model_state, grads), (total, weight, more) = carry, results
         if many.in_turn:
             values, pieces = kept
-        weights = to_sum_dtype(weight)
-        share = weights * inverse_weight(jnp.sum(weights))
+        # The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
+        weights = to_sum_dtype(weight)  # (microbatch,)
+        all_weights = jnp.sum(weights)
+        share = weights * inverse_weight(all_weights)
 
         def scale(x: jax.Array) -> jax.Array:
             return x * jnp.expand_dims(share, range(1, x.ndim)).astype(x.dtype)
 
         cotangents = {v: scale(x) for v, x in cotangents.items()}
-        grads = {i: g * inverse_weight(jnp.sum(weights)).astype(g.dtype) for i, g in grads.items()}
+        grads = {i: g * inverse_weight(all_weights).astype(g.dtype) for i, g in grads.items()}
         return (total, weight, model_state, more), ForwardPass(values, pieces, cotangents, grads)
 
-    def _kept(self, values: dict[int, Any]) -> dict[int, Any]:
+    def _kept(self, values: dict[Value, Any]) -> dict[Value, Any]:
         return {v: values[v] for piece in self.pieces[:-1] for v in piece.given}
 
-    def _earlier(self, args: Any, microbatches: Microbatches) -> tuple[dict[int, Any], list[Any]]:
+    def _earlier(self, args: Any, microbatches: Microbatches) -> tuple[dict[Value, Any], list[Any]]:
         """The values of all pieces but the last, and what each stores."""
-        values = dict(zip(range(len(self.held), len(self.graph.types)), args, strict=False))
+        inputs = map(Value, range(len(self.held), len(self.graph.types)))
+        values = dict(zip(inputs, args, strict=False))
         pieces: list[Any] = []
+        # One micro-batch, whose parameters devices hold, is not computed again.
+        stores = self.microbatches.number == 1 and not self.loss.layout.recomputes
         for piece in self.pieces[:-1]:
-            if piece.loop is not None:
-                operands = dict(zip(piece.loop.others, self._run(piece, {}, values), strict=True))
-                outs, kept = piece.loop.forward(operands, microbatches)
-            elif self._stores_derivatives:
-                outs, kept = self._derivative(
-                    piece, values, set(filter(self._is_active, piece.values))
-                )
-            else:  # computed again
+            if piece.passes is not None:
+                operands = self._operands(piece, {}, values, Run.FIRST)
+                outs, kept = piece.passes.forward(operands, microbatches)
+            elif stores:
+                by = set(filter(self._is_active, piece.values))
+                outs, kept = self._derivative(piece, values, by)
+            else:
                 given = {v: values[v] for v in piece.given}
                 run = functools.partial(self._run, piece, {})
                 outs, kept = microbatches.each(run, given), None
@@ -230,7 +242,9 @@ class LossPieces:
             pieces.append(kept)
         return values, pieces
 
-    def _last(self, values: dict[int, Any]) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    def _last(
+        self, values: dict[Value, Any]
+    ) -> tuple[Any, dict[Value, Any], dict[ParamNumber, Any]]:
         """The results of the loss, the cotangents of earlier values, and gradients."""
         last = self.pieces[-1]
         outs, derivative = self._derivative(last, values, {last.values[0]})
@@ -241,7 +255,9 @@ class LossPieces:
         grads, cotangents = derivative({last.values[0]: seed})
         return results, cotangents, self._by_param(grads)
 
-    def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[int, jax.Array]:
+    # --- A piece ----------------------------------------------------------------------------------
+
+    def _taps(self, piece: Piece, sum_dtype: Any = lambda dtype: None) -> dict[Value, jax.Array]:
         """What is differentiated in the place of parameters: zeros."""
         views = {v: self._views[v].param for v in piece.params if self._is_active(v)}
         return {
@@ -249,34 +265,46 @@ class LossPieces:
             for v, i in views.items()
         }
 
-    def _by_param(self, grads: dict[int, Any]) -> dict[int, Any]:
+    def _by_param(self, grads: dict[Value, Any]) -> dict[ParamNumber, Any]:
         """From gradients of parameters as they are cast, those of the parameters."""
-        sums: dict[int, Any] = {}
+        sums: dict[ParamNumber, Any] = {}
         for v, x in grads.items():
             _add_to(sums, {self._views[v].param: x})
         return sums
 
     def _run(
-        self, piece: Piece, taps: dict[int, Any], values: dict[int, Any], run: Run = Run.FIRST
+        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run = Run.FIRST
     ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
-        held, values = dict(enumerate(self.held)) | values, self.graph.constants | values
-        sliced = {piece.loop.eqn.operands[k] for k in piece.loop.frozen} if piece.loop else ()
+        held: dict[Any, Any] = dict(enumerate(self.held)) | values
+        values, sliced = self.graph.constants | values, set[Value]()
+        if piece.passes is not None:
+            stack = piece.passes.stack
+            sliced = {stack.eqn.operands[k] for k in stack.frozen}
         for v in piece.params:
             view = self._views[v]
             cast = view.cast(held[view.param])
+            # Layers gather what they slice.
             values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
         evaluate(piece.equations, values, run)
         if run is Run.FIRST:
             evaluate(piece.printed, values, run)
         return [values[v] for v in piece.values]
 
+    def _operands(
+        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run
+    ) -> dict[Operand, Any]:
+        """Those of a stack that its loop gets as they are."""
+        assert piece.passes is not None
+        others = piece.passes.stack.others
+        return dict(zip(others, self._run(piece, taps, values, run), strict=True))
+
     def _derivative(
-        self, piece: Piece, values: dict[int, Any], by: set[int], how: Run = Run.FIRST
+        self, piece: Piece, values: dict[Value, Any], by: set[Value], how: Run = Run.FIRST
     ) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
 
-        def run(taps: dict[int, Any], given: dict[int, Any]) -> tuple[Any, Any]:
+        def run(taps: dict[Value, Any], given: dict[Value, Any]) -> tuple[Any, Any]:
             outs = self._run(piece, taps, values | given, how)
             return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
 
@@ -286,38 +314,39 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(self, take: Take, kept: ForwardPass, visit: Visit, how: Run) -> None:
-        """Runs the pieces backward.
+    def backward(self, take: Take, kept: ForwardPass, how: Run) -> Iterator[Completed]:
+        """Runs the pieces backward, each when it is asked for.
 
         Args:
-          take: takes the gradients of a layer of a loop.
+          take: takes the gradients of a layer of a stack.
           kept: by the forward pass.
-          visit: called with each piece when it has run.
           how: what runs again.
         """
         grads, cotangents = dict(kept.grads), dict(kept.cotangents)
-        for k, piece in reversed(list(enumerate(self.pieces))):
+        yield self._completed(self.pieces[-1], grads, None, cotangents)
+        for piece, stored in reversed(list(zip(self.pieces[:-1], kept.pieces, strict=True))):
+            own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
             taken = None
-            if k < len(self.pieces) - 1:
-                own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
-                if piece.loop is None:
-                    more, given = self._backward(piece, kept, kept.pieces[k], own, how)
-                else:
-                    of_loop = piece, kept, kept.pieces[k], own, how
-                    more, given, taken = self._loop_backward(*of_loop, take)
-                _add_to(grads, self._by_param(more))
-                _add_to(cotangents, given)
-            complete = {i: grads.pop(i) for i in piece.complete}
-            cotangents = visit(complete, taken, cotangents)
+            if piece.passes is not None:
+                more, given, taken = self._stack_backward(piece, kept, stored, own, how, take)
+            elif stored is not None:
+                more, given = stored(own)
+            else:
+                more, given = self._piece_backward(piece, kept, own, how)
+            _add_to(grads, self._by_param(more))
+            _add_to(cotangents, given)
+            yield self._completed(piece, grads, taken, cotangents)
 
-    def _backward(
-        self, piece: Piece, kept: ForwardPass, derivative: Any, own: Any, how: Run
+    def _completed(self, piece: Piece, grads: dict[ParamNumber, Any], *more: Any) -> Completed:
+        return Completed({i: grads.pop(i) for i in piece.complete}, *more)
+
+    def _piece_backward(
+        self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], how: Run
     ) -> Any:
-        if derivative is not None:
-            return derivative(own)
+        """Gradients and cotangents by a piece that is computed again."""
         held = {i: self.held[i] for i in {self._views[v].param for v in piece.params}}
         each = {v: kept.values[v] for v in piece.given}, own
-        held, each = jax.lax.optimization_barrier((held, each))  # computed again
+        held, each = jax.lax.optimization_barrier((held, each))  # else XLA stores what runs again
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
@@ -326,46 +355,51 @@ class LossPieces:
 
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
 
-    def _loop_backward(
-        self, piece: Piece, kept: ForwardPass, entered: Any, own: Any, how: Run, take: Take
-    ) -> tuple[Any, Any, Any]:
-        loop = piece.loop
-        assert loop is not None
-        others, carried = loop.others, loop.carried
-        operands = dict(zip(others, self._run(piece, {}, kept.values, how), strict=True))
+    def _stack_backward(
+        self,
+        piece: Piece,
+        kept: ForwardPass,
+        entered: dict[Operand, Any],
+        own: dict[Value, Any],
+        how: Run,
+        take: Take,
+    ) -> tuple[dict[Value, Any], dict[Value, Any], Any]:
+        """Gradients outside of the stack, cotangents, and what its layers return, stacked."""
+        assert piece.passes is not None
+        stack, many = piece.passes.stack, self.microbatches
+        others, carried = stack.others, stack.carried
+        operands = self._operands(piece, {}, kept.values, how)
         active = {k for k, v in others.items() if self._is_active(v)}
-        at = LoopCotangents.of(
-            loop,
-            {k: x for k, x in operands.items() if k not in carried},
-            entered,
-            {j: own[v] for j, v in enumerate(piece.results) if v in own},
-            active.difference(carried),
-            by={k for k, v in others.items() if self._differentiated.reads[v]},
-            microbatches=self.microbatches,
-            how=how,
-        )
-        found, taken = loop.backward(at, take)
-        cotangents: dict[int, Any] = {}
-        of_params = {}  # of operands that are the same for all micro-batches
+        results = {Result(j): own[v] for j, v in enumerate(piece.results) if v in own}
+        moved = {k for k, v in others.items() if self._differentiated.reads[v]}
+        body = stack.scan.body.jaxpr
+        in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
+        by = sorted(active.difference(carried) | in_layers)
+        not_carried = {k: x for k, x in operands.items() if k not in carried}
+        given = piece.passes, not_carried, entered, results, by
+        found, taken = StackBackward(*given, many, how).run(take)
+        # Operands are values of the batch, or of parameters alone: the same in all micro-batches.
+        cotangents: dict[Value, Any] = {}
+        of_params = {}
         for k in active & found.keys():
+            x = found[k]
             if others[k] in self._of_batch:
-                _add_to(cotangents, {others[k]: found[k]})
-            else:
-                x = found[k]
-                if k in carried and self.microbatches.number > 1:
-                    x = jnp.sum(x.astype(self.microbatches.sum_dtype(x.dtype)), axis=0)
-                of_params[k] = x.astype(operands[k].dtype)
+                _add_to(cotangents, {others[k]: x})
+                continue
+            if k in carried and many.number > 1:
+                x = jnp.sum(x.astype(many.sum_dtype(x.dtype)), axis=0)
+            of_params[k] = x.astype(operands[k].dtype)
 
-        def run(taps: dict[int, Any]) -> dict[int, Any]:
-            outs = zip(others, self._run(piece, taps, kept.values, how), strict=True)
-            return {k: x for k, x in outs if k in of_params}
+        def run(taps: dict[Value, Any]) -> dict[Operand, Any]:
+            outs = self._operands(piece, taps, kept.values, how)
+            return {k: x for k, x in outs.items() if k in of_params}
 
         (grads,) = jax.vjp(run, self._taps(piece))[1](of_params)
-        if self.microbatches.number > 1:
-            grads = {i: g.astype(self.microbatches.sum_dtype(g.dtype)) for i, g in grads.items()}
+        if many.number > 1:
+            grads = {v: g.astype(many.sum_dtype(g.dtype)) for v, g in grads.items()}
         return grads, cotangents, taken
 
 
-def _add_to(sums: dict[int, Any], more: dict[int, Any]) -> None:
+def _add_to(sums: dict[Any, Any], more: dict[Any, Any]) -> None:
     for key, x in more.items():
         sums[key] = sums[key] + x if key in sums else x

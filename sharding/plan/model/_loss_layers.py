@@ -1,10 +1,11 @@
 """The layers of any loss, found in its trace, so that something else runs in their places.
 
-They are the bodies of loops over stacked parameters, as ``find_loops`` finds them. Where there are
+They are the bodies of loops over stacked parameters, as ``find_stacks`` finds them. Where there are
 none, a layer is what uses the parameters of one number, such as ``block_3``, from one point at
 which few bytes are live to the next one; layers that share parameters, or overlap, are one.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -13,16 +14,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Remat, record_of
-from optax_ext.traced_graph import Graph, evaluate
+from optax_ext.traced_graph import Graph, Value, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Tree
+from sharding.loss._derivatives import Differentiated, bits
+from sharding.loss._numberings import ParamNumber
+from sharding.loss._stack import Stack, cast_params, find_stacks
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
-from sharding.step._layer_scan import LayerScan, cast_params, find_loops
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]
@@ -37,8 +39,8 @@ class Layer(NamedTuple):
     code: str  # equal for layers of the same operations
     begin: int  # the first equation
     end: int  # the one after the last
-    params: set[int]  # that it reads
-    enter: Callable[[Run, dict[int, Any]], None]  # adds its results to values
+    params: set[ParamNumber]  # that it reads
+    enter: Callable[[Run, dict[Value, Any]], None]  # adds its results to values
 
 
 class LossTrace:
@@ -62,11 +64,13 @@ class LossTrace:
         needed = {eqn.results for eqn in self.graph.needed(read, self.graph.constants)[0]} | {()}
         eqns = [eqn for eqn in self.graph.equations if eqn.results in needed]
         self.eqns = sorted(eqns, key=lambda eqn: self.params.keys().isdisjoint(eqn.results[:1]))
-        loops = find_loops(self.graph, [jnp.issubdtype(x.dtype, jnp.inexact) for _, x in named])
-        self.has_loops = bool(loops)
-        if loops:
+        trained = bits(i for i, (_, x) in enumerate(named) if jnp.issubdtype(x.dtype, jnp.inexact))
+        stacks = find_stacks(self.graph, len(named), Differentiated.of(self.graph, trained))
+        stacks = [stack for stack in stacks if stack.own]
+        self.has_loops = bool(stacks)
+        if stacks:
             at = {eqn.results: i for i, eqn in enumerate(self.eqns)}
-            self.layers = [_loop_layer(self.graph, loop, at[loop.eqn.results]) for loop in loops]
+            self.layers = [_stack_layer(self.graph, x, at[x.eqn.results]) for x in stacks]
         else:
             self.layers = [self._layer(*ends) for ends in self._numbered(names)]
         own = {i for layer in self.layers for i in layer.params}
@@ -95,7 +99,8 @@ class LossTrace:
 
     def run(self, wrap: Callable[[Layer], Run], *args: Any) -> Any:
         """What the loss returns, with what ``wrap`` makes of its layers."""
-        values = self.graph.constants | dict(enumerate(jax.tree.leaves(args)))
+        values: dict[Any, Any] = dict(enumerate(jax.tree.leaves(args)))
+        values |= self.graph.constants
         done = 0
         for layer in self.layers:
             evaluate(self.eqns[done : layer.begin], values)
@@ -120,7 +125,7 @@ class LossTrace:
             evaluate(eqns, values)
             return [values[v] for v in outs]
 
-        def enter(layer: Run, values: dict[int, Any]) -> None:
+        def enter(layer: Run, values: dict[Value, Any]) -> None:
             results = layer([values[v] for v in own], [values[v] for v in others])
             values |= zip(outs, results, strict=True)
 
@@ -168,32 +173,29 @@ class LossTrace:
         return live
 
 
-def _loop_layer(graph: Graph, loop: LayerScan, at: int) -> Layer:
+def _stack_layer(graph: Graph, stack: Stack, at: int) -> Layer:
     """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
-    scan, carried = loop.scan, loop.carried
-    own, others = [*loop.own], [*loop.others]  # the numbers of operands
+    own, others = [*stack.own], [*stack.others]
+    body = jaxpr_as_fun(stack.scan.body)
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
         args = dict(zip(others, rest, strict=True))
-        args |= {k: loop.own[k].of_layer(x) for k, x in zip(own, params, strict=True)}
-        return list(jaxpr_as_fun(scan.body)(*(args[k] for k in sorted(args))))
+        for k, x in zip(own, params, strict=True):
+            view = stack.own[k]
+            args[k] = view.change(view.cast(x))
+        return list(body(*(args[k] for k in sorted(args))))
 
-    def enter(layer: Run, values: dict[int, Any]) -> None:
-        read = dict(enumerate(loop.eqn.operands)) | {k: x.param for k, x in loop.own.items()}
-        operands = [values[v] for v in read.values()]
+    def run_other(layer: Run, *args: Any) -> list[Any]:
+        return layer([args[k] for k in own], [args[k] for k in others])
 
-        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            args = [*operands[: carried.start], *carry, *slices]
-            out = layer([args[k] for k in own], [args[k] for k in others])
-            return out[: len(carried)], out[len(carried) :]
+    def enter(layer: Run, values: dict[Value, Any]) -> None:
+        read = stack.others | {k: view.param for k, view in stack.own.items()}
+        operands = [values[read[k]] for k in sorted(read)]
+        results = stack.run(operands, functools.partial(run_other, layer))
+        values |= zip(stack.eqn.results, results, strict=True)
 
-        order = {key: scan.options[key] for key in ("reverse", "unroll")}
-        start, slices = operands[carried.start : carried.stop], operands[carried.stop :]
-        carry, outs = lax.scan(step, start, slices, **order)
-        values |= zip(loop.eqn.results, [*carry, *outs], strict=True)
-
-    rest = [scan.body.in_avals[k].update(sharding=None) for k in others]
-    stacks = [graph.types[i] for i in loop.params]
+    rest = [stack.scan.body.in_avals[k].update(sharding=None) for k in others]
+    stacks = [graph.types[i] for i in stack.params]
     params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
-    times, numbers = scan.options["length"], {*loop.params}
+    times, numbers = stack.scan.options["length"], {*stack.params}
     return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)

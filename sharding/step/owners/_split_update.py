@@ -159,7 +159,7 @@ class SplitUpdate:
         types = [f"{t.dtype}{list(t.shape)}" for t in self.graph.types]
         return [types[v] for v in self.ins], [types[v] for v in self.outs]
 
-    def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[jax.Array]:
+    def _evaluate(self, known: dict[Any, Any], wanted: Sequence[int]) -> list[jax.Array]:
         values = self.graph.constants | known
         evaluate(self.graph.needed(wanted, values)[0], values)
         return [jnp.asarray(values[v]) for v in wanted]
