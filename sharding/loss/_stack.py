@@ -2,7 +2,8 @@
 
 Remat and the planner run a stack's loop with layers of their own. The update in the backward pass
 runs ``StackPasses``: a layer reads its parameters by its index, and hands their gradients on as the
-loop runs backward. All micro-batches of a layer run before the next layer does.
+loop runs backward. All micro-batches of a layer run before the next layer does. Layers with
+numbers, of other operations each perhaps, are no stack: pieces of a loss, or layers of a plan.
 """
 
 import functools
