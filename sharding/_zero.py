@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from sharding._types import Batch, Tree
+from sharding.loss._loss_options import check_arguments
 from sharding.placement._layout import Layout
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
@@ -16,7 +17,7 @@ from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
 from sharding.step._gather_params import gather, gathered, is_marking
-from sharding.step._loss import Loss, check_arguments
+from sharding.step._loss import StepLoss
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
@@ -278,7 +279,7 @@ class Zero(StateMethods, NnxMethods):
         zero = self._in_view(update)
         fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = bool(model_state)
-        loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
+        loss = StepLoss(fn, has_aux, weighted, rngs, stateful, model_state_reduction, microbatches)
         options = model_state, trainable, grad_norm, snapshot, donate, update
         return TrainStep(zero, loss, tx, *options)
 
@@ -326,7 +327,9 @@ class Zero(StateMethods, NnxMethods):
         """
         zero = self._in_view()
         fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
-        loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
+        loss = StepLoss(
+            fn, has_aux, weighted, rngs, model_state, model_state_reduction, microbatches
+        )
         return ValueAndGrad(zero, loss, trainable, param_specs)
 
     def check_loss(

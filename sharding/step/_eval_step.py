@@ -17,7 +17,7 @@ from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
-from sharding.step._loss import Inputs, Loss, call_loss
+from sharding.step._loss import Inputs, StepLoss, call_loss
 from sharding.step._placed_state import param_shardings
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
@@ -80,7 +80,7 @@ class EvalStep(CompiledStep):
 class ValueAndGrad(CompiledStep):
     """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``."""
 
-    def __init__(self, zero: Any, loss: Loss, trainable: Tree, param_specs: Tree):
+    def __init__(self, zero: Any, loss: StepLoss, trainable: Tree, param_specs: Tree):
         super().__init__(zero, loss.microbatches)
         self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
 

@@ -4,6 +4,7 @@
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +22,7 @@ from sharding.step import _update
 from sharding.step._checks import check_not_streamed, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, StepLoss
 from sharding.step._placed_state import places
 from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
@@ -36,7 +37,7 @@ class TrainStep(CompiledStep):
     def __init__(
         self,
         zero: Any,
-        loss: Loss,
+        loss: StepLoss,
         tx: Any,
         model_state: str | tuple[str, ...] | bool,
         trainable: Tree,
@@ -124,7 +125,7 @@ class TrainStep(CompiledStep):
         transform: Any = jax.jit(functools.partial(plain, num_pieces=2), inline=True)
         traits = _update.update_traits(spec, transform, params, opt_state)
 
-        loss = self.loss._replace(local_norm=traits.local_norm)
+        loss = dataclasses.replace(self.loss, local_norm=traits.local_norm)
         if traits.local_norm and layout.view == "global":
             raise ValueError(_update.NO_LOCAL_NORM)
         early = traits.sums and layout.stage in (1, 2)

@@ -33,7 +33,7 @@ from sharding.step._layer_updates import (
     plan_update,
     reduce,
 )
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, StepLoss
 from sharding.step._loss_pieces import ForwardPass, LossPieces
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import gather_updated
@@ -58,7 +58,7 @@ def check_alone(zero: Any, snapshot: Any) -> None:
 
 
 def update_in_backward(
-    spec: StepSpec, loss: Loss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
+    spec: StepSpec, loss: StepLoss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
     step = BackwardUpdate(spec, loss, parts(state, tx), inputs, grad_norm)
@@ -77,7 +77,12 @@ class BackwardUpdate:
     """
 
     def __init__(
-        self, spec: StepSpec, loss: Loss, parts: tuple[Any, ...], inputs: Inputs, grad_norm: bool
+        self,
+        spec: StepSpec,
+        loss: StepLoss,
+        parts: tuple[Any, ...],
+        inputs: Inputs,
+        grad_norm: bool,
     ):
         self.spec, self.loss, self.inputs, self.grad_norm = spec, loss, inputs, grad_norm
         self.params, self.opt_state, tx = parts
@@ -308,7 +313,7 @@ def _host_stacks(stack: dict[int, LayerUpdate], refs: dict[int, Any]) -> tuple[H
     return tuple(ref for ref in of_loop if isinstance(ref, HostStack))
 
 
-def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
+def _trace_loss(layout: Layout, loss: StepLoss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     inputs, given = jax.tree.flatten((types, *args))

@@ -26,6 +26,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._user_line import warn
 from sharding._zero import Tx, Zero
+from sharding.loss._loss_options import Loss, check_arguments
 from sharding.placement._train_state import model_state_of, params_of, parts
 from sharding.plan._format import (
     Printed,
@@ -47,7 +48,7 @@ from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.plan.search._traced_model import TracedModel
 from sharding.step._checks import check_batch
-from sharding.step._loss import Loss, check_arguments, loss_args
+from sharding.step._loss import loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step._train_step import TrainStep
 from sharding.step.flax._nnx import is_module

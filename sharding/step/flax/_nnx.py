@@ -14,13 +14,12 @@ import jax
 import optax
 
 from sharding._types import Array, Batch, OptState, Tree
+from sharding.loss._loss_options import NUMBERED, as_pair, check_arguments
 from sharding.placement._describe import Description
 from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import resolve_param_specs, sharding_on
 from sharding.step._batch_moments import set_axes
 from sharding.step._checks import check_makes
-from sharding.step._loss import as_pair, check_arguments
-from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._modules import check_found, gathered_module, matches
 
