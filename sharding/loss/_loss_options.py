@@ -2,8 +2,8 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,35 +14,60 @@ from sharding._types import Array, Tree
 # What a loss may request as ``rngs``: no key, one for each micro-batch of a device, one for each
 # example, or the number of the micro-batch beside the key (nnx models hold keys of their own).
 NUMBERED: Any = object()
-RNGS = (False, True, "per_example", NUMBERED)
-
-# How the model states of all devices are reduced to one.
-REDUCTIONS = ("mean", "sum", "same")
+_RNGS = (False, True, "per_example", NUMBERED)
+_REDUCTIONS = ("mean", "sum", "same")
+# What the options of a ``Loss``, in their order, are called beside a function.
+_KEYWORDS = ("has_aux", "weighted", "rngs", "model_state", "model_state_reduction")
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss function, and what it takes and returns; see ``Zero.train_step``."""
+    """A loss function and its options, said once for all that takes a loss.
 
+    ``Zero.train_step``, ``nnx_train_step``, ``eval_step``, ``value_and_grad`` and ``check_loss``,
+    ``plan.fit``, ``remat.plan`` and ``remat.frontier`` take it in place of a function and keywords,
+    which mean the same. It is called as its function is; ``dataclasses.replace`` changes an option.
+
+    Raises:
+      ValueError: on an unknown option, or if the function does not take what its options say.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> def masked(params, batch):
+      ...     losses = (batch["x"] @ params) ** 2
+      ...     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+      >>> loss = shd.Loss(masked, weighted=True)
+      >>> zero = shd.Zero(jax.make_mesh((1,), ("data",)))
+      >>> batch = {"x": jnp.ones((4, 2)), "mask": jnp.array([1.0, 1, 0, 0])}
+      >>> value, grads = zero.value_and_grad(loss)(jnp.ones(2), batch)
+      >>> float(value), *map(float, loss(jnp.ones(2), batch))
+      (4.0, 8.0, 2.0)
+    """
+
+    #: ``fn(params, batch)``, whose third argument is a model state, and the last one a key, if
+    #: options ask for them; these are explained in ``Zero.train_step``
     fn: Callable[..., Any]
     has_aux: bool = False
     weighted: bool = False
     rngs: bool | str = False
     model_state: bool | str | tuple[str, ...] = False
-    # A prefix tree of REDUCTIONS, or a function of the model state that gives one.
-    reduction: Any = "mean"
+    reduction: Any = dataclasses.field(default="mean", hash=False)  #: ``model_state_reduction``
 
-    def check(self) -> "Loss":
-        """Itself, or an error that names the bad option."""
-        if self.rngs not in RNGS:
+    def __post_init__(self) -> None:
+        if self.rngs not in _RNGS:
             raise ValueError(f"rngs must be a bool or 'per_example', got {self.rngs!r}.")
         for kind in [] if callable(self.reduction) else jax.tree.leaves(self.reduction):
-            if kind not in REDUCTIONS:
+            if kind not in _REDUCTIONS:
                 raise ValueError(
-                    f"model_state_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or "
+                    f"model_state_reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, or "
                     f"a tree of them, got {kind!r}."
                 )
-        return self
+        if isinstance(self.fn, Loss):
+            raise ValueError("fn is a Loss already: use that, or dataclasses.replace(loss, ...).")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self.fn(*args, **kwargs)
 
     def split(self, out: Tree) -> tuple[Any, Any, Any, Any]:
         """``(total, weight, new model state, aux)`` of what ``fn`` returned, else 1 and None."""
@@ -60,10 +85,61 @@ class Loss:
             raise ValueError(
                 f"the loss is {_returned(out)}, and must be "
                 f"{'a pair of scalars' if self.weighted else 'one floating scalar'}. A pair "
-                "(sum, weight), such as that of a Pipeline, needs weighted=True, a pair "
-                "(loss, aux) has_aux=True; of losses by example return the mean."
+                "(sum, weight) needs weighted=True, or, of a Pipeline, to give the pipeline itself;"
+                " a pair (loss, aux) needs has_aux=True; of losses by example return the mean."
             )
         return total, weight, model_state, aux
+
+
+@runtime_checkable
+class _HasLoss(Protocol):
+    """What is a loss by itself, as a ``Pipeline`` is."""
+
+    def as_loss(self) -> Loss: ...
+
+
+AnyLoss: TypeAlias = Loss | _HasLoss | Callable[..., Any]
+
+
+def as_loss(
+    given: AnyLoss,
+    has_aux: bool = False,
+    weighted: bool = False,
+    rngs: bool | str = False,
+    model_state: Any = False,
+    model_state_reduction: Any = "mean",
+    *,
+    first: str = "params",
+) -> Loss:
+    """The loss that an argument names: as it is, or made of a function and keywords.
+
+    Beside a ``Pipeline``, which is a loss by itself, keywords may repeat its options. Errors call
+    the first argument of a loss ``first``.
+    """
+    options = has_aux, weighted, rngs, model_state, model_state_reduction
+    if isinstance(given, Loss):
+        loss = given
+    elif isinstance(given, _HasLoss):
+        loss = given.as_loss()
+    else:
+        return _with_arguments(Loss(given, *options), first)
+    for name, value, field in zip(_KEYWORDS, options, dataclasses.fields(Loss)[1:], strict=True):
+        is_repeated = loss is not given and value == getattr(loss, field.name)
+        if value != field.default and not is_repeated:
+            raise ValueError(
+                f"a {type(given).__name__} has its options in it, and {name}={value!r} was given "
+                f"beside it. Leave that out, or make a Loss with {field.name}={value!r}."
+            )
+    return _with_arguments(loss, first)
+
+
+def take_loss(
+    given: AnyLoss, options: Mapping[str, Any], first: str = "params"
+) -> tuple[Loss, dict[str, Any]]:
+    """``as_loss`` with those of some options that are of a loss, and the other ones."""
+    own = {name: options[name] for name in _KEYWORDS if name in options}
+    others = {name: value for name, value in options.items() if name not in own}
+    return as_loss(given, **own, first=first), others
 
 
 def as_pair(out: Tree, expected: str) -> Any:
@@ -85,9 +161,10 @@ def _returned(out: Tree) -> str:
     return str(jax.tree.map(short, out)).replace("'", "")
 
 
-def check_arguments(fn: Callable[..., Any], *names: str, **more: Any) -> None:
-    """Raises if a function does not take these arguments, and of ``more`` those that are true."""
-    names += tuple(name for name, given in more.items() if given)
+def _with_arguments(loss: Loss, first: str) -> Loss:
+    """Itself, or an error if its function does not take what the options say."""
+    fn, more = loss.fn, {"model_state": loss.model_state, "key": loss.rngs}
+    names = first, "batch", *(name for name, is_taken in more.items() if is_taken)
     if not callable(fn):
         raise ValueError(
             f"a step takes a function of ({', '.join(names)}), got a {type(fn).__name__}, which "
@@ -97,7 +174,7 @@ def check_arguments(fn: Callable[..., Any], *names: str, **more: Any) -> None:
         # A wrapper may take other arguments than what it wraps.
         signature = inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):  # not known
-        return
+        return loss
     try:
         signature.bind(*names)
     except TypeError as error:
@@ -107,3 +184,4 @@ def check_arguments(fn: Callable[..., Any], *names: str, **more: Any) -> None:
             "key with rngs, the third the model state with model_state; leave out those options, "
             "or take the arguments."
         ) from None
+    return loss

@@ -29,10 +29,25 @@ class StepLoss(Loss):
     # Whether the transformation requires the norms of the local gradients.
     local_norm: bool = False
 
-    def check(self) -> "StepLoss":
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_whole_number("microbatches", self.microbatches, 1)
-        super().check()
-        return self
+
+    def first_args(self, axes: tuple[str, ...], inputs: "Inputs") -> tuple[Any, ...]:
+        """The arguments for the first micro-batch, to be traced for their types."""
+        first = jax.tree.map(
+            lambda x: x[: x.shape[0] // self.microbatches] if jnp.ndim(x) else x, inputs.batch
+        )
+        return self.device_args(axes, inputs.key, first, 0, inputs.model_state)
+
+    def device_args(
+        self, axes: tuple[str, ...], key: Any, microbatch: Batch, index: Any, model_state: Tree
+    ) -> tuple[Any, ...]:
+        """``loss_args`` for micro-batch ``index`` of this device."""
+        # Micro-batches are numbered in the order of the batch of all devices.
+        number = lax.axis_index(axes) * self.microbatches + index
+        keys = microbatch_key(self.rngs, key, number, microbatch)
+        return loss_args(self, microbatch, model_state, keys)
 
 
 class Inputs(NamedTuple):
@@ -41,29 +56,6 @@ class Inputs(NamedTuple):
     batch: Any  # sharded over the data axes
     key: Any = None  # the same on all devices
     model_state: Any = None  # the same on all devices
-
-
-def first_args(loss: StepLoss, axes: tuple[str, ...], inputs: Inputs) -> tuple[Any, ...]:
-    """The arguments of the loss for the first micro-batch, to be traced for their types."""
-    first = jax.tree.map(
-        lambda x: x[: x.shape[0] // loss.microbatches] if jnp.ndim(x) else x, inputs.batch
-    )
-    return device_args(loss, axes, inputs.key, first, 0, inputs.model_state)
-
-
-def device_args(
-    loss: StepLoss,
-    axes: tuple[str, ...],
-    key: Any,
-    microbatch: Batch,
-    index: Any,
-    model_state: Tree,
-) -> tuple[Any, ...]:
-    """``loss_args`` for micro-batch ``index`` of this device."""
-    # Micro-batches are numbered in the order of the batch of all devices.
-    number = lax.axis_index(axes) * loss.microbatches + index
-    keys = microbatch_key(loss.rngs, key, number, microbatch)
-    return loss_args(loss, microbatch, model_state, keys)
 
 
 def loss_args(loss: Loss, microbatch: Batch, model_state: Tree, keys: Any) -> tuple[Any, ...]:

@@ -11,14 +11,7 @@ from jax import lax
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.step import _model_state
-from sharding.step._loss import (
-    Inputs,
-    StepLoss,
-    call_loss,
-    device_args,
-    differentiated,
-    gradient_shape,
-)
+from sharding.step._loss import Inputs, StepLoss, call_loss, differentiated, gradient_shape
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch, squares
 from sharding.step._step_plan import IN_PLACE, StepPlan
 
@@ -64,7 +57,7 @@ class _Device:
             next(in_order) if param.trained else x
             for param, x in zip(plan.params, self.inputs, strict=True)
         ]
-        args = device_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
+        args = loss.device_args(plan.layout.data_axes, self.key, microbatch, index, model_state)
         out = call_loss(plan, inputs, self.params, args)
         total, weight, new, aux = loss.split(out)
         if loss.model_state:
