@@ -296,7 +296,7 @@ class Zero(StateMethods, NnxMethods):
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        loss, zero = as_loss(fn, model_state=model_state), self._in_view()
+        loss, zero = as_loss(fn, False, False, False, model_state), self._in_view()
         return EvalStep(zero, zero._in_step(loss, all_blocks=False), is_loss=loss.fn is not fn)
 
     def value_and_grad(
@@ -325,7 +325,7 @@ class Zero(StateMethods, NnxMethods):
           new)``, with both ``(loss, (new, aux))``.
         """
         loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state, model_state_reduction)
-        zero, loss = self._in_view(), dataclasses.replace(loss, model_state=bool(loss.model_state))
+        zero = self._in_view()
         loss = zero._in_step(loss, sync_batch_norm, microbatches)
         return ValueAndGrad(zero, loss, trainable, param_specs)
 

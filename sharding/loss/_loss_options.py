@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -16,8 +16,6 @@ from sharding._types import Array, Tree
 NUMBERED: Any = object()
 _RNGS = (False, True, "per_example", NUMBERED)
 _REDUCTIONS = ("mean", "sum", "same")
-# What the options of a ``Loss``, in their order, are called beside a function.
-_KEYWORDS = ("has_aux", "weighted", "rngs", "model_state", "model_state_reduction")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,30 +98,26 @@ class _HasLoss(Protocol):
 
 AnyLoss: TypeAlias = Loss | _HasLoss | Callable[..., Any]
 
+# What the options are called as keywords beside a function.
+_KEYWORDS = {
+    {"reduction": "model_state_reduction"}.get(field.name, field.name): field
+    for field in dataclasses.fields(Loss)[1:]
+}
 
-def as_loss(
-    given: AnyLoss,
-    has_aux: bool = False,
-    weighted: bool = False,
-    rngs: bool | str = False,
-    model_state: Any = False,
-    model_state_reduction: Any = "mean",
-    *,
-    first: str = "params",
-) -> Loss:
-    """The loss that an argument names: as it is, or made of a function and keywords.
 
-    Beside a ``Pipeline``, which is a loss by itself, keywords may repeat its options. Errors call
-    the first argument of a loss ``first``.
+def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:
+    """The loss that an argument names: as it is, or made of a function and the options beside it.
+
+    ``options`` are in the order of a ``Loss``. Beside a ``Pipeline``, which is a loss by itself,
+    they may repeat its own. Errors call the first argument of the function ``first``.
     """
-    options = has_aux, weighted, rngs, model_state, model_state_reduction
     if isinstance(given, Loss):
         loss = given
     elif isinstance(given, _HasLoss):
         loss = given.as_loss()
     else:
         return _with_arguments(Loss(given, *options), first)
-    for name, value, field in zip(_KEYWORDS, options, dataclasses.fields(Loss)[1:], strict=True):
+    for (name, field), value in zip(_KEYWORDS.items(), options, strict=False):
         is_repeated = loss is not given and value == getattr(loss, field.name)
         if value != field.default and not is_repeated:
             raise ValueError(
@@ -133,13 +127,10 @@ def as_loss(
     return _with_arguments(loss, first)
 
 
-def take_loss(
-    given: AnyLoss, options: Mapping[str, Any], first: str = "params"
-) -> tuple[Loss, dict[str, Any]]:
+def take_loss(given: AnyLoss, options: dict[str, Any], **more: Any) -> tuple[Loss, dict[str, Any]]:
     """``as_loss`` with those of some options that are of a loss, and the other ones."""
-    own = {name: options[name] for name in _KEYWORDS if name in options}
-    others = {name: value for name, value in options.items() if name not in own}
-    return as_loss(given, **own, first=first), others
+    own = [options.get(name, field.default) for name, field in _KEYWORDS.items()]
+    return as_loss(given, *own, **more), {k: x for k, x in options.items() if k not in _KEYWORDS}
 
 
 def as_pair(out: Tree, expected: str) -> Any:

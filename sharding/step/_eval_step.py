@@ -106,7 +106,7 @@ class ValueAndGrad(CompiledStep):
     def __call__(
         self, params: Tree, batch: Batch, key: Any = None, model_state: Tree = None
     ) -> Any:
-        check_passed(model_state, self.loss.model_state)
+        check_passed(model_state, bool(self.loss.model_state))
         if self.loss.rngs and key is None:
             raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
         value, aux, new, grads = super().__call__(params, batch, key, model_state)

@@ -262,13 +262,13 @@ def fit(
         if name in ("microbatches", "update"):
             fixed = {name: value} if name != "update" else {"update_in_backward": True}
             raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
+    loss, options = take_loss(loss_fn, options)
     kept = dict(keep or {})
     offload = "update" if "update" in _values(kept.get("offload")) else True
     asked = {"keep": kept, "offload": offload, "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
-    loss, options = take_loss(loss_fn, options)
     own = zero, param_specs
     request = _FitRequest(machine, loss, make_state, batch, tx, options, asked, *own)
     path, speeds = request.files(folder, largest, measure)
