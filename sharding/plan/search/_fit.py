@@ -262,6 +262,11 @@ def fit(
         if name in ("microbatches", "update"):
             fixed = {name: value} if name != "update" else {"update_in_backward": True}
             raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
+    named = isinstance(loss_fn, Loss) and loss_fn.model_state
+    if options.get("model_state", named) is True:
+        raise ValueError(
+            "fit needs the model state in the train state: model_state names its field."
+        )
     loss, options = take_loss(loss_fn, options)
     kept = dict(keep or {})
     offload = "update" if "update" in _values(kept.get("offload")) else True
@@ -269,8 +274,7 @@ def fit(
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
-    own = zero, param_specs
-    request = _FitRequest(machine, loss, make_state, batch, tx, options, asked, *own)
+    request = _FitRequest(machine, loss, make_state, batch, tx, options, asked, zero, param_specs)
     path, speeds = request.files(folder, largest, measure)
 
     def of_file(rows: Any) -> FittedPlan:
@@ -381,10 +385,6 @@ class _FitRequest:
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
         # The loss of parameters and a batch alone.
-        if loss.model_state is True:
-            raise ValueError(
-                "fit needs the model state in the train state: model_state names its field."
-            )
         self.key = jax.random.key(0) if loss.rngs else None
         stateful = model_state_of(self.state, loss.model_state)
 

@@ -163,6 +163,11 @@ class NnxStep:
 
     def __init__(self, zero: Any, loss: Loss, reductions: Any, param_specs: Tree, options: Any):
         _check_stateless(loss)
+        if loss.rngs == "per_example":
+            raise ValueError(
+                "nnx_train_step has one key for a micro-batch, and none for each example: pass "
+                "rngs=True."
+            )
         self.loss, self.reductions, self.param_specs = loss, reductions, param_specs
         # The blocks of the model are gathered by prepare: the loss calls no linen modules.
         plain = dataclasses.replace(zero, gathered_blocks=())
@@ -245,10 +250,11 @@ class NnxEvalStep:
     def __init__(self, zero: Any, fn: AnyLoss, wrt: Any):
         self.loss, self.wrt = as_loss(fn, first="model"), nnx.Param if wrt is None else wrt
         _check_stateless(self.loss)
-        self._is_loss = self.loss.fn is not fn
-        loss = dataclasses.replace(self.loss, fn=self._run, model_state=True)
-        own = (loss, False) if self._is_loss else (self._run, True)
-        self._step = zero.eval_step(own[0], model_state=own[1])
+        if self.loss.fn is fn:
+            self._step = zero.eval_step(self._run, model_state=True)
+        else:
+            own = dataclasses.replace(self.loss, fn=self._run_loss, model_state=True)
+            self._step = zero.eval_step(own)
         self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
     def __call__(self, model: Any, batch: Batch) -> Any:
@@ -269,15 +275,17 @@ class NnxEvalStep:
 
     def _run(self, params: Tree, batch: Batch, parts: Any) -> Any:
         graph, rest = parts
-        out = self.loss(model_in_step(self.zero, graph.value, params, rest), batch)
-        return _with_new(self.loss, out, ()) if self._is_loss else out
+        return self.loss(model_in_step(self.zero, graph.value, params, rest), batch)
+
+    def _run_loss(self, *args: Any) -> tuple[Any, Any]:
+        return _with_new(self.loss, self._run(*args), ())
 
 
 def _check_stateless(loss: Loss) -> None:
     if loss.model_state:
         raise ValueError(
-            f"the loss of an nnx model has its state in the model, and model_state="
-            f"{loss.model_state!r} was given: leave that out."
+            f"an nnx model has its state in the model, and model_state={loss.model_state!r} was "
+            "given: leave that out."
         )
 
 

@@ -111,7 +111,7 @@ def test_check_loss_takes_a_model_state_for_a_loss():
         zero.check_loss(shd.Loss(loss_of()), state, batch, model_state=STATS)
 
 
-@pytest.mark.parametrize("name", ["weighted", "keys"])
+@pytest.mark.parametrize("name", ["aux", "keys"])
 def test_fit_takes_a_loss_and_keywords_alike(name, tmp_path):
     options, found = OPTIONS[name], []
     keep = {"stage": 2, "microbatches": 1, "recompute": "none", "offload": False}
@@ -123,9 +123,11 @@ def test_fit_takes_a_loss_and_keywords_alike(name, tmp_path):
         plan.step.lower(plan.abstract_state(), BATCH, key_of(options)).as_text() for plan in found
     ]
     assert texts[0] == texts[1]
-    if name == "weighted":  # another loss has another plan
-        other = loss_of(has_aux=True), make_state, BATCH
-        assert "was read from" not in shd.plan.fit(*other, has_aux=True, **asked).notes[0]
+    stateful = shd.Loss(loss_of(model_state=True), model_state=True)
+    with pytest.raises(ValueError, match="model_state names its field"):
+        shd.plan.fit(stateful, make_state, BATCH, **asked)
+    if name == "aux":  # another loss has a plan of its own
+        assert "was read from" not in shd.plan.fit(loss_of(), make_state, BATCH, **asked).notes[0]
 
 
 @needs_nnx
@@ -154,10 +156,12 @@ def test_nnx_steps_take_a_loss_and_keywords_alike(options):
         zero.check_loss(loss, model, zero.put(BATCH))
     loss = shd.Loss(lambda model, batch, state: (0.0, state), model_state=True)
     for run in (zero.nnx_train_step, zero.nnx_eval_step):
-        with pytest.raises(ValueError, match=r"has its state in the model, .*model_state=True"):
+        with pytest.raises(ValueError, match=r"has its state in the model, and model_state=True"):
             run(loss)
     with pytest.raises(ValueError, match=r"a Loss has its options in it, and weighted=True was"):
         zero.nnx_train_step(shd.Loss(loss_fn), weighted=True)
+    with pytest.raises(ValueError, match=r"^nnx_train_step has one key .*: pass rngs=True\."):
+        zero.nnx_train_step(loss_fn, rngs="per_example")
 
 
 # --- What runs a loss, and what makes another of it -----------------------------------------------
@@ -273,7 +277,7 @@ def test_a_loss_is_called_as_its_function_and_is_a_value():
         ("has_aux=True", "has_aux=True"),
         ("weighted=True", "weighted=True"),
         ("rngs='per_example'", "rngs='per_example'"),
-        ("model_state=True", "model_state=True"),
+        ("model_state='stats'", "model_state='stats'"),
         ("model_state_reduction='sum'", "reduction='sum'"),
     ],
 )
