@@ -68,7 +68,11 @@ class Loss:
         return self.fn(*args, **kwargs)
 
     def split(self, out: Tree) -> tuple[Any, Any, Any, Any]:
-        """``(total, weight, new model state, aux)`` of what ``fn`` returned, else 1 and None."""
+        """``(total, weight, new model state, aux)`` of what ``fn`` returned, else 1 and None.
+
+        Raises:
+          ValueError: if it did not return what the options say.
+        """
         model_state = aux = None
         if self.model_state and self.has_aux:
             out, more = as_pair(out, "(loss, (new model state, aux))")
