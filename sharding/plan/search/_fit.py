@@ -214,7 +214,7 @@ def fit(
         for 6. The one measured fastest is taken.
       folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
         that are there are not searched and compiled again.
-      **options: of ``Zero.train_step``, such as ``trainable``; those of a loss are of a ``Loss``.
+      **options: of ``Zero.train_step``, such as ``trainable``, and ``rngs`` beside a function.
 
     Raises:
       ValueError: the loss cannot be traced, the batch cannot be shared, or nothing is known of the
