@@ -122,7 +122,7 @@ def compile_step(case: Case) -> Any:
     zero = shd.Zero(mesh, stage=1)
     specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
-    step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    step = zero.train_step(pipeline, tx=tx)
     batch = jax.ShapeDtypeStruct((2 * case.microbatches, LENGTH + 1), jnp.int32)
     return step.lower(state, batch).compile()
 

@@ -30,7 +30,6 @@ import copy
 import dataclasses
 import functools
 import json
-import operator
 import os
 import pathlib
 import secrets
@@ -250,8 +249,8 @@ def train(options, corpus, mesh, directory, stop):
         {"devices": zero.num_devices, "form": form},
     )
     if pipeline:
-        step = zero.train_step(pipeline.loss, weighted=True, snapshot=snapshots.store)
-        evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
+        step = zero.train_step(pipeline, snapshot=snapshots.store)
+        evaluate = zero.eval_step(pipeline)
     elif auto:
         step, evaluate = planned.train_step(), zero.eval_step(loss_fn)
     else:

@@ -8,6 +8,7 @@ from sharding import remat as remat
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
+from sharding.loss._loss_options import Loss as Loss
 from sharding.offload._transformation import offload as offload
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from sharding._types import Batch, Tree
+from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.placement._layout import Layout
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
@@ -16,7 +17,7 @@ from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
 from sharding.step._gather_params import gather, gathered, is_marking
-from sharding.step._loss import Loss, check_arguments
+from sharding.step._loss import StepLoss
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
@@ -193,7 +194,7 @@ class Zero(StateMethods, NnxMethods):
 
     def train_step(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: AnyLoss,
         *,
         tx: Tx = None,
         has_aux: bool = False,
@@ -216,8 +217,7 @@ class Zero(StateMethods, NnxMethods):
 
         Args:
           loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the
-            batch.
-          tx: the transformation, where the state is a pair.
+            batch; or a ``Loss``, which has the next five arguments in it, or a ``Pipeline``.
           has_aux: ``loss_fn`` returns ``(loss, aux)``. Scalars of ``aux`` are averaged over devices
             and micro-batches; arrays, whose first dim is the batch, are concatenated.
           weighted: the loss is a pair ``(sum, weight)``; both are added over devices and
@@ -237,6 +237,7 @@ class Zero(StateMethods, NnxMethods):
           model_state_reduction: how the new values of all devices are reduced: ``"mean"`` (the
             first device's value where not floating), ``"sum"`` (the old value plus what each device
             added), ``"same"`` (all are equal); or a prefix tree of these.
+          tx: the transformation, where the state is a pair.
           microbatches: how many micro-batches each device splits its shard of the batch into.
             Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once. (Of one
             micro-batch, stages 1 and 2 do the same.)
@@ -275,33 +276,32 @@ class Zero(StateMethods, NnxMethods):
         """
         if update == "backward":
             check_alone(self, snapshot)
+        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state, model_state_reduction)
         zero = self._in_view(update)
-        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
-        stateful = bool(model_state)
-        loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
-        options = model_state, trainable, grad_norm, snapshot, donate, update
-        return TrainStep(zero, loss, tx, *options)
+        options = tx, trainable, grad_norm, snapshot, donate, update
+        return TrainStep(zero, zero._in_step(loss, sync_batch_norm, microbatches), *options)
 
     def eval_step(
-        self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
+        self, fn: AnyLoss, *, model_state: str | tuple[str, ...] | bool = False
     ) -> EvalStep:
         """A compiled function of the parameters and a batch.
 
         Args:
           fn: ``fn(params, batch)``, on one device's part of the batch, returns any tree. Scalars
             are averaged over the devices; arrays, whose first dim is the batch, are concatenated.
+            Of a ``Loss`` or a ``Pipeline`` it is the mean loss, with ``has_aux`` ``(loss, aux)``.
           model_state: ``fn`` takes a third argument, as in ``train_step``; it is only read.
 
         Returns:
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        zero = self._in_view()
-        return EvalStep(zero, zero._in_step(fn, True, model_state, all_blocks=False), model_state)
+        loss, zero = as_loss(fn, False, False, False, model_state), self._in_view()
+        return EvalStep(zero, zero._in_step(loss, all_blocks=False), is_loss=loss.fn is not fn)
 
     def value_and_grad(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: AnyLoss,
         *,
         has_aux: bool = False,
         weighted: bool = False,
@@ -324,14 +324,14 @@ class Zero(StateMethods, NnxMethods):
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
           new)``, with both ``(loss, (new, aux))``.
         """
+        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state, model_state_reduction)
         zero = self._in_view()
-        fn = zero._in_step(loss_fn, sync_batch_norm, model_state, rngs)
-        loss = Loss(fn, has_aux, weighted, rngs, microbatches, model_state, model_state_reduction)
+        loss = zero._in_step(loss, sync_batch_norm, microbatches)
         return ValueAndGrad(zero, loss, trainable, param_specs)
 
     def check_loss(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: AnyLoss,
         state: Tree,
         batch: Batch,
         key: Any = None,
@@ -376,12 +376,12 @@ class Zero(StateMethods, NnxMethods):
         return dataclasses.replace(self, view="global")
 
     def _in_step(
-        self, fn: Any, synced: bool, model_state: Any, rngs: Any = False, all_blocks: bool = True
-    ) -> Callable[..., Any]:
-        check_arguments(fn, "params", "batch", model_state=model_state, key=rngs)
+        self, loss: Loss, synced: bool = True, microbatches: int = 1, all_blocks: bool = True
+    ) -> StepLoss:
         if self.view == "global" and self.num_devices > 1 and not synced:
             raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
-        return in_step(self, fn, synced, all_blocks)
+        fn = in_step(self, loss.fn, synced, all_blocks)
+        return StepLoss(**vars(loss) | {"fn": fn, "microbatches": microbatches})
 
     # --- Layers, in the loss ------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""What is known of a loss from its trace alone."""
+"""A loss and its options, and what is known of it from its trace alone."""

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from sharding._types import Array, Batch, Tree
+from sharding.loss._loss_options import Loss
 from sharding.pipeline import _layers
 from sharding.pipeline._differentiable_loss import loss, on_auto_axes
 from sharding.pipeline._instructions import Instructions, instructions
@@ -37,7 +38,7 @@ class Pipeline:
     stack: ``optax_ext.flax_transformer()``, ``by_path`` with ``last_two_dims(batch=(0,))``,
     ``lamb(stacked=...)``.
 
-    With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to
+    With ``Zero`` over another mesh axis it is given in place of a loss, and ``param_specs`` to
     ``zero.init``. Micro-batches belong here: each of ``train_step`` would flush the pipeline.
 
     Raises:
@@ -276,6 +277,10 @@ class Pipeline:
         call = with_handles if self.gather == "tick" else lambda fn, *args: fn(*args)
         sums, aux = call(run, (layers, shared), self._microbatches(batch), key)
         return (sums, aux) if self.has_aux else sums
+
+    def as_loss(self) -> Loss:
+        """Itself with its options, as all take it that take a loss."""
+        return Loss(self.loss, self.has_aux, weighted=True, rngs=self.rngs)
 
     def _check_key(self, key: Any) -> None:
         if self.rngs != (key is not None):

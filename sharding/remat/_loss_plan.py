@@ -56,12 +56,12 @@ class LossPlan:
 
     @property
     def batch(self) -> Any:
-        """The types of the planned batch."""
+        """The types of the planned batch; before a model state and a key, if the loss has them."""
         return self._loss.types[1]
 
-    def __call__(self, params: Tree, batch: Batch) -> Any:
-        """What the loss returns, for parameters and a batch of the planned types."""
-        inputs, plan = self._loss.inputs_of(params, batch), self
+    def __call__(self, params: Tree, batch: Batch, *more: Any) -> Any:
+        """What the loss returns, for parameters, a batch and others of the planned types."""
+        inputs, plan = self._loss.inputs_of(params, (batch, *more) if more else batch), self
         if self._schedule.again or self.loops.stored is not None or self._loss.checkpoints:
             inputs = varying_alike(inputs)
             plan = self._traced_with(self._loss.traced_with(inputs))

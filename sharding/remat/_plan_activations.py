@@ -1,11 +1,13 @@
 """``plan`` and ``frontier``: activations under a budget of bytes."""
 
 import contextlib
+import dataclasses
 from typing import Any, TypeAlias
 
 import jax
 
 from sharding._types import Batch, Tree
+from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.plan._format import Printed, Table, check_choice, read_size, size
 from sharding.plan.audit._program_bytes import is_sharded, types_of
 from sharding.plan.cost._estimate import Plan
@@ -14,13 +16,15 @@ from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
 from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
+from sharding.step._loss import loss_args
+from sharding.step._rng import microbatch_key
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
 
 
 def plan(
-    loss_fn: Any,
+    loss_fn: AnyLoss,
     params: Tree,
     batch: Batch,
     budget: Budget,
@@ -29,7 +33,8 @@ def plan(
     offload: Offload = False,
     largest: bool = False,
     stage: int | None = None,
-) -> LossPlan:
+    model_state: Tree = None,
+) -> Any:
     """Finds the fastest way to train a loss within a budget of bytes.
 
     The operations of a loss and of its gradient are a graph: any function that JAX differentiates
@@ -43,8 +48,8 @@ def plan(
     as gradients.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``; of several results the first is differentiated, by
-        floating parameters.
+      loss_fn: ``loss_fn(params, batch)``, or a ``Loss``; of several results the first is
+        differentiated, by floating parameters.
       params: real or abstract; sharded arrays are planned as they are.
       batch: of one device, real or abstract.
       budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` of
@@ -59,9 +64,10 @@ def plan(
       stage: of ZeRO, under which the loss is trained; None for that of a ``Plan``, or 0. Stage 3
         gathers loops layer by layer; other parts of a plan get all parameters. So at stage 3 a loss
         with loops plans these alone.
+      model_state: of a ``Loss`` that takes one, real or abstract.
 
     Returns:
-      A ``LossPlan``, which is called as the loss is.
+      A ``LossPlan``, which is called as the loss is; of a ``Loss`` a ``Loss`` whose ``fn`` it is.
 
     Raises:
       ValueError: if no plan fits the budget (the message has the bytes of the smallest program that
@@ -87,20 +93,24 @@ def plan(
     most = in_bytes(budget)
     if stage is None and isinstance(budget, Plan):
         stage = 3 if budget.stage(budget.requested).share < 1 else 0
-    options = device, offload, _is_3(stage or 0)
+    options: Any = device, offload, _is_3(stage or 0), model_state
     if largest:
-        return _of_most_examples(loss_fn, params, batch, most, *options)
-    return loss_search(loss_fn, params, batch, *options).fastest(most)
+        found = _of_most_examples(loss_fn, params, batch, most, *options)
+    else:
+        found = loss_search(loss_fn, params, batch, *options).fastest(most)
+    loss = as_loss(loss_fn)
+    return found if loss.fn is loss_fn else dataclasses.replace(loss, fn=found)
 
 
 def frontier(
-    loss_fn: Any,
+    loss_fn: AnyLoss,
     params: Tree,
     batch: Batch,
     *,
     device: Device = None,
     offload: Offload = False,
     stage: int = 0,
+    model_state: Tree = None,
 ) -> "Frontier":
     """Finds plans that no other one beats in bytes and time, by ascending bytes.
 
@@ -117,7 +127,7 @@ def frontier(
       >>> plans[-1].extra_time  # stores all
       0.0
     """
-    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage))
+    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage), model_state)
     return Frontier(search.frontier())
 
 
@@ -127,7 +137,7 @@ def _is_3(stage: int) -> bool:
 
 
 def _of_most_examples(
-    loss_fn: Any, params: Tree, batch: Batch, most: float, device: Device, *options: Any
+    loss_fn: AnyLoss, params: Tree, batch: Batch, most: float, device: Device, *options: Any
 ) -> LossPlan:
     types = types_of(batch)
     given = next((t.shape[0] for t in jax.tree.leaves(types) if t.shape), 0)
@@ -159,21 +169,34 @@ def _of_most_examples(
 
 
 def loss_search(
-    loss_fn: Any,
+    loss_fn: AnyLoss,
     params: Tree,
     batch: Batch,
     device: Device,
     offload: Offload = False,
     in_loops: bool = False,
+    model_state: Tree = None,
 ) -> LossSearch:
-    if not callable(loss_fn):
+    if not (callable(loss_fn) or hasattr(loss_fn, "as_loss")):
         raise ValueError(
             "expected one function of parameters and a batch; of blocks in a row, give the loss "
             "that calls them."
         )
+    loss = as_loss(loss_fn)
     check_arrays(params, batch)
     kind, target = _device(device, (params, batch), offload)
-    return LossSearch(PlannableLoss(loss_fn, params, batch, target), kind, offload, in_loops)
+    fn, batch = _of_two_arguments(loss, batch, model_state)
+    return LossSearch(PlannableLoss(fn, params, batch, target), kind, offload, in_loops)
+
+
+def _of_two_arguments(loss: Loss, batch: Batch, model_state: Tree) -> tuple[Any, Any]:
+    """A loss of parameters and of a batch, or of a tuple of all else that it takes; and that."""
+    if not (loss.model_state or loss.rngs):
+        return loss.fn, batch
+    if loss.model_state and model_state is None:
+        raise ValueError("the loss takes a model state: pass one as model_state=, or its types.")
+    keys = jax.eval_shape(lambda x: microbatch_key(loss.rngs, jax.random.key(0), 0, x), batch)
+    return lambda params, args: loss(params, *args), loss_args(loss, batch, model_state, keys)
 
 
 def in_bytes(budget: Budget) -> float:

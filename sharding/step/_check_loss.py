@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext.equations import trace
 from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
+from sharding.loss._loss_options import Loss, take_loss
 from sharding.loss._row_states import Rows, Shared, State
 from sharding.loss._rows import LossRows, rows_of_loss
 from sharding.placement._specs import path_str
@@ -23,23 +24,17 @@ def check_loss(
     zero: Any, loss_fn: Any, state: Tree, batch: Batch, key: Any, model_state: Tree, options: Any
 ) -> str:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
-    if is_module(state):
-        loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
-    names = (model_state,) if isinstance(model_state, str) else model_state
-    if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
-        model_state = model_state_of(state, model_state)
-    passed = None if model_state is False else model_state
-    options = {"has_aux": False} | options | {"model_state": passed is not None}
+    loss, others, state, passed = _resolved(zero, loss_fn, state, model_state, options)
     inputs = params_of(state), batch, key, passed
-    if options.get("rngs") is True:
+    if loss.rngs is True:
         raise ValueError(
             "check_loss got rngs=True, with which one device draws other numbers than several. "
             "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
         )
-    zero.value_and_grad(loss_fn, **options)  # which checks them
-    proven = _proven(loss_fn, inputs, options)
+    zero.value_and_grad(loss, **others)  # which checks them
+    proven = _proven(loss, inputs)
     said = str(proven or "not known")
-    if proven is not None and _is_exact(proven, options):
+    if proven is not None and _is_exact(proven, loss):
         return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)
@@ -53,12 +48,12 @@ def check_loss(
         return alone.replicate(full)
 
     def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
-        value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
+        value, grads = zero.value_and_grad(loss, **others | more)(*args)
         new: Any
-        loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
-        if options["has_aux"]:
-            new = new[0] if options["model_state"] else None
-        return loss, grads, new
+        value, new = value if loss.has_aux or loss.model_state else (value, None)
+        if loss.has_aux:
+            new = new[0] if loss.model_state else None
+        return value, grads, new
 
     def reference(*args: Any) -> Any:
         return run(alone, args, microbatches=1, param_specs=PartitionSpec())
@@ -78,6 +73,30 @@ def check_loss(
     return said
 
 
+def _resolved(
+    zero: Any, loss_fn: Any, state: Tree, model_state: Tree, options: Any
+) -> tuple[Loss, dict[str, Any], Tree, Any]:
+    """The loss, the other options, a train state, and the model state if there is one."""
+    has_state = model_state is not False
+    if has_state and not (isinstance(loss_fn, Loss) and loss_fn.model_state):
+        options = options | {"model_state": True}
+    if is_module(state):
+        loss, others = take_loss(loss_fn, options, first="model")
+        loss, state, rest = pure_loss(zero, loss, state)
+        return loss, others, state, rest
+    loss, others = take_loss(loss_fn, options)
+    given = model_state if has_state else loss.model_state
+    if given is True:
+        raise ValueError(
+            "check_loss got model_state=True, with which each call passes the model state: pass it "
+            "here, too, as model_state=... in place of True."
+        )
+    names = (given,) if isinstance(given, str) else given
+    if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
+        given = model_state_of(state, given)
+    return loss, others, state, None if given is False else given
+
+
 def _how_it_differs(zero: Any, differing: list[str], said: str) -> str:
     axes = zero._layout.data_axes
     axis = repr(axes[0] if len(axes) == 1 else axes)
@@ -94,26 +113,26 @@ def _how_it_differs(zero: Any, differing: list[str], said: str) -> str:
     )
 
 
-def _proven(loss_fn: Any, inputs: Any, options: Any) -> LossRows | None:
+def _proven(loss: Loss, inputs: Any) -> LossRows | None:
     """What the loss does with rows by its trace; None if it can be traced in a step alone."""
     params, batch, key, model_state = inputs
-    keys = microbatch_key(options.get("rngs", False), key, 0, batch)
-    more = [(model_state, False)] * options["model_state"] + [(keys, True)] * (keys is not None)
+    keys = microbatch_key(loss.rngs, key, 0, batch)
+    more = [(model_state, False)] * bool(loss.model_state) + [(keys, True)] * bool(loss.rngs)
     args, has_rows = zip((params, False), (batch, True), *more, strict=True)
     try:
-        return rows_of_loss(loss_fn, args, has_rows)
+        return rows_of_loss(loss.fn, args, has_rows)
     except Exception:  # it uses axes of the mesh, or what a step gives it: numbers will tell
         return None
 
 
-def _is_exact(proven: LossRows, options: Any) -> bool:
+def _is_exact(proven: LossRows, options: Loss) -> bool:
     """Whether the mean over devices and micro-batches is proven to be what one device computes."""
-    count = 2 if options.get("weighted") else 1
+    count = 2 if options.weighted else 1
     loss, aux = proven.results[:count], proven.results[count:]
     types = [proven.graph.types[value] for value in proven.graph.outputs[:count]]
     is_floating = jnp.issubdtype(types[0].dtype, jnp.floating)
     is_loss = is_floating and [aval.shape for aval in types] == [()] * count
-    if options["model_state"] or not is_loss or (aux and not options["has_aux"]):
+    if options.model_state or not is_loss or (aux and not options.has_aux):
         return False
     if not all(_is_apart(v) or _is_joined(v) for v in aux):
         return False

@@ -1,13 +1,14 @@
 """Steps without an update: a function of parameters and a batch; loss and gradients alone."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
+from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh, over_data_axes
 from sharding.placement._specs import entry_of, is_spec
@@ -17,7 +18,8 @@ from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
-from sharding.step._loss import Inputs, Loss, call_loss
+from sharding.step._loss import Inputs, StepLoss, call_loss, loss_args
+from sharding.step._microbatches import inverse_weight
 from sharding.step._placed_state import param_shardings
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
@@ -26,12 +28,17 @@ from sharding.step._sync_state import sync_state_types
 class EvalStep(CompiledStep):
     """A compiled function of parameters and a batch; see ``Zero.eval_step``."""
 
-    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
+    def __init__(self, zero: Any, loss: StepLoss, is_loss: bool):
         super().__init__(zero)
-        self.fn, self.model_state = fn, model_state
+        self.loss, self.is_loss = loss, is_loss
+        if loss.rngs:
+            raise ValueError(
+                "eval_step has no keys, which the loss takes by rngs: evaluate a function that "
+                "draws no random numbers, such as one without dropout."
+            )
 
     def select(self, state: Tree) -> Any:
-        return params_of(state), model_state_of(state, self.model_state)
+        return params_of(state), model_state_of(state, self.loss.model_state)
 
     def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
         params, fields = selected
@@ -52,26 +59,38 @@ class EvalStep(CompiledStep):
         """What the function returns, on the mesh: scalars averaged, arrays concatenated."""
         del key
         spec = spec._replace(layout=layout)
-        check_passed(passed, self.model_state)
+        check_passed(passed, self.loss.model_state)
         params, fields = selected
-        args: tuple[Any, ...] = (batch,)
-        if self.model_state:
-            args = batch, passed if self.model_state is True else fields
+        args = loss_args(self.loss, batch, fields if passed is None else passed, None)
+        fn = self.parts if self.is_loss else self.loss.fn
         if layout.view == "global":
-            return eval_global(spec, self.fn, params, args)
+            return self.joined(eval_global(spec, fn, params, args))
         leaves, treedef = jax.tree.flatten(params)
         specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]
         arg_specs = (layout.batch_specs(batch), *(PartitionSpec() for _ in args[1:]))
 
         def on_device(leaves: list[Any], args: tuple[Any, ...]) -> Any:
-            plan = plan_step(spec, params, False, self.fn, *args, reduce_in_backward=False)
+            plan = plan_step(spec, params, False, fn, *args, reduce_in_backward=False)
             # Nothing is differentiated: parameters themselves are in the place of taps.
             return mark_scalars(call_loss(plan, leaves, leaves, args))
 
         out_specs = PartitionSpec(entry_of(layout.data_axes))
-        return average_scalars(
-            over_data_axes(layout, on_device, (specs, arg_specs), out_specs)(leaves, args)
-        )
+        mapped = over_data_axes(layout, on_device, (specs, arg_specs), out_specs)
+        return self.joined(average_scalars(mapped(leaves, args)))
+
+    def parts(self, params: Tree, *args: Any) -> Any:
+        """Of a loss: its total, its weight if it has one, its aux."""
+        total, weight, _, aux = self.loss.split(self.loss.fn(params, *args))
+        total = to_sum_dtype(total)
+        return total, jnp.asarray(weight, total.dtype) if self.loss.weighted else None, aux
+
+    def joined(self, out: Any) -> Any:
+        """What the step returns: of a loss its mean, which is divided once, and its aux."""
+        if not self.is_loss:
+            return out
+        total, weight, aux = out
+        value = total if weight is None else total * inverse_weight(weight)
+        return (value, aux) if self.loss.has_aux else value
 
 
 # --- Loss and gradients, for a step of one's own --------------------------------------------------
@@ -80,14 +99,14 @@ class EvalStep(CompiledStep):
 class ValueAndGrad(CompiledStep):
     """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``."""
 
-    def __init__(self, zero: Any, loss: Loss, trainable: Tree, param_specs: Tree):
+    def __init__(self, zero: Any, loss: StepLoss, trainable: Tree, param_specs: Tree):
         super().__init__(zero, loss.microbatches)
-        self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
+        self.loss, self.trainable, self.param_specs = loss, trainable, param_specs
 
     def __call__(
         self, params: Tree, batch: Batch, key: Any = None, model_state: Tree = None
     ) -> Any:
-        check_passed(model_state, self.loss.model_state)
+        check_passed(model_state, bool(self.loss.model_state))
         if self.loss.rngs and key is None:
             raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
         value, aux, new, grads = super().__call__(params, batch, key, model_state)

@@ -22,7 +22,7 @@ from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_
 from sharding.step import _model_state
 from sharding.step._gather_params import marking
 from sharding.step._host_stacks import StreamedLoss
-from sharding.step._loss import Inputs, Loss, loss_args
+from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
@@ -221,7 +221,7 @@ class _Sums(NamedTuple):
 
 
 def global_gradients(
-    spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs
+    spec: StepSpec, loss: StepLoss, params: Tree, inputs: Inputs
 ) -> tuple[Any, dict[str, Any], Any]:
     """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``.
 
@@ -305,7 +305,7 @@ def _by_layer(fn: Callable[..., jax.Array], *stacks: jax.Array) -> jax.Array:
     return lax.scan(one, None, stacks)[1]
 
 
-def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any, devices: int = 1) -> Any:
+def mean_metrics(loss: StepLoss, total: Any, weight: Any, aux: Any, devices: int = 1) -> Any:
     """What sums over all micro-batches of some devices are multiplied by, and the metrics."""
     scale = inverse_weight(weight) if loss.weighted else 1.0 / (loss.microbatches * devices)
     metrics = {"loss": total * scale}
@@ -313,7 +313,7 @@ def mean_metrics(loss: Loss, total: Any, weight: Any, aux: Any, devices: int = 1
     return scale, metrics | ({"aux": aux} if loss.has_aux else {})
 
 
-def split_rows(layout: Layout, loss: Loss, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
+def split_rows(layout: Layout, loss: StepLoss, inputs: Inputs) -> tuple[Any, Callable[..., Any]]:
     """The micro-batches, each of rows of every device, stacked if there are several.
 
     And the arguments of the loss, of a model state and a micro-batch.

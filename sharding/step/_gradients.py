@@ -14,7 +14,7 @@ from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _model_state, _reduce_gradients, _sync_state
 from sharding.step._global_gradients import global_gradients, mean_metrics
-from sharding.step._loss import Inputs, Loss, first_args
+from sharding.step._loss import Inputs, StepLoss
 from sharding.step._microbatches import accumulate
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
 
@@ -55,7 +55,7 @@ def average_scalars(tree: Tree) -> Any:
 
 
 def gradients(
-    spec: StepSpec, loss: Loss, params: Tree, inputs: Inputs, sync_state: Tree, early: bool
+    spec: StepSpec, loss: StepLoss, params: Tree, inputs: Inputs, sync_state: Tree, early: bool
 ) -> Gradients:
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
@@ -83,7 +83,7 @@ def gradients(
 
     def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Tree) -> Gradients:
         """Plans the step of one device, and runs it up to the reduced gradients."""
-        args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
+        args = jax.eval_shape(functools.partial(loss.first_args, layout.data_axes), inputs)
         more: Any = {"microbatches": loss.microbatches, "reduce_in_backward": not loss.local_norm}
         plan = plan_step(spec, params, has_state, loss.fn, *args, **more)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
@@ -130,7 +130,7 @@ def _own_shard(x: jax.Array, spec: P) -> jax.Array:
 
 
 def device_gradients(
-    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs, sync_state: Tree = None
+    plan: StepPlan, loss: StepLoss, params: list[jax.Array], inputs: Inputs, sync_state: Tree = None
 ) -> Gradients:
     """Gradients of the mean loss over all devices and micro-batches; inside a ``shard_map``.
 

@@ -11,7 +11,7 @@ from jax import lax
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.step import _model_state
-from sharding.step._loss import Inputs, Loss, call_loss, device_args, differentiated, gradient_shape
+from sharding.step._loss import Inputs, StepLoss, call_loss, differentiated, gradient_shape
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch, squares
 from sharding.step._step_plan import IN_PLACE, StepPlan
 
@@ -42,7 +42,7 @@ class _Device:
     """The loss of one device, and its derivative."""
 
     plan: StepPlan
-    loss: Loss
+    loss: StepLoss
     params: list[jax.Array]  # as the device holds them
     inputs: list[jax.Array]  # what is differentiated; see ``differentiated``
     key: Any
@@ -57,7 +57,7 @@ class _Device:
             next(in_order) if param.trained else x
             for param, x in zip(plan.params, self.inputs, strict=True)
         ]
-        args = device_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
+        args = loss.device_args(plan.layout.data_axes, self.key, microbatch, index, model_state)
         out = call_loss(plan, inputs, self.params, args)
         total, weight, new, aux = loss.split(out)
         if loss.model_state:
@@ -120,7 +120,9 @@ class _Device:
         return Sums(total, weight, local, reduced), model_state, aux
 
 
-def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs) -> Accumulated:
+def accumulate(
+    plan: StepPlan, loss: StepLoss, params: list[jax.Array], inputs: Inputs
+) -> Accumulated:
     """Runs the micro-batches one after the other, with ``params`` as this device holds them."""
     steps = loss.microbatches
     taps = differentiated(plan, params, accumulates=IN_PLACE and steps > 1)

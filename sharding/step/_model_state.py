@@ -14,19 +14,6 @@ from sharding._types import DType, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.placement._specs import KeyPath, path_str
 
-REDUCTIONS = ("mean", "sum", "same")
-
-
-def check_reduction(reduction: Tree) -> None:
-    if callable(reduction):
-        return
-    for kind in jax.tree.leaves(reduction):
-        if kind not in REDUCTIONS:
-            raise ValueError(
-                f"model_state_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or a "
-                f"tree of them, got {kind!r}."
-            )
-
 
 def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
     """The new state in the dtypes of the old one, and which leaves the loss returned unchanged."""

@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding._types import Batch, Tree
-
-# What a loss may request as ``rngs``: no key, one for each micro-batch of a device, one for each
-# example, or the number of the micro-batch beside the key (nnx models hold keys of their own).
-NUMBERED: Any = object()
-RNGS = (False, True, "per_example", NUMBERED)
+from sharding.loss._loss_options import NUMBERED
 
 
 def step_key(state: Tree, key: Any) -> Any:

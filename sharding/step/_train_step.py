@@ -4,6 +4,7 @@
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +22,7 @@ from sharding.step import _update
 from sharding.step._checks import check_not_streamed, check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
 from sharding.step._gradients import gradients
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, StepLoss
 from sharding.step._placed_state import places
 from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
@@ -36,9 +37,8 @@ class TrainStep(CompiledStep):
     def __init__(
         self,
         zero: Any,
-        loss: Loss,
+        loss: StepLoss,
         tx: Any,
-        model_state: str | tuple[str, ...] | bool,
         trainable: Tree,
         grad_norm: bool,
         snapshot: PeerCheckpoints | None,
@@ -52,7 +52,7 @@ class TrainStep(CompiledStep):
         if not self.updates_in_backward:
             check_not_streamed(zero)
         super().__init__(zero, loss.microbatches)
-        self.loss, self.tx, self.model_state = loss.check(), tx, model_state
+        self.loss, self.tx = loss, tx
         self.trainable, self.grad_norm = trainable, grad_norm
         self.blocks = zero.gathered_blocks
         self.snapshot, self.donates = snapshot, donate
@@ -108,9 +108,9 @@ class TrainStep(CompiledStep):
     ) -> tuple[Any, dict[str, Any]]:
         """The new state and the metrics; ``copied`` is known once a snapshot has the state."""
         spec = spec._replace(layout=layout)
-        check_passed(passed, self.model_state)
+        check_passed(passed, self.loss.model_state)
         key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
-        own = _train_state.model_state_of(state, self.model_state)
+        own = _train_state.model_state_of(state, self.loss.model_state)
         inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         if self.updates_in_backward:
@@ -124,7 +124,7 @@ class TrainStep(CompiledStep):
         transform: Any = jax.jit(functools.partial(plain, num_pieces=2), inline=True)
         traits = _update.update_traits(spec, transform, params, opt_state)
 
-        loss = self.loss._replace(local_norm=traits.local_norm)
+        loss = dataclasses.replace(self.loss, local_norm=traits.local_norm)
         if traits.local_norm and layout.view == "global":
             raise ValueError(_update.NO_LOCAL_NORM)
         early = traits.sums and layout.stage in (1, 2)
@@ -149,10 +149,10 @@ class TrainStep(CompiledStep):
         self, new: Tree, metrics: dict[str, Any], model_state: Tree, layout: Layout
     ) -> tuple[Any, dict[str, Any]]:
         """A new state and its metrics, one of which has the model state of the step."""
-        if self.model_state is True:
+        if self.loss.model_state is True:
             # Replicated, as the next call gets it, also where other axes shard features.
             specs = jax.tree.map(lambda _: PartitionSpec(), model_state)
             metrics["model_state"] = layout.constrain(model_state, specs)
-        elif self.model_state:
-            new = _train_state.with_model_state(new, self.model_state, model_state)
+        elif self.loss.model_state:
+            new = _train_state.with_model_state(new, self.loss.model_state, model_state)
         return new, metrics

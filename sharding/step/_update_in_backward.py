@@ -37,7 +37,7 @@ from sharding.step._layer_updates import (
     reduce,
     squared_norm,
 )
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, StepLoss
 from sharding.step._loss_pieces import ForwardPass, LossPieces
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import gather_updated
@@ -62,7 +62,7 @@ def check_alone(zero: Any, snapshot: Any) -> None:
 
 
 def update_in_backward(
-    spec: StepSpec, loss: Loss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
+    spec: StepSpec, loss: StepLoss, state: Tree, inputs: Inputs, tx: Any, grad_norm: bool
 ) -> tuple[Any, dict[str, Any], Any]:
     """The new train state, the metrics and the new model state; inside ``on_mesh``."""
     step = BackwardUpdate(spec, loss, parts(state, tx), inputs, grad_norm)
@@ -77,7 +77,12 @@ class BackwardUpdate:
     """One step: a loss in pieces, and the update as a graph; ``Value`` is of the latter here."""
 
     def __init__(
-        self, spec: StepSpec, loss: Loss, parts: tuple[Any, ...], inputs: Inputs, grad_norm: bool
+        self,
+        spec: StepSpec,
+        loss: StepLoss,
+        parts: tuple[Any, ...],
+        inputs: Inputs,
+        grad_norm: bool,
     ):
         self.spec, self.loss, self.inputs, self.grad_norm = spec, loss, inputs, grad_norm
         self.params, self.opt_state, tx = parts
@@ -280,7 +285,7 @@ class BackwardUpdate:
         return {i: (gathered if i in self.trained else self.leaves)[i] for i in self.outside}
 
 
-def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
+def _trace_loss(layout: Layout, loss: StepLoss, params: Tree, args: Any) -> Graph:
     """The loss of parameters and of other arguments: total, weight, new model state and aux."""
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     inputs, given = jax.tree.flatten((types, *args))

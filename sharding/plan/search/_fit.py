@@ -26,6 +26,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding._user_line import warn
 from sharding._zero import Tx, Zero
+from sharding.loss._loss_options import AnyLoss, Loss, take_loss
 from sharding.placement._train_state import model_state_of, params_of, parts
 from sharding.plan._format import (
     Printed,
@@ -47,7 +48,7 @@ from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.plan.search._traced_model import TracedModel
 from sharding.step._checks import check_batch
-from sharding.step._loss import Loss, check_arguments, loss_args
+from sharding.step._loss import loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step._train_step import TrainStep
 from sharding.step.flax._nnx import is_module
@@ -164,7 +165,7 @@ def _naming_the_page() -> Iterator[None]:
 
 @_naming_the_page()
 def fit(
-    loss_fn: Callable[..., Any],
+    loss_fn: AnyLoss,
     make_state: Callable[..., Any],
     batch: Batch,
     *,
@@ -190,7 +191,7 @@ def fit(
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, the mean over a batch of any number of examples,
-        as under ``jit`` on one device (``Zero(view="global")``).
+        as under ``jit`` on one device (``Zero(view="global")``); or a ``Loss``.
       make_state: makes the train state, as for ``Zero.init``, of nothing or of a random key.
       batch: a batch of all devices, real or abstract.
       tx: the transformation, where the state is a pair.
@@ -213,7 +214,7 @@ def fit(
         for 6. The one measured fastest is taken.
       folder: where plans are saved, by a fingerprint of loss, shapes, machine and versions; those
         that are there are not searched and compiled again.
-      **options: of ``Zero.train_step``, such as ``has_aux``, ``rngs`` or ``model_state``.
+      **options: of ``Zero.train_step``, such as ``trainable``, and ``rngs`` beside a function.
 
     Raises:
       ValueError: the loss cannot be traced, the batch cannot be shared, or nothing is known of the
@@ -234,9 +235,10 @@ def fit(
       ()
     """
     is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
+    is_loss = callable(loss_fn) or hasattr(loss_fn, "as_loss")
     share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
     for value, valid, words in (
-        (loss_fn, callable(loss_fn), "loss_fn must be a function of parameters and a batch"),
+        (loss_fn, is_loss, "loss_fn must be a function of parameters and a batch"),
         (make_state, callable(make_state), "make_state must be a function"),
         (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
         (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
@@ -260,14 +262,19 @@ def fit(
         if name in ("microbatches", "update"):
             fixed = {name: value} if name != "update" else {"update_in_backward": True}
             raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
+    named = isinstance(loss_fn, Loss) and loss_fn.model_state
+    if options.get("model_state", named) is True:
+        raise ValueError(
+            "fit needs the model state in the train state: model_state names its field."
+        )
+    loss, options = take_loss(loss_fn, options)
     kept = dict(keep or {})
     offload = "update" if "update" in _values(kept.get("offload")) else True
     asked = {"keep": kept, "offload": offload, "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
-    own = zero, param_specs
-    request = _FitRequest(machine, loss_fn, make_state, batch, tx, options, asked, *own)
+    request = _FitRequest(machine, loss, make_state, batch, tx, options, asked, zero, param_specs)
     path, speeds = request.files(folder, largest, measure)
 
     def of_file(rows: Any) -> FittedPlan:
@@ -340,7 +347,7 @@ class _FitRequest:
     def __init__(
         self,
         machine: FitMachine,
-        loss_fn: Callable[..., Any],
+        loss: Loss,
         make_state: Callable[..., Any],
         batch: Batch,
         tx: Tx,
@@ -350,7 +357,7 @@ class _FitRequest:
         param_specs: Tree = None,
     ):
         self.machine, self.options, self.asked = machine, options, asked
-        self.loss_fn = loss_fn
+        self.loss = loss
         self._made: dict[ParallelPlan, FittedPlan] = {}
         self.programs: dict[ParallelPlan, int] = {}  # of plans that were proven
         self._audits: dict[int, tuple[Audit | None, float]] = {}  # of each; bytes of a device
@@ -378,21 +385,13 @@ class _FitRequest:
         if not num_bytes(params):
             raise ValueError("the train state has no parameters: there is nothing to plan.")
         # The loss of parameters and a batch alone.
-        model_state = options.get("model_state")
-        if model_state is True:
-            raise ValueError(
-                "fit needs the model state in the train state: model_state names its field."
-            )
-        named = {name: options.get(name, False) for name in ("has_aux", "weighted", "rngs")}
-        loss = Loss(loss_fn, **named, model_state=bool(model_state)).check()
-        check_arguments(loss_fn, "params", "batch", model_state=model_state, key=loss.rngs)
         self.key = jax.random.key(0) if loss.rngs else None
-        stateful = model_state_of(self.state, model_state or False)
+        stateful = model_state_of(self.state, loss.model_state)
 
         def mean_loss(params: Tree, batch: Batch) -> jax.Array:
             keys = microbatch_key(loss.rngs, self.key, 0, batch)
             args = loss_args(loss, batch, _as_zeros(stateful), keys)
-            total, weight, _, _ = loss.split(loss_fn(params, *args))
+            total, weight, _, _ = loss.split(loss(params, *args))
             return total / weight
 
         init, own = lambda dtype: _as_zeros(params), {"zero": zero, "param_specs": param_specs}
@@ -404,7 +403,7 @@ class _FitRequest:
         if wrong:
             raise ValueError(f"keep must have {wrong}, as all plans here. {_NOT_COMPARED}")
         # Statistics of a batch are not those of its micro-batches.
-        self.fixed |= {"microbatches": 1} if model_state else {}
+        self.fixed |= {"microbatches": 1} if loss.model_state else {}
         self.asked["keep"] = self.fixed | kept
         _check_trace(self.model, machine.devices)
 
@@ -419,7 +418,8 @@ class _FitRequest:
             raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
         model, versions = self.model, (jax.__version__, __version__)
         step = str(model.trace.graph.jaxpr), self.state, model.zero, model.param_specs
-        text = repr((step, self.machine, self.asked, sorted(self.options), more, versions))
+        options = vars(self.loss) | {"fn": None}, sorted(self.options)
+        text = repr((step, self.machine, self.asked, options, more, versions))
         fingerprint = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
         machine = re.sub("[^a-z0-9]+", "-", self.machine.target)
         return home / f"{fingerprint}.json", home / f"speeds-{machine}.json"
@@ -472,7 +472,7 @@ class _FitRequest:
         """The step of the first plan."""
         plan = proofs[0].plan
         made = self._made.get(plan) or self._made.setdefault(plan, self._make(plan))
-        several = plan.microbatches > 1 and not self.options.get("weighted")
+        several = plan.microbatches > 1 and not self.loss.weighted
         notes = (*notes, *self.model.about_layers(plan.update_in_backward), _NOT_COMPARED)
         notes = (*notes, *[_OF_MICROBATCHES] * several)
         for proof in proofs:
@@ -502,7 +502,8 @@ class _FitRequest:
         given = tx if self.pair else None
         real = isinstance(zero.mesh, jax.sharding.Mesh)
         device = zero.mesh.devices.flat[0] if real else None
-        loss = self.model.loss(file.recompute, self.loss_fn, device)
+        planned = self.model.loss(file.recompute, self.loss.fn, device)
+        loss = dataclasses.replace(self.loss, fn=planned)
         fixed: Any = {"tx": given, "microbatches": plan.microbatches}
         fixed |= {"update": "backward" if plan.update_in_backward else "after"}
         step = zero.train_step(loss, **fixed, **self.options)

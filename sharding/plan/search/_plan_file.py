@@ -258,7 +258,7 @@ class PlanFile:
                     "step = jax.jit(training.run, donate_argnums=0)",
                 ]
             else:
-                lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
+                lines.append("step = zero.train_step(pipeline, tx=tx)")
         else:
             of_layers = [f"layer = {layer}", "loss = model.make_loss(layer)"]
             lines += of_layers if self.layers else [f"loss = model.loss({self.recompute!r})"]
@@ -344,7 +344,7 @@ def lowered_step(
 
     if pipeline:
         specs = pipeline.param_specs(jax.eval_shape(make_state)[0], specs)
-        step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+        step = zero.train_step(pipeline, tx=tx)
     else:
         if not isinstance(model, Decoder):
             loss = model.loss(file.recompute, device=mesh.devices.flat[0])

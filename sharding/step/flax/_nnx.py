@@ -14,13 +14,12 @@ import jax
 import optax
 
 from sharding._types import Array, Batch, OptState, Tree
+from sharding.loss._loss_options import NUMBERED, AnyLoss, Loss, as_loss, as_pair
 from sharding.placement._describe import Description
 from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import resolve_param_specs, sharding_on
 from sharding.step._batch_moments import set_axes
 from sharding.step._checks import check_makes
-from sharding.step._loss import as_pair, check_arguments
-from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._modules import check_found, gathered_module, matches
 
@@ -59,7 +58,7 @@ class NnxMethods:
 
     def nnx_train_step(
         self: Any,
-        loss_fn: Callable[..., Any],
+        loss_fn: AnyLoss,
         *,
         has_aux: bool = False,
         weighted: bool = False,
@@ -80,7 +79,8 @@ class NnxMethods:
         the micro-batch of all devices, without an ``axis_name``.
 
         Args:
-          loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model.
+          loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model. A
+            ``Loss`` has the next three arguments in it, and no model state.
           has_aux: the loss is a pair ``(loss, aux)``; this, and others, as in ``train_step``.
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
@@ -113,11 +113,12 @@ class NnxMethods:
           >>> int(optimizer.step[...])
           1
         """
-        options = {"weighted": weighted, "microbatches": microbatches, "trainable": trainable}
-        options |= {"grad_norm": grad_norm, "donate": donate, "update": update}
-        return NnxStep(self, loss_fn, rngs, reductions, has_aux, param_specs, options)
+        loss = as_loss(loss_fn, has_aux, weighted, rngs, first="model")
+        options = {"microbatches": microbatches, "trainable": trainable, "grad_norm": grad_norm}
+        options |= {"donate": donate, "update": update}
+        return NnxStep(self, loss, reductions, param_specs, options)
 
-    def nnx_eval_step(self: Any, fn: Callable[..., Any], *, wrt: Any = None) -> "NnxEvalStep":
+    def nnx_eval_step(self: Any, fn: AnyLoss, *, wrt: Any = None) -> "NnxEvalStep":
         """A compiled function of an nnx model and a batch, ``evaluate(model, batch) -> tree``.
 
         It has a ``lower`` of the same arguments.
@@ -160,29 +161,19 @@ class _NnxState:
 class NnxStep:
     """A training step of ``(model, optimizer, batch)``; see ``Zero.nnx_train_step``."""
 
-    def __init__(
-        self,
-        zero: Any,
-        loss_fn: Any,
-        rngs: bool,
-        reductions: Any,
-        has_aux: bool,
-        param_specs: Tree,
-        options: Any,
-    ):
-        check_arguments(loss_fn, "model", "batch", key=rngs)
-        self.loss_fn, self.rngs = loss_fn, rngs
-        self.reductions, self.has_aux, self.param_specs = reductions, has_aux, param_specs
+    def __init__(self, zero: Any, loss: Loss, reductions: Any, param_specs: Tree, options: Any):
+        _check_stateless(loss)
+        if loss.rngs == "per_example":
+            raise ValueError(
+                "nnx_train_step has one key for a micro-batch, and none for each example: pass "
+                "rngs=True."
+            )
+        self.loss, self.reductions, self.param_specs = loss, reductions, param_specs
         # The blocks of the model are gathered by prepare: the loss calls no linen modules.
         plain = dataclasses.replace(zero, gathered_blocks=())
-        self._step = plain.train_step(
-            self._loss,
-            has_aux=has_aux,
-            rngs=NUMBERED,
-            model_state=True,
-            model_state_reduction=lambda parts: parts["static"].value[-1],
-            **options,
-        )
+        reduction = lambda parts: parts["static"].value[-1]  # noqa: E731
+        own = {"rngs": NUMBERED, "model_state": True, "reduction": reduction}
+        self._step = plain.train_step(dataclasses.replace(loss, fn=self._loss, **own), **options)
         self._step.blocks = zero.gathered_blocks
         self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
@@ -219,7 +210,7 @@ class NnxStep:
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
         rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
         step: Any = nnx.as_pure(optimizer.step)
-        if self.rngs:
+        if self.loss.rngs:
             key = zero._layout.replicate_foreign(key)
             key = _of_step(jax.random.key(0) if key is None else key, step)
         is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
@@ -244,22 +235,26 @@ class NnxStep:
         graph, wrt, _ = parts["static"].value
         rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
         model = model_in_step(self.zero, graph, params, rng, parts["sown"], parts["rest"])
-        out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
-        value, aux = as_pair(out, "(loss, aux), as has_aux says") if self.has_aux else (out, None)
+        out = self.loss(model, batch, key) if self.loss.rngs else self.loss(model, batch)
         _, _, rng, _, rest = _split(model, wrt)
         # Counts move on, keys are those of the run.
         counted = lambda old, new: old if _is_key(old) else new  # noqa: E731
         next_rng = jax.tree.map(counted, parts["rng"], values_at(parts["rng"], rng))
         new = parts | {"rest": values_at(parts["rest"], rest), "next_rng": next_rng}
-        return value, ((new, aux) if self.has_aux else new)
+        return _with_new(self.loss, out, new)
 
 
 class NnxEvalStep:
     """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``."""
 
-    def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
-        self.fn, self.wrt = fn, nnx.Param if wrt is None else wrt
-        self._step = zero.eval_step(self._run, model_state=True)
+    def __init__(self, zero: Any, fn: AnyLoss, wrt: Any):
+        self.loss, self.wrt = as_loss(fn, first="model"), nnx.Param if wrt is None else wrt
+        _check_stateless(self.loss)
+        if self.loss.fn is fn:
+            self._step = zero.eval_step(self._run, model_state=True)
+        else:
+            own = dataclasses.replace(self.loss, fn=self._run_loss, model_state=True)
+            self._step = zero.eval_step(own)
         self.zero = dataclasses.replace(zero, view=self._step.zero.view)
 
     def __call__(self, model: Any, batch: Batch) -> Any:
@@ -280,7 +275,24 @@ class NnxEvalStep:
 
     def _run(self, params: Tree, batch: Batch, parts: Any) -> Any:
         graph, rest = parts
-        return self.fn(model_in_step(self.zero, graph.value, params, rest), batch)
+        return self.loss(model_in_step(self.zero, graph.value, params, rest), batch)
+
+    def _run_loss(self, *args: Any) -> tuple[Any, Any]:
+        return _with_new(self.loss, self._run(*args), ())
+
+
+def _check_stateless(loss: Loss) -> None:
+    if loss.model_state:
+        raise ValueError(
+            f"an nnx model has its state in the model, and model_state={loss.model_state!r} was "
+            "given: leave that out."
+        )
+
+
+def _with_new(loss: Loss, out: Any, new: Any) -> tuple[Any, Any]:
+    """What a loss returned, and beside it the new values of what is not trained."""
+    value, aux = as_pair(out, "(loss, aux), as has_aux says") if loss.has_aux else (out, None)
+    return value, ((new, aux) if loss.has_aux else new)
 
 
 def _split(model: Any, wrt: Any) -> Any:
@@ -425,18 +437,15 @@ def is_module(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Module)
 
 
-def pure_loss(
-    zero: Any, loss_fn: Callable[..., Any], model: Any, options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], Any, Any]:
+def pure_loss(zero: Any, loss: Loss, model: Any) -> tuple[Loss, Any, Any]:
     """The loss of a model as one of ``(params, batch, rest)``, with a state, and the rest."""
+    _check_stateless(loss)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss(params: Tree, batch: Batch, rest: Any, *key: Any) -> Any:
+    def fn(params: Tree, batch: Batch, rest: Any, *key: Any) -> Any:
         model = model_in_step(zero, graph, params, rest)
-        out = loss_fn(model, batch, *key)
-        value, aux = out if options.get("has_aux") else (out, None)
-        new = values_at(rest, nnx.split(model, nnx.Param, ...)[2])
-        return value, ((new, aux) if options.get("has_aux") else new)
+        out = loss(model, batch, *key)
+        return _with_new(loss, out, values_at(rest, nnx.split(model, nnx.Param, ...)[2]))
 
     params, rest = nnx.as_pure((params, rest))
-    return loss, (params, None), rest
+    return dataclasses.replace(loss, fn=fn, model_state=True), (params, None), rest
