@@ -47,7 +47,6 @@ OPTIONS = {
     "none": {},
     "aux": {"has_aux": True},
     "weighted": {"weighted": True},
-    "a key": {"rngs": True},
     "keys": {"rngs": "per_example"},
     "state": {"model_state": "stats", "reduction": "sum"},
     "all": {"has_aux": True, "weighted": True, "rngs": True, "model_state": True},
@@ -89,7 +88,7 @@ def test_steps_take_a_loss_and_keywords_alike(name):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["aux", "weighted", "state"])
+@pytest.mark.parametrize("name", ["weighted", "state"])
 def test_check_loss_takes_a_loss_and_keywords_alike(name):
     zero, options = zero_on(2), OPTIONS[name]
     state = zero.init(make_state)
@@ -168,7 +167,7 @@ def test_nnx_steps_take_a_loss_and_keywords_alike(options):
 
 
 @pytest.mark.parametrize("view", ["device", "global"])
-@pytest.mark.parametrize("name", ["none", "aux", "weighted", "state"])
+@pytest.mark.parametrize("name", ["aux", "weighted", "state"])
 def test_evaluation_of_a_loss_is_its_mean(name, view):
     """As a step computes it: sums and weights are added, then divided once; no new model state."""
     options, zero = OPTIONS[name], zero_on(2, view=view)
