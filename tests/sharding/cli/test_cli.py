@@ -437,7 +437,11 @@ def test_an_audit_has_the_prediction_of_its_plan(text, figures, monkeypatch):
 
 @pytest.mark.parametrize(
     "target",
-    ["a100-40x2", pytest.param("newx2 --memory 40", marks=pytest.mark.slow), "cpu:2 --memory 4"],
+    [
+        "a100-40x2",
+        pytest.param("newx2 --memory 40", marks=pytest.mark.slow),
+        pytest.param("cpu:2 --memory 4", marks=pytest.mark.slow),
+    ],
 )
 def test_remat_where_nothing_compiles_for_the_target(target, text, monkeypatch):
     """It plans what plan plans, by a program for what is likest, which it names."""
