@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from optax_ext import traced_graph
-from sharding.loss._row_dims import Step
+from sharding.loss._row_dims import RowStep
 from sharding.loss._row_states import CLIPPED, Coupled, Rows, RowsMeet, Shared, unknown
 
 _LOSS = 1000  # the power of a loss that no value has by itself
@@ -24,7 +24,7 @@ def _inexact(avals: Sequence[Any]) -> list[int]:
     return [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
 
-def pullback_of(step: Step) -> Any:
+def pullback_of(step: RowStep) -> Any:
     """The traced pullback, of operands and cotangents of results; None if it has no derivative."""
     eqn, inexact, results = step.equation, _inexact(step.types), _inexact(step.result_types)
     if not (inexact and results):
@@ -50,7 +50,7 @@ def pullback_of(step: Step) -> Any:
         raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
 
 
-def cotangents_of(step: Step, outs: list[Any]) -> list[Any]:
+def cotangents_of(step: RowStep, outs: list[Any]) -> list[Any]:
     """The states of the cotangents of results."""
     return [_cotangent(outs[k], step.result_types[k]) for k in _inexact(step.result_types)]
 
@@ -67,7 +67,7 @@ def _of_rows(v: Rows) -> Rows:
     return Rows(v.dims, v.count, v.before, v.after, power=_LOSS - v.power - 1)
 
 
-def check_cotangents(step: Step, ins: list[Any], found: list[Any]) -> None:
+def check_cotangents(step: RowStep, ins: list[Any], found: list[Any]) -> None:
     """Raises if the cotangents ``found`` of operands ``ins`` do not keep rows apart as these do."""
     for k, state in zip(_inexact(step.types), found, strict=True):
         if isinstance(state, Coupled):

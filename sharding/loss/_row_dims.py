@@ -16,7 +16,7 @@ Places = list[Any]  # of the dims of an operand, as in ``_row_states``
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class RowStep:
     """An equation, beside the same one of a trace with twice the rows if there is one."""
 
     name: str
@@ -26,7 +26,7 @@ class Step:
     types: tuple[Any, ...]  # of operands
     result_types: tuple[Any, ...]
     equation: Any
-    twin: "Step | None" = None
+    twin: "RowStep | None" = None
 
     @property
     def shapes(self) -> list[Shape]:
@@ -40,7 +40,7 @@ class Step:
 class Rule:
     """What a primitive does with the entries of its operands."""
 
-    places: Callable[[Step], list[Places]]  # of the dims of each operand
+    places: Callable[[RowStep], list[Places]]  # of the dims of each operand
     kind: Kind = Kind.OTHER
     chosen_by: range = range(0)  # the operands that are predicates or indices
 
@@ -50,13 +50,13 @@ class Rule:
 _TAKEN = "some rows are taken by their index"
 
 
-def _meet(dims_of: Any, what: str = "", goes: bool = False) -> Callable[[Step], list[Places]]:
+def _meet(dims_of: Any, what: str = "", goes: bool = False) -> Callable[[RowStep], list[Places]]:
     """Along some dims entries meet, in the way ``what``, or are summed; these may go.
 
     The dims are those of a parameter, or what a function says of parameters and a number of dims.
     """
 
-    def places(step: Step) -> list[Places]:
+    def places(step: RowStep) -> list[Places]:
         found = []
         for shape in step.shapes:
             ndim = len(shape)
@@ -84,27 +84,27 @@ def _tiled(params: dict[str, Any], ndim: int) -> list[int]:
     return [d for d in range(ndim) if params["reps"][d] != 1]
 
 
-def _each(step: Step) -> list[Places]:
+def _each(step: RowStep) -> list[Places]:
     """Dims that the result has, too; others are a part of each entry, such as of a key."""
     ndim = len(step.result_shape())
     return [[d if d < ndim else _TAKEN for d in range(len(shape))] for shape in step.shapes]
 
 
-def _broadcast(step: Step) -> list[Places]:
+def _broadcast(step: RowStep) -> list[Places]:
     return [[int(d) for d in step.params["broadcast_dimensions"]]]
 
 
-def _transpose(step: Step) -> list[Places]:
+def _transposed(step: RowStep) -> list[Places]:
     permutation = list(step.params["permutation"])
     return [[permutation.index(d) for d in range(len(permutation))]]
 
 
-def _stack(step: Step) -> list[Places]:
+def _beside(step: RowStep) -> list[Places]:
     axis = step.params["axis"]
     return [[d + (d >= axis) for d in range(len(shape))] for shape in step.shapes]
 
 
-def _slice(step: Step) -> list[Places]:
+def _slice(step: RowStep) -> list[Places]:
     """Of each dim all entries are taken, or written, or not."""
     is_written = step.name == "dynamic_update_slice"
     sizes = step.shapes[1] if is_written else step.result_shape()
@@ -116,7 +116,7 @@ def _slice(step: Step) -> list[Places]:
 # --- Products, windows, lookups -------------------------------------------------------------------
 
 
-def _product(step: Step) -> list[Places]:
+def _product(step: RowStep) -> list[Places]:
     """Batch dims, then those of the first operand alone, then of the second; others are summed."""
     contracted, batch = step.params["dimension_numbers"]
     places: list[Places] = []
@@ -134,7 +134,7 @@ def _product(step: Step) -> list[Places]:
     return places
 
 
-def _convolution(step: Step) -> list[Places]:
+def _convolved(step: RowStep) -> list[Places]:
     """Rows may be the batch, or the kernels of each feature of the result."""
     numbers = step.params["dimension_numbers"]
     images, kernels = ([_MEET_IN_CONVOLUTION] * len(shape) for shape in step.shapes)
@@ -149,7 +149,7 @@ def _convolution(step: Step) -> list[Places]:
 _MEET_IN_CONVOLUTION = "rows meet in a convolution"
 
 
-def _window(step: Step) -> list[Places]:
+def _window(step: RowStep) -> list[Places]:
     p = step.params
     names = ("window_dimensions", "window_strides", "base_dilation")
     sizes = [p.get(name) or [1] * len(step.result_shape()) for name in names]
@@ -160,7 +160,7 @@ def _window(step: Step) -> list[Places]:
     return [places if shape else [] for shape in step.shapes]
 
 
-def _gather(step: Step) -> list[Places]:
+def _gather(step: RowStep) -> list[Places]:
     """Dims of the table that are taken in full, or row by row; and those of the index."""
     numbers, sizes = step.params["dimension_numbers"], step.params["slice_sizes"]
     of_index = [d for d in range(len(step.result_shape())) if d not in numbers.offset_dims]
@@ -174,7 +174,7 @@ def _gather(step: Step) -> list[Places]:
     return [table, [*of_index, _TAKEN]]
 
 
-def _scatter(step: Step) -> list[Places]:
+def _scatter(step: RowStep) -> list[Places]:
     """Dims that are written in full, or row by row; what is added to the same entries is summed."""
     numbers = step.params["dimension_numbers"]
     operand, index, update = ([_WRITTEN] * len(shape) for shape in step.shapes)
@@ -230,14 +230,14 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("mul", "div"), Rule(_each, Kind.PRODUCT)),
     "select_n": Rule(_each, Kind.LINEAR, chosen_by=range(1)),
     "broadcast_in_dim": Rule(_broadcast, Kind.MOVES),
-    "transpose": Rule(_transpose, Kind.MOVES),
+    "transpose": Rule(_transposed, Kind.MOVES),
     "squeeze": Rule(_meet("dimensions", _TAKEN, goes=True), Kind.MOVES),
     "slice": Rule(_slice, Kind.LINEAR),
     "split": Rule(_meet("axis", _TAKEN), Kind.LINEAR),
     "rev": Rule(_meet("dimensions", "rows are reversed"), Kind.LINEAR),
     "pad": Rule(_meet(_padded, "rows are padded"), Kind.LINEAR),
     "concatenate": Rule(_meet("dimension", "rows are one after the other"), Kind.LINEAR),
-    "stack": Rule(_stack, Kind.LINEAR),
+    "stack": Rule(_beside, Kind.LINEAR),
     "unstack": Rule(_meet("axis", _TAKEN, goes=True), Kind.LINEAR),
     "tile": Rule(_meet(_tiled, "rows are repeated"), Kind.LINEAR),
     "dynamic_slice": Rule(_slice, Kind.LINEAR, chosen_by=range(1, 64)),
@@ -246,7 +246,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("scatter", *_ADDING), Rule(_scatter, Kind.LINEAR, chosen_by=range(1, 2))),
     **{f"scatter-{x}": Rule(_scatter) for x in ("mul", "min", "max")},
     "dot_general": Rule(_product, Kind.PRODUCT),
-    "conv_general_dilated": Rule(_convolution, Kind.PRODUCT),
+    "conv_general_dilated": Rule(_convolved, Kind.PRODUCT),
     "reduce_sum": Rule(_meet("axes", goes=True), Kind.LINEAR),
     **{
         name: Rule(_meet("axes", _REDUCED, goes=True))
@@ -268,6 +268,6 @@ _RULES: dict[str, Rule] = {
 _UNKNOWN = Rule(_meet(_last(64), "what it does with rows is not known"))
 
 
-def rule_of(step: Step) -> Rule:
+def rule_of(step: RowStep) -> Rule:
     """The rule of an equation; where it is not known, rows may not reach it."""
     return _RULES.get(step.name, _UNKNOWN)

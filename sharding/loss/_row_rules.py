@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sharding.loss._row_dims import ADDED, ELEMENTWISE, RANDOM, SAME, Rule, Shape, Step, rule_of
+from sharding.loss._row_dims import ADDED, ELEMENTWISE, RANDOM, SAME, RowStep, Rule, Shape, rule_of
 from sharding.loss._row_states import (
     CLIPPED,
     NUMBER,
@@ -34,7 +34,7 @@ from sharding.loss._row_states import (
 )
 
 
-def states_of(step: Step, ins: list[Any]) -> list[Any]:
+def states_of(step: RowStep, ins: list[Any]) -> list[Any]:
     """The states of the results of an equation without inner functions."""
     for v in ins:
         if isinstance(v, Coupled):
@@ -46,11 +46,11 @@ def states_of(step: Step, ins: list[Any]) -> list[Any]:
     return [_state_of(step, ins, k) for k in range(len(step.results))]
 
 
-def _state_of(step: Step, ins: list[Any], k: int) -> Any:
+def _state_of(step: RowStep, ins: list[Any], k: int) -> Any:
     """The state of one result."""
     if step.name == "iota":
         dim = step.params["dimension"]
-        return Shared(frozenset([dim]) & _wide(step, k), counts=dim)
+        return Shared(frozenset([dim]) & _long_dims(step, k), counts=dim)
     if step.name == "select_n" and isinstance(ins[0], Shared) and ins[0].is_zero:
         return ins[1]
     if step.name == "lt" and all(isinstance(v, Shared) for v in ins):
@@ -68,7 +68,7 @@ def _state_of(step: Step, ins: list[Any], k: int) -> Any:
     return _by_dims(step, ins, k)
 
 
-def _by_dims(step: Step, ins: list[Any], k: int) -> Any:
+def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
     """What follows from the dims of operands and the kind of the equation."""
     rule = _rule_of(step, ins)
     places = rule.places(step)
@@ -87,12 +87,12 @@ def _by_dims(step: Step, ins: list[Any], k: int) -> Any:
         return sum_over(out, summed, step.result_shape(k)) if summed else out
     made = frozenset[int]()
     if rule.kind is not Kind.MOVES:  # which makes no entries
-        made = _wide(step, k) - {place for of_operand in places for place in of_operand}
+        made = _long_dims(step, k) - {place for of_operand in places for place in of_operand}
     is_random = out.random or step.name in RANDOM
     return dataclasses.replace(out, varies=out.varies | made, random=is_random)
 
 
-def _rule_of(step: Step, ins: list[Any]) -> Rule:
+def _rule_of(step: RowStep, ins: list[Any]) -> Rule:
     """The rule of an equation, which is of no kind where it rounds or divides by a sum."""
     rule, to = rule_of(step), step.result_types[0].dtype
     if step.name == "convert_element_type":
@@ -114,13 +114,13 @@ _SIZE_NAMES = "start_indices shape new_sizes sizes slice_sizes limit_indices fea
 _SIZES = frozenset(_SIZE_NAMES.split())
 
 
-def _wide(step: Step, k: int) -> frozenset[int]:
+def _long_dims(step: RowStep, k: int) -> frozenset[int]:
     """The dims of a result that have more than one entry, with n rows or with 2 n."""
     shapes = [s.result_shape(k) for s in (step, step.twin or step)]
     return frozenset(d for d, sizes in enumerate(zip(*shapes, strict=True)) if set(sizes) != {1})
 
 
-def _of_sizes(step: Step, places: list[Any], ins: list[Any], out: Any, k: int) -> Any:
+def _of_sizes(step: RowStep, places: list[Any], ins: list[Any], out: Any, k: int) -> Any:
     """The result, if twice the rows give the same function; of shared values the power changes."""
     if step.twin is None:
         return out
@@ -151,7 +151,7 @@ def _of_sizes(step: Step, places: list[Any], ins: list[Any], out: Any, k: int) -
     return out
 
 
-def _has_same_params(step: Step, twin: Step) -> bool:
+def _has_same_params(step: RowStep, twin: RowStep) -> bool:
     for name, given in step.params.items():
         other = twin.params.get(name)
         if name == "start_indices":  # which grow as their dims do
@@ -171,7 +171,7 @@ _CLIP_NAMES = "add sub max min clamp and or not select_n eq ne lt le gt ge"
 _CLIPS = frozenset(_CLIP_NAMES.split()) | SAME
 
 
-def _of_sums(step: Step, ins: list[Any], k: int) -> Any:
+def _of_sums(step: RowStep, ins: list[Any], k: int) -> Any:
     """An equation of elements, some of which are sums over rows or functions of such."""
     if step.name == "div" and is_total(ins[1]):
         return _over(step.operands[0], ins[0], _inverse(step.operands[1], ins[1]))
@@ -195,7 +195,7 @@ def _of_sums(step: Step, ins: list[Any], k: int) -> Any:
     return _clipped(step, ins)
 
 
-def _clipped(step: Step, ins: list[Any]) -> Weight:
+def _clipped(step: RowStep, ins: list[Any]) -> Weight:
     """A function of sums over rows that is not linear: of use where it divides."""
     sums, powers = set[Value](), []
     for value, v in zip(step.operands, ins, strict=True):
@@ -239,7 +239,7 @@ def _over(value: Value, v: Any, weight: Weight) -> Any:
     return dataclasses.replace(v, ratios=ratios, power=power, varies=varies)
 
 
-def _added_to_running(step: Step, ins: list[Any]) -> Any:
+def _added_to_running(step: RowStep, ins: list[Any]) -> Any:
     """A sum over the iterations of a loop over rows, of which some have run."""
     if step.name in SAME and _rule_of(step, ins).kind is Kind.MOVES:
         return ins[0]
@@ -251,7 +251,7 @@ def _added_to_running(step: Step, ins: list[Any]) -> Any:
 # --- Reshapes and views ---------------------------------------------------------------------------
 
 
-def _reshaped(step: Step, v: Any) -> Any:
+def _reshaped(step: RowStep, v: Any) -> Any:
     old, new = step.shapes[0], step.result_shape()
     if isinstance(v, Rows) and v.dims:
         return _rows_reshaped(v, old, new)
@@ -262,7 +262,7 @@ def _reshaped(step: Step, v: Any) -> Any:
     varies = {groups[0][d] for d in v.varies}
     out = moved(v, [""] * len(old))
     return dataclasses.replace(
-        out, varies=frozenset(d for d in _wide(step, 0) if groups[1][d] in varies)
+        out, varies=frozenset(d for d in _long_dims(step, 0) if groups[1][d] in varies)
     )
 
 
@@ -286,7 +286,7 @@ def _rows_reshaped(rows: Rows, old: Shape, new: Shape) -> Rows:
     return dataclasses.replace(rows, dims=dims, before=before, after=after)
 
 
-def _views(step: Step, places: list[Any], ins: list[Any], k: int) -> list[Any]:
+def _views(step: RowStep, places: list[Any], ins: list[Any], k: int) -> list[Any]:
     """The operands, if views of all rows are joined, or some of them taken: as many views."""
     first, *others = ins
     if not all(isinstance(v, Rows) and len(v.dims) == 1 and not v.is_linear for v in ins):
@@ -309,20 +309,19 @@ def _views(step: Step, places: list[Any], ins: list[Any], k: int) -> list[Any]:
 # --- Indices of rows ------------------------------------------------------------------------------
 
 
-def _concatenated(step: Step, ins: list[Any], k: int) -> Any:
+def _concatenated(step: RowStep, ins: list[Any], k: int) -> Any:
     """Columns of indices, of which one is the index of the row itself; or anything else."""
     dim = step.params["dimension"]
     columns = [i for i, v in enumerate(ins) if isinstance(v, Shared) and v.counts is not None]
-    if len(columns) != 1 or step.shapes[columns[0]][dim] != 1:
-        return _by_dims(step, ins, k)
-    (i,) = columns
-    out = _by_dims(step, [*ins[:i], Shared(), *ins[i + 1 :]], k)
-    if isinstance(out, Rows) and out.dims == (ins[i].counts,):
-        return dataclasses.replace(out, own=sum(shape[dim] for shape in step.shapes[:i]))
+    if len(columns) == 1 and step.shapes[columns[0]][dim] == 1:
+        (i,) = columns
+        out = _by_dims(step, [*ins[:i], Shared(), *ins[i + 1 :]], k)
+        if isinstance(out, Rows) and out.dims == (ins[i].counts,):
+            return dataclasses.replace(out, own=sum(shape[dim] for shape in step.shapes[:i]))
     return _by_dims(step, ins, k)
 
 
-def _own_entries(step: Step, places: list[Any], ins: list[Any]) -> list[Any]:
+def _own_entries(step: RowStep, places: list[Any], ins: list[Any]) -> list[Any]:
     """The operands; by an index that has the index of the row, each row has entries of its own."""
     index, numbers = ins[1], step.params["dimension_numbers"]
     if not isinstance(index, Rows) or index.own is None or len(index.dims) != 1:

@@ -89,6 +89,7 @@ class Weight:
 class Running:
     """A sum over the rows so far, to which an iteration has added a term."""
 
+    of: Value  # of what the loop carries
     term: Shared | Rows = Shared(is_zero=True)
 
 
@@ -247,7 +248,7 @@ def moved(v: Any, places: Places) -> Any:
 def added(a: Any, b: Any) -> Any:
     """The sum of two values."""
     if isinstance(a, Running):
-        return Running(added(a.term, b))
+        return Running(a.of, combined([a.term, b], Kind.LINEAR))
     return added(b, a) if isinstance(b, Running) else combined([a, b], Kind.LINEAR)
 
 

@@ -20,7 +20,7 @@ from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, pa
 from sharding._user_line import line_of
 from sharding.loss._declared_rows import DECLARED, through_declared
 from sharding.loss._row_cotangents import check_cotangents, cotangents_of, pullback_of
-from sharding.loss._row_dims import Step
+from sharding.loss._row_dims import RowStep
 from sharding.loss._row_rules import states_of
 from sharding.loss._row_states import (
     SO_FAR,
@@ -49,10 +49,10 @@ _ONE: list[Any] = ["each iteration has a row", *range(63)]
 
 def steps_of(
     equations: Sequence[Any], twins: Sequence[Any] | None, types: Any = (), twin_types: Any = ()
-) -> list[Step]:
+) -> list[RowStep]:
     """Equations of a jaxpr, or of a graph with these types of values, each with its twin."""
 
-    def step(eqn: Any, types: Any, twin: Step | None) -> Step:
+    def step(eqn: Any, types: Any, twin: RowStep | None) -> RowStep:
         if isinstance(eqn, traced_graph.Equation):
             operands, results = eqn.operands, eqn.results
         else:
@@ -62,7 +62,7 @@ def steps_of(
             return tuple(v.aval if hasattr(v, "aval") else types[v] for v in values)
 
         sides = operands, results, avals(operands), avals(results)
-        return Step(name_of(eqn), params_of(eqn), *sides, eqn, twin)
+        return RowStep(name_of(eqn), params_of(eqn), *sides, eqn, twin)
 
     if twins is None:
         return [step(eqn, types, None) for eqn in equations]
@@ -105,7 +105,7 @@ class Walk:
         self._traced: dict[Any, Any] = {}  # pullbacks and loops side by side, by their equations
         self._is_in_pullback = False
 
-    def run(self, steps: Sequence[Step], known: dict[Any, Any]) -> None:
+    def run(self, steps: Sequence[RowStep], known: dict[Any, Any]) -> None:
         for number, step in enumerate(steps):
             ins = [self._read(known, step, k) for k in range(len(step.operands))]
             try:
@@ -117,13 +117,13 @@ class Walk:
             line = functools.partial(_line, steps, number)
             known |= zip(step.results, [_located(v, step.name, line) for v in outs], strict=True)
 
-    def _read(self, known: dict[Any, Any], step: Step, k: int) -> Any:
+    def _read(self, known: dict[Any, Any], step: RowStep, k: int) -> Any:
         value = step.operands[k]
         if isinstance(value, Literal):
             return constant(value.val, step.twin and getattr(step.twin.operands[k], "val", None))
         return known[value] if value in known else unknown(step.types[k])
 
-    def _states(self, step: Step, ins: list[Any]) -> list[Any]:
+    def _states(self, step: RowStep, ins: list[Any]) -> list[Any]:
         if step.equation.primitive is DECLARED:
             return [through_declared(step.equation, ins[0], self._declared)]
         record: Any = record_of(step.equation)
@@ -161,7 +161,7 @@ class Walk:
             for v, o in outs
         ]
 
-    def _linear_solve(self, step: Step, ins: list[Any]) -> list[Any]:
+    def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[Any]:
         """The solution, as the function that solves computes it."""
         p, twin = step.params, step.twin and step.twin.params["jaxprs"].solve
         counts = p["const_lengths"]
@@ -181,7 +181,7 @@ class Walk:
             return self.inside(scan.body, twin and twin.body, given)
 
         fixed = _fixed(scan.body.jaxpr, first, scan.num_carry)
-        after, outs = _repeated(iteration, ins[first:last], fixed, lambda *both: _one_of(both))
+        after, outs = _repeated(iteration, ins[first:last], fixed, lambda _, *both: _chosen(both))
         if twin is not None and twin.options["length"] != scan.options["length"]:
             after = [v if keep else _last_of_n(v) for v, keep in zip(after, fixed, strict=True)]
         return after + list(map(_stacked, outs[last - first :]))
@@ -197,11 +197,13 @@ class Walk:
         def iterations(carry: list[Any]) -> list[Any]:
             return self.inside(body, body_of_twin, [*ins[:first], *carry, *ins[last:]])
 
+        sums = [Running(of) for of in body.jaxpr.invars[first:last]]
         carry = [
-            v if keep else Running() if is_total(v) else moved(v, _ALL)
-            for v, keep in zip(ins[first:last], fixed, strict=True)
+            v if keep else running if is_total(v) or isinstance(v, Running) else moved(v, _ALL)
+            for v, running, keep in zip(ins[first:last], sums, fixed, strict=True)
         ]
-        _, outs = _repeated(iterations, carry, fixed, _next_carried)
+        next_of = lambda k, a, b: _next_carried(a, b, sums[k])  # noqa: E731
+        _, outs = _repeated(iterations, carry, fixed, next_of)
         after = ins[first:last]
         for k, (out, keep) in enumerate(zip(outs, fixed, strict=False)):
             if not keep:
@@ -226,7 +228,7 @@ class Walk:
                 raise RowsMeet(f"a loop over rows cannot be mapped over them: {error}") from error
         return self._traced[key][1]
 
-    def _while(self, step: Step, ins: list[Any]) -> list[Any]:
+    def _while(self, step: RowStep, ins: list[Any]) -> list[Any]:
         p, twin = step.params, step.twin and step.twin.params
         first, last = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
 
@@ -234,20 +236,20 @@ class Walk:
             of_cond, of_body = [*ins[:first], *carry], [*ins[first:last], *carry]
             (goes_on,) = self.inside(p["cond_jaxpr"], twin and twin["cond_jaxpr"], of_cond)
             outs = self.inside(p["body_jaxpr"], twin and twin["body_jaxpr"], of_body)
-            return [_one_of(both, goes_on) for both in zip(carry, outs, strict=True)]
+            return [_chosen(both, goes_on) for both in zip(carry, outs, strict=True)]
 
         fixed = _fixed(p["body_jaxpr"].jaxpr, last - first, len(ins) - last)
-        return _repeated(iteration, ins[last:], fixed, lambda _, new: new)[0]
+        return _repeated(iteration, ins[last:], fixed, lambda _, old, new: new)[0]
 
-    def _cond(self, step: Step, ins: list[Any]) -> list[Any]:
+    def _cond(self, step: RowStep, ins: list[Any]) -> list[Any]:
         branches = step.params["branches"]
         twins = step.twin.params["branches"] if step.twin else [None] * len(branches)
         each = [self.inside(*both, ins[1:]) for both in zip(branches, twins, strict=True)]
-        return [_one_of(outs, ins[0]) for outs in zip(*each, strict=True)]
+        return [_chosen(outs, ins[0]) for outs in zip(*each, strict=True)]
 
     # --- Derivatives that a user wrote ------------------------------------------------------------
 
-    def _check_derivative(self, step: Step, ins: list[Any], outs: list[Any]) -> None:
+    def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[Any]) -> None:
         """Raises if the pullback of a function with its own derivative couples rows."""
         if self._is_in_pullback or not any(isinstance(v, Rows) for v in outs):
             return
@@ -266,7 +268,7 @@ class Walk:
         check_cotangents(step, ins, found)
 
 
-def _check_doubled(step: Step, k: int, v: Any) -> None:
+def _check_doubled(step: RowStep, k: int, v: Any) -> None:
     """Raises if the dims of rows do not have twice the entries with twice the rows."""
     if step.twin is None or not isinstance(v, Rows) or v.summed:
         return
@@ -275,7 +277,7 @@ def _check_doubled(step: Step, k: int, v: Any) -> None:
         raise RowsMeet(OTHER_PROGRAM)
 
 
-def _line(steps: Sequence[Step], number: int) -> str:
+def _line(steps: Sequence[RowStep], number: int) -> str:
     """The user's line of a step, or of one before: what JAX traced earlier has none of its own."""
     lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
     return next(filter(None, lines), "")
@@ -302,15 +304,15 @@ def _repeated(
     """What every iteration reads of what is carried, and what it returns then."""
     for _ in range(_MOST_PASSES):
         outs = iteration(carry)
-        each = zip(carry, outs, fixed, strict=False)
-        new = [a if keep else next_carried(a, b) for a, b, keep in each]
+        each = enumerate(zip(carry, outs, fixed, strict=False))
+        new = [a if keep else next_carried(k, a, b) for k, (a, b, keep) in each]
         if new == carry:
             return carry, outs
         carry = new
     raise RowsMeet("what a loop makes of rows is not known")
 
 
-def _one_of(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
+def _chosen(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
     """What is one of some values, as ``by`` decides: of results of branches, of iterations."""
     for v in (by, *values):
         if isinstance(v, Coupled):
@@ -318,8 +320,9 @@ def _one_of(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
     if by == _ALWAYS and all(v == values[0] for v in values):
         return values[0]
     try:
-        if all(isinstance(v, Running) for v in values):
-            return Running(combined([by, *(v.term for v in values)], Kind.LINEAR, chosen_by=[0]))
+        if all(isinstance(v, Running) and v.of is values[0].of for v in values):
+            terms = [v.term for v in values]
+            return Running(values[0].of, combined([by, *terms], Kind.LINEAR, chosen_by=[0]))
         return combined([by, *values], Kind.LINEAR, chosen_by=[0])
     except RowsMeet as meet:
         return Coupled(str(meet))
@@ -341,14 +344,14 @@ def _stacked(v: Any) -> Any:
     return Shared(out.varies | {0}, out.power, out.random) if isinstance(out, Shared) else out
 
 
-def _next_carried(a: Any, b: Any) -> Any:
+def _next_carried(a: Any, b: Any, running: Running) -> Any:
     """What the iterations of a loop over rows read, given what they read last and returned."""
     if isinstance(a, Coupled) or isinstance(b, Coupled):
         return a if isinstance(a, Coupled) else b
-    if isinstance(b, Running) and isinstance(a, Running):
-        return a
+    if a == running and isinstance(b, Running) and b.of is running.of:
+        return running
     if isinstance(a, Shared) and isinstance(b, Rows) and 0 in b.dims:
-        return Running()
+        return running
     if isinstance(a, Shared) and isinstance(b, Shared):  # a count, or keys that are split
         either = combined([a, b], Kind.LINEAR)
         return Shared(either.varies | {0}, either.power, either.random)
