@@ -200,7 +200,8 @@ def _dims_of_rows(ins: Sequence[Any], places: Sequence[Places]) -> tuple[int, ..
                     raise RowsMeet(place)
             found.add((dims, v.place[1:], v.summed))
     if len(found) > 1:
-        raise RowsMeet("rows meet rows that are along other dims, or a sum over rows")
+        is_sum = any(summed for _, _, summed in found)
+        raise RowsMeet("rows meet a sum over rows" if is_sum else "each row meets the others")
     ((dims, _, _),) = found
     return dims
 

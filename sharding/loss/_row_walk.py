@@ -5,9 +5,8 @@ over rows is read as ``vmap`` computes it: all iterations side by side.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -107,21 +106,16 @@ class Walk:
 
     def run(self, steps: Sequence[RowStep], known: dict[Any, Any]) -> None:
         for number, step in enumerate(steps):
-            ins = [self._read(known, step, k) for k in range(len(step.operands))]
+            others = step.twin.operands if step.twin else step.operands
+            operands = zip(step.operands, others, step.types, strict=True)
+            ins = [_read(known, *operand) for operand in operands]
             try:
                 outs = self._states(step, ins)
                 for k, v in enumerate(outs):
                     _check_doubled(step, k, v)
             except RowsMeet as meet:
                 outs = [Coupled(str(meet))] * len(step.results)
-            line = functools.partial(_line, steps, number)
-            known |= zip(step.results, [_located(v, step.name, line) for v in outs], strict=True)
-
-    def _read(self, known: dict[Any, Any], step: RowStep, k: int) -> Any:
-        value = step.operands[k]
-        if isinstance(value, Literal):
-            return constant(value.val, step.twin and getattr(step.twin.operands[k], "val", None))
-        return known[value] if value in known else unknown(step.types[k])
+            known |= zip(step.results, [located(v, steps, number) for v in outs], strict=True)
 
     def _states(self, step: RowStep, ins: list[Any]) -> list[Any]:
         if step.equation.primitive is DECLARED:
@@ -156,10 +150,7 @@ class Walk:
             known[var] = constant(value, same)
         self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
         outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
-        return [
-            constant(v.val, getattr(o, "val", None)) if isinstance(v, Literal) else known[v]
-            for v, o in outs
-        ]
+        return [_read(known, v, of_twin, v.aval) for v, of_twin in outs]
 
     def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[Any]:
         """The solution, as the function that solves computes it."""
@@ -268,6 +259,13 @@ class Walk:
         check_cotangents(step, ins, found)
 
 
+def _read(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
+    """The state of an operand, beside that of the twin."""
+    if isinstance(value, Literal):
+        return constant(value.val, getattr(of_twin, "val", None))
+    return known[value] if value in known else unknown(aval)
+
+
 def _check_doubled(step: RowStep, k: int, v: Any) -> None:
     """Raises if the dims of rows do not have twice the entries with twice the rows."""
     if step.twin is None or not isinstance(v, Rows) or v.summed:
@@ -277,16 +275,16 @@ def _check_doubled(step: RowStep, k: int, v: Any) -> None:
         raise RowsMeet(OTHER_PROGRAM)
 
 
-def _line(steps: Sequence[RowStep], number: int) -> str:
-    """The user's line of a step, or of one before: what JAX traced earlier has none of its own."""
+def located(v: Any, steps: Sequence[RowStep], number: int) -> Any:
+    """A result of a step, with the user's line where it is coupled.
+
+    It is that of a step before, if this has none: what JAX traced earlier has none of its own.
+    """
+    if not isinstance(v, Coupled) or v.line:
+        return v
     lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
-    return next(filter(None, lines), "")
-
-
-def _located(v: Any, name: str, line: Callable[[], str]) -> Any:
-    if isinstance(v, Coupled) and not v.line:
-        return Coupled(v.reason, v.equation or name, line())
-    return v
+    name = v.equation or steps[number].name
+    return Coupled(v.reason, name, next(filter(None, lines), ""))
 
 
 # --- What iterations make of each other -----------------------------------------------------------

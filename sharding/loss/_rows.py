@@ -26,9 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext.equations import name_of
 from optax_ext.traced_graph import Graph
-from sharding._user_line import line_of
 from sharding.loss._row_states import (
     CLIPPED,
     Coupled,
@@ -39,7 +37,7 @@ from sharding.loss._row_states import (
     Value,
     unknown,
 )
-from sharding.loss._row_walk import OTHER_PROGRAM, Walk, constant, steps_of
+from sharding.loss._row_walk import OTHER_PROGRAM, Walk, constant, located, steps_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,8 +149,8 @@ def _at_its_end(graph: Graph, reason: str) -> Coupled:
     """Why a loss is coupled, with the equation that computes it."""
     if graph.outputs[0] not in graph.producer:  # an input
         return Coupled(reason)
-    eqn = graph.equations[graph.producer[graph.outputs[0]]]
-    return Coupled(reason, name_of(eqn), line_of(eqn.source_info))
+    number = graph.producer[graph.outputs[0]]
+    return located(Coupled(reason), steps_of(graph.equations, None, graph.types), number)
 
 
 def rows_of_equations(

@@ -566,7 +566,10 @@ LOSSES = {
         cause="for each row",
     ),
     "a pool over rows": coupled(
-        lambda p, b: jnp.mean(nn.max_pool(mlp(p, b[0])[None, ..., None], (2, 1))), cause="window"
+        lambda p, b: jnp.mean(
+            nn.max_pool(mlp(p, b[0])[None, ..., None], (2, 1), padding="SAME") * b[1][..., None]
+        ),
+        cause="window",
     ),
     "ranks": coupled(lambda p, b: jnp.mean(jnp.argsort(errors(p, b)) * b[1][:, 0]), cause="sort"),
     "differences of neighbours": coupled(
