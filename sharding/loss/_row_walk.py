@@ -108,7 +108,7 @@ class Walk:
         for number, step in enumerate(steps):
             others = step.twin.operands if step.twin else step.operands
             operands = zip(step.operands, others, step.types, strict=True)
-            ins = [_read(known, *operand) for operand in operands]
+            ins = [_known_state(known, *operand) for operand in operands]
             try:
                 outs = self._states(step, ins)
                 for k, v in enumerate(outs):
@@ -150,7 +150,7 @@ class Walk:
             known[var] = constant(value, same)
         self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
         outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
-        return [_read(known, v, of_twin, v.aval) for v, of_twin in outs]
+        return [_known_state(known, v, of_twin, v.aval) for v, of_twin in outs]
 
     def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[Any]:
         """The solution, as the function that solves computes it."""
@@ -259,7 +259,7 @@ class Walk:
         check_cotangents(step, ins, found)
 
 
-def _read(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
+def _known_state(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
     """The state of an operand, beside that of the twin."""
     if isinstance(value, Literal):
         return constant(value.val, getattr(of_twin, "val", None))
