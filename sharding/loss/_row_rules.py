@@ -200,7 +200,7 @@ def _clipped(step: RowStep, ins: list[Any]) -> Weight:
     sums, powers = set[Value](), []
     for value, v in zip(step.operands, ins, strict=True):
         if isinstance(v, Shared):
-            is_fit = v.power is not None and not v.random
+            is_fit = v.power == 0 and not v.random
         elif isinstance(v, Weight):
             is_fit = not v.is_inverse
             sums |= v.sums

@@ -510,6 +510,12 @@ LOSSES = {
     "n times a masked mean": coupled(
         lambda p, t: masked(p, t) * len(t), DECODER, TEXT, cause="k ** 1"
     ),
+    "a weight of half the rows at least": coupled(
+        lambda p, t: bigram_losses(p, t).sum() / jnp.maximum(mask_of(t).sum(), len(t) / 2),
+        DECODER,
+        TEXT,
+        cause="clipped",
+    ),
     "a weight of another mean": coupled(
         lambda p, t: bigram_losses(p, t).mean() / mask_of(t).sum(), DECODER, TEXT, cause="k ** -1"
     ),
