@@ -17,15 +17,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from sharding.loss._row_states import (
-    EVERY_DIM,
-    INDEX,
-    NUMBER,
     Coupled,
+    Kind,
     Rows,
     RowsMeet,
     Shared,
     State,
-    Weight,
+    combined,
+    moved,
+    unknown,
 )
 
 _CALLS = itertools.count()
@@ -139,50 +139,39 @@ def _marked(dims: Any, tree: Any, call: int, is_result: bool, sizes: dict[str, i
 
 # --- In a trace -----------------------------------------------------------------------------------
 
+_UNDECLARED = "rows are along a dim that is not declared"
 
-def through_declared(eqn: Any, given: State, seen: dict[Any, Any]) -> State:
-    """The state behind a mark; ``seen`` has what reached the marks before it."""
+
+def through_declared(eqn: Any, given: State, seen: dict[Any, Any]) -> Any:
+    """The state behind a mark; ``seen`` has what reached the marks before it.
+
+    Between the marks, dim 0 is the declared one of each array, and dim 1 that of a ``vmap``.
+    """
     p = eqn.params
+    dims = [p["dim"], p["mapped"][0] if len(p["mapped"]) == 1 else None]
     values = seen.setdefault((p["call"], False, False), {})
-    own = seen.setdefault((p["call"], p["linear"], p["transposed"]), {})
+    linear = seen.setdefault((p["call"], True, p["transposed"]), {})
     if not p["is_result"]:
-        own[id(eqn)] = eqn, _reached(p, given)
+        places = [dims.index(d) if d in dims else _UNDECLARED for d in range(64)]
+        kind = Kind.MOVES if p["linear"] else Kind.OTHER
+        reached = linear if p["linear"] else values
+        try:
+            reached[id(eqn)] = eqn, combined([given], kind, [places])
+        except RowsMeet as meet:
+            reached[id(eqn)] = eqn, Coupled(str(meet))
         return given
-    reached = [kind for _, kind in (*values.values(), *own.values()) if kind is not None]
-    coupled = [v for v in reached if isinstance(v, Coupled)]
-    if coupled:
-        return coupled[0]
-    if not reached:
-        return given if isinstance(given, Shared) else Shared(EVERY_DIM, None)
-    if len({(v.before, v.count, v.after, at) for v, at in reached}) > 1:
-        raise RowsMeet("operands of a declared function have rows along different dims")
-    powers = {kind[0].power for _, kind in own.values() if kind is not None} or {0}
-    (rows, at), is_random = reached[0], any(v.random for v, _ in reached)
-    dim = {"declared": p["dim"], "mapped": p["mapped"][0] if p["mapped"] else None}.get(at, at)
-    if len(powers) > 1 or (at == "mapped" and len(p["mapped"]) > 1):
-        raise RowsMeet("which dim of a declared function has rows is not known")
-    out = dataclasses.replace(rows, power=powers.pop(), random=is_random, own=None)
-    if dim is None and p["transposed"]:  # the cotangent of what all rows share is a sum
-        return Rows((), 1, power=out.power + 1, random=is_random, summed=True)
-    if dim is None:
+    states = [state for _, state in values.values()]
+    if p["linear"]:
+        states.append(combined([state for _, state in linear.values()], Kind.LINEAR))
+    for state in states:
+        if isinstance(state, Coupled):
+            return state
+    out = combined(states, Kind.PRODUCT)
+    if isinstance(out, Shared):
+        is_known = isinstance(given, Shared)
+        return given if is_known else dataclasses.replace(unknown(eqn.outvars[0].aval), power=None)
+    if p["transposed"] and dims[out.dims[0]] is None:  # the cotangent of what all rows share
+        return Rows((), 1, power=out.power + 1, random=out.random, summed=True)
+    if dims[out.dims[0]] is None:
         raise RowsMeet("a result that is declared to have no rows depends on them")
-    return dataclasses.replace(out, dims=(dim,))
-
-
-def _reached(p: dict[str, Any], given: Any) -> Any:
-    """Which dim of a mark has rows: a state and where they are; None if all rows share it."""
-    if isinstance(given, Coupled | Weight):
-        return given if isinstance(given, Coupled) else given.cause
-    if given.power is None or (given.power and not p["linear"]):
-        return Coupled(NUMBER)
-    if isinstance(given, Shared):
-        varies = given.varies & {p["dim"], *p["mapped"]}
-        return Coupled(INDEX) if varies else None
-    (at,) = given.dims if len(given.dims) == 1 else (None,)
-    if at is None or given.is_linear or given.own is not None:
-        return Coupled("a declared function is computed from a sum over rows, or from mixed rows")
-    if at == p["dim"]:
-        return given, "declared"
-    if at in p["mapped"]:
-        return given, "mapped"
-    return (given, at) if at < 0 else Coupled("rows are along a dim that is not declared")
+    return moved(out, dims)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from optax_ext import traced_graph
-from sharding.loss._row_rules import RowStep
-from sharding.loss._row_states import EVERY_DIM, Coupled, Rows, RowsMeet, Shared, State
+from sharding.loss._row_dims import RowStep
+from sharding.loss._row_states import CLIPPED, Coupled, Rows, RowsMeet, Shared, unknown
 
 _LOSS = 1000  # the power of a loss that no value has by itself
 
@@ -50,37 +50,43 @@ def pullback_of(step: RowStep) -> Any:
         raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
 
 
-def cotangents_of(step: RowStep, outs: list[State]) -> list[State]:
+def cotangents_of(step: RowStep, outs: list[Any]) -> list[Any]:
     """The states of the cotangents of results."""
-    return [_cotangent(outs[k]) for k in _inexact(step.result_types)]
+    return [_cotangent(outs[k], step.result_types[k]) for k in _inexact(step.result_types)]
 
 
-def _cotangent(v: State) -> State:
+def _cotangent(v: Any, aval: Any) -> Any:
     if isinstance(v, Rows) and v.dims:
-        power = _LOSS - v.power - 1
-        return dataclasses.replace(v, power=power, summed=False, ratios=frozenset(), random=False)
+        return _of_rows(v)
     if isinstance(v, Rows | Shared):
-        return Shared(EVERY_DIM, _LOSS - (v.power or 0))
-    return v if isinstance(v, Coupled) else v.cause
+        return dataclasses.replace(unknown(aval), power=_LOSS - (v.power or 0))
+    return v if isinstance(v, Coupled) else Coupled(CLIPPED)
 
 
-def check_cotangents(step: RowStep, ins: list[State], found: list[State]) -> None:
+def _of_rows(v: Rows) -> Rows:
+    return Rows(v.dims, v.count, v.before, v.after, power=_LOSS - v.power - 1)
+
+
+def check_cotangents(step: RowStep, ins: list[Any], found: list[Any]) -> None:
     """Raises if the cotangents ``found`` of operands ``ins`` do not keep rows apart as these do."""
     for k, state in zip(_inexact(step.types), found, strict=True):
         if isinstance(state, Coupled):
             where = f" ({state.line})" if state.line else ""
             raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")
-        if not isinstance(step.operands[k], Literal) and not _is_cotangent(state, ins[k]):
+        is_fixed = isinstance(step.operands[k], Literal) or isinstance(ins[k], Coupled)
+        if not is_fixed and not _is_cotangent(state, ins[k]):
             raise RowsMeet("its own derivative does not keep rows apart")
 
 
 def _is_cotangent(found: Any, of: Any) -> bool:
-    if isinstance(of, Coupled) or (isinstance(found, Shared) and found.is_zero):
+    if isinstance(found, Shared) and found.is_zero:
         return True
-    power = _LOSS - (of.power or 0)
+    if not isinstance(found, Shared | Rows) or not isinstance(of, Shared | Rows):
+        return False
+    if isinstance(found, Rows) and found.random > of.random:
+        return False
     if isinstance(of, Rows) and of.dims:
-        is_same = isinstance(found, Rows) and found.place == of.place and not found.is_linear
-        return is_same and found.power == power - 1 and found.random <= of.random
-    if isinstance(found, Rows):  # the sum over rows may be taken after the function
-        return found.power == power - bool(found.dims) and found.random <= of.random
-    return isinstance(found, Shared) and bool(found.power == power)
+        return found == dataclasses.replace(_of_rows(of), random=found.random)
+    # The sum over rows may be taken after the function.
+    later = isinstance(found, Rows) and bool(found.dims)
+    return found.power == _LOSS - (of.power or 0) - later

@@ -1,235 +1,273 @@
-"""Rules of equations that move, merge, split or reduce dims: what they do with rows along these."""
+"""For each primitive: what the dims of its operands are in its result, and what kind it is of.
+
+This is all that most primitives need: what becomes of rows, and of what they share, follows from
+it. A primitive that is not in the table couples the rows that it reads.
+"""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
-from sharding.loss._row_rules import NOT_LINEAR, RowStep, Rule, Shape, combined, same_rows, sum_over
-from sharding.loss._row_states import NUMBER, Rows, RowsMeet, Shared, State, meets_shared
+from optax_ext import traced_graph
+from sharding.loss._row_states import Kind, Value
 
-TAKEN = "some rows are taken by their index"
-
-
-def moved(rows: Rows, to: Any) -> Rows:
-    """Rows whose dims are renumbered by a function."""
-    return dataclasses.replace(rows, dims=tuple(d if d < 0 else to(d) for d in rows.dims))
+Shape = tuple[int, ...]
+Places = list[Any]  # of the dims of an operand, as in ``_row_states``
 
 
-def broadcast(step: RowStep, ins: list[Any]) -> State:
-    rows = spread(step, ins[0]) if ins[0].is_sum else ins[0]
-    return moved(rows, step.params["broadcast_dimensions"].__getitem__)
+@dataclasses.dataclass(frozen=True)
+class RowStep:
+    """An equation, beside the same one of a trace with twice the rows if there is one."""
+
+    name: str
+    params: dict[str, Any]
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    types: tuple[Any, ...]  # of operands
+    result_types: tuple[Any, ...]
+    equation: Any
+    twin: "RowStep | None" = None
+
+    @property
+    def shapes(self) -> list[Shape]:
+        return [tuple(getattr(aval, "shape", ())) for aval in self.types]
+
+    def result_shape(self, k: int = 0) -> Shape:
+        return tuple(getattr(self.result_types[k], "shape", ()))
 
 
-def spread(step: RowStep, given: Any) -> Any:
-    """A sum over rows, or a weight, as it is broadcast: along which dims it is uniform."""
-    if step.name != "broadcast_in_dim":
-        return dataclasses.replace(given, spread=frozenset())
-    to, sizes = step.params["broadcast_dimensions"], step.shape(0)
-    varies = {to[d] for d in range(len(sizes)) if sizes[d] != 1 and d not in given.spread}
-    return dataclasses.replace(given, spread=frozenset(range(len(step.result_shape))) - varies)
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a primitive does with the entries of its operands."""
+
+    places: Callable[[RowStep], list[Places]]  # of the dims of each operand
+    kind: Kind = Kind.OTHER
+    chosen_by: range = range(0)  # the operands that are predicates or indices
 
 
-def transpose(step: RowStep, ins: list[Any]) -> State:
-    return moved(ins[0], list(step.params["permutation"]).index)
+# --- Dims that stay, meet or go -------------------------------------------------------------------
+
+_TAKEN = "some rows are taken by their index"
 
 
-def squeeze(step: RowStep, ins: list[Any]) -> State:
-    gone = [d % len(step.shape(0)) for d in step.params["dimensions"]]
-    return moved(ins[0], lambda d: d - sum(x < d for x in gone))
+def _meet(dims_of: Any, what: str = "", goes: bool = False) -> Callable[[RowStep], list[Places]]:
+    """Along some dims entries meet, in the way ``what``, or are summed; these may go.
+
+    The dims are those of a parameter, or what a function says of parameters and a number of dims.
+    """
+
+    def places(step: RowStep) -> list[Places]:
+        found = []
+        for shape in step.shapes:
+            ndim = len(shape)
+            dims = step.params[dims_of] if isinstance(dims_of, str) else dims_of(step.params, ndim)
+            dims = dims if isinstance(dims, tuple | list | range) else [dims]
+            chosen = {d % ndim for d in dims} if ndim else set()
+            of_operand: Places = [d - goes * sum(x < d for x in chosen) for d in range(ndim)]
+            for d in chosen:
+                of_operand[d] = what or -1 - d
+            found.append(of_operand)
+        return found
+
+    return places
 
 
-def reshape(step: RowStep, ins: list[Any]) -> State:
-    """Dims are merged and split around the flat index that rows fill."""
-    rows, old, new = ins[0], step.shape(0), step.result_shape
-    dims = [d for d in rows.dims if d >= 0]
-    if not dims:
-        return rows
-    in_loop = len(dims) < len(rows.dims)
-    if dims != list(range(dims[0], dims[-1] + 1)) or (in_loop and dims[0]):
-        raise RowsMeet("a reshape that mixes rows")
-    before = math.prod(old[: dims[0]]) * rows.before
-    after = math.prod(old[dims[-1] + 1 :]) * rows.after
-    first, last = 0, len(new)
-    # Dims that count within what is before all rows, or after one.
-    while not in_loop and first < last and before % new[first] == 0:
-        before //= new[first]
-        first += 1
-    while last > first and after % new[last - 1] == 0:
-        after //= new[last - 1]
-        last -= 1
-    kept = tuple(d for d in rows.dims if d < 0) + tuple(range(first, last))
-    return dataclasses.replace(rows, dims=kept, before=before, after=after)
+def _last(count: int) -> Callable[[Any, int], range]:
+    return lambda _, ndim: range(max(ndim - count, 0), ndim)
 
 
-def concatenate(step: RowStep, ins: list[Any]) -> State:
-    rows, dim = [v for v in ins if isinstance(v, Rows)], step.params["dimension"]
-    if dim in rows[0].dims:  # views of all rows, one after the other
-        kinds = {(v.dims, v.count, v.after) if isinstance(v, Rows) else v for v in ins}
-        if len(kinds) > 1 or len(rows[0].dims) > 1 or any(v.is_linear for v in rows):
-            raise RowsMeet("rows are one after the other")
-        before = sum(v.before for v in rows)
-        return dataclasses.replace(combined(step, ins), before=before)
-    out = rows[0]
-    counts = [k for k, v in enumerate(ins) if isinstance(v, Shared) and v.counts is not None]
-    if len(counts) == 1 and dim == len(step.result_shape) - 1 and step.shape(counts[0])[dim] == 1:
-        # Indices of entries, of which one column is the index of the row itself.
-        (k,) = counts
-        if (ins[k].counts,) == out.dims and (out.before, out.after) == (1, 1):
-            own = sum(step.shape(i)[dim] for i in range(k))
-            given = [*ins[:k], Shared(), *ins[k + 1 :]]
-            return dataclasses.replace(structural(step, given), own=own)
-    return structural(step, ins)
+def _padded(params: dict[str, Any], ndim: int) -> list[int]:
+    return [d for d in range(ndim) if tuple(params["padding_config"][d]) != (0, 0, 0)]
 
 
-def stack(step: RowStep, ins: list[Any]) -> State:
+def _tiled(params: dict[str, Any], ndim: int) -> list[int]:
+    return [d for d in range(ndim) if params["reps"][d] != 1]
+
+
+def _each(step: RowStep) -> list[Places]:
+    """Dims that the result has, too; others are a part of each entry, such as of a key."""
+    ndim = len(step.result_shape())
+    return [[d if d < ndim else _TAKEN for d in range(len(shape))] for shape in step.shapes]
+
+
+def _broadcast(step: RowStep) -> list[Places]:
+    return [[int(d) for d in step.params["broadcast_dimensions"]]]
+
+
+def _transposed(step: RowStep) -> list[Places]:
+    permutation = list(step.params["permutation"])
+    return [[permutation.index(d) for d in range(len(permutation))]]
+
+
+def _beside(step: RowStep) -> list[Places]:
     axis = step.params["axis"]
-    return moved(structural(step, ins), lambda d: d + (d >= axis))
+    return [[d + (d >= axis) for d in range(len(shape))] for shape in step.shapes]
 
 
-def unstack(step: RowStep, ins: list[Any]) -> State:
-    out: Any = along(lambda p, _: [p["axis"]], TAKEN, is_linear=True)(step, ins)
-    return dims_without(out, [step.params["axis"]])
+def _slice(step: RowStep) -> list[Places]:
+    """Of each dim all entries are taken, or written, or not."""
+    is_written = step.name == "dynamic_update_slice"
+    sizes = step.shapes[1] if is_written else step.result_shape()
+    full = [size == of_slice for size, of_slice in zip(step.shapes[0], sizes, strict=True)]
+    places = [d if is_full else _TAKEN for d, is_full in enumerate(full)]
+    return [places if shape else [] for shape in step.shapes]  # starts are scalars
 
 
-def tile(step: RowStep, ins: list[Any]) -> State:
-    """Rows may be repeated as views of all of them."""
-    rows, reps = ins[0], step.params["reps"]
-    times = math.prod(reps[d] for d in rows.dims if d >= 0)
-    if len(reps) != len(step.shape(0)) or (times > 1 and (len(rows.dims) > 1 or rows.is_linear)):
-        raise RowsMeet("rows are repeated")
-    return dataclasses.replace(rows, before=rows.before * times)
+# --- Products, windows, lookups -------------------------------------------------------------------
 
 
-def slice_(step: RowStep, ins: list[Any]) -> State:
-    """All rows, or all rows of some of their views."""
-    rows, sizes = ins[0], step.shape(0)
-    for d in range(len(sizes)):
-        start, limit, stride = _taken(step, d)
-        view = rows.count * rows.after
-        if d not in rows.dims:
-            if step.twin and _taken(step.twin, d) != (start, limit, stride):
-                raise RowsMeet(NUMBER)
-        elif (start, limit, stride) != (0, sizes[d], 1):
-            if stride != 1 or len(rows.dims) > 1 or start % view or limit % view:
-                raise RowsMeet(TAKEN)
-            rows = dataclasses.replace(rows, before=(limit - start) // view)
-    return rows
+def _product(step: RowStep) -> list[Places]:
+    """Batch dims, then those of the first operand alone, then of the second; others are summed."""
+    contracted, batch = step.params["dimension_numbers"]
+    places: list[Places] = []
+    count = len(batch[0])
+    for k, shape in enumerate(step.shapes):
+        places.append([])
+        for d in range(len(shape)):
+            if d in batch[k]:
+                places[k].append(list(batch[k]).index(d))
+            elif d in contracted[k]:
+                places[k].append(-1 - list(contracted[k]).index(d))
+            else:
+                places[k].append(count)
+                count += 1
+    return places
 
 
-def split(step: RowStep, ins: list[Any]) -> State:
-    """Views of all rows, or parts of each row."""
-    rows, axis, sizes = ins[0], step.params["axis"], set(step.params["sizes"])
-    if axis not in rows.dims:
-        return rows
-    view = rows.count * rows.after
-    if rows.dims != (axis,) or len(sizes) > 1 or min(sizes) % view:
-        raise RowsMeet(TAKEN)
-    return dataclasses.replace(rows, before=min(sizes) // view)
+def _convolved(step: RowStep) -> list[Places]:
+    """Rows may be the batch, or the kernels of each feature of the result."""
+    numbers = step.params["dimension_numbers"]
+    images, kernels = ([_MEET_IN_CONVOLUTION] * len(shape) for shape in step.shapes)
+    places: list[Places] = [list(images), list(kernels)]
+    if step.params["batch_group_count"] == 1:
+        places[0][numbers.lhs_spec[0]] = numbers.out_spec[0]
+    if step.params["batch_group_count"] == step.params["feature_group_count"] == 1:
+        places[1][numbers.rhs_spec[0]] = numbers.out_spec[1]
+    return places
 
 
-def _taken(step: RowStep, d: int) -> tuple[int, int, int]:
+_MEET_IN_CONVOLUTION = "rows meet in a convolution"
+
+
+def _window(step: RowStep) -> list[Places]:
     p = step.params
-    return p["start_indices"][d], p["limit_indices"][d], p["strides"][d] if p["strides"] else 1
+    names = ("window_dimensions", "window_strides", "base_dilation")
+    sizes = [p.get(name) or [1] * len(step.result_shape()) for name in names]
+    places: Places = []
+    for d, at in enumerate(zip(*sizes, p["padding"], strict=True)):
+        is_single = at[:3] == (1, 1, 1) and tuple(at[3]) == (0, 0)
+        places.append(d if is_single else "a window reaches over rows")
+    return [places if shape else [] for shape in step.shapes]
 
 
-def structural(step: RowStep, ins: list[Any]) -> Any:
-    """Elements are placed or added along other dims than those of rows."""
-    same_rows(ins)
-    return combined(_renamed(step, "add"), ins)
+def _gather(step: RowStep) -> list[Places]:
+    """Dims of the table that are taken in full, or row by row; and those of the index."""
+    numbers, sizes = step.params["dimension_numbers"], step.params["slice_sizes"]
+    of_index = [d for d in range(len(step.result_shape())) if d not in numbers.offset_dims]
+    batched = list(numbers.operand_batching_dims)
+    table: Places = ["rows are taken by an index"] * len(sizes)
+    kept = [d for d in range(len(sizes)) if d not in (*numbers.collapsed_slice_dims, *batched)]
+    for d, place in zip(kept, numbers.offset_dims, strict=True):
+        table[d] = place if sizes[d] == step.shapes[0][d] else _TAKEN
+    for d, i in zip(batched, numbers.start_indices_batching_dims, strict=True):
+        table[d] = of_index[i]
+    return [table, [*of_index, _TAKEN]]
 
 
-def _renamed(step: RowStep, name: str) -> RowStep:
-    twin = step.twin and _renamed(step.twin, name)
-    return dataclasses.replace(step, name=name, params={}, twin=twin)
+def _scatter(step: RowStep) -> list[Places]:
+    """Dims that are written in full, or row by row; what is added to the same entries is summed."""
+    numbers = step.params["dimension_numbers"]
+    operand, index, update = ([_WRITTEN] * len(shape) for shape in step.shapes)
+    places: list[Places] = [list(operand), list(index), list(update)]
+    of_index = [d for d in range(len(update)) if d not in numbers.update_window_dims]
+    for i, u in enumerate(of_index):
+        places[1][i] = places[2][u] = -1 - i if step.name in _ADDING else _WRITTEN
+    batched = list(numbers.operand_batching_dims)
+    for d, i in zip(batched, numbers.scatter_indices_batching_dims, strict=True):
+        places[0][d] = places[1][i] = places[2][of_index[i]] = d
+    kept = [d for d in range(len(operand)) if d not in (*numbers.inserted_window_dims, *batched)]
+    for d, u in zip(kept, numbers.update_window_dims, strict=True):
+        if step.shapes[2][u] == step.shapes[0][d]:
+            places[0][d] = places[2][u] = d
+    return places
 
 
-def along(
-    dims_of: Callable[[dict[str, Any], int], Any], what: str, is_linear: bool = False
-) -> Rule:
-    """The rule of what works along some dims, by itself for each index of the others."""
+_WRITTEN = "rows are written by an index"
+_ADDING = ("scatter-add", "scatter-sub")
 
-    def rule(step: RowStep, ins: list[Any]) -> State:
-        rows = [v for v in ins if isinstance(v, Rows)]
-        dims = {d % max(len(step.shape(0)), 1) for d in dims_of(step.params, len(step.shape(0)))}
-        if any(dims & set(v.dims) for v in rows):
-            raise RowsMeet(what)
-        if any(v.is_linear for v in rows) and not is_linear:
-            raise RowsMeet(NOT_LINEAR)
-        if not is_linear and any(v.power for v in ins):
-            raise RowsMeet(NUMBER)
-        return structural(step, ins)
+# --- The table ------------------------------------------------------------------------------------
 
-    return rule
+# What is linear, and keeps each element; what adds elements.
+_SAME_NAMES = """
+convert_element_type copy copy_p device_put imag name optimization_barrier pvary real
+reduce_precision reshard sharding_constraint stop_gradient
+"""
+SAME = frozenset(_SAME_NAMES.split())
+ADDED = frozenset(("add", "sub", "add_any"))
+_MORE_NAMES = """
+bessel_i0e bessel_i1e clz complex conj igamma igamma_grad_a igammac log2 mulhi one_minus_square
+polygamma regularized_incomplete_beta zeros_like zeta
+"""
+ELEMENTWISE = traced_graph.ELEMENTWISE | SAME | ADDED | frozenset(_MORE_NAMES.split())
+_KEYED_NAMES = """
+random_bits random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
+threefry2x32
+"""
+_KEYED = frozenset(_KEYED_NAMES.split())
+RANDOM = _KEYED | {"rng_bit_generator", "rng_uniform"}
+_LINALG_NAMES = """
+cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal
+"""
+_COMPARED = "rows are compared with each other"
+_MATRIX = "rows are dims of a matrix, or of a transform"
+_REDUCED = "rows are reduced, and not added"
+_ACCUMULATED = Rule(_meet("axis", "rows are accumulated one by one"))
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys((*ELEMENTWISE, *_KEYED), Rule(_each)),
+    **dict.fromkeys(SAME, Rule(_each, Kind.MOVES)),
+    **dict.fromkeys((*ADDED, "neg"), Rule(_each, Kind.LINEAR)),
+    **dict.fromkeys(("mul", "div"), Rule(_each, Kind.PRODUCT)),
+    "select_n": Rule(_each, Kind.LINEAR, chosen_by=range(1)),
+    "broadcast_in_dim": Rule(_broadcast, Kind.MOVES),
+    "transpose": Rule(_transposed, Kind.MOVES),
+    "squeeze": Rule(_meet("dimensions", _TAKEN, goes=True), Kind.MOVES),
+    "slice": Rule(_slice, Kind.LINEAR),
+    "split": Rule(_meet("axis", _TAKEN), Kind.LINEAR),
+    "rev": Rule(_meet("dimensions", "rows are reversed"), Kind.LINEAR),
+    "pad": Rule(_meet(_padded, "rows are padded"), Kind.LINEAR),
+    "concatenate": Rule(_meet("dimension", "rows are one after the other"), Kind.LINEAR),
+    "stack": Rule(_beside, Kind.LINEAR),
+    "unstack": Rule(_meet("axis", _TAKEN, goes=True), Kind.LINEAR),
+    "tile": Rule(_meet(_tiled, "rows are repeated"), Kind.LINEAR),
+    "dynamic_slice": Rule(_slice, Kind.LINEAR, chosen_by=range(1, 64)),
+    "dynamic_update_slice": Rule(_slice, Kind.LINEAR, chosen_by=range(2, 64)),
+    "gather": Rule(_gather, Kind.LINEAR, chosen_by=range(1, 2)),
+    **dict.fromkeys(("scatter", *_ADDING), Rule(_scatter, Kind.LINEAR, chosen_by=range(1, 2))),
+    **{f"scatter-{x}": Rule(_scatter) for x in ("mul", "min", "max")},
+    "dot_general": Rule(_product, Kind.PRODUCT),
+    "conv_general_dilated": Rule(_convolved, Kind.PRODUCT),
+    "reduce_sum": Rule(_meet("axes", goes=True), Kind.LINEAR),
+    **{
+        name: Rule(_meet("axes", _REDUCED, goes=True))
+        for name in (*traced_graph.REDUCTIONS - {"reduce_sum"}, "reduce_xor", "argmax", "argmin")
+    },
+    "reduce": Rule(_meet("dimensions", _REDUCED, goes=True)),
+    "reduce_window_sum": Rule(_window, Kind.LINEAR),
+    **{f"reduce_window{x}": Rule(_window) for x in ("", "_max", "_min")},
+    **{f"select_and_{x}_add": Rule(_window) for x in ("scatter", "gather")},
+    "cumsum": Rule(_meet("axis", "rows are added up one by one"), Kind.LINEAR),
+    **{f"cum{x}": _ACCUMULATED for x in ("max", "min", "prod", "logsumexp")},
+    "sort": Rule(_meet("dimension", "rows are sorted")),
+    "top_k": Rule(_meet(lambda p, _: p.get("axis", -1), _COMPARED)),
+    "approx_top_k": Rule(_meet("reduction_dimension", _COMPARED)),
+    "fft": Rule(_meet(lambda p, n: range(n - len(p["fft_lengths"]), n), "rows are transformed")),
+    **dict.fromkeys(_LINALG_NAMES.split(), Rule(_meet(_last(2), _MATRIX))),
+    "lu_pivots_to_permutation": Rule(_meet(_last(1), _MATRIX)),
+}
+_UNKNOWN = Rule(_meet(_last(64), "what it does with rows is not known"))
 
 
-def reduce_sum(step: RowStep, ins: list[Any]) -> State:
-    rows, axes = ins[0], set(step.params["axes"])
-    return dims_without(
-        sum_over(rows, axes, step.shape(0)) if axes & set(rows.dims) else rows, axes
-    )
-
-
-def dims_without(rows: Rows, gone: Any) -> Rows:
-    return moved(rows, lambda d: d - sum(x < d for x in gone))
-
-
-def reduce_other(step: RowStep, ins: list[Any]) -> State:
-    axes = step.params.get("axes", step.params.get("dimensions"))
-    out: Any = along(lambda p, n: axes, "rows are reduced, and not added")(step, ins)
-    return dims_without(out, axes)
-
-
-def dynamic_slice(step: RowStep, ins: list[Any]) -> State:
-    operand, *starts = ins
-    dims = operand.dims if isinstance(operand, Rows) else ()
-    if any(d >= 0 and step.params["slice_sizes"][d] != step.shape(0)[d] for d in dims):
-        raise RowsMeet(TAKEN)
-    return _by_index(step, operand, starts)
-
-
-def _by_index(step: RowStep, operand: State, starts: list[Any]) -> State:
-    """What is read at scalar indices, which may be those of the row of a loop."""
-    if any(isinstance(v, Rows) and (v.is_linear or v.power) for v in starts):
-        raise RowsMeet("an index is computed from a sum over rows")
-    rows = [v for v in (operand, *starts) if isinstance(v, Rows)]
-    out = rows[0]
-    if any(v.dims != out.dims for v in rows):
-        raise RowsMeet("rows are taken by an index")
-    for v in starts:
-        out = meets_shared(out, v) if isinstance(v, Shared) else out
-    if isinstance(operand, Shared):
-        out = meets_shared(out, operand)
-        return dataclasses.replace(out, power=operand.power or 0)
-    return dataclasses.replace(out, power=operand.power)  # type: ignore[union-attr]
-
-
-def dynamic_update_slice(step: RowStep, ins: list[Any]) -> State:
-    operand, update, *starts = ins
-    out = (
-        structural(dataclasses.replace(step, types=step.types[:2]), [operand, update])
-        if isinstance(operand, Rows) or isinstance(update, Rows)
-        else operand
-    )
-    dims = out.dims if isinstance(out, Rows) else ()
-    if any(d >= 0 and step.shape(1)[d] != step.shape(0)[d] for d in dims):
-        raise RowsMeet("some rows are written by their index")
-    return _by_index(step, out, starts)
-
-
-def merged_dims(old: Shape, new: Shape, dims: Any) -> frozenset[int]:
-    """The dims of a reshaped array that hold ``dims``, each beside those it is merged with."""
-    found: set[int] = set()
-    i = j = 0
-    while i < len(old) or j < len(new):
-        first, start, size, new_size = i, j, 1, 1
-        while True:  # until a group of old dims has the size of one of new dims
-            if i < len(old) and (size <= new_size or j == len(new)):
-                size, i = size * old[i], i + 1
-            elif j < len(new):
-                new_size, j = new_size * new[j], j + 1
-            if size == new_size or (i, j) == (len(old), len(new)):
-                break
-        if dims & set(range(first, i)):
-            found |= set(range(start, j))
-    return frozenset(found)
+def rule_of(step: RowStep) -> Rule:
+    """The rule of an equation; where it is not known, rows may not reach it."""
+    return _RULES.get(step.name, _UNKNOWN)

@@ -1,272 +1,341 @@
-"""What an equation does with the rows of its operands: a rule for each primitive.
+"""What an equation without inner functions makes of the states of its operands.
 
-A rule takes the equation and the states of its operands, of which one at least holds rows, and
-returns the state of its results. Where rows meet it raises ``RowsMeet``.
+Most follows from ``_row_dims``. The rest is here: sums over rows that divide, reshapes, views of
+all rows one after the other, indices of rows, and dims that depend on the number of rows.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
 from typing import Any
 
 import jax.numpy as jnp
 
-from optax_ext import traced_graph
+from sharding.loss._row_dims import ADDED, ELEMENTWISE, RANDOM, SAME, RowStep, Rule, Shape, rule_of
 from sharding.loss._row_states import (
+    CLIPPED,
     NUMBER,
+    SO_FAR,
     Coupled,
+    Kind,
     Rows,
     RowsMeet,
+    Running,
     Shared,
-    State,
     Value,
     Weight,
-    common_power,
-    meets_shared,
+    added,
+    combined,
+    is_kept,
+    is_total,
+    moved,
+    sum_over,
 )
 
-Shape = tuple[int, ...]
+
+def states_of(step: RowStep, ins: list[Any]) -> list[Any]:
+    """The states of the results of an equation without inner functions."""
+    for v in ins:
+        if isinstance(v, Coupled):
+            return [v] * len(step.results)
+    if any(hasattr(aval, "inner_aval") for aval in (*step.types, *step.result_types)):
+        raise RowsMeet("what is written to a reference is not followed")
+    if step.name in ("optimization_barrier", "device_put"):
+        return ins
+    return [_state_of(step, ins, k) for k in range(len(step.results))]
 
 
-@dataclasses.dataclass(frozen=True)
-class RowStep:
-    """An equation, beside the same one of a trace with twice the rows if there is one."""
-
-    name: str
-    params: dict[str, Any]
-    operands: tuple[Value, ...]
-    results: tuple[Value, ...]
-    types: tuple[Any, ...]  # of operands
-    result_types: tuple[Any, ...]
-    equation: Any
-    twin: "RowStep | None" = None
-
-    def shape(self, operand: int) -> Shape:
-        return tuple(getattr(self.types[operand], "shape", ()))
-
-    @property
-    def result_shape(self) -> Shape:
-        return tuple(self.result_types[0].shape)
-
-    def grown(self, operand: int, times: int | None = None) -> set[int]:
-        """The dims of an operand that have another size with twice the rows, or that many times."""
-        if self.twin is None:
-            return set()
-        sizes = zip(self.shape(operand), self.twin.shape(operand), strict=True)
-        return {d for d, (a, b) in enumerate(sizes) if a != b and times in (None, b / max(a, 1))}
-
-
-NOT_LINEAR = "a function of a sum over rows, or of a ratio of such sums, is not linear"
-Rule = Callable[[RowStep, list[Any]], State]
-
-# --- Elementwise ----------------------------------------------------------------------------------
-
-# What is linear, and keeps each element: of an operand, of operands that are added.
-_SAME_NAMES = """
-convert_element_type copy copy_p device_put imag name neg optimization_barrier pvary real
-reduce_precision reshard sharding_constraint stop_gradient
-"""
-SAME = frozenset(_SAME_NAMES.split())
-ADDED = frozenset(("add", "sub", "add_any"))
-# What a sum over rows that only divides may pass.
-COMPARED = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
-CLIPS = {"add", "sub", "max", "min", "clamp", "and", "or", "not", "select_n"} | COMPARED | SAME
-_MORE_NAMES = """
-bessel_i0e bessel_i1e clz complex conj igamma igamma_grad_a igammac log2 mulhi one_minus_square
-polygamma regularized_incomplete_beta zeros_like zeta
-"""
-ELEMENTWISE = traced_graph.ELEMENTWISE | SAME | ADDED | frozenset(_MORE_NAMES.split())
-
-
-def elementwise(step: RowStep, ins: list[Any]) -> State:
-    rows = [v for v in ins if isinstance(v, Rows)]
-    if any(isinstance(v, Shared) and v.power is None for v in ins):
-        raise RowsMeet(NUMBER)
-    if any(v.running is not None for v in rows):
+def _state_of(step: RowStep, ins: list[Any], k: int) -> Any:
+    """The state of one result."""
+    if step.name == "iota":
+        dim = step.params["dimension"]
+        return Shared(frozenset([dim]) & _long_dims(step, k), counts=dim)
+    if step.name == "select_n" and isinstance(ins[0], Shared) and ins[0].is_zero:
+        return ins[1]
+    if step.name == "lt" and all(isinstance(v, Shared) for v in ins):
+        is_index = ins[0].counts is not None and ins[1].is_zero  # of which JAX asks the sign
+        if is_index:
+            return Shared(is_zero=True)
+    if any(isinstance(v, Running) for v in ins):
         return _added_to_running(step, ins)
-    if step.name == "div" and (isinstance(ins[1], Weight) or (rows and is_sum(ins[1]))):
-        return _divided(step, ins)
-    if any(isinstance(v, Weight) for v in ins):
-        return _with_weight(step, ins)
-    if rows[0].is_sum and all(isinstance(v, Shared) or is_sum(v) for v in ins):
-        is_linear = _is_linear(step, ins) and power_of(step, ins) is not None
-        return combined(step, ins) if is_linear else _clipped(step, ins)
-    same_rows(ins)
-    if any(v.is_linear for v in rows) and not _is_linear(step, ins):
-        raise RowsMeet(NOT_LINEAR)
-    return combined(step, ins)
+    if step.name == "reshape":
+        return _reshaped(step, ins[0])
+    if step.name == "concatenate":
+        return _concatenated(step, ins, k)
+    if step.name in ELEMENTWISE and any(map(is_total, ins)):
+        return _of_sums(step, ins, k)
+    return _by_dims(step, ins, k)
 
 
-def same_rows(ins: list[Any]) -> None:
-    if len({(v.place, v.summed) for v in ins if isinstance(v, Rows)}) > 1:
-        raise RowsMeet("rows meet rows that are along other dims, or a sum over rows")
+def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
+    """What follows from the dims of operands and the kind of the equation."""
+    rule = _rule_of(step, ins)
+    places = rule.places(step)
+    if step.name == "div" and ins[1].power is not None:
+        ins = [ins[0], dataclasses.replace(ins[1], power=-ins[1].power)]
+    if rule.kind is Kind.MOVES and isinstance(ins[0], Weight):
+        return moved(ins[0], places[0])
+    if step.name in ("concatenate", "slice", "split", "tile"):
+        ins = _views(step, places, ins, k)
+    if step.name in ("gather", "scatter", "scatter-add"):
+        ins = _own_entries(step, places, ins)
+    out = combined(ins, rule.kind, places, [i for i in range(len(ins)) if i in rule.chosen_by])
+    out = _of_sizes(step, places, ins, out, k)
+    if isinstance(out, Rows) and out.dims:
+        summed = {d for d in out.dims if d < 0}
+        return sum_over(out, summed, step.result_shape(k)) if summed else out
+    made = frozenset[int]()
+    if rule.kind is not Kind.MOVES:  # which makes no entries
+        made = _long_dims(step, k) - {place for of_operand in places for place in of_operand}
+    is_random = out.random or step.name in RANDOM
+    return dataclasses.replace(out, varies=out.varies | made, random=is_random)
 
 
-def combined(step: RowStep, ins: list[Any]) -> Any:
-    """Rows of a function of each element."""
-    rows = [v for v in ins if isinstance(v, Rows)]
-    out = rows[0]
-    for k, v in enumerate(ins):
-        if isinstance(v, Shared):
-            sizes = step.shape(k)
-            along = [d for d in out.dims if d < 0 or (sizes and sizes[d] != 1)]
-            out = meets_shared(out, v, along)
-    power = power_of(step, ins)
-    if power is None:
+def _rule_of(step: RowStep, ins: list[Any]) -> Rule:
+    """The rule of an equation, which is of no kind where it rounds or divides by a sum."""
+    rule, to = rule_of(step), step.result_types[0].dtype
+    if step.name == "convert_element_type":
+        of = step.types[0].dtype
+        is_exact = of in (to, bool) or (jnp.issubdtype(of, jnp.integer) and to.itemsize >= 4)
+        is_linear = is_exact or jnp.issubdtype(to, jnp.inexact)
+    elif step.name == "div":
+        is_by_sum = isinstance(ins[1], Rows) and ins[1].is_linear
+        is_linear = jnp.issubdtype(to, jnp.inexact) and not is_by_sum
+    else:
+        is_linear = True
+    return rule if is_linear else dataclasses.replace(rule, kind=Kind.OTHER)
+
+
+# --- Dims that depend on the number of rows -------------------------------------------------------
+
+# Parameters that are sizes: those of the results tell whether they double as they should.
+_SIZE_NAMES = "start_indices shape new_sizes sizes slice_sizes limit_indices feature_group_count"
+_SIZES = frozenset(_SIZE_NAMES.split())
+
+
+def _long_dims(step: RowStep, k: int) -> frozenset[int]:
+    """The dims of a result that have more than one entry, with n rows or with 2 n."""
+    shapes = [s.result_shape(k) for s in (step, step.twin or step)]
+    return frozenset(d for d, sizes in enumerate(zip(*shapes, strict=True)) if set(sizes) != {1})
+
+
+def _of_sizes(step: RowStep, places: list[Any], ins: list[Any], out: Any, k: int) -> Any:
+    """The result, if twice the rows give the same function; of shared values the power changes."""
+    if step.twin is None:
+        return out
+    dims = set(out.dims) if isinstance(out, Rows) else set()
+    is_same, kept, summed = _has_same_params(step, step.twin), set(dims), set()
+    for v, of_dims, *shapes in zip(ins, places, step.shapes, step.twin.shapes, strict=True):
+        for d, (size, twice) in enumerate(zip(*shapes, strict=True)):
+            place = of_dims[d]
+            if size == twice or place in dims:
+                continue
+            if is_kept(place):
+                kept.add(place)
+                continue
+            if isinstance(out, Rows):
+                raise RowsMeet("rows meet along another dim that has their number")
+            summed.add(place)
+            is_uniform = isinstance(place, int) and d not in v.varies
+            is_same = is_same and is_uniform and twice == 2 * size
+    both = zip(step.result_shape(k), step.twin.result_shape(k), strict=True)
+    grown = {d for d, (size, twice) in enumerate(both) if size != twice}
+    if step.name not in RANDOM | {"broadcast_in_dim"}:
+        is_same = is_same and grown <= kept
+    if isinstance(out, Shared):
+        power = out.power + len(summed) if is_same and out.power is not None else None
+        return dataclasses.replace(out, power=power)
+    if not is_same:
         raise RowsMeet(NUMBER)
-    ratios = frozenset[Any]().union(*(v.ratios for v in rows))
-    is_random = out.random or any(v.random for v in rows)
-    return dataclasses.replace(out, power=power, random=is_random, ratios=ratios)
+    return out
 
 
-def is_sum(state: Any) -> bool:
-    return isinstance(state, Rows) and state.is_sum
-
-
-def _is_linear(step: RowStep, ins: list[Any]) -> bool:
-    """Whether an elementwise equation is linear in its sums over rows, and in ratios of such."""
-    rows = [v for v in ins if isinstance(v, Rows)]
-    linear = [isinstance(v, Rows) and v.is_linear for v in ins]
-    if step.name in SAME:
-        return not _rounds(step)
-    if step.name in ADDED:
-        # What all rows share may be added to a sum over all rows, not to that of a group.
-        in_groups = any(v.summed and v.dims for v in rows)
-        return not in_groups or all(isinstance(v, Rows) or v.is_zero for v in ins)
-    if step.name == "mul":
-        return sum(linear) == 1
-    if step.name == "div":
-        return linear[0] and not linear[1]
-    return step.name == "select_n" and not linear[0]
-
-
-def _rounds(step: RowStep) -> bool:
-    """Whether an equation of elements casts or divides to whole numbers."""
-    dtype = step.result_types[0].dtype
-    is_cast = step.name == "convert_element_type" and step.types[0].dtype != dtype
-    if jnp.issubdtype(dtype, jnp.inexact) or not (is_cast or step.name == "div"):
-        return False
-    is_whole = jnp.issubdtype(step.types[0].dtype, jnp.integer)
-    return step.name == "div" or not is_whole or jnp.issubdtype(dtype, jnp.bool_)
-
-
-def power_of(step: RowStep, ins: Sequence[Any]) -> Any:
-    """The power of a function of elements; None where it is no power."""
-    powers = [v.power for v in ins]
-    if None in powers or (step.twin and step.twin.params != step.params):
-        return None
-    if _rounds(step) or not any(powers):
-        return None if any(powers) else 0
-    if step.name == "mul":
-        return sum(powers)
-    if step.name == "div":
-        return powers[0] - powers[1]
-    if step.name in ("integer_pow", "square"):
-        return int(step.params.get("y", 2)) * powers[0]
-    if step.name == "select_n":
-        return common_power(list(ins[1:])) if powers[0] == 0 else None
-    if step.name in COMPARED:
-        return None if common_power(list(ins)) is None else 0
-    if step.name in SAME | ADDED | {"max", "min", "abs", "clamp"}:
-        return common_power(list(ins))
-    return None if any(powers) else 0
+def _has_same_params(step: RowStep, twin: RowStep) -> bool:
+    for name, given in step.params.items():
+        other = twin.params.get(name)
+        if name == "start_indices":  # which grow as their dims do
+            sizes = zip(step.shapes[0], twin.shapes[0], given, other, strict=True)  # type: ignore
+            if any(there * size != here * twice for size, twice, here, there in sizes):
+                return False
+        is_plain = isinstance(given, int | float | str | tuple) and name not in _SIZES
+        if is_plain and repr(given) != repr(other):  # as NaN is NaN
+            return False
+    return True
 
 
 # --- Sums over rows -------------------------------------------------------------------------------
 
-
-def _divided(step: RowStep, ins: list[Any]) -> State:
-    """A value over a sum over rows."""
-    over, by = ins
-    sums = by.sums if isinstance(by, Weight) else frozenset([step.operands[1]])
-    if (isinstance(by, Weight) and by.inverse) or (isinstance(by, Rows) and by.ratios):
-        raise RowsMeet("what divides is itself a ratio of sums over rows")
-    if isinstance(over, Shared) and over.power is not None and not over.random:
-        cause = Coupled(NOT_LINEAR, step.name)
-        return Weight(sums, over.power - by.power, cause, inverse=True)
-    if not isinstance(over, Rows):
-        raise RowsMeet(NOT_LINEAR)
-    return _ratio(step, 0, ins, sums, -by.power)
+# What a sum over rows that only divides may pass.
+_CLIP_NAMES = "add sub max min clamp and or not select_n eq ne lt le gt ge"
+_CLIPS = frozenset(_CLIP_NAMES.split()) | SAME
 
 
-def _ratio(step: RowStep, k: int, ins: list[Any], sums: frozenset[Value], power: int) -> Rows:
-    """Operand ``k``, which is rows, or a sum over them, over ``sums``."""
-    over, by, sizes = ins[k], ins[1 - k], step.shape(1 - k)
-    if any(d < 0 or (sizes and sizes[d] != 1 and d not in by.spread) for d in over.dims):
-        raise RowsMeet("a sum over rows meets rows along one of its dims")
-    if over.ratios or over.own is not None:
-        raise RowsMeet("a ratio of sums over rows is divided again")
-    pairs = frozenset((step.operands[k] if over.is_sum else None, weight) for weight in sums)
-    return dataclasses.replace(over, ratios=pairs, power=over.power + power)
-
-
-def _with_weight(step: RowStep, ins: list[Any]) -> State:
-    """A function of a weight: another weight, or rows times its inverse."""
-    weights = [v for v in ins if isinstance(v, Weight)]
-    others = [v for v in ins if not isinstance(v, Weight)]
-    sums = frozenset[Any]().union(*(v.sums for v in weights))
-    rows = [k for k, v in enumerate(ins) if isinstance(v, Rows)]
-    if step.name == "mul" and weights[0].inverse and len(rows) == 1:
-        return _ratio(step, rows[0], ins, sums, weights[0].power)
-    if step.name == "select_n" and len(weights) == 1 and weights[0] is ins[0]:
+def _of_sums(step: RowStep, ins: list[Any], k: int) -> Any:
+    """An equation of elements, some of which are sums over rows or functions of such."""
+    if step.name == "div" and is_total(ins[1]):
+        return _over(step.operands[0], ins[0], _inverse(step.operands[1], ins[1]))
+    inverses = [isinstance(v, Weight) and v.is_inverse for v in ins]
+    if step.name == "mul" and sum(inverses) == 1:
+        by = inverses.index(True)
+        return _over(step.operands[1 - by], ins[1 - by], ins[by])
+    if step.name == "select_n" and isinstance(ins[0], Weight):
         # A ratio, where its weight is not zero.
-        ratios = [v for v in others if isinstance(v, Rows) and v.ratios]
+        ratios = [v for v in ins[1:] if isinstance(v, Rows) and v.ratios]
         read = {weight for v in ratios for _, weight in v.ratios}
-        if ratios and sums <= read and all(v in ratios or v.is_zero for v in others):
-            return ratios[0] if len(ratios) == 1 else combined(step, [Shared(), *ins[1:]])
-    plain = [v for v in others if not isinstance(v, Shared) and not (is_sum(v) and not v.ratios)]
-    if step.name not in CLIPS or plain or any(v.inverse for v in weights):
-        raise RowsMeet(weights[0].cause.reason)
+        zeros = [v for v in ins[1:] if isinstance(v, Shared) and v.is_zero]
+        if ins[0].sums <= read and len(ratios) + len(zeros) == len(ins) - 1:
+            return combined(ins[1:], Kind.LINEAR)
+    if not any(isinstance(v, Weight) for v in ins):
+        try:
+            return _by_dims(step, ins, k)
+        except RowsMeet:
+            if step.name not in _CLIPS:
+                raise
     return _clipped(step, ins)
 
 
-def _clipped(step: RowStep, ins: list[Any]) -> State:
+def _clipped(step: RowStep, ins: list[Any]) -> Weight:
     """A function of sums over rows that is not linear: of use where it divides."""
-    if step.name not in CLIPS or any(isinstance(v, Rows) and (v.ratios or v.random) for v in ins):
-        raise RowsMeet(NOT_LINEAR)
-    sums = frozenset[Any]()
-    for operand, v in zip(step.operands, ins, strict=True):
-        sums |= v.sums if isinstance(v, Weight) else {operand} if isinstance(v, Rows) else set()
-    power = max(v.power for v in ins if not isinstance(v, Shared))
-    reason = "a sum over rows is clipped, or added to what all rows share"
-    return Weight(sums, power, Coupled(reason, step.name))
+    sums, powers = set[Value](), []
+    for value, v in zip(step.operands, ins, strict=True):
+        if isinstance(v, Shared):
+            is_fit = v.power == 0 and not v.random
+        elif isinstance(v, Weight):
+            is_fit = not v.is_inverse
+            sums |= v.sums
+        else:
+            is_fit = is_total(v) and not (v.ratios or v.random)
+            sums.add(value)
+        if not is_fit or step.name not in _CLIPS:
+            raise RowsMeet(CLIPPED)
+        powers += [] if isinstance(v, Shared) else [v.power]
+    varies = frozenset[int]().union(*(v.varies for v in ins))
+    return Weight(frozenset(sums), max(powers), varies=varies)
 
 
-def _added_to_running(step: RowStep, ins: list[Any]) -> State:
+def _inverse(value: Value, v: Any) -> Weight:
+    """What multiplies in the place of a function of sums over rows that divides."""
+    if isinstance(v, Weight) and not v.is_inverse:
+        return dataclasses.replace(v, power=-v.power, is_inverse=True)
+    if isinstance(v, Weight) or v.ratios or v.random:
+        raise RowsMeet("what divides is itself a ratio of sums over rows, or random")
+    return Weight(frozenset([value]), -v.power, is_inverse=True, varies=v.varies)
+
+
+def _over(value: Value, v: Any, weight: Weight) -> Any:
+    """A value, over a function of sums over rows whose inverse is given."""
+    if not isinstance(v, Shared | Rows) or v.power is None:
+        raise RowsMeet(NUMBER if isinstance(v, Shared) else CLIPPED)
+    power, varies = v.power + weight.power, v.varies | weight.varies
+    if isinstance(v, Shared) and not v.random:
+        return dataclasses.replace(weight, power=power, varies=varies)
+    if isinstance(v, Shared) or v.ratios or v.own is not None:
+        raise RowsMeet("a ratio of sums over rows is divided again, or is random")
+    if weight.varies & set(v.dims):
+        raise RowsMeet("a sum over rows meets rows along one of its dims")
+    ratios = frozenset((value if v.is_sum else None, by) for by in weight.sums)
+    varies = varies if v.is_sum else frozenset()
+    return dataclasses.replace(v, ratios=ratios, power=power, varies=varies)
+
+
+def _added_to_running(step: RowStep, ins: list[Any]) -> Any:
     """A sum over the iterations of a loop over rows, of which some have run."""
-    running = next(v for v in ins if isinstance(v, Rows) and v.running is not None)
-    others = [v for v in ins if v is not running and not (isinstance(v, Shared) and v.is_zero)]
-    is_added = step.name in ADDED and (step.name != "sub" or running is ins[0])
-    if is_added and all(isinstance(v, Rows) and adds_to(running, v) for v in others):
-        is_random = running.random or any(v.random for v in others)
-        ratios = running.ratios.union(*(v.ratios for v in others))
-        return dataclasses.replace(running, random=is_random, ratios=ratios)
-    if not others and step.name in SAME - {"neg"} and _is_linear(step, ins):
-        return running
-    raise RowsMeet("a loop over rows reads its sum over the rows so far")
+    if step.name in SAME and _rule_of(step, ins).kind is Kind.MOVES:
+        return ins[0]
+    if step.name not in ADDED or (step.name == "sub" and isinstance(ins[1], Running)):
+        raise RowsMeet(SO_FAR)
+    return added(*ins)
 
 
-def adds_to(running: Rows, row: Rows) -> bool:
-    """Whether a value of the present row is a term of a running sum."""
-    return running == dataclasses.replace(
-        summed_in_loop(row, running.running), random=running.random, ratios=running.ratios
+# --- Reshapes and views ---------------------------------------------------------------------------
+
+
+def _reshaped(step: RowStep, v: Any) -> Any:
+    old, new = step.shapes[0], step.result_shape()
+    if isinstance(v, Rows) and v.dims:
+        return _rows_reshaped(v, old, new)
+    # Dims that are merged or split together lie between the same products of sizes.
+    before = [list(itertools.accumulate(x, operator.mul, initial=1)) for x in (old, new)]
+    common = set(before[0]) & set(before[1])
+    groups = [[max(x for x in common if x <= size) for size in sizes] for sizes in before]
+    varies = {groups[0][d] for d in v.varies}
+    out = moved(v, [""] * len(old))
+    return dataclasses.replace(
+        out, varies=frozenset(d for d in _long_dims(step, 0) if groups[1][d] in varies)
     )
 
 
-def summed_in_loop(row: Rows, loop: Any) -> Rows:
-    """The sum of a value over the iterations of a loop."""
-    if row.running is not None or loop not in row.dims:
-        return row
-    return dataclasses.replace(sum_over(row, {loop}), running=loop)
+def _rows_reshaped(rows: Rows, old: Shape, new: Shape) -> Rows:
+    """Dims are merged and split around the flat index that rows fill."""
+    first, last = rows.dims[0], rows.dims[-1] + 1
+    between = [d for d in range(first, last) if old[d] != 1 or d in rows.dims]
+    if list(rows.dims) != between or rows.own is not None:
+        raise RowsMeet("a reshape that mixes rows")
+    before = math.prod(old[:first]) * rows.before
+    after = math.prod(old[last:]) * rows.after
+    first, last = 0, len(new)
+    # Dims that count within what is before all rows, or after one.
+    while first < last and before % new[first] == 0:
+        before //= new[first]
+        first += 1
+    while last > first and after % new[last - 1] == 0:
+        after //= new[last - 1]
+        last -= 1
+    dims = tuple(d for d in range(first, last) if new[d] != 1)
+    return dataclasses.replace(rows, dims=dims, before=before, after=after)
 
 
-def sum_over(rows: Rows, dims: set[int], sizes: Shape = ()) -> Rows:
-    """Rows, summed over some of their dims; those that are left are numbered as before."""
-    left = tuple(d for d in rows.dims if d not in dims)
-    power = rows.power + (not left)
-    if not left:
-        return dataclasses.replace(
-            rows, dims=(), count=1, before=1, after=1, power=power, summed=True
-        )
-    count = math.prod(sizes[d] if d >= 0 else 1 for d in left)
-    return dataclasses.replace(rows, dims=left, count=count, before=1, after=1, summed=True)
+def _views(step: RowStep, places: list[Any], ins: list[Any], k: int) -> list[Any]:
+    """The operands, if views of all rows are joined, or some of them taken: as many views."""
+    first, *others = ins
+    if not all(isinstance(v, Rows) and len(v.dims) == 1 and not v.is_linear for v in ins):
+        return ins
+    if any((v.dims, v.count, v.after) != (first.dims, first.count, first.after) for v in others):
+        return ins
+    (dim,), p = first.dims, step.params
+    start = sum(p["sizes"][:k]) if step.name == "split" and p["axis"] == dim else 0
+    if step.name == "slice":
+        start = p["start_indices"][dim]
+    is_dense = step.name != "slice" or not p["strides"] or p["strides"][dim] == 1
+    view, size = first.count * first.after, step.result_shape(k)[dim]
+    if start % view or size % view or not is_dense:
+        return ins
+    for of_dims in places:
+        of_dims[dim] = dim
+    return [dataclasses.replace(v, before=size // view) for v in ins]
+
+
+# --- Indices of rows ------------------------------------------------------------------------------
+
+
+def _concatenated(step: RowStep, ins: list[Any], k: int) -> Any:
+    """Columns of indices, of which one is the index of the row itself; or anything else."""
+    dim = step.params["dimension"]
+    columns = [i for i, v in enumerate(ins) if isinstance(v, Shared) and v.counts is not None]
+    if len(columns) == 1 and step.shapes[columns[0]][dim] == 1:
+        (i,) = columns
+        out = _by_dims(step, [*ins[:i], Shared(), *ins[i + 1 :]], k)
+        if isinstance(out, Rows) and out.dims == (ins[i].counts,):
+            return dataclasses.replace(out, own=sum(shape[dim] for shape in step.shapes[:i]))
+    return _by_dims(step, ins, k)
+
+
+def _own_entries(step: RowStep, places: list[Any], ins: list[Any]) -> list[Any]:
+    """The operands; by an index that has the index of the row, each row has entries of its own."""
+    index, numbers = ins[1], step.params["dimension_numbers"]
+    if not isinstance(index, Rows) or index.own is None or len(index.dims) != 1:
+        return ins
+    (i,) = index.dims
+    if step.name == "gather":
+        dim = numbers.start_index_map[index.own]
+        if step.params["slice_sizes"][dim] != 1:
+            return ins
+        places[0][dim] = places[1][i]
+    else:
+        dim = numbers.scatter_dims_to_operand_dims[index.own]
+        if dim not in numbers.inserted_window_dims:
+            return ins
+        of_index = [d for d in range(len(step.shapes[2])) if d not in numbers.update_window_dims]
+        places[0][dim] = places[1][i] = places[2][of_index[i]] = dim
+    return [ins[0], dataclasses.replace(index, own=None), *ins[2:]]

@@ -1,42 +1,49 @@
 """The states of values of a traced loss, equation by equation: calls, loops, branches, derivatives.
 
-The walk reads each equation beside its twin, the same one of a trace with twice the rows.
+The walk reads each equation beside its twin, the same one of a trace with twice the rows. A loop
+over rows is read as ``vmap`` computes it: all iterations side by side.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxpr_as_fun
 
 from optax_ext import traced_graph
 from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, params_of, record_of
 from sharding._user_line import line_of
-from sharding.loss import _row_rules as rules
 from sharding.loss._declared_rows import DECLARED, through_declared
 from sharding.loss._row_cotangents import check_cotangents, cotangents_of, pullback_of
-from sharding.loss._row_rules import RowStep
+from sharding.loss._row_dims import RowStep
+from sharding.loss._row_rules import states_of
 from sharding.loss._row_states import (
-    NUMBER,
+    SO_FAR,
     Coupled,
+    Kind,
     Rows,
     RowsMeet,
+    Running,
     Shared,
-    State,
-    Weight,
-    join,
-    meets_shared,
+    added,
+    combined,
+    is_total,
+    moved,
+    sum_over,
+    unknown,
 )
-from sharding.loss._row_table import states_of
 
 _MOST_PASSES = 16  # over the body of a loop: a state changes a few times, and only loses knowledge
 _INSIDE = {"composite": "jaxpr", "custom_vmap_call": "call"}
+_ALWAYS = Shared()
 OTHER_PROGRAM = "the loss is another program for twice the rows"
+# Where the dims of an iteration are in all iterations, one after the other; and the reverse.
+_ALL: list[Any] = list(range(1, 64))
+_ONE: list[Any] = ["each iteration has a row", *range(63)]
 
 
 def steps_of(
@@ -73,11 +80,6 @@ def steps_of(
     return steps
 
 
-def unknown(aval: Any) -> Shared:
-    """What all rows share, and may be anything else."""
-    return Shared(frozenset(range(len(getattr(aval, "shape", ())))))
-
-
 def constant(value: Any, twin: Any = None) -> Shared:
     """A constant of the trace, beside that of the trace with twice the rows."""
     dtype = jax.typeof(value).dtype
@@ -86,10 +88,10 @@ def constant(value: Any, twin: Any = None) -> Shared:
     twin = value if twin is None else twin
     if np.size(value) != 1 or np.shape(value) != np.shape(twin):
         is_same = value is twin or np.array_equal(value, twin)
-        return Shared(frozenset(range(np.ndim(value))), 0 if is_same else None)
+        return dataclasses.replace(unknown(jax.typeof(value)), power=0 if is_same else None)
     number, doubled = np.asarray(value).item(), np.asarray(twin).item()
     if number == doubled or number != number:
-        return Shared(number=number)
+        return Shared(is_zero=number == 0)
     powers = [k for k in (-2, -1, 1, 2) if doubled == number * 2.0**k]
     return Shared(power=powers[0] if powers else None)
 
@@ -98,36 +100,24 @@ class Walk:
     """Finds the state of each value; ``run`` adds them to those that are known."""
 
     def __init__(self) -> None:
-        self._loops = 0  # over rows that the walk is inside of
         self._declared: dict[Any, Any] = {}  # what reached functions that are declared
-        self._pullbacks: dict[int, Any] = {}
+        self._traced: dict[Any, Any] = {}  # pullbacks and loops side by side, by their equations
         self._is_in_pullback = False
 
-    def run(self, steps: Sequence[RowStep], known: dict[Any, State]) -> None:
+    def run(self, steps: Sequence[RowStep], known: dict[Any, Any]) -> None:
         for number, step in enumerate(steps):
-            ins = [self._read(known, step, k) for k in range(len(step.operands))]
-            outs = self._equation(step, ins)
-            if any(isinstance(v, Coupled | Weight) for v in outs):
-                line = functools.partial(_line, steps, number)
-                outs = [_located(v, step.name, line) for v in outs]
-            known |= zip(step.results, outs, strict=True)
+            others = step.twin.operands if step.twin else step.operands
+            operands = zip(step.operands, others, step.types, strict=True)
+            ins = [_known_state(known, *operand) for operand in operands]
+            try:
+                outs = self._states(step, ins)
+                for k, v in enumerate(outs):
+                    _check_doubled(step, k, v)
+            except RowsMeet as meet:
+                outs = [Coupled(str(meet))] * len(step.results)
+            known |= zip(step.results, [located(v, steps, number) for v in outs], strict=True)
 
-    def _read(self, known: dict[Any, State], step: RowStep, k: int) -> State:
-        value = step.operands[k]
-        if isinstance(value, Literal):
-            return constant(value.val, step.twin and getattr(step.twin.operands[k], "val", None))
-        return known[value] if value in known else unknown(step.types[k])
-
-    def _equation(self, step: RowStep, ins: list[Any]) -> list[State]:
-        try:
-            outs = self._states(step, ins)
-            for k, v in enumerate(outs):
-                _check_doubled(step, k, v)
-            return outs
-        except RowsMeet as meet:
-            return [Coupled(str(meet), step.name)] * len(step.results)
-
-    def _states(self, step: RowStep, ins: list[Any]) -> list[State]:
+    def _states(self, step: RowStep, ins: list[Any]) -> list[Any]:
         if step.equation.primitive is DECLARED:
             return [through_declared(step.equation, ins[0], self._declared)]
         record: Any = record_of(step.equation)
@@ -144,26 +134,25 @@ class Walk:
         if step.name == "custom_linear_solve":
             return self._linear_solve(step, ins)
         if isinstance(record, Scan):
-            return self._scan(record, twin, ins)
+            slices = ins[record.num_consts + record.num_carry :]
+            over_rows = any(isinstance(v, Rows) and 0 in v.dims for v in slices)
+            return (self._loop_over_rows if over_rows else self._scan)(record, twin, ins)
         if step.name in ("while", "cond"):
             return (self._while if step.name == "while" else self._cond)(step, ins)
         return states_of(step, ins)
 
-    def inside(self, closed: Any, twin: Any, ins: list[State]) -> list[State]:
+    def inside(self, closed: Any, twin: Any, ins: list[Any]) -> list[Any]:
         """The states of the results of a function inside of an equation."""
         jaxpr, other = (getattr(x, "jaxpr", x) for x in (closed, twin))
-        known: dict[Any, State] = dict(zip(jaxpr.invars, ins, strict=True))
+        known: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         consts = [getattr(x, "consts", ()) for x in (closed, twin or closed)]
         for var, value, same in zip(jaxpr.constvars, *consts, strict=True):
             known[var] = constant(value, same)
         self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
         outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
-        return [
-            constant(v.val, getattr(o, "val", None)) if isinstance(v, Literal) else known[v]
-            for v, o in outs
-        ]
+        return [_known_state(known, v, of_twin, v.aval) for v, of_twin in outs]
 
-    def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[State]:
+    def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[Any]:
         """The solution, as the function that solves computes it."""
         p, twin = step.params, step.twin and step.twin.params["jaxprs"].solve
         counts = p["const_lengths"]
@@ -173,72 +162,93 @@ class Walk:
 
     # --- Loops and branches -----------------------------------------------------------------------
 
-    def _scan(self, scan: Any, twin: Any, ins: list[Any]) -> list[State]:
+    def _scan(self, scan: Any, twin: Any, ins: list[Any]) -> list[Any]:
+        """A loop of which each iteration has all rows."""
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
-        over_rows = any(isinstance(v, Rows) and 0 in v.dims for v in ins[last:])
-        loop = -1 - self._loops if over_rows else None  # the dim of the rows in an iteration
-        is_grown = twin is not None and twin.options["length"] != scan.options["length"]
-        body = scan.body.jaxpr
-        fixed = [o is i for o, i in zip(body.outvars, body.invars[first:last], strict=False)]
-        items = [_of_iteration(v, loop) for v in ins[last:]]
-        carry = ins[first:last]
-        if over_rows:
-            carry = [dataclasses.replace(v, running=loop) if rules.is_sum(v) else v for v in carry]
-        self._loops += over_rows
-        try:
-            for _ in range(_MOST_PASSES):
-                given = [*ins[:first], *carry, *items]
-                outs = self.inside(scan.body, twin and twin.body, given)
-                each = zip(carry, outs, fixed, strict=False)
-                new = [_next_carried(a, b, keep, loop) for a, b, keep in each]
-                if new == carry:
-                    break
-                carry = new
-            else:
-                raise RowsMeet("what a loop makes of rows is not known")
-        finally:
-            self._loops -= over_rows
-        changes = over_rows or is_grown
-        both = zip(carry, fixed, strict=True)
-        after = [_after_loop(v, loop, changes and not keep) for v, keep in both]
-        return after + [_of_all_iterations(v, loop) for v in outs[last - first :]]
+        slices = [moved(v, _ONE) for v in ins[last:]]
 
-    def _while(self, step: RowStep, ins: list[Any]) -> list[State]:
+        def iteration(carry: list[Any]) -> list[Any]:
+            given = [*ins[:first], *carry, *slices]
+            return self.inside(scan.body, twin and twin.body, given)
+
+        fixed = _fixed(scan.body.jaxpr, first, scan.num_carry)
+        after, outs = _repeated(iteration, ins[first:last], fixed, lambda _, *both: _chosen(both))
+        if twin is not None and twin.options["length"] != scan.options["length"]:
+            after = [v if keep else _last_of_n(v) for v, keep in zip(after, fixed, strict=True)]
+        return after + list(map(_stacked, outs[last - first :]))
+
+    def _loop_over_rows(self, scan: Any, twin: Any, ins: list[Any]) -> list[Any]:
+        """A loop over rows, or over groups of them, which may add up what they give."""
+        first, last = scan.num_consts, scan.num_consts + scan.num_carry
+        fixed = _fixed(scan.body.jaxpr, first, scan.num_carry)
+        mapped = (*[False] * first, *(not keep for keep in fixed), *[True] * len(ins[last:]))
+        body = self._side_by_side(scan, mapped)
+        body_of_twin = twin and self._side_by_side(twin, mapped)
+
+        def iterations(carry: list[Any]) -> list[Any]:
+            return self.inside(body, body_of_twin, [*ins[:first], *carry, *ins[last:]])
+
+        sums = [Running(of) for of in body.jaxpr.invars[first:last]]
+        carry = [
+            v if keep else running if is_total(v) or isinstance(v, Running) else moved(v, _ALL)
+            for v, running, keep in zip(ins[first:last], sums, fixed, strict=True)
+        ]
+        next_of = lambda k, a, b: _next_carried(a, b, sums[k])  # noqa: E731
+        _, outs = _repeated(iterations, carry, fixed, next_of)
+        after = ins[first:last]
+        for k, (out, keep) in enumerate(zip(outs, fixed, strict=False)):
+            if not keep:
+                after[k] = _after_rows(after[k], out, body.jaxpr.outvars[k].aval.shape)
+        each = outs[last - first :]
+        return after + [Coupled(SO_FAR) if isinstance(v, Running) else v for v in each]
+
+    def _side_by_side(self, scan: Any, mapped: tuple[bool, ...]) -> Any:
+        """The body of a loop, traced for all its iterations at once."""
+        length = scan.options["length"]
+        key = id(scan.body), mapped, length
+        if key not in self._traced:
+            shapes = [
+                (length, *aval.shape) if is_mapped else aval.shape
+                for aval, is_mapped in zip(scan.body.in_avals, mapped, strict=True)
+            ]
+            types = map(jax.ShapeDtypeStruct, shapes, (aval.dtype for aval in scan.body.in_avals))
+            run = jax.vmap(jaxpr_as_fun(scan.body), [0 if x else None for x in mapped])
+            try:
+                self._traced[key] = scan, jax.make_jaxpr(run)(*types)
+            except Exception as error:  # of an operation that vmap does not take
+                raise RowsMeet(f"a loop over rows cannot be mapped over them: {error}") from error
+        return self._traced[key][1]
+
+    def _while(self, step: RowStep, ins: list[Any]) -> list[Any]:
         p, twin = step.params, step.twin and step.twin.params
         first, last = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        carry, body = ins[last:], p["body_jaxpr"].jaxpr
-        fixed = [o is i for o, i in zip(body.outvars, body.invars[last - first :], strict=True)]
-        for _ in range(_MOST_PASSES):
-            condition = p["cond_jaxpr"], twin and twin["cond_jaxpr"]
-            (goes_on,) = self.inside(*condition, [*ins[:first], *carry])
-            given = [*ins[first:last], *carry]
-            outs = self.inside(p["body_jaxpr"], twin and twin["body_jaxpr"], given)
-            new = [
-                a if keep else _decided(goes_on, join(a, b))
-                for a, b, keep in zip(carry, outs, fixed, strict=True)
-            ]
-            if new == carry:
-                return new
-            carry = new
-        raise RowsMeet("what a loop makes of rows is not known")
 
-    def _cond(self, step: RowStep, ins: list[Any]) -> list[State]:
+        def iteration(carry: list[Any]) -> list[Any]:
+            of_cond, of_body = [*ins[:first], *carry], [*ins[first:last], *carry]
+            (goes_on,) = self.inside(p["cond_jaxpr"], twin and twin["cond_jaxpr"], of_cond)
+            outs = self.inside(p["body_jaxpr"], twin and twin["body_jaxpr"], of_body)
+            return [_chosen(both, goes_on) for both in zip(carry, outs, strict=True)]
+
+        fixed = _fixed(p["body_jaxpr"].jaxpr, last - first, len(ins) - last)
+        return _repeated(iteration, ins[last:], fixed, lambda _, old, new: new)[0]
+
+    def _cond(self, step: RowStep, ins: list[Any]) -> list[Any]:
         branches = step.params["branches"]
         twins = step.twin.params["branches"] if step.twin else [None] * len(branches)
         each = [self.inside(*both, ins[1:]) for both in zip(branches, twins, strict=True)]
-        return [_decided(ins[0], functools.reduce(join, outs)) for outs in zip(*each, strict=True)]
+        return [_chosen(outs, ins[0]) for outs in zip(*each, strict=True)]
 
     # --- Derivatives that a user wrote ------------------------------------------------------------
 
-    def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[State]) -> None:
+    def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[Any]) -> None:
         """Raises if the pullback of a function with its own derivative couples rows."""
         if self._is_in_pullback or not any(isinstance(v, Rows) for v in outs):
             return
         key = id(step.equation)
-        if key not in self._pullbacks:
+        if key not in self._traced:
             twin = step.twin and pullback_of(step.twin)
-            self._pullbacks[key] = step.equation, pullback_of(step), twin
-        _, pullback, twin = self._pullbacks[key]
+            self._traced[key] = step.equation, pullback_of(step), twin
+        _, pullback, twin = self._traced[key]
         if pullback is None:
             return
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
@@ -249,105 +259,107 @@ class Walk:
         check_cotangents(step, ins, found)
 
 
-def _check_doubled(step: RowStep, k: int, v: State) -> None:
+def _known_state(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
+    """The state of an operand, beside that of the twin."""
+    if isinstance(value, Literal):
+        return constant(value.val, getattr(of_twin, "val", None))
+    return known[value] if value in known else unknown(aval)
+
+
+def _check_doubled(step: RowStep, k: int, v: Any) -> None:
     """Raises if the dims of rows do not have twice the entries with twice the rows."""
-    if step.twin is None or not isinstance(v, Rows) or v.summed or min(v.dims) < 0:
+    if step.twin is None or not isinstance(v, Rows) or v.summed:
         return
-    sizes = [[s.result_types[k].shape[d] for d in v.dims] for s in (step, step.twin)]
+    sizes = [[s.result_shape(k)[d] for d in v.dims] for s in (step, step.twin)]
     if 2 * math.prod(sizes[0]) != math.prod(sizes[1]):
         raise RowsMeet(OTHER_PROGRAM)
 
 
-def _line(steps: Sequence[RowStep], number: int) -> str:
-    """The user's line of a step, or of one before: what JAX traced earlier has none of its own."""
+def located(v: Any, steps: Sequence[RowStep], number: int) -> Any:
+    """A result of a step, with the user's line where it is coupled.
+
+    It is that of a step before, if this has none: what JAX traced earlier has none of its own.
+    """
+    if not isinstance(v, Coupled) or v.line:
+        return v
     lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
-    return next(filter(None, lines), "")
+    name = v.equation or steps[number].name
+    return Coupled(v.reason, name, next(filter(None, lines), ""))
 
 
-def _located(v: Any, name: str, line: Callable[[], str]) -> Any:
-    if isinstance(v, Coupled) and not v.line:
-        return Coupled(v.reason, v.equation or name, line())
-    if isinstance(v, Weight) and not v.cause.line:
-        return dataclasses.replace(v, cause=_located(v.cause, name, line))
-    return v
+# --- What iterations make of each other -----------------------------------------------------------
 
 
-# --- Values of one iteration, and of all ----------------------------------------------------------
+def _fixed(body: Any, first: int, count: int) -> list[bool]:
+    """Which of the values that a loop carries are the same in all iterations."""
+    carried = body.invars[first : first + count]
+    return [out is given for out, given in zip(body.outvars, carried, strict=False)]
 
 
-def _of_iteration(v: State, loop: int | None) -> State:
-    """What an iteration reads of a scanned value; ``loop`` becomes its dim of rows."""
-    if isinstance(v, Rows):
-        dims = tuple(d - (d > 0) if d else loop for d in v.dims)
-        return dataclasses.replace(v, dims=dims)  # type: ignore[arg-type]
-    if isinstance(v, Shared):
-        varies = {d - (d > 0) for d in v.varies if d}
-        if loop is not None and 0 in v.varies:
-            varies.add(loop)
-        counts = v.counts - 1 if v.counts else None
-        return dataclasses.replace(v, varies=frozenset(varies), counts=counts)
-    return v
+def _repeated(
+    iteration: Any, carry: list[Any], fixed: list[bool], next_carried: Any
+) -> tuple[list[Any], list[Any]]:
+    """What every iteration reads of what is carried, and what it returns then."""
+    for _ in range(_MOST_PASSES):
+        outs = iteration(carry)
+        each = enumerate(zip(carry, outs, fixed, strict=False))
+        new = [a if keep else next_carried(k, a, b) for k, (a, b, keep) in each]
+        if new == carry:
+            return carry, outs
+        carry = new
+    raise RowsMeet("what a loop makes of rows is not known")
 
 
-def _next_carried(a: State, b: State, is_fixed: bool, loop: int | None) -> State:
-    """What an iteration reads of what is carried, given what it read last and returned."""
-    if is_fixed:
-        return a
-    if loop is not None and isinstance(a, Shared) and isinstance(b, Rows) and loop in b.dims:
-        if not a.is_zero:
-            return Coupled("a loop over rows carries a row to the next one")
-        return rules.summed_in_loop(b, loop)
-    both = join(a, b)
-    if isinstance(both, Coupled) and not isinstance(b, Coupled) and loop is not None:
-        return Coupled("a loop over rows carries a row to the next one")
-    if loop is not None and isinstance(both, Shared):  # a count, or keys that are split
-        return Shared(both.varies | {loop}, both.power, both.random)
-    return both
-
-
-def _after_loop(v: State, loop: int | None, changes: bool) -> State:
-    if isinstance(v, Rows) and v.running is not None and v.running == loop:
-        return dataclasses.replace(v, running=None)
-    if isinstance(v, Shared) and changes:
-        return Shared(v.varies - {loop}, None, v.random)
-    if isinstance(v, Rows) and changes:
-        return Coupled("a loop that runs for each row returns what its last iteration gave")
-    return v
-
-
-def _of_all_iterations(v: State, loop: int | None) -> State:
-    """What all iterations return, one after the other."""
-    if isinstance(v, Rows):
-        if v.running is not None and v.running == loop:
-            return Coupled("a loop over rows returns its sum over the rows so far")
-        dims = tuple(0 if d == loop else d + (d >= 0) for d in v.dims)
-        return dataclasses.replace(v, dims=dims)
-    if isinstance(v, Shared):
-        varies = {d + (d >= 0) for d in v.varies if d != loop}
-        return Shared(frozenset({0, *varies}), v.power, v.random)
-    return v.cause if isinstance(v, Weight) else v
-
-
-def _decided(by: Any, v: Any) -> State:
-    """A value of a branch that ``by`` takes, or of a loop that goes on by it."""
-    if isinstance(by, Coupled) or isinstance(v, Coupled):
-        return by if isinstance(by, Coupled) else v
-    if isinstance(by, Weight) or (isinstance(by, Rows) and (by.is_linear or by.power)):
-        return Coupled("what runs is decided by a sum over rows")
+def _chosen(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
+    """What is one of some values, as ``by`` decides: of results of branches, of iterations."""
+    for v in (by, *values):
+        if isinstance(v, Coupled):
+            return v
+    if by == _ALWAYS and all(v == values[0] for v in values):
+        return values[0]
     try:
-        if isinstance(by, Shared) and isinstance(v, Shared):
-            power = None if by.power != 0 else v.power
-            return dataclasses.replace(
-                v, varies=v.varies | by.varies, power=power, random=v.random or by.random
-            )
-        if isinstance(by, Shared) and isinstance(v, Rows):
-            if by.power:
-                raise RowsMeet(NUMBER)
-            return meets_shared(v, by)
-        if isinstance(by, Rows) and isinstance(v, Shared):
-            return dataclasses.replace(meets_shared(by, v), power=v.power or 0)
-        if isinstance(by, Rows) and isinstance(v, Rows) and v.place == by.place and not v.is_linear:
-            return dataclasses.replace(v, random=v.random or by.random)
+        if all(isinstance(v, Running) and v.of is values[0].of for v in values):
+            terms = [v.term for v in values]
+            return Running(values[0].of, combined([by, *terms], Kind.LINEAR, chosen_by=[0]))
+        return combined([by, *values], Kind.LINEAR, chosen_by=[0])
     except RowsMeet as meet:
         return Coupled(str(meet))
-    return Coupled("what runs is decided by other rows")
+
+
+def _last_of_n(v: Any) -> Any:
+    """What is carried, after an iteration for each row."""
+    if isinstance(v, Shared):
+        return Shared(v.varies, None, v.random)
+    reason = "a loop that runs for each row returns what its last iteration gave"
+    return v if isinstance(v, Coupled) else Coupled(reason)
+
+
+def _stacked(v: Any) -> Any:
+    """What all iterations return, one after the other."""
+    if isinstance(v, Running):
+        return Coupled(SO_FAR)
+    out = moved(v, _ALL)
+    return Shared(out.varies | {0}, out.power, out.random) if isinstance(out, Shared) else out
+
+
+def _next_carried(a: Any, b: Any, running: Running) -> Any:
+    """What the iterations of a loop over rows read, given what they read last and returned."""
+    if isinstance(a, Coupled) or isinstance(b, Coupled):
+        return a if isinstance(a, Coupled) else b
+    if a == running and isinstance(b, Running) and b.of is running.of:
+        return running
+    if isinstance(a, Shared) and isinstance(b, Rows) and 0 in b.dims:
+        return running
+    if isinstance(a, Shared) and isinstance(b, Shared):  # a count, or keys that are split
+        either = combined([a, b], Kind.LINEAR)
+        return Shared(either.varies | {0}, either.power, either.random)
+    return Coupled("a loop over rows carries a row to the next one")
+
+
+def _after_rows(before: Any, out: Any, shape: Sequence[int]) -> Any:
+    """What a loop over rows returns of what it carried, which its iterations changed."""
+    if not isinstance(out, Running):
+        return _last_of_n(moved(out, _ONE) if isinstance(out, Shared) else out)
+    if not isinstance(out.term, Rows) or 0 not in out.term.dims:
+        return Coupled(SO_FAR)
+    return added(before, moved(sum_over(out.term, {0}, shape), _ONE))

@@ -27,8 +27,17 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext.traced_graph import Graph
-from sharding.loss._row_states import Coupled, Rows, RowsMeet, Shared, State, Value, Weight
-from sharding.loss._row_walk import OTHER_PROGRAM, Walk, constant, steps_of, unknown
+from sharding.loss._row_states import (
+    CLIPPED,
+    Coupled,
+    Rows,
+    RowsMeet,
+    Shared,
+    State,
+    Value,
+    unknown,
+)
+from sharding.loss._row_walk import OTHER_PROGRAM, Walk, constant, located, steps_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +97,14 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
 
     graph = traced(count)
     try:
-        states = _states(graph, traced(2 * count), rows, count)
+        twin = traced(2 * count)
     except Exception as error:  # of the user's function, whatever it raises
         states = _states(graph, None, rows, count)
         if not isinstance(states[graph.outputs[0]], Coupled):
             reason = f"it cannot be traced with {2 * count} rows in place of {count}: {error}"
             states = dict.fromkeys(graph.outputs, Coupled(reason))
-    return _in_a_word(graph, states)
+        return _in_a_word(graph, states)
+    return _in_a_word(graph, _states(graph, twin, rows, count))
 
 
 def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> dict[Value, State]:
@@ -103,36 +113,44 @@ def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> d
         value: Rows((0,), count) if has else unknown(graph.types[value])
         for value, has in enumerate(rows)
     }
+    if twin and graph.constants.keys() != twin.constants.keys():
+        return dict.fromkeys(graph.outputs, Coupled(OTHER_PROGRAM))
     for value, number in graph.constants.items():
         states[value] = constant(number, twin and twin.constants.get(value))
     twins = (twin.equations, twin.types) if twin else (None, ())
-    if twin and graph.constants.keys() != twin.constants.keys():
-        return dict.fromkeys(graph.outputs, Coupled(OTHER_PROGRAM))
     try:
-        steps = steps_of(graph.equations, twins[0], graph.types, twins[1])
+        Walk().run(steps_of(graph.equations, twins[0], graph.types, twins[1]), states)
     except RowsMeet as meet:
         return dict.fromkeys(graph.outputs, Coupled(str(meet)))
-    Walk().run(steps, states)
     return states
 
 
 def _in_a_word(graph: Graph, states: dict[Value, State]) -> LossRows:
-    loss = states[graph.outputs[0]]
-    if isinstance(loss, Weight):
-        loss = loss.cause
-    elif isinstance(loss, Rows) and not loss.is_sum:
-        loss = Coupled("the loss is no sum over rows")
-    elif isinstance(loss, Shared) and loss.power is None:
-        loss = Coupled("the loss depends on the number of rows")
+    loss: Any = states[graph.outputs[0]]
     if isinstance(loss, Coupled):
         return LossRows("coupled", graph, states, loss)
     ratios = loss.ratios if isinstance(loss, Rows) else frozenset()
-    if loss.power != 0 and (ratios or loss.power != 1):
+    if not isinstance(loss, Rows | Shared):
+        reason = CLIPPED
+    elif isinstance(loss, Rows) and not loss.is_sum:
+        reason = "the loss is no sum over rows"
+    elif loss.power is None:
+        reason = "the loss depends on the number of rows"
+    elif loss.power != 0 and (ratios or loss.power != 1):
         reason = f"with k times the rows the loss is k ** {loss.power} times as large"
-        return LossRows("coupled", graph, states, Coupled(reason))
-    if isinstance(loss, Rows) and loss.random:
+    elif isinstance(loss, Rows) and loss.random:
         return LossRows("random", graph, states)
-    return LossRows("weighted" if ratios else "sum" if loss.power else "mean", graph, states)
+    else:
+        return LossRows("weighted" if ratios else "sum" if loss.power else "mean", graph, states)
+    return LossRows("coupled", graph, states, _at_its_end(graph, reason))
+
+
+def _at_its_end(graph: Graph, reason: str) -> Coupled:
+    """Why a loss is coupled, with the equation that computes it."""
+    if graph.outputs[0] not in graph.producer:  # an input
+        return Coupled(reason)
+    number = graph.producer[graph.outputs[0]]
+    return located(Coupled(reason), steps_of(graph.equations, None, graph.types), number)
 
 
 def rows_of_equations(

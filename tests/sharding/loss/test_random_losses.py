@@ -125,21 +125,31 @@ def made_of(steps, end):
     return loss, used
 
 
+def check_random_losses(count):
+    """What is proven of so many losses."""
+
+    @hypothesis.settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(STEPS, st.sampled_from(list(ENDS)), st.permutations(range(ROWS)))
+    def check(steps, end, order):
+        loss, used = made_of(steps, end)
+        with jax.numpy_rank_promotion("allow"):
+            found = rows_of_loss(loss, (PARAMS, BATCH), (False, True))
+            hypothesis.assume(found.word in ("mean", "sum", "weighted"))
+            try:
+                check_word(jax.jit(loss), PARAMS, BATCH, found, np.array(order), 1e-9)
+            except AssertionError:  # unless it is another loss of other numbers of rows
+                assert len({frozenset(x) for x in used.values()}) > 1
+
+    check()
+
+
 @pytest.mark.usefixtures("x64")
-@hypothesis.settings(
-    max_examples=15,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-@hypothesis.given(STEPS, st.sampled_from(list(ENDS)), st.permutations(range(ROWS)))
-def test_what_is_proven_is_true(steps, end, order):
-    loss, used = made_of(steps, end)
-    with jax.numpy_rank_promotion("allow"):
-        found = rows_of_loss(loss, (PARAMS, BATCH), (False, True))
-        hypothesis.assume(found.word in ("mean", "sum", "weighted"))
-        try:
-            check_word(loss, PARAMS, BATCH, found, np.array(order), 1e-9)
-        except AssertionError:  # unless it is another loss of other numbers of rows
-            assert len({frozenset(x) for x in used.values()}) > 1
+@pytest.mark.parametrize("count", [6, pytest.param(150, marks=pytest.mark.slow)])
+def test_what_is_proven_is_true(count):
+    check_random_losses(count)
