@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from optax_ext.equations import trace
+from optax_ext.equations import Call, Remat, Scan, record_of
+from optax_ext.traced_graph import bind_equation
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.loss._evaluate import Evaluator
+from sharding.loss._rules import MOVES, Param, is_cast, use
+from sharding.loss._traced_loss import TracedLoss
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
-from sharding.step._gather_params import marking
-from sharding.step._host_stacks import StreamedLoss
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._rng import microbatch_key
@@ -30,9 +32,10 @@ from sharding.step._step_plan import StepSpec
 P = PartitionSpec
 
 
-class _Leaf(NamedTuple):
+class GlobalRule(NamedTuple):
     """One parameter: its specs between steps, while it is used, and of its gradient."""
 
+    layout: Layout
     held: P
     used: P
     shard: P
@@ -41,35 +44,85 @@ class _Leaf(NamedTuple):
     reduce_dtype: Any
     trained: bool
     hosted: bool  # whether it is in host memory, as its gradient then is
+    # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
+    by_use: bool = True
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
         return of_last_dims((*spec, *[None] * (self.ndim - len(spec))), ndim)
+
+    def _placed(self, x: jax.Array, spec: P) -> jax.Array:
+        """An array, or a slice of it, with a sharding; by its type where axes are Explicit."""
+        spec = self.of_slice(spec, x.ndim)
+        explicit = explicit_axes(jax.sharding.get_abstract_mesh())
+        if explicit:
+            return jax.sharding.reshard(x, only_axes(spec, explicit))
+        return self.layout.constrain(x, spec)
+
+    def fetch(self, held: jax.Array) -> jax.Array:
+        if on_host(held):
+            held = jax.device_put(held, DEVICE).astype(self.dtype)
+        if self.layout.stage < 3 or self.held == self.used:
+            return held
+        with jax.named_scope("gather"):
+            # Held as shards up to here, so that no layer before it is gathered at once.
+            return self._placed(self._placed(held, self.held), self.used)
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        grad = grad.astype(self.reduce_dtype)
+        with jax.named_scope("reduce_scatter"):
+            # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends
+            # 9 / 7 of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a
+            # host, and an all-reduce on more of them.
+            if self.layout.is_one_host_of_tpus:
+                grad = self._placed(grad, self.used)
+            grad = self._placed(grad, self.shard)
+        return jax.device_put(grad, HOST) if tap.memory_space == HOST else grad
+
+    def tap(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
+        zeros = jnp.zeros(shape, dtype or self.reduce_dtype)
+        return self.layout.constrain(zeros, self.of_slice(self.shard, len(shape)))
+
+    # --- What comes before it is fetched ----------------------------------------------------------
+
+    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
+        if is_cast(eqn) and not (x.moves or on_host(x.held)):  # less is fetched, often
+            return [x.of_held(bind_equation(eqn, [x.held])[0], x.tap)]
+        return None if rest or eqn.primitive.name not in MOVES else [x.moved_by(eqn)]
+
+    def stack(self, x: Param) -> Param | None:
+        """Nothing is computed in host memory: a layer is cast once it is loaded."""
+        return x if not x.moves or (on_host(x.held) and all(map(is_cast, x.moves))) else None
+
+    def layer(self, x: Param) -> Param:
+        """All uses of a layer of a stack in host memory give one gradient, on the device."""
+        hosted = x.tap is not None and on_host(x.tap)
+        return x._replace(in_layer=True, tap=jax.device_put(x.tap, DEVICE) if hosted else x.tap)
 
 
 class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
     def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
-        self.layout, self.fn, self._typed = spec.layout, fn, False
+        self.layout, self.fn = spec.layout, fn
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
-        self.leaves: list[_Leaf] = []
+        self.leaves: list[GlobalRule] = []
         for x, held, shard, trained in zip(leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
-            of_array = self.layout.other_spec(held), shard, x.ndim, dtype
-            of_grad = spec.precision.of_sum(dtype), trained
-            self.leaves.append(_Leaf(held, *of_array, *of_grad, on_host(x)))
+            of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
+            of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
+            self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad))
 
     @property
-    def trained(self) -> list[_Leaf]:
+    def trained(self) -> list[GlobalRule]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
     def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
         """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
-        full = self._fetch(number, held)
-        return full if tap is None else self._tap(number, full, tap)
+        return use(self.leaves[number], held, tap)
 
     def cast(self, params: list[jax.Array]) -> list[Any]:
         """Parameters in the dtypes that the loss gets; types of those in host memory."""
@@ -78,16 +131,9 @@ class GlobalLoss:
             for x, leaf in zip(params, self.leaves, strict=True)
         ]
 
-    def held(self, params: list[jax.Array]) -> list[jax.Array]:
-        """As ``cast``, but what is in host memory, which the loss loads where it uses it."""
-        cast = self.cast(params)
-        return [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
-
     def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
-        leaf = self.leaves[number]
-        zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
-        return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
+        return self.leaves[number].tap(shape, dtype)
 
     def sum_of(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """``tap`` of a whole parameter; of a stack in host memory it is there, too."""
@@ -103,104 +149,68 @@ class GlobalLoss:
 
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
-        held = self.held(params)
-        if not self._typed:
-            try:
-                return self._run(held, taps, *args)
-            except ValueError as error:
-                self._typed = names_types(self.layout, error)
-                if not self._typed:
-                    raise
+        # Of what is in host memory the loss casts what it loads.
+        cast = zip(params, self.cast(params), strict=True)
+        held = [x if on_host(x) else y for x, y in cast]
+        types = [
+            jax.ShapeDtypeStruct(x.shape, leaf.dtype)
+            for x, leaf in zip(held, self.leaves, strict=True)
+        ]
         axes = self.layout.loss_axes
-        own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained], *specs
-        own = jax.tree.map(lambda spec: only_axes(spec, axes), own, is_leaf=is_spec)
-        # Arrays then have the types that they have under ``jit``.
-        run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
-        return run(held, taps, *args)
-
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
-        params = self.treedef.unflatten(map(self._type, self.leaves, held))
-        with marking():
-            closed, results = trace(self.fn, params, *args)
+        used, *of_arrays = jax.tree.map(
+            lambda spec: only_axes(spec, axes),
+            (
+                self.treedef.unflatten(leaf.used for leaf in self.leaves),
+                [leaf.held for leaf in self.leaves],
+                [leaf.shard for leaf in self.trained],
+                specs,
+            ),
+            is_leaf=is_spec,
+        )
+        rejects = functools.partial(names_types, self.layout)
+        on_axes = used, of_arrays[-1]
+        loss = TracedLoss(self.fn, self.treedef.unflatten(types), args, axes, rejects, on_axes)
         # Of what is in host memory the backward pass stores nothing on the devices either.
         hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        recomputes = self.layout.recomputes or hosted
-        run = StreamedLoss(closed, recomputes, self._fetch, self._tap)
-        given = iter(taps)
-        every = [
-            run.streamed(i, next(given)) if leaf.trained else x
-            for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True))
-        ]
-        outs = run(held, every, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(results), outs)
+        evaluator = Evaluator(self.layout.recomputes or hosted)
+        given = functools.partial(self._params, loss.closed.jaxpr)
+        return loss.evaluate(evaluator, given, (held, taps, args), tuple(of_arrays))[0]
 
-    def _type(self, leaf: _Leaf, held: jax.Array) -> Any:
-        """What the loss is traced with."""
-        axes, sharding = self.layout.loss_axes, None
-        if self._typed:
-            mesh = jax.sharding.get_abstract_mesh()
-            sharding = NamedSharding(mesh, only_axes(leaf.used, axes))
-        return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
-
-    def _fetch(self, number: int, held: jax.Array) -> jax.Array:
-        leaf = self.leaves[number]
-        if on_host(held):
-            held = jax.device_put(held, DEVICE).astype(leaf.dtype)
-        if self.layout.stage < 3 or leaf.held == leaf.used:
-            return held
-        with jax.named_scope("gather"):
-            # Held as shards up to here, so that no layer before it is gathered at once.
-            held = _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.held, held.ndim))
-            return _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.used, held.ndim))
-
-    def _tap(self, number: int, full: jax.Array, tap: jax.Array) -> jax.Array:
-        leaf = self.leaves[number]
-        if not leaf.trained:
-            return lax.stop_gradient(full)
-        used, shard = leaf.of_slice(leaf.used, full.ndim), leaf.of_slice(leaf.shard, full.ndim)
-        how = _Reduced(self.layout, used, shard, leaf.reduce_dtype, on_host(tap))
-        return _tapped(how, full, tap)
+    def _params(self, jaxpr: Any, held: list[jax.Array], taps: list[jax.Array]) -> list[Param]:
+        given, params = iter(taps), []
+        for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True)):
+            tap = next(given) if leaf.trained else None
+            # Gradients of several uses, or of other uses than a loop's, are summed on the device.
+            if tap is not None and on_host(tap) and not _is_read_by_one_loop(jaxpr, i):
+                tap = jax.device_put(tap, DEVICE)
+            params.append(Param(i, leaf, x, tap, {}))
+        return params
 
 
-class _Reduced(NamedTuple):
-    """How a gradient is reduced."""
-
-    layout: Layout
-    used: P  # the spec of the parameter
-    shard: P
-    dtype: Any
-    hosted: bool  # whether it is moved to host memory
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(how: _Reduced, full: jax.Array, tap: jax.Array) -> jax.Array:
-    """The parameter, whose gradient, reduced to shards, becomes that of ``tap``."""
-    del how, tap
-    return full
-
-
-def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    layout, used, shard, dtype, hosted = how
-    grad = grad.astype(dtype)
-    with jax.named_scope("reduce_scatter"):
-        # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends 9 / 7
-        # of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a host, and an
-        # all-reduce on more of them.
-        if layout.is_one_host_of_tpus:
-            grad = _typed_or_constrained(layout, grad, used)
-        grad = _typed_or_constrained(layout, grad, shard)
-    return None, jax.device_put(grad, HOST) if hosted else grad
-
-
-_tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
+def _is_read_by_one_loop(jaxpr: Any, number: int) -> bool:
+    """Whether a scan slices an input, cast or not, and nothing else uses it."""
+    var = jaxpr.invars[number]
+    while True:
+        uses = [(eqn, k) for eqn in jaxpr.eqns for k, x in enumerate(eqn.invars) if x is var]
+        if len(uses) != 1 or any(x is var for x in jaxpr.outvars):
+            return False
+        ((eqn, k),), record = uses, record_of(uses[0][0])
+        if isinstance(record, Scan):
+            return k >= record.num_consts + record.num_carry
+        if isinstance(record, Call | Remat):
+            jaxpr = getattr(record.body, "jaxpr", record.body)
+            var = jaxpr.invars[k]
+        elif is_cast(eqn):
+            var = eqn.outvars[0]
+        else:
+            return False
 
 
 def names_types(layout: Layout, error: ValueError) -> bool:
     """Whether a loss needs Explicit axes, in whose types it names shardings."""
     # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
     said = "AxisType.Auto", "the aval mesh", "should match the mesh passed to shard_map"
-    rejects = any(text in str(error) for text in said)
-    return bool(layout.loss_axes) and rejects
+    return bool(layout.loss_axes) and any(text in str(error) for text in said)
 
 
 def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:
@@ -289,7 +299,7 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def _add_as_shard(layout: Layout, leaf: _Leaf, total: jax.Array, grad: jax.Array) -> jax.Array:
+def _add_as_shard(layout: Layout, leaf: GlobalRule, total: jax.Array, grad: jax.Array) -> jax.Array:
     shard = leaf.of_slice(leaf.shard, total.ndim)
     return layout.constrain(total + grad.astype(total.dtype), shard)
 
@@ -353,14 +363,3 @@ def join_rows(layout: Layout, batch: Batch, aux: Tree) -> Any:
         return layout.constrain(x.reshape(size, *more), P(entry_of(layout.data_axes)))
 
     return jax.tree.map(join, aux)
-
-
-# --- Shardings ------------------------------------------------------------------------------------
-
-
-def _typed_or_constrained(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
-    """An array with a sharding, by its type where axes are Explicit."""
-    explicit = explicit_axes(jax.sharding.get_abstract_mesh())
-    if explicit:
-        return jax.sharding.reshard(x, only_axes(spec, explicit))
-    return layout.constrain(x, spec)

@@ -21,11 +21,11 @@ from sharding._types import Tree
 from sharding._user_line import line_of, warn
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._effects import Run, check_effects
+from sharding.loss._marks import marking
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _global_gradients, _model_state
-from sharding.step._gather_params import marking
 from sharding.step._layer_scan import Microbatches, cast_params, find_loops
 from sharding.step._layer_updates import (
     OTHERWISE,

@@ -1,0 +1,126 @@
+"""The loss of one device, by rules of the parameters that it holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives._map_arrays import sum_dtype
+from sharding.loss._evaluate import Evaluator
+from sharding.loss._rules import Param, is_param
+from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import of_last_dims
+from sharding.step._device_rules import DeviceRule
+from sharding.step._gather_params import ParamHandle
+from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
+
+
+def differentiated(plan: StepPlan, params: list[Any], accumulates: bool = False) -> list[Any]:
+    """The differentiated inputs, of the shape and dtype of gradients, or of sums of them."""
+    stage, precision = plan.layout.stage, plan.precision
+
+    def input_of(param: ParamPlan, x: jax.Array) -> jax.Array:
+        # At stage 3 the cast for the loss is part of it.
+        dtype = jnp.promote_types(x.dtype, precision.of_result(x.dtype))
+        if not _has_tap(plan, param):
+            return x.astype(param.loss_dtype if stage < 3 else dtype)
+        if stage < 3:
+            dtype = param.reduce_dtype
+        if param.synced_by_rows:
+            dtype = sum_dtype(dtype)
+        if accumulates:
+            dtype = precision.of_accumulator(param.dtype)
+        return jnp.zeros(gradient_shape(plan, param), dtype)
+
+    return list(map(input_of, plan.params, params))
+
+
+def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
+    """Whether a tap is differentiated in its place: its gradient arrives reduced, or is added."""
+    return bool(param.shard.dim) if plan.layout.stage == 3 else param.has_handle
+
+
+def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
+    """Of this device's gradient of a micro-batch, reduced if the step reduces those."""
+    reduced = plan.reduces_microbatches or param.synced_by_rows
+    return plan.shard_shape(param) if reduced else param.shape
+
+
+def call_loss(plan: StepPlan, inputs: list[jax.Array], params: list[Any], args: Any) -> Any:
+    """What the loss returns for ``params``, as the device holds them, and ``args``.
+
+    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
+    """
+    rules = device_rules(plan)
+
+    def param(number: int, held: jax.Array, x: jax.Array) -> Param | jax.Array:
+        one = plan.params[number]
+        if not _has_tap(plan, one):
+            return x.astype(one.loss_dtype)
+        held = held if plan.layout.stage == 3 else held.astype(one.loss_dtype)
+        return Param(number, rules[number], held, x, {})
+
+    out, fetches = plan.loss.of_params(param, params, inputs, args, _call_with_handles)
+    if plan.layout.stage == 3:
+        warn_of_unsharded(plan, fetches)
+    return out
+
+
+def _call_with_handles(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
+    """The results of ``with_handles``; of tables, those that the derivative of ``lookup`` syncs."""
+    by_rows = eqn.params["by_rows"]
+
+    def given(x: Any) -> Any:
+        if is_param(x) and not x.moves and (x.rule.rows is not None or not by_rows):
+            return ParamHandle(x.held, x.tap, x.rule)
+        return evaluator.full(x)
+
+    out: list[Any] = eqn.params["fn"](*map(given, operands))
+    return out
+
+
+def device_rules(plan: StepPlan) -> list[DeviceRule]:
+    """How a device gets each parameter, and reduces its gradient."""
+    stage, syncs = plan.layout.stage, _backward_syncs(plan)
+    reduces = stage == 3 or plan.reduces_microbatches
+
+    def rule_of(number: int, param: ParamPlan) -> DeviceRule:
+        of_param = plan.loss, number, param.shard.dim, param.loss_dtype, param.loss_dtype
+        fetch = stage == 3, _entries(param), plan.precision.gather_bits
+        reduce_dtype = param.reduce_dtype if reduces else None
+        return DeviceRule(*of_param, *fetch, reduce_dtype, syncs[number], param.rows)
+
+    return [rule_of(number, param) for number, param in enumerate(plan.params)]
+
+
+def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array] | None]:
+    """Per parameter, the sync of its gradient in the backward pass; None for a reduce-scatter."""
+    if plan.sync is None or not plan.syncs_shard_axes or plan.layout.stage < 3:
+        return [None] * len(plan.params)
+    layout, sync, state = plan.layout, plan.sync, plan.empty_sync_state()
+    nothing = {param.path: None for param in plan.params}
+    dims = dict.fromkeys(nothing, 0)
+
+    def sync_of(param: ParamPlan) -> Callable[[jax.Array, int], jax.Array]:
+        path, entries = param.path, _entries(param)
+
+        def reduce(grad: jax.Array, dim: int) -> jax.Array:
+            def sync_block(block: jax.Array) -> jax.Array:
+                grads, at = nothing | {path: block}, dims | {path: dim}
+                return sync.reduce_scatter(grads, state, layout.axes, at)[0][path]
+
+            spec = of_last_dims(entries, grad.ndim)
+            mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
+            return mean * lax.axis_size(layout.axes)
+
+        return reduce
+
+    return [sync_of(param) for param in plan.params]
+
+
+def _entries(param: ParamPlan) -> tuple[Any, ...]:
+    """Per dim, the entry of the spec on the user's axes of the mesh."""
+    entries = tuple(param.shard.spec)
+    return entries + (None,) * (len(param.shape) - len(entries))
