@@ -28,15 +28,9 @@ class TracedLoss:
         names_types: Callable[[ValueError], bool],
         specs: tuple[Any, Any],
     ):
-        """Traces ``fn(params, *args)``.
+        """Traces ``fn(params, *args)`` of types, which on the mesh ``axes`` have ``specs``.
 
-        Args:
-          fn: the loss.
-          params: types of its parameters.
-          args: types of its other arguments.
-          axes: the mesh axes that it may name.
-          names_types: whether it has raised an error because these are Auto.
-          specs: of ``params`` and ``args`` on these axes.
+        ``names_types`` says of an error whether the loss named an axis, and it was Auto.
         """
         self._axes, self._names_types, self._is_typed = axes, names_types, False
 

@@ -1,6 +1,6 @@
 """The loss of one device, by rules of the parameters that it holds."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -83,41 +83,35 @@ def _call_with_handles(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> l
 
 def device_rules(plan: StepPlan) -> list[DeviceRule]:
     """How a device gets each parameter, and reduces its gradient."""
-    stage, syncs = plan.layout.stage, _backward_syncs(plan)
+    stage = plan.layout.stage
     reduces = stage == 3 or plan.reduces_microbatches
+    # A sync over the axes of shards takes the place of the reduce-scatter in the backward pass.
+    syncs = stage == 3 and plan.syncs_shard_axes
+    sync = functools.partial(_sync_one, plan, plan.empty_sync_state()) if syncs else None
 
     def rule_of(number: int, param: ParamPlan) -> DeviceRule:
         of_param = plan.loss, number, param.shard.dim, param.loss_dtype, param.loss_dtype
         fetch = stage == 3, _entries(param), plan.precision.gather_bits
         reduce_dtype = param.reduce_dtype if reduces else None
-        return DeviceRule(*of_param, *fetch, reduce_dtype, syncs[number], param.rows)
+        own_sync = sync and functools.partial(sync, param)
+        return DeviceRule(*of_param, *fetch, reduce_dtype, own_sync, param.rows)
 
     return [rule_of(number, param) for number, param in enumerate(plan.params)]
 
 
-def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array] | None]:
-    """Per parameter, the sync of its gradient in the backward pass; None for a reduce-scatter."""
-    if plan.sync is None or not plan.syncs_shard_axes or plan.layout.stage < 3:
-        return [None] * len(plan.params)
-    layout, sync, state = plan.layout, plan.sync, plan.empty_sync_state()
-    nothing = {param.path: None for param in plan.params}
-    dims = dict.fromkeys(nothing, 0)
+def _sync_one(plan: StepPlan, state: Any, param: ParamPlan, grad: jax.Array, dim: int) -> jax.Array:
+    """The sum of one gradient over devices, by the plan's sync: this device's shard of it."""
+    layout, sync, paths = plan.layout, plan.sync, [one.path for one in plan.params]
+    assert sync is not None
+    dims = dict.fromkeys(paths, 0) | {param.path: dim}
 
-    def sync_of(param: ParamPlan) -> Callable[[jax.Array, int], jax.Array]:
-        path, entries = param.path, _entries(param)
+    def sync_block(block: jax.Array) -> jax.Array:
+        grads = dict.fromkeys(paths) | {param.path: block}
+        return sync.reduce_scatter(grads, state, layout.axes, dims)[0][param.path]
 
-        def reduce(grad: jax.Array, dim: int) -> jax.Array:
-            def sync_block(block: jax.Array) -> jax.Array:
-                grads, at = nothing | {path: block}, dims | {path: dim}
-                return sync.reduce_scatter(grads, state, layout.axes, at)[0][path]
-
-            spec = of_last_dims(entries, grad.ndim)
-            mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
-            return mean * lax.axis_size(layout.axes)
-
-        return reduce
-
-    return [sync_of(param) for param in plan.params]
+    spec = of_last_dims(_entries(param), grad.ndim)
+    mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
+    return mean * lax.axis_size(layout.axes)
 
 
 def _entries(param: ParamPlan) -> tuple[Any, ...]:

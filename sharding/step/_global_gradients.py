@@ -4,6 +4,7 @@ The partitioner reduces gradients; hooks tell it to which shards, where layers m
 gather parameters of stage 3 where layers use them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
 from sharding.step import _model_state
 from sharding.step._loss import Inputs, Loss, loss_args
-from sharding.step._microbatches import inverse_weight
+from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
 
@@ -150,12 +151,9 @@ class GlobalLoss:
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
         # Of what is in host memory the loss casts what it loads.
-        cast = zip(params, self.cast(params), strict=True)
-        held = [x if on_host(x) else y for x, y in cast]
-        types = [
-            jax.ShapeDtypeStruct(x.shape, leaf.dtype)
-            for x, leaf in zip(held, self.leaves, strict=True)
-        ]
+        cast = self.cast(params)
+        held = [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cast]
         axes = self.layout.loss_axes
         used, *of_arrays = jax.tree.map(
             lambda spec: only_axes(spec, axes),
@@ -222,12 +220,53 @@ def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any)
 # --- The step -------------------------------------------------------------------------------------
 
 
-class _Sums(NamedTuple):
-    """Of one micro-batch, or of all."""
+@dataclasses.dataclass
+class _Batch:
+    """The loss of the whole batch, and its derivative."""
 
-    loss: jax.Array
-    weight: jax.Array
-    grads: list[jax.Array]  # of trained parameters, as shards
+    run: GlobalLoss
+    loss: Loss
+    params: list[jax.Array]  # as between steps
+    arguments: Callable[..., tuple[Any, ...]]  # of the loss, of a model state and a micro-batch
+
+    @property
+    def divides_first(self) -> bool:
+        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
+        return any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for leaf in self.run.trained)
+
+    def zeros(self, dtype_of: Callable[[Any], Any] = lambda _: None) -> list[jax.Array]:
+        """Taps of trained parameters; or, in their dtypes, sums of gradients."""
+        both = enumerate(zip(self.run.leaves, self.params, strict=True))
+        return [
+            self.run.sum_of(i, x.shape, dtype_of(x.dtype)) for i, (leaf, x) in both if leaf.trained
+        ]
+
+    def total_loss(
+        self, taps: list[jax.Array], args: tuple[Any, ...], model_state: Tree
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """The sum of the losses of a micro-batch; its weight, what divides it, and the rest."""
+        specs = [self.run.layout.batch_specs(x) for x in args]
+        if self.loss.model_state:
+            specs[1] = jax.tree.map(lambda _: P(), model_state)
+        out = self.run(self.params, taps, args, tuple(specs))
+        total, weight, new, aux = self.loss.split(out)
+        if self.loss.model_state:
+            new, _ = _model_state.checked(model_state, new)
+        divisor = lax.stop_gradient(weight) if self.divides_first else 1.0
+        divisor = jnp.asarray(divisor, total.dtype)
+        return total * inverse_weight(divisor), (weight, divisor, new, aux)
+
+    def microbatch(self, model_state: Tree, numbered: Any) -> tuple[Any, tuple[Sums, Any]]:
+        """The model state after a micro-batch, its sums and its aux."""
+        args = self.arguments(model_state, numbered)
+        with jax.named_scope("loss_and_grad"):
+            derivative = jax.value_and_grad(self.total_loss, has_aux=True)
+            (total, more), grads = derivative(self.zeros(), args, model_state)
+        weight, divisor, model_state, aux = more
+        if self.divides_first:
+            grads = [_by_layer(lambda g: to_sum_dtype(g) * to_sum_dtype(divisor), g) for g in grads]
+        total = to_sum_dtype(total) * to_sum_dtype(divisor)
+        return model_state, (Sums(total, jnp.asarray(weight, total.dtype), [], grads), aux)
 
 
 def global_gradients(
@@ -239,54 +278,27 @@ def global_gradients(
     """
     layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
     each, arguments = split_rows(layout, loss, inputs)
-    leaves, steps = jax.tree.leaves(params), loss.microbatches
-    trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
-    dtypes = [dtype for leaf in run.trained for dtype in (leaf.dtype, leaf.reduce_dtype)]
-    divides_first = jnp.float16 in dtypes
+    leaves = jax.tree.leaves(params)
+    batch = _Batch(run, loss, leaves, arguments)
 
-    def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
-        """The model state after a micro-batch, its sums and its aux."""
-        args = arguments(model_state, numbered)
-        specs = [layout.batch_specs(x) for x in args]
-        if loss.model_state:
-            specs[1] = jax.tree.map(lambda _: P(), model_state)
+    def step(carry: Any, numbered: Any) -> Any:
+        before, model_state = carry
+        model_state, (sums, aux) = batch.microbatch(model_state, numbered)
+        # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
+        sums = lax.optimization_barrier(sums)
+        added = [
+            _by_layer(functools.partial(_add_as_shard, layout, leaf), a, g)
+            for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
+        ]
+        return (added, model_state), (sums._replace(grads=[]), aux)
 
-        def total_loss(taps: list[jax.Array]) -> Any:
-            total, weight, new, aux = loss.split(run(leaves, taps, args, tuple(specs)))
-            if loss.model_state:
-                new, _ = _model_state.checked(model_state, new)
-            divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
-            return total * inverse_weight(divisor), (weight, divisor, new, aux)
-
-        taps = [run.sum_of(i, leaves[i].shape) for i in trained]
-        with jax.named_scope("loss_and_grad"):
-            (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
-        weight, divisor, model_state, aux = more
-        if divides_first:
-            grads = [_by_layer(lambda g: to_sum_dtype(g) * to_sum_dtype(divisor), g) for g in grads]
-        total = to_sum_dtype(total) * to_sum_dtype(divisor)
-        return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
-
-    if steps == 1:
-        model_state, (sums, aux) = microbatch(inputs.model_state, each)
+    if loss.microbatches == 1:
+        model_state, (sums, aux) = batch.microbatch(inputs.model_state, each)
     else:
-        of_sums = spec.precision.of_accumulator
-        sums_of = [run.sum_of(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
-
-        def step(carry: Any, numbered: Any) -> Any:
-            before, model_state = carry
-            model_state, (sums, aux) = microbatch(model_state, numbered)
-            # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
-            sums = lax.optimization_barrier(sums)
-            added = [
-                _by_layer(functools.partial(_add_as_shard, layout, leaf), a, g)
-                for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
-            ]
-            return (added, model_state), (sums._replace(grads=[]), aux)
-
-        carry, (found, aux) = lax.scan(step, (sums_of, inputs.model_state), each)
-        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=carry[0])
-        model_state, aux = carry[1], join_rows(layout, inputs.batch, aux)
+        start = batch.zeros(spec.precision.of_accumulator), inputs.model_state
+        (grads, model_state), (found, aux) = lax.scan(step, start, each)
+        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=grads)
+        aux = join_rows(layout, inputs.batch, aux)
 
     scale, metrics = mean_metrics(loss, sums.loss, sums.weight, aux)
     in_order = iter(sums.grads)
