@@ -62,7 +62,7 @@ def call_loss(plan: StepPlan, inputs: list[jax.Array], params: list[Any], args: 
         held = held if plan.layout.stage == 3 else held.astype(one.loss_dtype)
         return Param(number, rules[number], held, x, {})
 
-    out, fetches = plan.loss.of_params(param, params, inputs, args, _call_with_handles)
+    out, fetches = plan.loss.evaluate(param, params, inputs, args, _call_with_handles)
     if plan.layout.stage == 3:
         warn_of_unsharded(plan, fetches)
     return out

@@ -13,15 +13,16 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec
 
+from optax_ext.equations import trace
 from sharding._types import Tree
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import all_gather_arrays, reduce_scatter_arrays
 from sharding.loss._diverging import collective_in, diverging
 from sharding.loss._evaluate import EquationRule, Evaluator, Fetch
-from sharding.loss._marks import CALL
+from sharding.loss._marks import CALL, marking
 from sharding.loss._rules import MOVES, Param, is_param
-from sharding.loss._traced_loss import TracedLoss
 from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import NamedAxes
 from sharding.placement._specs import is_spec, of_last_dims
 from sharding.sync import RowMethod
 
@@ -33,8 +34,8 @@ _MOVES = {*MOVES, "mesh_cast", "reshard", "rev", "sharding_constraint", "stop_gr
 _SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
 
 
-class DeviceLoss(TracedLoss):
-    """The loss of one device, of its shard of the batch; it may name the user's mesh axes."""
+class DeviceLoss:
+    """The traced loss of one device, of its shard of the batch; it may name the user's axes."""
 
     def __init__(
         self, layout: Layout, fn: Callable[..., Any], params: Tree, specs: Tree, args: Any
@@ -44,7 +45,7 @@ class DeviceLoss(TracedLoss):
         Raises:
           ValueError: if devices could wait for each other in a collective of the loss.
         """
-        self.layout = layout
+        self.layout, self._axes = layout, NamedAxes(sorted(layout.other_axes), ("AxisType.Auto.",))
         self.types, treedef = jax.tree.flatten(params)
         self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
         # Of each parameter, the dims that other axes shard, counted from the end.
@@ -52,9 +53,13 @@ class DeviceLoss(TracedLoss):
             [d - x.ndim for d, entry in enumerate(spec) if entry]
             for x, spec in zip(self.types, self.specs, strict=True)
         ]
-        axes = tuple(sorted(layout.other_axes))
-        on_axes = treedef.unflatten(self.specs), PartitionSpec()
-        super().__init__(fn, params, args, axes, lambda e: "AxisType.Auto." in str(e), on_axes)
+
+        def run(leaves: list[Any], args: Any) -> None:
+            self.closed, results = trace(fn, treedef.unflatten(leaves), *args)
+            self._results = jax.tree.structure(results)
+
+        with marking():
+            self._axes.run(run, (self.specs, PartitionSpec()), self.types, args, of_types=True)
         # What no output needs uses no parameter.
         every = [True] * len(self.closed.jaxpr.outvars)
         live = partial_eval.dce_jaxpr(self.closed.jaxpr, every, instantiate=True)[0]
@@ -69,7 +74,7 @@ class DeviceLoss(TracedLoss):
                 "branch, or pass sync_batch_norm=False (docs: how_to/batch_norm)."
             )
 
-    def of_params(
+    def evaluate(
         self,
         param: Callable[[int, jax.Array, jax.Array], Param | jax.Array],
         held: list[Any],
@@ -82,9 +87,13 @@ class DeviceLoss(TracedLoss):
         ``call`` is the rule of ``with_handles``.
         """
         evaluator = Evaluator(self.layout.recomputes, equations={CALL: call})
-        params = lambda *lists: list(map(param, range(len(held)), *lists))  # noqa: E731
-        specs = self.specs, self.specs, PartitionSpec()
-        return self.evaluate(evaluator, params, (held, taps, args), specs)
+
+        def run(held: list[Any], taps: list[Any], args: Any) -> list[Any]:
+            params = map(param, range(len(held)), held, taps)
+            return evaluator(self.closed, [*params, *jax.tree.leaves(args)])
+
+        leaves = self._axes.run(run, (self.specs, self.specs, PartitionSpec()), held, taps, args)
+        return jax.tree.unflatten(self._results, leaves), evaluator.fetches
 
     def is_early(self, fetch: Fetch) -> bool:
         """Whether more is fetched than is used: before a branch, or by an index of this device."""
@@ -262,7 +271,7 @@ class Uses:
             return Param(number, rule, held, None, {})
 
         def run(held: list[Any], args: Any) -> None:
-            self.fetches = loss.of_params(param, held, held, args, self._call)[1]
+            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
 
         jax.eval_shape(run, loss.types, args)
 

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext.equations import Call, Remat, Scan, record_of
+from optax_ext.equations import Call, Remat, Scan, record_of, trace
 from optax_ext.traced_graph import bind_equation
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._evaluate import Evaluator
+from sharding.loss._marks import marking
 from sharding.loss._rules import MOVES, Param, is_cast, use
-from sharding.loss._traced_loss import TracedLoss
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
-from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
+from sharding.placement._on_mesh import NamedAxes
+from sharding.placement._specs import entry_of, explicit_axes, of_last_dims, only_axes
 from sharding.step import _model_state
 from sharding.step._loss import Inputs, Loss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
@@ -106,7 +107,7 @@ class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
     def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
-        self.layout, self.fn = spec.layout, fn
+        self.layout, self.fn, self._axes = spec.layout, fn, loss_axes(spec.layout)
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
@@ -151,38 +152,35 @@ class GlobalLoss:
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
         # Of what is in host memory the loss casts what it loads.
-        cast = self.cast(params)
-        held = [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cast]
-        axes = self.layout.loss_axes
-        used, *of_arrays = jax.tree.map(
-            lambda spec: only_axes(spec, axes),
-            (
-                self.treedef.unflatten(leaf.used for leaf in self.leaves),
-                [leaf.held for leaf in self.leaves],
-                [leaf.shard for leaf in self.trained],
-                specs,
-            ),
-            is_leaf=is_spec,
-        )
-        rejects = functools.partial(names_types, self.layout)
-        on_axes = used, of_arrays[-1]
-        loss = TracedLoss(self.fn, self.treedef.unflatten(types), args, axes, rejects, on_axes)
-        # Of what is in host memory the backward pass stores nothing on the devices either.
-        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        evaluator = Evaluator(self.layout.recomputes or hosted)
-        given = functools.partial(self._params, loss.closed.jaxpr)
-        return loss.evaluate(evaluator, given, (held, taps, args), tuple(of_arrays))[0]
+        both = zip(params, self.cast(params), strict=True)
+        held = [x if on_host(x) else cast for x, cast in both]
+        own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained]
+        return self._axes.run(self._run, (*own, *specs), held, taps, *args)
 
-    def _params(self, jaxpr: Any, held: list[jax.Array], taps: list[jax.Array]) -> list[Param]:
-        given, params = iter(taps), []
+    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+        params = self.treedef.unflatten(map(self._type, self.leaves, held))
+        with marking():
+            closed, results = trace(self.fn, params, *args)
+        given, own = iter(taps), []
         for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True)):
             tap = next(given) if leaf.trained else None
             # Gradients of several uses, or of other uses than a loop's, are summed on the device.
-            if tap is not None and on_host(tap) and not _is_read_by_one_loop(jaxpr, i):
+            if tap is not None and on_host(tap) and not _is_read_by_one_loop(closed.jaxpr, i):
                 tap = jax.device_put(tap, DEVICE)
-            params.append(Param(i, leaf, x, tap, {}))
-        return params
+            own.append(Param(i, leaf, x, tap, {}))
+        # Of what is in host memory the backward pass stores nothing on the devices either.
+        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
+        evaluator = Evaluator(self.layout.recomputes or hosted)
+        outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
+        return jax.tree.unflatten(jax.tree.structure(results), outs)
+
+    def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
+        """What the loss is traced with."""
+        sharding = None
+        if self._axes.are_named:
+            mesh = jax.sharding.get_abstract_mesh()
+            sharding = NamedSharding(mesh, only_axes(leaf.used, self._axes.axes))
+        return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
 
 
 def _is_read_by_one_loop(jaxpr: Any, number: int) -> bool:
@@ -204,11 +202,11 @@ def _is_read_by_one_loop(jaxpr: Any, number: int) -> bool:
             return False
 
 
-def names_types(layout: Layout, error: ValueError) -> bool:
-    """Whether a loss needs Explicit axes, in whose types it names shardings."""
+def loss_axes(layout: Layout) -> NamedAxes:
+    """The axes that a loss may name in types."""
     # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
     said = "AxisType.Auto", "the aval mesh", "should match the mesh passed to shard_map"
-    return bool(layout.loss_axes) and any(text in str(error) for text in said)
+    return NamedAxes(layout.loss_axes, said)
 
 
 def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:

@@ -324,7 +324,7 @@ def _trace_loss(layout: Layout, loss: Loss, params: Tree, args: Any) -> Graph:
         with marking():
             graph = Graph(run, inputs, [True] * len(inputs), exact=True)
     except ValueError as error:
-        if not _global_gradients.names_types(layout, error):
+        if not _global_gradients.loss_axes(layout).names_types(error):
             raise
         raise ValueError(
             "the loss names Explicit axes in types, as by out_sharding or reshard, and "
