@@ -16,6 +16,7 @@ operations as records, and traces by ``trace``, which refuses what no reader kno
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -153,7 +154,8 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     Raises:
       UnknownOperationError: if no reader knows an operation.
     """
-    closed, results = jax.make_jaxpr(fn, return_shape=True)(*args)
+    # A function of its own: JAX caches traces, and ``fn`` may close over what another one traces.
+    closed, results = jax.make_jaxpr(functools.partial(fn), return_shape=True)(*args)
     check_known(closed.jaxpr)
     return closed, results
 

@@ -9,6 +9,7 @@ import jax
 
 from sharding._types import Batch, Tree
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding.loss._marks import is_marking
 from sharding.placement._layout import Layout
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
@@ -16,7 +17,7 @@ from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
-from sharding.step._gather_params import gather, gathered, is_marking
+from sharding.step._gather_params import gather, gathered
 from sharding.step._loss import StepLoss
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx

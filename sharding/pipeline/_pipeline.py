@@ -12,13 +12,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from sharding._types import Array, Batch, Tree
 from sharding.loss._loss_options import Loss
+from sharding.loss._marks import with_handles
 from sharding.pipeline import _layers
 from sharding.pipeline._differentiable_loss import loss, on_auto_axes
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
-from sharding.step._gather_params import gather, with_handles
+from sharding.step._gather_params import gather
 from sharding.step._microbatches import join_microbatches, split_microbatches
 
 P = PartitionSpec

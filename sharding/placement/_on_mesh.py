@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from sharding._types import Tree
 from sharding.placement._layout import Layout
-from sharding.placement._specs import AnyMesh, only_axes
+from sharding.placement._specs import AnyMesh, is_spec, only_axes
 
 
 def on_mesh(
@@ -54,6 +54,35 @@ def _named_axes(layout: Layout) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     mesh = layout.mesh
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
+
+
+class NamedAxes:
+    """Axes that are Auto for a loss, or Explicit once it names one, as ``out_sharding`` does.
+
+    Arrays then have the types that they have under ``jit``.
+    """
+
+    def __init__(self, axes: Iterable[str], errors: tuple[str, ...]):
+        """``errors``: how jax rejects shardings in types where axes are Auto."""
+        self.axes, self.are_named, self._errors = tuple(axes), False, errors
+
+    def names_types(self, error: ValueError) -> bool:
+        return bool(self.axes) and any(text in str(error) for text in self._errors)
+
+    def run(
+        self, fn: Callable[..., Any], specs: tuple[Any, ...], *args: Any, of_types: bool = False
+    ) -> Any:
+        """``fn(*args)``, of arrays, or of types, that on these axes have ``specs``."""
+        if not self.are_named:
+            try:
+                return fn(*args)
+            except ValueError as error:
+                self.are_named = self.names_types(error)
+                if not self.are_named:
+                    raise
+        specs = jax.tree.map(lambda spec: only_axes(spec, self.axes), specs, is_leaf=is_spec)
+        typed = jax.sharding.explicit_axes(fn, axes=self.axes, in_sharding=specs)
+        return jax.eval_shape(typed, *args) if of_types else typed(*args)
 
 
 def over_data_axes(

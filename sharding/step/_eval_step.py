@@ -16,9 +16,10 @@ from sharding.placement._train_state import model_state_of, params_of, resolve_t
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._device_loss import call_loss
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
-from sharding.step._loss import Inputs, StepLoss, call_loss, loss_args
+from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._placed_state import param_shardings
 from sharding.step._step_plan import StepSpec, plan_step

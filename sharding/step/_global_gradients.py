@@ -4,6 +4,7 @@ The partitioner reduces gradients; hooks tell it to which shards, where layers m
 gather parameters of stage 3 where layers use them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,26 +14,30 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext.equations import trace
+from optax_ext.equations import Call, Remat, Scan, record_of, trace
+from optax_ext.traced_graph import bind_equation
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.loss._evaluate import Evaluator
+from sharding.loss._marks import marking
+from sharding.loss._rules import MOVES, Param, is_cast, use
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
-from sharding.placement._specs import entry_of, explicit_axes, is_spec, of_last_dims, only_axes
+from sharding.placement._on_mesh import NamedAxes
+from sharding.placement._specs import entry_of, explicit_axes, of_last_dims, only_axes
 from sharding.step import _model_state
-from sharding.step._gather_params import marking
-from sharding.step._host_stacks import StreamedLoss
 from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import inverse_weight
+from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec
 
 P = PartitionSpec
 
 
-class _Leaf(NamedTuple):
+class GlobalRule(NamedTuple):
     """One parameter: its specs between steps, while it is used, and of its gradient."""
 
+    layout: Layout
     held: P
     used: P
     shard: P
@@ -41,35 +46,85 @@ class _Leaf(NamedTuple):
     reduce_dtype: Any
     trained: bool
     hosted: bool  # whether it is in host memory, as its gradient then is
+    # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
+    by_use: bool = True
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
         return of_last_dims((*spec, *[None] * (self.ndim - len(spec))), ndim)
+
+    def _placed(self, x: jax.Array, spec: P) -> jax.Array:
+        """An array, or a slice of it, with a sharding; by its type where axes are Explicit."""
+        spec = self.of_slice(spec, x.ndim)
+        explicit = explicit_axes(jax.sharding.get_abstract_mesh())
+        if explicit:
+            return jax.sharding.reshard(x, only_axes(spec, explicit))
+        return self.layout.constrain(x, spec)
+
+    def fetch(self, held: jax.Array) -> jax.Array:
+        if on_host(held):
+            held = jax.device_put(held, DEVICE).astype(self.dtype)
+        if self.layout.stage < 3 or self.held == self.used:
+            return held
+        with jax.named_scope("gather"):
+            # Held as shards up to here, so that no layer before it is gathered at once.
+            return self._placed(self._placed(held, self.held), self.used)
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        grad = grad.astype(self.reduce_dtype)
+        with jax.named_scope("reduce_scatter"):
+            # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends
+            # 9 / 7 of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a
+            # host, and an all-reduce on more of them.
+            if self.layout.is_one_host_of_tpus:
+                grad = self._placed(grad, self.used)
+            grad = self._placed(grad, self.shard)
+        return jax.device_put(grad, HOST) if tap.memory_space == HOST else grad
+
+    def tap(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
+        zeros = jnp.zeros(shape, dtype or self.reduce_dtype)
+        return self.layout.constrain(zeros, self.of_slice(self.shard, len(shape)))
+
+    # --- What comes before it is fetched ----------------------------------------------------------
+
+    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
+        if is_cast(eqn) and not (x.moves or on_host(x.held)):  # less is fetched, often
+            return [x.of_held(bind_equation(eqn, [x.held])[0], x.tap)]
+        return None if rest or eqn.primitive.name not in MOVES else [x.moved_by(eqn)]
+
+    def stack(self, x: Param) -> Param | None:
+        """Nothing is computed in host memory: a layer is cast once it is loaded."""
+        return x if not x.moves or (on_host(x.held) and all(map(is_cast, x.moves))) else None
+
+    def layer(self, x: Param) -> Param:
+        """All uses of a layer of a stack in host memory give one gradient, on the device."""
+        hosted = x.tap is not None and on_host(x.tap)
+        return x._replace(in_layer=True, tap=jax.device_put(x.tap, DEVICE) if hosted else x.tap)
 
 
 class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
     def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
-        self.layout, self.fn, self._typed = spec.layout, fn, False
+        self.layout, self.fn, self._axes = spec.layout, fn, loss_axes(spec.layout)
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
-        self.leaves: list[_Leaf] = []
+        self.leaves: list[GlobalRule] = []
         for x, held, shard, trained in zip(leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
-            of_array = self.layout.other_spec(held), shard, x.ndim, dtype
-            of_grad = spec.precision.of_sum(dtype), trained
-            self.leaves.append(_Leaf(held, *of_array, *of_grad, on_host(x)))
+            of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
+            of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
+            self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad))
 
     @property
-    def trained(self) -> list[_Leaf]:
+    def trained(self) -> list[GlobalRule]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
     def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
         """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
-        full = self._fetch(number, held)
-        return full if tap is None else self._tap(number, full, tap)
+        return use(self.leaves[number], held, tap)
 
     def cast(self, params: list[jax.Array]) -> list[Any]:
         """Parameters in the dtypes that the loss gets; types of those in host memory."""
@@ -78,16 +133,9 @@ class GlobalLoss:
             for x, leaf in zip(params, self.leaves, strict=True)
         ]
 
-    def held(self, params: list[jax.Array]) -> list[jax.Array]:
-        """As ``cast``, but what is in host memory, which the loss loads where it uses it."""
-        cast = self.cast(params)
-        return [x if on_host(x) else y for x, y in zip(params, cast, strict=True)]
-
     def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
-        leaf = self.leaves[number]
-        zeros = jnp.zeros(shape, dtype or leaf.reduce_dtype)
-        return self.layout.constrain(zeros, leaf.of_slice(leaf.shard, len(shape)))
+        return self.leaves[number].tap(shape, dtype)
 
     def sum_of(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
         """``tap`` of a whole parameter; of a stack in host memory it is there, too."""
@@ -103,104 +151,62 @@ class GlobalLoss:
 
         ``taps`` are differentiated in the place of the trained ones, and placed as their gradients.
         """
-        held = self.held(params)
-        if not self._typed:
-            try:
-                return self._run(held, taps, *args)
-            except ValueError as error:
-                self._typed = names_types(self.layout, error)
-                if not self._typed:
-                    raise
-        axes = self.layout.loss_axes
-        own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained], *specs
-        own = jax.tree.map(lambda spec: only_axes(spec, axes), own, is_leaf=is_spec)
-        # Arrays then have the types that they have under ``jit``.
-        run = jax.sharding.explicit_axes(self._run, axes=axes, in_sharding=own)
-        return run(held, taps, *args)
+        # Of what is in host memory the loss casts what it loads.
+        both = zip(params, self.cast(params), strict=True)
+        held = [x if on_host(x) else cast for x, cast in both]
+        own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained]
+        return self._axes.run(self._run, (*own, *specs), held, taps, *args)
 
     def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
+        given, own = iter(taps), []
+        for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True)):
+            tap = next(given) if leaf.trained else None
+            # Gradients of several uses, or of other uses than a loop's, are summed on the device.
+            if tap is not None and on_host(tap) and not _is_read_by_one_loop(closed.jaxpr, i):
+                tap = jax.device_put(tap, DEVICE)
+            own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
         hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        recomputes = self.layout.recomputes or hosted
-        run = StreamedLoss(closed, recomputes, self._fetch, self._tap)
-        given = iter(taps)
-        every = [
-            run.streamed(i, next(given)) if leaf.trained else x
-            for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True))
-        ]
-        outs = run(held, every, *jax.tree.leaves(args))
+        evaluator = Evaluator(self.layout.recomputes or hosted)
+        outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
-    def _type(self, leaf: _Leaf, held: jax.Array) -> Any:
+    def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
         """What the loss is traced with."""
-        axes, sharding = self.layout.loss_axes, None
-        if self._typed:
+        sharding = None
+        if self._axes.are_named:
             mesh = jax.sharding.get_abstract_mesh()
-            sharding = NamedSharding(mesh, only_axes(leaf.used, axes))
+            sharding = NamedSharding(mesh, only_axes(leaf.used, self._axes.axes))
         return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
 
-    def _fetch(self, number: int, held: jax.Array) -> jax.Array:
-        leaf = self.leaves[number]
-        if on_host(held):
-            held = jax.device_put(held, DEVICE).astype(leaf.dtype)
-        if self.layout.stage < 3 or leaf.held == leaf.used:
-            return held
-        with jax.named_scope("gather"):
-            # Held as shards up to here, so that no layer before it is gathered at once.
-            held = _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.held, held.ndim))
-            return _typed_or_constrained(self.layout, held, leaf.of_slice(leaf.used, held.ndim))
 
-    def _tap(self, number: int, full: jax.Array, tap: jax.Array) -> jax.Array:
-        leaf = self.leaves[number]
-        if not leaf.trained:
-            return lax.stop_gradient(full)
-        used, shard = leaf.of_slice(leaf.used, full.ndim), leaf.of_slice(leaf.shard, full.ndim)
-        how = _Reduced(self.layout, used, shard, leaf.reduce_dtype, on_host(tap))
-        return _tapped(how, full, tap)
-
-
-class _Reduced(NamedTuple):
-    """How a gradient is reduced."""
-
-    layout: Layout
-    used: P  # the spec of the parameter
-    shard: P
-    dtype: Any
-    hosted: bool  # whether it is moved to host memory
+def _is_read_by_one_loop(jaxpr: Any, number: int) -> bool:
+    """Whether a scan slices an input, cast or not, and nothing else uses it."""
+    var = jaxpr.invars[number]
+    while True:
+        uses = [(eqn, k) for eqn in jaxpr.eqns for k, x in enumerate(eqn.invars) if x is var]
+        if len(uses) != 1 or any(x is var for x in jaxpr.outvars):
+            return False
+        ((eqn, k),), record = uses, record_of(uses[0][0])
+        if isinstance(record, Scan):
+            return k >= record.num_consts + record.num_carry
+        if isinstance(record, Call | Remat):
+            jaxpr = getattr(record.body, "jaxpr", record.body)
+            var = jaxpr.invars[k]
+        elif is_cast(eqn):
+            var = eqn.outvars[0]
+        else:
+            return False
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tapped(how: _Reduced, full: jax.Array, tap: jax.Array) -> jax.Array:
-    """The parameter, whose gradient, reduced to shards, becomes that of ``tap``."""
-    del how, tap
-    return full
-
-
-def _reduce(how: _Reduced, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
-    layout, used, shard, dtype, hosted = how
-    grad = grad.astype(dtype)
-    with jax.named_scope("reduce_scatter"):
-        # XLA:TPU reduces a product step by step, as it computes it: on 8 devices that sends 9 / 7
-        # of the bytes. A sum that is sliced becomes a reduce-scatter on the chips of a host, and an
-        # all-reduce on more of them.
-        if layout.is_one_host_of_tpus:
-            grad = _typed_or_constrained(layout, grad, used)
-        grad = _typed_or_constrained(layout, grad, shard)
-    return None, jax.device_put(grad, HOST) if hosted else grad
-
-
-_tapped.defvjp(lambda how, full, tap: (full, None), _reduce)
-
-
-def names_types(layout: Layout, error: ValueError) -> bool:
-    """Whether a loss needs Explicit axes, in whose types it names shardings."""
+def loss_axes(layout: Layout) -> NamedAxes:
+    """The axes that a loss may name in types."""
     # How jax rejects shardings in types, such as of out_sharding, reshard and closures.
     said = "AxisType.Auto", "the aval mesh", "should match the mesh passed to shard_map"
-    rejects = any(text in str(error) for text in said)
-    return bool(layout.loss_axes) and rejects
+    return NamedAxes(layout.loss_axes, said)
 
 
 def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:
@@ -212,12 +218,53 @@ def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any)
 # --- The step -------------------------------------------------------------------------------------
 
 
-class _Sums(NamedTuple):
-    """Of one micro-batch, or of all."""
+@dataclasses.dataclass
+class _Batch:
+    """The loss of the whole batch, and its derivative."""
 
-    loss: jax.Array
-    weight: jax.Array
-    grads: list[jax.Array]  # of trained parameters, as shards
+    run: GlobalLoss
+    loss: StepLoss
+    params: list[jax.Array]  # as between steps
+    arguments: Callable[..., tuple[Any, ...]]  # of the loss, of a model state and a micro-batch
+
+    @property
+    def divides_first(self) -> bool:
+        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
+        return any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for leaf in self.run.trained)
+
+    def zeros(self, dtype_of: Callable[[Any], Any] = lambda _: None) -> list[jax.Array]:
+        """Taps of trained parameters; or, in their dtypes, sums of gradients."""
+        both = enumerate(zip(self.run.leaves, self.params, strict=True))
+        return [
+            self.run.sum_of(i, x.shape, dtype_of(x.dtype)) for i, (leaf, x) in both if leaf.trained
+        ]
+
+    def total_loss(
+        self, taps: list[jax.Array], args: tuple[Any, ...], model_state: Tree
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """The sum of the losses of a micro-batch; its weight, what divides it, and the rest."""
+        specs = [self.run.layout.batch_specs(x) for x in args]
+        if self.loss.model_state:
+            specs[1] = jax.tree.map(lambda _: P(), model_state)
+        out = self.run(self.params, taps, args, tuple(specs))
+        total, weight, new, aux = self.loss.split(out)
+        if self.loss.model_state:
+            new, _ = _model_state.checked(model_state, new)
+        divisor = lax.stop_gradient(weight) if self.divides_first else 1.0
+        divisor = jnp.asarray(divisor, total.dtype)
+        return total * inverse_weight(divisor), (weight, divisor, new, aux)
+
+    def microbatch(self, model_state: Tree, numbered: Any) -> tuple[Any, tuple[Sums, Any]]:
+        """The model state after a micro-batch, its sums and its aux."""
+        args = self.arguments(model_state, numbered)
+        with jax.named_scope("loss_and_grad"):
+            derivative = jax.value_and_grad(self.total_loss, has_aux=True)
+            (total, more), grads = derivative(self.zeros(), args, model_state)
+        weight, divisor, model_state, aux = more
+        if self.divides_first:
+            grads = [_by_layer(lambda g: to_sum_dtype(g) * to_sum_dtype(divisor), g) for g in grads]
+        total = to_sum_dtype(total) * to_sum_dtype(divisor)
+        return model_state, (Sums(total, jnp.asarray(weight, total.dtype), [], grads), aux)
 
 
 def global_gradients(
@@ -229,54 +276,27 @@ def global_gradients(
     """
     layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
     each, arguments = split_rows(layout, loss, inputs)
-    leaves, steps = jax.tree.leaves(params), loss.microbatches
-    trained = [i for i, leaf in enumerate(run.leaves) if leaf.trained]
-    dtypes = [dtype for leaf in run.trained for dtype in (leaf.dtype, leaf.reduce_dtype)]
-    divides_first = jnp.float16 in dtypes
+    leaves = jax.tree.leaves(params)
+    batch = _Batch(run, loss, leaves, arguments)
 
-    def microbatch(model_state: Tree, numbered: Any) -> tuple[Any, tuple[_Sums, Any]]:
-        """The model state after a micro-batch, its sums and its aux."""
-        args = arguments(model_state, numbered)
-        specs = [layout.batch_specs(x) for x in args]
-        if loss.model_state:
-            specs[1] = jax.tree.map(lambda _: P(), model_state)
+    def step(carry: Any, numbered: Any) -> Any:
+        before, model_state = carry
+        model_state, (sums, aux) = batch.microbatch(model_state, numbered)
+        # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
+        sums = lax.optimization_barrier(sums)
+        added = [
+            _by_layer(functools.partial(_add_as_shard, layout, leaf), a, g)
+            for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
+        ]
+        return (added, model_state), (sums._replace(grads=[]), aux)
 
-        def total_loss(taps: list[jax.Array]) -> Any:
-            total, weight, new, aux = loss.split(run(leaves, taps, args, tuple(specs)))
-            if loss.model_state:
-                new, _ = _model_state.checked(model_state, new)
-            divisor = jnp.asarray(lax.stop_gradient(weight) if divides_first else 1.0, total.dtype)
-            return total * inverse_weight(divisor), (weight, divisor, new, aux)
-
-        taps = [run.sum_of(i, leaves[i].shape) for i in trained]
-        with jax.named_scope("loss_and_grad"):
-            (total, more), grads = jax.value_and_grad(total_loss, has_aux=True)(taps)
-        weight, divisor, model_state, aux = more
-        if divides_first:
-            grads = [_by_layer(lambda g: to_sum_dtype(g) * to_sum_dtype(divisor), g) for g in grads]
-        total = to_sum_dtype(total) * to_sum_dtype(divisor)
-        return model_state, (_Sums(total, jnp.asarray(weight, total.dtype), grads), aux)
-
-    if steps == 1:
-        model_state, (sums, aux) = microbatch(inputs.model_state, each)
+    if loss.microbatches == 1:
+        model_state, (sums, aux) = batch.microbatch(inputs.model_state, each)
     else:
-        of_sums = spec.precision.of_accumulator
-        sums_of = [run.sum_of(i, leaves[i].shape, of_sums(leaves[i].dtype)) for i in trained]
-
-        def step(carry: Any, numbered: Any) -> Any:
-            before, model_state = carry
-            model_state, (sums, aux) = microbatch(model_state, numbered)
-            # Without the barrier XLA:TPU would reduce after the loop what is summed in it.
-            sums = lax.optimization_barrier(sums)
-            added = [
-                _by_layer(functools.partial(_add_as_shard, layout, leaf), a, g)
-                for leaf, a, g in zip(run.trained, before, sums.grads, strict=True)
-            ]
-            return (added, model_state), (sums._replace(grads=[]), aux)
-
-        carry, (found, aux) = lax.scan(step, (sums_of, inputs.model_state), each)
-        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=carry[0])
-        model_state, aux = carry[1], join_rows(layout, inputs.batch, aux)
+        start = batch.zeros(spec.precision.of_accumulator), inputs.model_state
+        (grads, model_state), (found, aux) = lax.scan(step, start, each)
+        sums = jax.tree.map(lambda x: jnp.sum(x, 0), found)._replace(grads=grads)
+        aux = join_rows(layout, inputs.batch, aux)
 
     scale, metrics = mean_metrics(loss, sums.loss, sums.weight, aux)
     in_order = iter(sums.grads)
@@ -289,7 +309,7 @@ def global_gradients(
     return run.treedef.unflatten(grads), metrics, model_state
 
 
-def _add_as_shard(layout: Layout, leaf: _Leaf, total: jax.Array, grad: jax.Array) -> jax.Array:
+def _add_as_shard(layout: Layout, leaf: GlobalRule, total: jax.Array, grad: jax.Array) -> jax.Array:
     shard = leaf.of_slice(leaf.shard, total.ndim)
     return layout.constrain(total + grad.astype(total.dtype), shard)
 
@@ -353,14 +373,3 @@ def join_rows(layout: Layout, batch: Batch, aux: Tree) -> Any:
         return layout.constrain(x.reshape(size, *more), P(entry_of(layout.data_axes)))
 
     return jax.tree.map(join, aux)
-
-
-# --- Shardings ------------------------------------------------------------------------------------
-
-
-def _typed_or_constrained(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
-    """An array with a sharding, by its type where axes are Explicit."""
-    explicit = explicit_axes(jax.sharding.get_abstract_mesh())
-    if explicit:
-        return jax.sharding.reshard(x, only_axes(spec, explicit))
-    return layout.constrain(x, spec)

@@ -19,9 +19,11 @@ from sharding.collectives._sparse_rows import (
     in_rounds,
     unique_lookups,
 )
+from sharding.loss._marks import with_handles
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import of_last_dims
-from sharding.step._gather_params import GatherSpec, ParamHandle, gather, with_handles
+from sharding.step._device_rules import DeviceRule
+from sharding.step._gather_params import ParamHandle, gather
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
@@ -81,7 +83,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
 def _rows_of(table: Any, at: jax.Array) -> jax.Array:
     if not isinstance(table, ParamHandle):
         return jnp.take(table, at, axis=0)
-    call = _Lookup(table.spec, table.tap.dtype, table.shape[0])
+    call = _Lookup(table.rule, table.tap.dtype, table.shape[0])
     return _table_rows(call, table.held, table.tap, at)
 
 
@@ -108,32 +110,32 @@ def unshuffle_rows(table: jax.Array) -> jax.Array:
 class _Lookup(NamedTuple):
     """The static arguments of a lookup."""
 
-    spec: GatherSpec
+    rule: DeviceRule
     dtype: Any  # of the gradient
     num_rows: int  # of the unsharded table
 
     def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
         """``fn(call, x, ids)`` of each device's columns; not if other axes shard the rows."""
-        spec = self.spec
-        columns = of_last_dims(spec.entries, x.ndim)
+        rule = self.rule
+        columns = of_last_dims(rule.entries, x.ndim)
         if columns[0] is not None:
             return fn(self, x, ids)
-        own = self._replace(spec=spec._replace(entries=(None,) * x.ndim))
+        own = self._replace(rule=rule._replace(entries=(None,) * x.ndim))
         run = functools.partial(fn, own)
-        return over_other_axes(spec.layout, run, (columns, PartitionSpec()), columns)(x, ids)
+        return over_other_axes(rule.layout, run, (columns, PartitionSpec()), columns)(x, ids)
 
 
 def _reduce_columns(call: _Lookup, grad: jax.Array, ids: jax.Array) -> jax.Array:
-    spec = call.spec
-    assert spec.rows is not None
-    return spec.rows.reduce(ids, grad, call.num_rows, spec.layout.axes, spec.dim)
+    rule = call.rule
+    assert rule.rows is not None
+    return rule.rows.reduce(ids, grad, call.num_rows, rule.layout.axes, rule.dim)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _table_rows(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
     """The rows: of the table that is here, at stage 3 from the devices that own them."""
     del tap
-    if call.spec.layout.stage < 3:
+    if not call.rule.gathers:
         return jnp.take(held, ids, axis=0)
     return call.on_columns(_fetch_columns, held, ids)
 
@@ -143,10 +145,10 @@ def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax
 
 
 def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
-    spec = call.spec
+    rule = call.rule
     with jax.named_scope("reduce_scatter"):  # this device's shard of the table's gradient
-        mean = call.on_columns(_reduce_columns, grad.astype(spec.reduce_dtype), ids)
-        return None, (mean * lax.axis_size(spec.layout.axes)).astype(call.dtype), None
+        mean = call.on_columns(_reduce_columns, grad.astype(rule.reduce_dtype or call.dtype), ids)
+        return None, (mean * lax.axis_size(rule.layout.axes)).astype(call.dtype), None
 
 
 _table_rows.defvjp(_table_rows_forward, _table_rows_backward)
@@ -156,14 +158,14 @@ _table_rows.defvjp(_table_rows_forward, _table_rows_backward)
 
 
 def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    spec = call.spec
-    assert spec.rows is not None
-    axes, dim = spec.layout.axes, spec.dim % shard.ndim
-    num, shard = lax.axis_size(axes), shard.astype(spec.dtype)
+    rule = call.rule
+    assert rule.rows is not None
+    axes, dim = rule.layout.axes, rule.dim % shard.ndim
+    num, shard = lax.axis_size(axes), shard.astype(rule.dtype)
     # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     firsts, first = unique_lookups(ids, owners)
-    row_shape = ParamHandle(shard, shard, spec).shape[1:]
+    row_shape = ParamHandle(shard, shard, rule).shape[1:]
 
     def fetch_unique(send_list: SendList, loop: Loop) -> jax.Array:
         def one_round(picked: jax.Array, rows: jax.Array) -> jax.Array:
@@ -183,10 +185,10 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
         return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
-        return jnp.take(gather(ParamHandle(shard, shard, spec._replace(bits=None))), ids, axis=0)
+        return jnp.take(gather(ParamHandle(shard, shard, rule._replace(bits=None))), ids, axis=0)
 
     shape, max_rows = (call.num_rows, *row_shape), min(ids.size, call.num_rows)
     rows = SparseRows(shape, shard.dtype, max_rows, lambda owners: firsts, gather_table)
-    args, indices = (rows, owners, spec.rows.density, axes), num if dim else 1
+    args, indices = (rows, owners, rule.rows.density, axes), num if dim else 1
     with jax.named_scope("gather"):
         return in_rounds(*args, fetch_unique, gather_table, indices)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from sharding._types import Tree
 from sharding._user_line import warn
 from sharding.collectives._map_arrays import ArrayLayout
+from sharding.loss._evaluate import Fetch
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
+from sharding.step._device_rules import DeviceLoss, Uses
 from sharding.step._precision import Precision
-from sharding.step._traced_loss import Fetch, TracedLoss, Uses
 from sharding.sync import GradientSync, RowMethod
 
 # Backward passes of jax 0.10 mix up the gradients of a loop if some are refs and others are not.
@@ -69,7 +70,7 @@ class StepPlan:
     layout: Layout
     precision: Precision
     params: tuple[ParamPlan, ...]
-    loss: TracedLoss
+    loss: DeviceLoss
     sync: GradientSync | None
     sync_has_state: bool  # such as error-feedback residuals
     microbatches: int  # of each device
@@ -155,7 +156,7 @@ def plan_step(
         shards, method = (shard, replica_shard), None if rows is None else rows(name, x)
         plans.append(ParamPlan(name, x.shape, *dtypes, trained, *shards, method))
     types = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in plans]
-    traced = TracedLoss(layout, loss, treedef.unflatten(types), spec.placed.params, args)
+    traced = DeviceLoss(layout, loss, treedef.unflatten(types), spec.placed.params, args)
     options = spec.sync, sync_has_state, microbatches
     plan = StepPlan(layout, spec.precision, tuple(plans), traced, *options)
     # A sync over the axes of shards takes all gradients of a micro-batch together.
@@ -168,7 +169,7 @@ def plan_step(
         )
     if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
-    uses = traced.uses([param.shard.dim for param in plans], types, args)
+    uses = Uses(traced, [param.shard.dim for param in plans], args)
     by_rows = _tables(plan, with_rows, uses)
     if layout.stage == 3:
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
@@ -192,7 +193,7 @@ def _is_reduced_once(plan: StepPlan, number: int, uses: Uses) -> bool:
     if number in uses.by_rows or len(places) != 1 or not param.trained:
         return False
     (place,) = places
-    if place.repeats or place.is_part or not place.in_layer or place.early:
+    if place.repeats or place.is_part or not place.in_layer or plan.loss.is_early(place):
         return False
     return bool(param.shard.dim) if plan.reduces_microbatches else plan.adds(param)
 
@@ -234,7 +235,7 @@ def _warn_full_sync(found: str) -> None:
 def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
     """Warns of parameters that stage 3 gathers outside of layers: all, or some that a layer has."""
     in_layers = any(x.in_layer for x in fetches) or any(param.rows for param in plan.params)
-    early = [x for x in fetches if x.early or not in_layers]
+    early = [x for x in fetches if plan.loss.is_early(x) or not in_layers]
     if not early:
         return
 

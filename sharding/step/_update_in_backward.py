@@ -22,6 +22,7 @@ from sharding._user_line import line_of, warn
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import Run, check_effects
+from sharding.loss._marks import marking
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import ParamNumber, Slot, param_numbers
 from sharding.loss._stack import StackPasses, Take, cast_params, find_stacks
@@ -29,7 +30,6 @@ from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _global_gradients, _model_state
-from sharding.step._gather_params import marking
 from sharding.step._layer_updates import (
     OTHERWISE,
     StackUpdate,
@@ -301,7 +301,7 @@ def _trace_loss(layout: Layout, loss: StepLoss, params: Tree, args: Any) -> Grap
         with marking():
             graph = Graph(run, inputs, [True] * len(inputs), exact=True)
     except ValueError as error:
-        if not _global_gradients.names_types(layout, error):
+        if not _global_gradients.loss_axes(layout).names_types(error):
             raise
         raise ValueError(
             "the loss names Explicit axes in types, as by out_sharding or reshard, and "

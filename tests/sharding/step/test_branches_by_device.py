@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import sharding as shd
-from sharding.step._traced_loss import diverging
+from sharding.loss._diverging import diverging
 
 from .. import model
 

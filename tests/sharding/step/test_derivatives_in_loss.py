@@ -60,10 +60,11 @@ def test_equals_one_device(loss, stage):
     model.assert_close(have[1], grads, 1e-13)
 
 
-def test_inside_jit_a_loss_is_traced_anew():
+@pytest.mark.parametrize("view", ["device", "global"])
+def test_inside_jit_a_loss_is_traced_anew(view):
     """It may close over what each outer function traces."""
     factor = []
-    zero = model.zero_on(8)
+    zero = model.zero_on(8, view=view)
     run = zero.value_and_grad(lambda p, x: factor[-1] * jnp.mean(x @ p))
 
     def scaled(p, x, scale):

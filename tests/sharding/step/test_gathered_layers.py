@@ -114,7 +114,7 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
 @pytest.mark.parametrize(("width", "num"), [(64, 0), (512, 1)])
 def test_of_a_model_there_is_one_warning_and_none_of_a_small_one(width, num, monkeypatch):
     """Of 48 KiB, and of 3 MiB, whose losses are traced by steps, evaluations and gradients."""
-    monkeypatch.undo()  # the limit of users
+    monkeypatch.setattr(_step_plan, "FEW_BYTES", 2**20)  # the limit of users
     params = [jnp.ones((width, width), jnp.float32)] * 3
     zero, loss_fn = zero_of(3), lambda p, x: jnp.mean(functools.reduce(jnp.matmul, p, x))
     state, x = (zero.place(params), None), zero.put(np.ones((16, width), np.float32))

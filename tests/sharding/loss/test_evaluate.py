@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sharding.step._gather_params import gather, marking
-from sharding.step._layer_hooks import HookedLoss
+from sharding.loss._evaluate import Evaluator
+from sharding.loss._marks import marking
+from sharding.loss._rules import MOVES, Param, is_cast
+from sharding.step._gather_params import gather
 
 from .. import model
 
@@ -77,6 +79,38 @@ def in_functions(p, x):
     return lax.cond(x[0, 0] > 0, lambda c: x @ c, lambda c: x - x @ c, p["c"])
 
 
+class Rule:
+    """Of a parameter of which half is held: the gradient of a tap is three times that of the half.
+
+    Casts come before it is fetched; loops get slices of what is not moved.
+    """
+
+    def __init__(self, by_use=True):
+        self.by_use, self.fetched = by_use, []
+
+    def fetch(self, held):
+        self.fetched.append(held.ndim)
+        return jnp.concatenate([held, 2 * held], -1)
+
+    def reduce(self, grad, tap):
+        return 3 * grad[..., : D // 2].astype(tap.dtype)
+
+    def view(self, x, eqn, rest):
+        if is_cast(eqn) and not x.moves:
+            return [x.of_held(x.held.astype(eqn.params["new_dtype"]), x.tap)]
+        return [x.moved_by(eqn)] if eqn.primitive.name in MOVES and not rest else None
+
+    def stack(self, x):
+        return None if x.moves else x
+
+    def layer(self, x):
+        return x
+
+
+def params_of(rules, held, taps):
+    return [Param(i, *of, {}) for i, of in enumerate(zip(rules, held, taps, strict=True))]
+
+
 # The loss, and the numbers of dims with which its parameters a, b and c are fetched.
 LOSSES = [
     (lambda p, x: stack(p, x)[0], {"a": 2, "b": 2}),
@@ -98,36 +132,25 @@ LOSSES = [
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("fn", "expected"), LOSSES, ids=lambda x: getattr(x, "__name__", ""))
-def test_values_and_gradients_through_the_hook(fn, expected, recompute):
-    """Half of each parameter is held; the gradient of a tap is three times that of its half."""
+def test_values_and_gradients_by_rules(fn, expected, recompute):
     rng, names = np.random.default_rng(0), "abc"
     full = {"a": (L, D, D), "b": (L, D, D), "c": (D, D)}
     full = {k: jnp.asarray(rng.normal(size=shape) / D) for k, shape in full.items()}
     x = jnp.asarray(rng.normal(size=(3, D)))
     loss = lambda p, x: jnp.sum(fn(p, x) ** 2)  # noqa: E731
-    fetched = {}
-
-    def fetch(number, held):
-        fetched[names[number]] = held.ndim
-        return jnp.concatenate([held, 2 * held], -1)
-
-    @jax.custom_vjp
-    def tap(number, fetched, tap):
-        del number, tap
-        return fetched
-
-    half = lambda _, grad: (None, None, 3 * grad[..., : D // 2].astype(jnp.float64))  # noqa: E731
-    tap.defvjp(lambda number, fetched, tap: (fetched, None), half)
     held = [full[k][..., : D // 2] for k in names]
     full = {k: jnp.concatenate([x, 2 * x], -1) for k, x in zip(names, held, strict=True)}
     with marking():
         closed = jax.make_jaxpr(lambda leaves, x: loss(dict(zip(names, leaves, strict=True)), x))(
             list(full.values()), x
         )
-    run = HookedLoss(closed, recompute, fetch, tap)
+    rules = [Rule(name == "c") for name in names]
     taps = [jnp.zeros_like(x) for x in held]
-    grad = jax.value_and_grad(lambda taps: run(held, taps, x)[0])
+    grad = jax.value_and_grad(
+        lambda taps: Evaluator(recompute)(closed, [*params_of(rules, held, taps), x])[0]
+    )
     value, grads = jax.jit(grad)(taps)
+    fetched = {k: rule.fetched[-1] for k, rule in zip(names, rules, strict=True) if rule.fetched}
     assert fetched == expected
     expected_value, expected_grads = jax.value_and_grad(loss)(full, x)
     model.assert_close(value, expected_value, 1e-12)
@@ -141,16 +164,18 @@ def test_values_and_gradients_through_the_hook(fn, expected, recompute):
         assert not any(len(shape) == 3 and shape[1:] == (D, D) for shape in stored)
 
 
-def test_a_value_that_several_uses_share_is_fetched_once():
-    calls = []
-
-    def fetch(number, held):
-        calls.append(number)
-        return held
-
+@pytest.mark.parametrize("by_use", [False, True])
+def test_a_value_that_several_uses_share_is_fetched_once(by_use):
     closed = jax.make_jaxpr(lambda p, x: jax.jit(jnp.dot)(x, p) @ p.T + p[0])(
         jnp.ones((D, D)), jnp.ones(D)
     )
-    run = HookedLoss(closed, True, fetch)
-    run([jnp.ones((D, D))], [jnp.ones((D, D))], jnp.ones(D))
-    assert calls == [0]
+    rule, held = Rule(by_use), [jnp.ones((D, D // 2))]
+
+    def run(taps):
+        return jnp.sum(Evaluator(True)(closed, [*params_of([rule], held, taps), jnp.ones(D)])[0])
+
+    program = jax.make_jaxpr(jax.grad(run))(held)
+    assert rule.fetched == [2]
+    # The three uses have one gradient, which is reduced, or one each.
+    reduced = [e for e in program.jaxpr.eqns if e.outvars[0].aval.shape == (D, D // 2)]
+    assert len([e for e in reduced if e.primitive.name == "mul"]) == (3 if by_use else 1) + 1

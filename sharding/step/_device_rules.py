@@ -1,0 +1,296 @@
+"""Rules of parameters in the loss of one device, which is traced once.
+
+What is made of shards alone stays sharded; what else a loss uses is gathered there, at stage 3.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
+
+from optax_ext.equations import trace
+from sharding._types import Tree
+from sharding.collectives._map_arrays import ArrayLayout
+from sharding.collectives._reduce_scatter import all_gather_arrays, reduce_scatter_arrays
+from sharding.loss._diverging import collective_in, diverging
+from sharding.loss._evaluate import EquationRule, Evaluator, Fetch
+from sharding.loss._marks import CALL, marking
+from sharding.loss._rules import MOVES, Param, is_param
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import NamedAxes
+from sharding.placement._specs import is_spec, of_last_dims
+from sharding.sync import RowMethod
+
+# Operations on one array, and perhaps indices, whose results are parts of it ...
+_PARTS = {"dynamic_slice", "slice", "split"}
+# ... or hold it in another order, shape or dtype.
+_MOVES = {*MOVES, "mesh_cast", "reshard", "rev", "sharding_constraint", "stop_gradient"}
+# Of both, the parameter that has the size of the dim that devices have shards of.
+_SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
+
+
+class DeviceLoss:
+    """The traced loss of one device, of its shard of the batch; it may name the user's axes."""
+
+    def __init__(
+        self, layout: Layout, fn: Callable[..., Any], params: Tree, specs: Tree, args: Any
+    ):
+        """Traces ``fn(params, *args)`` of types; ``specs`` are those of ``params`` between steps.
+
+        Raises:
+          ValueError: if devices could wait for each other in a collective of the loss.
+        """
+        self.layout, self._axes = layout, NamedAxes(sorted(layout.other_axes), ("AxisType.Auto.",))
+        self.types, treedef = jax.tree.flatten(params)
+        self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
+        # Of each parameter, the dims that other axes shard, counted from the end.
+        self.named_dims = [
+            [d - x.ndim for d, entry in enumerate(spec) if entry]
+            for x, spec in zip(self.types, self.specs, strict=True)
+        ]
+
+        def run(leaves: list[Any], args: Any) -> None:
+            self.closed, results = trace(fn, treedef.unflatten(leaves), *args)
+            self._results = jax.tree.structure(results)
+
+        with marking():
+            self._axes.run(run, (self.specs, PartitionSpec()), self.types, args, of_types=True)
+        # What no output needs uses no parameter.
+        every = [True] * len(self.closed.jaxpr.outvars)
+        live = partial_eval.dce_jaxpr(self.closed.jaxpr, every, instantiate=True)[0]
+        self.closed = ClosedJaxpr(live, self.closed.consts)
+        varies = [i >= len(self.types) for i in range(len(live.invars))]
+        self.apart = diverging(live, varies, layout.data_axes)
+        if collective := collective_in(live, self.apart):
+            raise ValueError(
+                f"the loss has a collective ({collective}, such as that of a BatchNorm with the "
+                "statistics of all devices) in a branch or a loop that devices take by their own "
+                "data: devices would exchange what does not belong together. Move it out of the "
+                "branch, or pass sync_batch_norm=False (docs: how_to/batch_norm)."
+            )
+
+    def evaluate(
+        self,
+        param: Callable[[int, jax.Array, jax.Array], Param | jax.Array],
+        held: list[Any],
+        taps: list[Any],
+        args: Any,
+        call: EquationRule,
+    ) -> tuple[Any, list[Fetch]]:
+        """What it returns for ``param(number, held, tap)`` of each; where it fetches them.
+
+        ``call`` is the rule of ``with_handles``.
+        """
+        evaluator = Evaluator(self.layout.recomputes, equations={CALL: call})
+
+        def run(held: list[Any], taps: list[Any], args: Any) -> list[Any]:
+            params = map(param, range(len(held)), held, taps)
+            return evaluator(self.closed, [*params, *jax.tree.leaves(args)])
+
+        leaves = self._axes.run(run, (self.specs, self.specs, PartitionSpec()), held, taps, args)
+        return jax.tree.unflatten(self._results, leaves), evaluator.fetches
+
+    def is_early(self, fetch: Fetch) -> bool:
+        """Whether more is fetched than is used: before a branch, or by an index of this device."""
+        eqn = fetch.eqn
+        by_device = id(eqn) in self.apart and eqn.primitive.name in _PARTS
+        return by_device or fetch.encloses_mark
+
+
+class DeviceRule(NamedTuple):
+    """One parameter, or a view of it, on one device."""
+
+    loss: DeviceLoss
+    number: int
+    # Of what a device holds a shard of: the sharded dim, counted from the end, as loops over layers
+    # take dims off the front.
+    dim: int
+    dtype: Any  # in which the loss gets it
+    loss_dtype: Any  # of the parameter in the loss, before views cast it
+    gathers: bool = False  # whether devices hold shards
+    entries: tuple[Any, ...] = ()  # per dim, the entry of the spec on the user's axes of the mesh
+    bits: int | None = None  # of the codes that a matrix is gathered in; None: as it is
+    reduce_dtype: Any = None  # in which its gradient is summed over devices; None if it is later
+    # ``sync(gradient, dim)``, a gradient sync's own in place of the reduce-scatter.
+    sync: Callable[[jax.Array, int], jax.Array] | None = None
+    rows: RowMethod | None = None  # the sync of rows that were looked up, if there is one
+    by_use: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.loss.layout
+
+    def full_shape(self, held: jax.Array) -> tuple[int, ...]:
+        """The shape of what is fetched."""
+        shape = list(held.shape)
+        if self.gathers and self.dim and -self.dim <= len(shape):
+            shape[self.dim] *= self.layout.num_shards
+        return tuple(shape)
+
+    def _array_layout(self, x: jax.Array) -> ArrayLayout:
+        return ArrayLayout(self.dim, of_last_dims(self.entries, x.ndim))
+
+    # --- What crosses the wire --------------------------------------------------------------------
+
+    def fetch(self, held: jax.Array) -> jax.Array:
+        """The unsharded parameter."""
+        if not self.gathers:
+            return held.astype(self.loss_dtype).astype(self.dtype)
+        with jax.named_scope("gather"):
+            cast = lax.stop_gradient(held).astype(self.loss_dtype).astype(self.dtype)
+            layouts = [self._array_layout(cast)]
+            return all_gather_arrays(self.layout, [cast], layouts, self.bits)[0]
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        """This device's shard of the gradient, or, if it is reduced later, all of it."""
+        if self.reduce_dtype is None:
+            return grad.astype(tap.dtype)
+        with jax.named_scope("reduce_scatter"):
+            grad = grad.astype(self.reduce_dtype)
+            if self.sync:
+                return self.sync(grad, self.dim).astype(tap.dtype)
+            layout, arrays = self.layout, [self._array_layout(grad)]
+            return reduce_scatter_arrays(layout, layout.axes, [grad], arrays)[0].astype(tap.dtype)
+
+    # --- What is made of shards -------------------------------------------------------------------
+
+    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
+        """Parts of a parameter, its elements in another order, casts to fewer bytes."""
+        name = eqn.primitive.name
+        if name in _PARTS:
+            moved = _made_of_held(x)
+            return moved and moved.rule._of_shards(eqn, moved, rest)
+        if name == "convert_element_type" and not x.moves:
+            old, new = jnp.dtype(self.dtype), jnp.dtype(eqn.params["new_dtype"])
+            floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (old, new))
+            if floating and new.itemsize < old.itemsize:
+                return [x._replace(rule=self._replace(dtype=new))]  # less is gathered
+        if name not in _MOVES:
+            return None
+        # What a loop or an index has sliced off has no other uses.
+        views = self._of_shards(eqn, x, rest) if x.is_part and not x.moves else None
+        return views or [x.moved_by(eqn)]
+
+    def stack(self, x: Param) -> Param | None:
+        moved = _made_of_held(x)
+        return moved if moved and moved.rule.dim != -moved.held.ndim else None
+
+    def layer(self, x: Param) -> Param:
+        return x._replace(in_layer=True)
+
+    def _of_shards(self, eqn: Any, x: Param, rest: list[Any]) -> list[Param] | None:
+        """The results of a view, made of what is held; None if shards of it are no views."""
+        dim = _sharded_dim(eqn, self.dim, self.loss.named_dims[self.number])
+        if dim is None or id(eqn) in self.loss.apart:
+            return None
+        options = dict(eqn.params)
+        if self.dim and (key := _SIZES.get(eqn.primitive.name)):
+            sizes = list(options[key])
+            sizes[dim] = x.held.shape[self.dim]
+            options[key] = tuple(sizes)
+
+        def of_shard(x: jax.Array | None) -> list[Any]:
+            if x is None:
+                return [None] * len(eqn.outvars)
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(x, *rest, **options)
+            return out if eqn.primitive.multiple_results else [out]
+
+        part = x._replace(rule=self._replace(dim=dim), is_part=True)
+        both = zip(of_shard(x.held), of_shard(x.tap), strict=True)
+        return [part.of_held(held, tap) for held, tap in both]
+
+
+def _made_of_held(x: Param) -> Param | None:
+    """A parameter whose moves, but for casts, are made of what is held; None if they cannot."""
+    casts = tuple(e for e in x.moves if e.primitive.name == "convert_element_type")
+    for eqn in x.moves:
+        if eqn not in casts:
+            views = x.rule._of_shards(eqn, x, [])
+            if views is None:
+                return None
+            (x,) = views
+    return x._replace(moves=casts)
+
+
+def _sharded_dim(eqn: Any, dim: int, named_dims: list[int]) -> int | None:
+    """The sharded dim of a view, counted from the end; None for what is no view of shards.
+
+    ``named_dims``, which other axes shard, have to stay what and where they are.
+    """
+    name, options = eqn.primitive.name, eqn.params
+    if name in ("broadcast_in_dim", "convert_element_type", "mesh_cast", "reshard"):
+        return None
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = list(range(len(before)))
+    # For each dim of the result the unchanged dim that it is: shards of a view are views of shards.
+    same: list[int | None]
+    if name in ("sharding_constraint", "stop_gradient"):
+        same = [*dims]
+    elif name == "reshape":  # several dims of the first one, for loops within loops
+        others = len(before) - 1
+        splits = 0 < others < len(after) and after[len(after) - others :] == before[1:]
+        if not splits or options["sharding"]:
+            return None
+        same = [*[None] * (len(after) - others), *dims[1:]]
+    elif name == "transpose":
+        same = [*options["permutation"]]
+    elif name == "squeeze":
+        same = [d for d in dims if d not in options["dimensions"]]
+    elif name in ("slice", "dynamic_slice"):
+        same = [d if before[d] == after[d] else None for d in dims]
+    elif name == "rev":
+        same = [None if d in options["dimensions"] else d for d in dims]
+    else:
+        same = [None if d == options["axis"] else d for d in dims]
+
+    def place(dim: int) -> int | None:
+        found = len(before) + dim
+        return same.index(found) - len(same) if found in same else None
+
+    if any(place(d) != d for d in named_dims if -d <= len(before)):
+        return None
+    return place(dim) if dim else 0
+
+
+class Uses:
+    """How a loss uses its parameters, found by evaluating it without values."""
+
+    def __init__(self, loss: DeviceLoss, dims: list[int], args: Any):
+        """Of parameters of which ``dims`` are sharded, counted from the end."""
+        self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
+        self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
+
+        def param(number: int, held: jax.Array, _: Any) -> Param:
+            rule = DeviceRule(loss, number, dims[number], held.dtype, held.dtype)
+            return Param(number, rule, held, None, {})
+
+        def run(held: list[Any], args: Any) -> None:
+            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
+
+        jax.eval_shape(run, loss.types, args)
+
+    def of(self, number: int) -> list[Fetch]:
+        return [x for x in self.fetches if x.number == number]
+
+    def _call(self, evaluator: Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
+        held = []
+        for k, x in enumerate(operands):
+            by_rows = eqn.params["by_rows"] and not k
+            if not is_param(x):
+                if by_rows:
+                    self.not_tables.append(x.shape)
+                held.append(x)
+            elif by_rows and not (x.moves or x.is_part or x.rule.dtype != x.held.dtype):
+                self.by_rows.setdefault(x.number, []).append(x.held.ndim)
+                held.append(x.held)
+            else:
+                if by_rows:
+                    self.not_tables.append(x.held.shape)
+                held.append(evaluator.full(x._replace(in_layer=True, repeats=True)))
+        return jaxpr_as_fun(eqn.params["default"])(*held)
