@@ -37,7 +37,7 @@ class RowStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class DimRule:
     """What a primitive does with the entries of its operands."""
 
     places: Callable[[RowStep], list[Places]]  # of the dims of each operand
@@ -221,53 +221,53 @@ cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tri
 _COMPARED = "rows are compared with each other"
 _MATRIX = "rows are dims of a matrix, or of a transform"
 _REDUCED = "rows are reduced, and not added"
-_ACCUMULATED = Rule(_meet("axis", "rows are accumulated one by one"))
+_ACCUMULATED = DimRule(_meet("axis", "rows are accumulated one by one"))
 
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys((*ELEMENTWISE, *_KEYED), Rule(_each)),
-    **dict.fromkeys(SAME, Rule(_each, Kind.MOVES)),
-    **dict.fromkeys((*ADDED, "neg"), Rule(_each, Kind.LINEAR)),
-    **dict.fromkeys(("mul", "div"), Rule(_each, Kind.PRODUCT)),
-    "select_n": Rule(_each, Kind.LINEAR, chosen_by=range(1)),
-    "broadcast_in_dim": Rule(_broadcast, Kind.MOVES),
-    "transpose": Rule(_transposed, Kind.MOVES),
-    "squeeze": Rule(_meet("dimensions", _TAKEN, goes=True), Kind.MOVES),
-    "slice": Rule(_slice, Kind.LINEAR),
-    "split": Rule(_meet("axis", _TAKEN), Kind.LINEAR),
-    "rev": Rule(_meet("dimensions", "rows are reversed"), Kind.LINEAR),
-    "pad": Rule(_meet(_padded, "rows are padded"), Kind.LINEAR),
-    "concatenate": Rule(_meet("dimension", "rows are one after the other"), Kind.LINEAR),
-    "stack": Rule(_beside, Kind.LINEAR),
-    "unstack": Rule(_meet("axis", _TAKEN, goes=True), Kind.LINEAR),
-    "tile": Rule(_meet(_tiled, "rows are repeated"), Kind.LINEAR),
-    "dynamic_slice": Rule(_slice, Kind.LINEAR, chosen_by=range(1, 64)),
-    "dynamic_update_slice": Rule(_slice, Kind.LINEAR, chosen_by=range(2, 64)),
-    "gather": Rule(_gather, Kind.LINEAR, chosen_by=range(1, 2)),
-    **dict.fromkeys(("scatter", *_ADDING), Rule(_scatter, Kind.LINEAR, chosen_by=range(1, 2))),
-    **{f"scatter-{x}": Rule(_scatter) for x in ("mul", "min", "max")},
-    "dot_general": Rule(_product, Kind.PRODUCT),
-    "conv_general_dilated": Rule(_convolved, Kind.PRODUCT),
-    "reduce_sum": Rule(_meet("axes", goes=True), Kind.LINEAR),
+_RULES: dict[str, DimRule] = {
+    **dict.fromkeys((*ELEMENTWISE, *_KEYED), DimRule(_each)),
+    **dict.fromkeys(SAME, DimRule(_each, Kind.MOVES)),
+    **dict.fromkeys((*ADDED, "neg"), DimRule(_each, Kind.LINEAR)),
+    **dict.fromkeys(("mul", "div"), DimRule(_each, Kind.PRODUCT)),
+    "select_n": DimRule(_each, Kind.LINEAR, chosen_by=range(1)),
+    "broadcast_in_dim": DimRule(_broadcast, Kind.MOVES),
+    "transpose": DimRule(_transposed, Kind.MOVES),
+    "squeeze": DimRule(_meet("dimensions", _TAKEN, goes=True), Kind.MOVES),
+    "slice": DimRule(_slice, Kind.LINEAR),
+    "split": DimRule(_meet("axis", _TAKEN), Kind.LINEAR),
+    "rev": DimRule(_meet("dimensions", "rows are reversed"), Kind.LINEAR),
+    "pad": DimRule(_meet(_padded, "rows are padded"), Kind.LINEAR),
+    "concatenate": DimRule(_meet("dimension", "rows are one after the other"), Kind.LINEAR),
+    "stack": DimRule(_beside, Kind.LINEAR),
+    "unstack": DimRule(_meet("axis", _TAKEN, goes=True), Kind.LINEAR),
+    "tile": DimRule(_meet(_tiled, "rows are repeated"), Kind.LINEAR),
+    "dynamic_slice": DimRule(_slice, Kind.LINEAR, chosen_by=range(1, 64)),
+    "dynamic_update_slice": DimRule(_slice, Kind.LINEAR, chosen_by=range(2, 64)),
+    "gather": DimRule(_gather, Kind.LINEAR, chosen_by=range(1, 2)),
+    **dict.fromkeys(("scatter", *_ADDING), DimRule(_scatter, Kind.LINEAR, chosen_by=range(1, 2))),
+    **{f"scatter-{x}": DimRule(_scatter) for x in ("mul", "min", "max")},
+    "dot_general": DimRule(_product, Kind.PRODUCT),
+    "conv_general_dilated": DimRule(_convolved, Kind.PRODUCT),
+    "reduce_sum": DimRule(_meet("axes", goes=True), Kind.LINEAR),
     **{
-        name: Rule(_meet("axes", _REDUCED, goes=True))
+        name: DimRule(_meet("axes", _REDUCED, goes=True))
         for name in (*traced_graph.REDUCTIONS - {"reduce_sum"}, "reduce_xor", "argmax", "argmin")
     },
-    "reduce": Rule(_meet("dimensions", _REDUCED, goes=True)),
-    "reduce_window_sum": Rule(_window, Kind.LINEAR),
-    **{f"reduce_window{x}": Rule(_window) for x in ("", "_max", "_min")},
-    **{f"select_and_{x}_add": Rule(_window) for x in ("scatter", "gather")},
-    "cumsum": Rule(_meet("axis", "rows are added up one by one"), Kind.LINEAR),
+    "reduce": DimRule(_meet("dimensions", _REDUCED, goes=True)),
+    "reduce_window_sum": DimRule(_window, Kind.LINEAR),
+    **{f"reduce_window{x}": DimRule(_window) for x in ("", "_max", "_min")},
+    **{f"select_and_{x}_add": DimRule(_window) for x in ("scatter", "gather")},
+    "cumsum": DimRule(_meet("axis", "rows are added up one by one"), Kind.LINEAR),
     **{f"cum{x}": _ACCUMULATED for x in ("max", "min", "prod", "logsumexp")},
-    "sort": Rule(_meet("dimension", "rows are sorted")),
-    "top_k": Rule(_meet(lambda p, _: p.get("axis", -1), _COMPARED)),
-    "approx_top_k": Rule(_meet("reduction_dimension", _COMPARED)),
-    "fft": Rule(_meet(lambda p, n: range(n - len(p["fft_lengths"]), n), "rows are transformed")),
-    **dict.fromkeys(_LINALG_NAMES.split(), Rule(_meet(_last(2), _MATRIX))),
-    "lu_pivots_to_permutation": Rule(_meet(_last(1), _MATRIX)),
+    "sort": DimRule(_meet("dimension", "rows are sorted")),
+    "top_k": DimRule(_meet(lambda p, _: p.get("axis", -1), _COMPARED)),
+    "approx_top_k": DimRule(_meet("reduction_dimension", _COMPARED)),
+    "fft": DimRule(_meet(lambda p, n: range(n - len(p["fft_lengths"]), n), "rows are transformed")),
+    **dict.fromkeys(_LINALG_NAMES.split(), DimRule(_meet(_last(2), _MATRIX))),
+    "lu_pivots_to_permutation": DimRule(_meet(_last(1), _MATRIX)),
 }
-_UNKNOWN = Rule(_meet(_last(64), "what it does with rows is not known"))
+_UNKNOWN = DimRule(_meet(_last(64), "what it does with rows is not known"))
 
 
-def rule_of(step: RowStep) -> Rule:
+def rule_of(step: RowStep) -> DimRule:
     """The rule of an equation; where it is not known, rows may not reach it."""
     return _RULES.get(step.name, _UNKNOWN)

@@ -12,7 +12,16 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sharding.loss._row_dims import ADDED, ELEMENTWISE, RANDOM, SAME, RowStep, Rule, Shape, rule_of
+from sharding.loss._row_dims import (
+    ADDED,
+    ELEMENTWISE,
+    RANDOM,
+    SAME,
+    DimRule,
+    RowStep,
+    Shape,
+    rule_of,
+)
 from sharding.loss._row_states import (
     CLIPPED,
     NUMBER,
@@ -92,7 +101,7 @@ def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
     return dataclasses.replace(out, varies=out.varies | made, random=is_random)
 
 
-def _rule_of(step: RowStep, ins: list[Any]) -> Rule:
+def _rule_of(step: RowStep, ins: list[Any]) -> DimRule:
     """The rule of an equation, which is of no kind where it rounds or divides by a sum."""
     rule, to = rule_of(step), step.result_types[0].dtype
     if step.name == "convert_element_type":
