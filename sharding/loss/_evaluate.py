@@ -247,7 +247,7 @@ def call(closed: ClosedJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
     return Evaluator(run=run)(closed, args)
 
 
-def evaluate(equations: Iterable[Equation], values: dict[int, Any], run: Run) -> None:
+def evaluate(equations: Iterable[Equation], values: dict[Any, Any], run: Run) -> None:
     """Adds the results of equations of a graph to ``values``, which has their operands."""
     evaluator = Evaluator(run=run)
     for eqn in equations:
