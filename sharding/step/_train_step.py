@@ -1,6 +1,6 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
-``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_gather_params``), and
+``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_device_rules``), and
 reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
 """
 
