@@ -21,7 +21,7 @@ from optax_ext.equations import Call, Name, Remat, Scan, inner_jaxprs, name_of, 
 from optax_ext.traced_graph import Equation, bind, bind_equation
 from sharding._user_line import line_of
 from sharding.loss._marks import CALL, MARK
-from sharding.loss._rules import Param, held_arrays, is_param, taps_of, with_held
+from sharding.loss._rules import Param, after_input, held_arrays, is_param, taps_of, with_held
 
 
 class Run(enum.Enum):
@@ -145,7 +145,16 @@ class Evaluator:
         read = lambda args: bind_it(eqn, list(map(self.full, args)))  # noqa: E731
         if in_loop and self.recompute:
             return self._checkpoint(read, operands, prevent_cse=False)
+        if self.recompute and self._is_layer(eqn, operands):
+            # Not fetched before its input exists; ``after_input`` says more.
+            return self._checkpoint(read, operands, after=True)
         return read(operands)
+
+    def _is_layer(self, eqn: Any, operands: list[Any]) -> bool:
+        """Whether an equation is to fetch its parameters again; it computes nothing again."""
+        params = [x for x in operands if is_param(x) and x.held.ndim > 1]  # vectors may stay
+        again = any(x.rule.again and not x.in_layer for x in params)
+        return again and not (eqn.effects or any(inner_jaxprs(eqn)))
 
     def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         """The results of an equation that comes before parameters are fetched; None if none."""
@@ -159,11 +168,17 @@ class Evaluator:
         return None
 
     def _checkpoint(
-        self, run: Callable[[list[Any]], Sequence[Any]], operands: list[Any], **options: Any
+        self,
+        run: Callable[[list[Any]], Sequence[Any]],
+        operands: list[Any],
+        after: bool = False,
+        **options: Any,
     ) -> list[Any]:
         """A part of the loss that the backward pass computes again; it fetches again, too."""
 
         def again(held: list[Any], taps: list[Any]) -> list[Any]:
+            if after:
+                _, held = after_input([], held)
             given = with_held(operands, held, taps)
             given = [x._replace(in_layer=True) if is_param(x) else x for x in given]
             return list(map(self.full, run(given)))

@@ -3,14 +3,18 @@
 A view of a loss (of each device, of the whole mesh, streamed from the host) is a list of rules.
 """
 
+import collections
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_ext.traced_graph import bind_equation
+from sharding._types import Tree
 
 # Operations on one array that only move or cast its elements.
 MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
@@ -22,6 +26,10 @@ class Rule(Protocol):
     @property
     def by_use(self) -> bool:
         """Whether the gradient of each use is reduced, or the sum over all uses in a layer."""
+
+    @property
+    def again(self) -> bool:
+        """Whether outside of layers, too, each use fetches it, and once more going backward."""
 
     def fetch(self, held: jax.Array) -> jax.Array:
         """From what is stored to what an equation reads; it is not differentiated."""
@@ -97,6 +105,19 @@ class Param(NamedTuple):
         return full
 
 
+def in_numbered_layers(names: Sequence[str]) -> list[bool]:
+    """Whether each parameter is of one of several layers with numbers, such as ``layers/3/kernel``.
+
+    Lists of modules have them, and modules of linen.
+    """
+    stems = [[name[: x.start()] for x in re.finditer(r"\d+(?=/|$)", name)] for name in names]
+    layers = collections.defaultdict(set)
+    for name, of_name in zip(names, stems, strict=True):
+        for stem in of_name:
+            layers[stem].add(name[len(stem) :].split("/")[0])
+    return [any(len(layers[stem]) > 1 for stem in of_name) for of_name in stems]
+
+
 def is_param(x: Any) -> bool:
     return isinstance(x, Param)
 
@@ -123,3 +144,17 @@ def is_cast(eqn: Any) -> bool:
     """Whether an equation casts to what has a gradient of a parameter's kind."""
     is_cast = eqn.primitive.name == "convert_element_type"
     return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+
+
+def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:
+    """Parameters and the input of their layer behind one barrier.
+
+    It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
+    uses both outputs, so that the transpose orders the backward pass in the same way.
+    """
+    arrays, treedef = jax.tree.flatten(x)
+    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    params, behind = lax.optimization_barrier((params, [arrays[i] for i in floating]))
+    for i, array in zip(floating, behind, strict=True):
+        arrays[i] = array
+    return params, treedef.unflatten(arrays)

@@ -120,6 +120,7 @@ class DeviceRule(NamedTuple):
     sync: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None  # the sync of rows that were looked up, if there is one
     by_use: bool = False
+    again: bool = False
 
     @property
     def layout(self) -> Layout:

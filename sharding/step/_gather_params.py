@@ -9,14 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding._types import Tree
 from sharding.loss._marks import MARK, is_marking
-from sharding.loss._rules import use
+from sharding.loss._rules import after_input, use
 from sharding.step._device_rules import DeviceRule
 
 
@@ -113,17 +111,3 @@ def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
     return [leaves[i] for i in places], join
-
-
-def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:
-    """Parameters and the input of their layer behind one barrier.
-
-    It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
-    uses both outputs, so that the transpose orders the backward pass in the same way.
-    """
-    arrays, treedef = jax.tree.flatten(x)
-    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    params, behind = lax.optimization_barrier((params, [arrays[i] for i in floating]))
-    for i, array in zip(floating, behind, strict=True):
-        arrays[i] = array
-    return params, treedef.unflatten(arrays)

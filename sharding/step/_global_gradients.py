@@ -20,11 +20,11 @@ from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._evaluate import Evaluator
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, is_cast, use
+from sharding.loss._rules import MOVES, Param, in_numbered_layers, is_cast, use
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
-from sharding.placement._specs import entry_of, explicit_axes, of_last_dims, only_axes
+from sharding.placement._specs import entry_of, explicit_axes, leaf_names, of_last_dims, only_axes
 from sharding.step import _model_state
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
@@ -48,6 +48,7 @@ class GlobalRule(NamedTuple):
     hosted: bool  # whether it is in host memory, as its gradient then is
     # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
     by_use: bool = True
+    again: bool = False
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
@@ -112,11 +113,12 @@ class GlobalLoss:
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
         self.leaves: list[GlobalRule] = []
-        for x, held, shard, trained in zip(leaves, *columns, strict=True):
+        numbered = in_numbered_layers(leaf_names(params))
+        for again, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
             of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
-            self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad))
+            self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
 
     @property
     def trained(self) -> list[GlobalRule]:

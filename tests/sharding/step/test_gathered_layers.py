@@ -97,12 +97,38 @@ def test_equals_one_device(cls, stage, static_first):
     assert (len(found), sum(found)) == ((12, 10) if stage == 3 else (0, 0))
 
 
+def test_numbered_layers_are_gathered_one_by_one():
+    """Of an unmodified loss: its matrices in both passes, and never before their inputs."""
+    zero, loss_fn = zero_of(3), loss_of(Layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = state, _ = train(zero, make_of(Layer), loss_fn, tx=TX)
+        lowered = zero.train_step(loss_fn, tx=TX).lower(state, zero.put(batch(0)))
+    assert_same(found, reference())
+    # Two matrices of two layers; the bias and two other arrays once.
+    found = [runs.gathers_behind(lowered.as_text(), f"4x{dim}xf64") for dim in (16, 24)]
+    assert [(len(x), sum(x)) for x in found] == [(11, 4), (11, 4)]
+    # Nothing else is computed again: a product, and two of its derivative, of each matrix but that
+    # of the batch.
+    assert lowered.as_text().count("stablehlo.dot_general") == 3 * 6 - 1
+
+
 def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     """What is sharded is gathered at once."""
-    zero, loss_fn = zero_of(3), loss_of(Layer)
+    names, numbered = ("first", "last"), loss_of(Layer)
+
+    def make_params():
+        params = params_of(Layer)[0]
+        return params | {"layers": dict(zip(names, params["layers"], strict=True))}
+
+    def loss_fn(params, batch):
+        return numbered(params | {"layers": [params["layers"][name] for name in names]}, batch)
+
+    zero = zero_of(3)
     with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
-        found = state, _ = train(zero, make_of(Layer), loss_fn, tx=TX)
-    assert_same(found, reference())
+        found = state, _ = train(zero, model.make_of(make_params, TX), loss_fn, tx=TX)
+    listed = state[0] | {"layers": [state[0]["layers"][name] for name in names]}
+    assert_same(((listed, *state[1:]), found[1]), reference())
     step = zero.train_step(loss_fn, tx=TX)
     _step_plan.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="with a loss that gathers no layer") as seen:
@@ -115,8 +141,9 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
 def test_of_a_model_there_is_one_warning_and_none_of_a_small_one(width, num, monkeypatch):
     """Of 48 KiB, and of 3 MiB, whose losses are traced by steps, evaluations and gradients."""
     monkeypatch.setattr(_step_plan, "FEW_BYTES", 2**20)  # the limit of users
-    params = [jnp.ones((width, width), jnp.float32)] * 3
-    zero, loss_fn = zero_of(3), lambda p, x: jnp.mean(functools.reduce(jnp.matmul, p, x))
+    params = dict.fromkeys("abc", jnp.ones((width, width), jnp.float32))
+    zero = zero_of(3)
+    loss_fn = lambda p, x: jnp.mean(functools.reduce(jnp.matmul, p.values(), x))  # noqa: E731
     state, x = (zero.place(params), None), zero.put(np.ones((16, width), np.float32))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
