@@ -4,10 +4,6 @@ from jax.extend.core import Jaxpr
 
 from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, name_of, record_of
 from sharding._user_line import line_of
-from sharding.loss._evaluate import Run as Run
-from sharding.loss._evaluate import call as call
-from sharding.loss._evaluate import evaluate as evaluate
-from sharding.loss._evaluate import prints as prints
 
 _PRINT = "Debug"  # how JAX names the effect of a print whose order is free
 

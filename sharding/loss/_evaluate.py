@@ -2,12 +2,13 @@
 
 Layers are found: what ``gather`` marks, else the bodies of scans over stacked parameters. A rule
 fetches a parameter once for all its uses in a layer; any other parameter is fetched where it is
-first used.
+first used, or, if its rule says so, once more in the backward pass.
 
 Where a part of a loss runs again it prints no more than under ``jit``: once, and once more where
 the loss itself says that it is computed again, by ``jax.checkpoint``.
 """
 
+import collections
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -78,9 +79,7 @@ class Evaluator:
 
     def __call__(self, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """What a trace returns; arguments that are parameters are ``Param``."""
-        outs = self.run(closed.jaxpr, closed.consts, args)
-        self._eqn = None
-        return list(map(self.full, outs))
+        return list(map(self.full, self.run(closed.jaxpr, closed.consts, args)))
 
     def full(self, x: Any) -> Any:
         """What an equation reads."""
@@ -102,9 +101,14 @@ class Evaluator:
         """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
+        outer, reads = self._eqn, _num_reads(jaxpr) if any(map(is_param, args)) else {}
         for eqn in jaxpr.eqns:
             operands = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
+            for k, x in enumerate(operands):
+                if is_param(x) and reads[eqn.invars[k]] > 1:
+                    operands[k] = x._replace(is_shared=True)
             env |= zip(eqn.outvars, self.results(eqn, operands, in_loop), strict=True)
+        self._eqn = outer
         return [np.asarray(x.val) if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
@@ -112,8 +116,8 @@ class Evaluator:
         bind_it = bind if isinstance(eqn, Equation) else bind_equation
         prints_less = self.how is not Run.FIRST and prints(eqn)
         has_params = any(map(is_param, operands))
-        is_layer = bool(self.equations) and self._has_mark(eqn)
-        if not (has_params or prints_less or is_layer):
+        has_mark = bool(self.equations) and self._has_mark(eqn)
+        if not (has_params or prints_less or has_mark):
             return bind_it(eqn, operands)
         self._eqn = eqn
         if eqn.primitive in self.equations:
@@ -145,16 +149,16 @@ class Evaluator:
         read = lambda args: bind_it(eqn, list(map(self.full, args)))  # noqa: E731
         if in_loop and self.recompute:
             return self._checkpoint(read, operands, prevent_cse=False)
-        if self.recompute and self._is_layer(eqn, operands):
+        if self.recompute and self._fetches_again(eqn, operands):
             # Not fetched before its input exists; ``after_input`` says more.
             return self._checkpoint(read, operands, after=True)
         return read(operands)
 
-    def _is_layer(self, eqn: Any, operands: list[Any]) -> bool:
-        """Whether an equation is to fetch its parameters again; it computes nothing again."""
+    def _fetches_again(self, eqn: Any, operands: list[Any]) -> bool:
+        """Whether its parameters are fetched again backward; an equation computes nothing again."""
         params = [x for x in operands if is_param(x) and x.held.ndim > 1]  # vectors may stay
-        again = any(x.rule.again and not x.in_layer for x in params)
-        return again and not (eqn.effects or any(inner_jaxprs(eqn)))
+        own = any(x.rule.again and not (x.in_layer or x.is_shared) for x in params)
+        return own and not (eqn.effects or any(inner_jaxprs(eqn)))
 
     def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         """The results of an equation that comes before parameters are fetched; None if none."""
@@ -247,6 +251,12 @@ class Evaluator:
         if id(jaxpr) not in self._marks:
             self._marks[id(jaxpr)] = any(map(self._has_mark, jaxpr.eqns))
         return self._marks[id(jaxpr)]
+
+
+def _num_reads(jaxpr: Any) -> collections.Counter[Any]:
+    """How many operands each value of a jaxpr is."""
+    operands = (x for eqn in jaxpr.eqns for x in eqn.invars)
+    return collections.Counter(x for x in operands if not isinstance(x, Literal))
 
 
 def prints(eqn: Any) -> bool:

@@ -87,7 +87,7 @@ def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
         return moved(ins[0], places[0])
     if step.name in ("concatenate", "slice", "split", "tile"):
         ins = _views(step, places, ins, k)
-    if step.name in ("gather", "scatter", "scatter-add"):
+    if step.name in ("gather", "scatter", "scatter-add", "scatter-sub"):
         ins = _own_entries(step, places, ins)
     out = combined(ins, rule.kind, places, [i for i in range(len(ins)) if i in rule.chosen_by])
     out = _of_sizes(step, places, ins, out, k)
@@ -277,6 +277,8 @@ def _reshaped(step: RowStep, v: Any) -> Any:
 
 def _rows_reshaped(rows: Rows, old: Shape, new: Shape) -> Rows:
     """Dims are merged and split around the flat index that rows fill."""
+    if 0 in (*old, *new):
+        raise RowsMeet("a reshape of no elements")
     first, last = rows.dims[0], rows.dims[-1] + 1
     between = [d for d in range(first, last) if old[d] != 1 or d in rows.dims]
     if list(rows.dims) != between or rows.own is not None:

@@ -72,8 +72,10 @@ def steps_of(
     same: dict[Any, Any] = {}  # the values of the twin in the places of those here
     for x in steps:
         other: Any = x.twin
-        values = zip(x.operands + x.results, other.operands + other.results, strict=False)
-        for a, b in values:
+        values, others = x.operands + x.results, other.operands + other.results
+        if len(values) != len(others):
+            raise RowsMeet(OTHER_PROGRAM)
+        for a, b in zip(values, others, strict=True):
             is_number = isinstance(a, Literal), isinstance(b, Literal)
             if is_number[0] != is_number[1] or (not is_number[0] and same.setdefault(a, b) != b):
                 raise RowsMeet(OTHER_PROGRAM)

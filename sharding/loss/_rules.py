@@ -29,7 +29,10 @@ class Rule(Protocol):
 
     @property
     def again(self) -> bool:
-        """Whether outside of layers, too, each use fetches it, and once more going backward."""
+        """Whether outside of layers, too, its one use fetches it, and again in the backward pass.
+
+        What several equations read is held: each would send it, and reduce a gradient.
+        """
 
     def fetch(self, held: jax.Array) -> jax.Array:
         """From what is stored to what an equation reads; it is not differentiated."""
@@ -86,6 +89,7 @@ class Param(NamedTuple):
     in_layer: bool = False  # whether a loop, a checkpoint or ``gather`` ends what is fetched of it
     repeats: bool = False  # whether a loop fetches the same in each run
     is_part: bool = False  # whether it is a view of the parameter
+    is_shared: bool = False  # whether several equations read it
 
     def moved_by(self, eqn: Any) -> "Param":
         return self._replace(moves=(*self.moves, eqn))

@@ -19,7 +19,7 @@ from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, Value, bind
 from sharding._jaxprs import run_scan
 from sharding.loss._derivatives import Differentiated
-from sharding.loss._effects import Run, call
+from sharding.loss._evaluate import Run, call
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.offload._host_memory import scan_streamed

@@ -14,9 +14,9 @@ from sharding.placement._on_mesh import on_mesh, over_data_axes
 from sharding.placement._specs import entry_of, is_spec
 from sharding.placement._train_state import model_state_of, params_of, resolve_trainable
 from sharding.recovery._replica_program import StepCopies
+from sharding.step._call_loss import call_loss
 from sharding.step._checks import check_placed
 from sharding.step._compiled_step import CompiledStep, check_passed
-from sharding.step._device_loss import call_loss
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, StepLoss, loss_args

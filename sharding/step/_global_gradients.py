@@ -48,7 +48,7 @@ class GlobalRule(NamedTuple):
     hosted: bool  # whether it is in host memory, as its gradient then is
     # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
     by_use: bool = True
-    again: bool = False
+    again: bool = False  # of layers with numbers
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
@@ -118,6 +118,7 @@ class GlobalLoss:
             dtype = spec.precision.of_loss(x.dtype)
             of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
+            again = again and self.layout.stage == 3 and not on_host(x)
             self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
 
     @property

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from optax_ext.traced_graph import Equation, Graph, Value
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
-from sharding.loss._effects import Run, evaluate, prints
+from sharding.loss._evaluate import Run, evaluate, prints
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params

@@ -11,7 +11,7 @@ from jax import lax
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.step import _model_state
-from sharding.step._device_loss import call_loss, differentiated, gradient_shape
+from sharding.step._call_loss import call_loss, differentiated, gradient_shape
 from sharding.step._loss import Inputs, StepLoss
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch, squares
 from sharding.step._step_plan import IN_PLACE, StepPlan

@@ -15,7 +15,8 @@ from sharding.collectives._map_arrays import ArrayLayout
 from sharding.loss._evaluate import Fetch
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
-from sharding.step._device_rules import DeviceLoss, Uses
+from sharding.step._device_loss import DeviceLoss
+from sharding.step._device_rules import Uses
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 

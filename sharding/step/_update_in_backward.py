@@ -21,7 +21,8 @@ from sharding._types import Tree
 from sharding._user_line import line_of, warn
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._effects import Run, check_effects
+from sharding.loss._effects import check_effects
+from sharding.loss._evaluate import Run
 from sharding.loss._marks import marking
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import ParamNumber, Slot, param_numbers

@@ -113,6 +113,24 @@ def test_numbered_layers_are_gathered_one_by_one():
     assert lowered.as_text().count("stablehlo.dot_general") == 3 * 6 - 1
 
 
+def test_what_several_equations_read_is_gathered_once():
+    """An unrolled recurrent layer: its gradient is reduced once, too."""
+
+    def loss_fn(params, x):
+        for w in params["cells"]:
+            for _ in range(3):
+                x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    zero = zero_of(3)
+    make = model.make_of(lambda: {"cells": [jnp.eye(16), jnp.ones((16, 16))]}, TX)
+    step = zero.train_step(loss_fn, tx=TX)
+    with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
+        text = step.lower(zero.init(make, tx=TX), zero.put(np.ones((16, 16)))).as_text()
+    assert text.count('"stablehlo.all_gather"') == 2
+    assert text.count('"stablehlo.reduce_scatter"') == 2
+
+
 def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     """What is sharded is gathered at once."""
     names, numbered = ("first", "last"), loss_of(Layer)

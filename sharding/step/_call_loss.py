@@ -96,7 +96,7 @@ def device_rules(plan: StepPlan) -> list[DeviceRule]:
         reduce_dtype = param.reduce_dtype if reduces else None
         own_sync = sync and functools.partial(sync, param)
         of_grad = reduce_dtype, own_sync, param.rows
-        return DeviceRule(*of_param, *fetch, *of_grad, again=numbered[number])
+        return DeviceRule(*of_param, *fetch, *of_grad, again=stage == 3 and numbered[number])
 
     return [rule_of(number, param) for number, param in enumerate(plan.params)]
 
