@@ -424,6 +424,10 @@ LOSSES = {
         )
     ),
     "CTC": mean(ctc, batch=(X, Y, CLASSES)),
+    "an entry of each row less": mean(
+        lambda p, b: jnp.mean(mlp(p, b[0]).at[jnp.arange(len(b[0])), b[2]].subtract(1.0) ** 2),
+        batch=(X, Y, CLASSES),
+    ),
     "experts": mean(lambda p, b: jnp.mean((route(p, b[0])[0] - b[1]) ** 2), EXPERTS),
     "Hessians": mean(physics),
     "gradients clipped by row": mean(clipped_gradients),
@@ -545,6 +549,13 @@ LOSSES = {
     ),
     "a power that is the number of rows": coupled(
         lambda p, b: jnp.mean(mlp(p, b[0]) ** len(b[0])), cause="number"
+    ),
+    "parameters joined once for each row": coupled(
+        lambda p, b: errors(p, b).mean() + jnp.concatenate([p["a"]] * len(b[0])).mean(),
+        cause="another program",
+    ),
+    "no elements of rows": coupled(
+        lambda p, b: errors(p, b).mean() + b[0][:, :0].reshape(-1).sum(), cause="no elements"
     ),
     "a product of means": coupled(lambda p, b: errors(p, b).mean() * b[1].mean(), cause="mul"),
     "the largest": coupled(lambda p, b: jnp.max(mlp(p, b[0])), cause="reduce_max"),
