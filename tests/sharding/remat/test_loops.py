@@ -283,7 +283,7 @@ def test_what_a_plan_leaves_is_a_budget(monkeypatch):
     params, tx, in_loops = init(), optax.adam(1e-3), []
 
     def recorded(*args):
-        in_loops.append(args[-1])
+        in_loops.append(args[5])
         return loss_search(*args)
 
     monkeypatch.setattr(_plan_activations, "loss_search", recorded)
