@@ -271,7 +271,8 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-MARKS = {"nnx": needs_nnx} | dict.fromkeys(("GPT", "Llama", "ViT", "Mixer"), pytest.mark.slow)
+SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "U-Net", "CNN"
+MARKS = {"nnx": needs_nnx} | dict.fromkeys(SLOW, pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=MARKS.get(x, ())) for x in LOSSES])

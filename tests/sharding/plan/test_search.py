@@ -34,7 +34,7 @@ def memory_of(model=SMALL, target="h100x8", tx=TX, device=None):
     return PlanCosts(model, tx, machine_of(target, device))
 
 
-@pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
+@pytest.mark.parametrize("target", [pytest.param("h100x8", marks=pytest.mark.slow), "v5e:2x4"])
 def test_memory_is_that_of_estimate(target):
     """To the byte, of 105 plans of all stages, replicas, formats and micro-batches."""
     device, memory = kind_of(target), memory_of(target=target)

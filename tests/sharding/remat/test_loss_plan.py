@@ -219,7 +219,7 @@ def shifted(params, x):
     ("name", "shares"),
     [
         ("shifted", (0.57, 0.72, 1.02)),
-        ("dropout", (0.5,)),
+        pytest.param("dropout", (0.5,), marks=pytest.mark.slow),
         pytest.param("results", (1.02,), marks=pytest.mark.slow),
         ("large", (0.8,)),  # takes more without the value
     ],

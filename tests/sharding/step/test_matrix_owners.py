@@ -160,7 +160,7 @@ def run(mesh, stage, tx, names, steps=STEPS):
 @pytest.mark.parametrize(
     ("name", "mesh", "stage", "names"),
     [
-        ("muon", "flat", 2, ALL),
+        pytest.param("muon", "flat", 2, ALL, marks=pytest.mark.slow),
         ("muon", "explicit", 3, ATTENTION),
         ("muon", "tensor parallel", 2, ATTENTION),
         ("statistics", "flat", 2, FEW),

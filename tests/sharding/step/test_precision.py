@@ -94,7 +94,9 @@ def wide_alone(tx):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("stage", "mesh"), [(2, "flat"), (3, "replicas")])
+@pytest.mark.parametrize(
+    ("stage", "mesh"), [pytest.param(2, "flat", marks=pytest.mark.slow), (3, "replicas")]
+)
 def test_no_step_on_the_way_is_narrower_than_asked(stage, mesh):
     """Float32 parameters with float64 in all else: a cast too many would leave 1e-7, not 1e-15."""
     tx, double = optax_ext.master_weights(optax.adamw(1e-3), dtype=jnp.float64), jnp.float64

@@ -164,6 +164,7 @@ def clipped(*more):
 # The norm of one stack alone, and a stack that does not move.
 PARTS = {1: clipped(ADAMW), 2: SGD, 3: optax.chain(optax.set_to_zero(), optax.zero_nans())}
 PARTS_OF = {"embed": 2, "w": 1, "b": 3}
+ADAMW_8_BITS = optax_ext.low_precision_state(ADAMW, bits=8, min_size=512)
 # Transformation, loss, micro-batches, stage and mesh.
 CASES = [
     (ADAMW, two_stacks, 4, 2, "one"),
@@ -172,13 +173,22 @@ CASES = [
     (clipped(ADAMW), numbered, 2, 2, "four"),
     (optax.chain(optax.zero_nans(), SGD), scanned, 1, 2, "four"),
     (SGD, twice, 2, 1, "tensor"),
-    (clipped(optax.lion(1e-4)), flax_model, 1, 1, "torus"),
     (clipped(optax.lion(1e-4)), flax_model, 4, 2, "one"),
+    (optax_ext.came(1e-4), two_stacks, 2, 1, "tensor"),  # whose clip is of all layers of a stack
+    (ADAMW_8_BITS, flax_model, 1, 2, "one"),
+    # 8-bit blocks of b are over all layers: it is updated after the others.
+    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned, 1, 2, "flat"),
+    (optax_ext.master_weights(clipped(ADAMW)), scanned, 2, 2, "four"),
+    (optax.chain(ADAMW, optax.contrib.reduce_on_plateau(patience=1)), scanned, 1, 2, "one"),
+    (optax.partition(PARTS, PARTS_OF), scanned, 1, 2, "four"),
+    (optax.apply_if_finite(ADAMW, 3), scanned, 2, 3, "four"),
+    (optax.chain(ADAMW, optax.normalize_by_update_norm(0.01)), scanned, 1, 2, "one"),
+]
+MORE_CASES = [
+    (clipped(optax.lion(1e-4)), flax_model, 1, 1, "torus"),
     (optax_ext.adafactor(1e-3, factoring=BY_LAYER), two_stacks, 2, 2, "four"),
     (CAME, flax_model, 1, 3, "flat"),
-    (optax_ext.came(1e-4), two_stacks, 2, 1, "tensor"),  # whose clip is of all layers of a stack
     (optax_ext.lamb(1e-3, stacked=LAYERS_OF_LAMB), flax_model, 1, 2, "one"),
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=512), flax_model, 1, 2, "one"),
     (
         optax_ext.low_precision_state(clipped(CAME), bits=8, min_size=512),
         two_stacks,
@@ -186,18 +196,14 @@ CASES = [
         3,
         "replicas",
     ),
-    # 8-bit blocks of b are over all layers: it is updated after the others.
-    (optax_ext.low_precision_state(ADAMW, bits=8, min_size=64), scanned, 1, 2, "flat"),
-    (optax_ext.master_weights(clipped(ADAMW)), scanned, 2, 2, "four"),
     (optax.inject_hyperparams(optax.adamw)(lambda n: 1e-3 / (1.0 + n)), two_stacks, 1, 0, "flat"),
-    (optax.chain(ADAMW, optax.contrib.reduce_on_plateau(patience=1)), scanned, 1, 2, "one"),
-    (optax.partition(PARTS, PARTS_OF), scanned, 1, 2, "four"),
-    (optax.apply_if_finite(ADAMW, 3), scanned, 2, 3, "four"),
-    (optax.chain(ADAMW, optax.normalize_by_update_norm(0.01)), scanned, 1, 2, "one"),
 ]
 
 
-@pytest.mark.parametrize(("tx", "loss_fn", "microbatches", "stage", "mesh"), CASES)
+@pytest.mark.parametrize(
+    ("tx", "loss_fn", "microbatches", "stage", "mesh"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],
+)
 def test_equals_the_plain_step(tx, loss_fn, microbatches, stage, mesh):
     zero = runs.zero_of(stage, mesh, min_shard_size=0, view="global")
     options = OPTIONS[loss_fn] | {"microbatches": microbatches, "zero": zero}
@@ -240,7 +246,7 @@ ON_HOST = {"offload": "all", "offload_min_size": 0, "min_shard_size": 0}
 STREAMED = [
     (ADAMW, two_stacks, 2, 2, "one", AxisType.Auto),
     (clipped(CAME), flax_model, 1, 3, "flat", AxisType.Auto),
-    (CASES[12][0], flax_model, 1, 1, "tensor", AxisType.Auto),
+    (ADAMW_8_BITS, flax_model, 1, 1, "tensor", AxisType.Auto),
     (optax_ext.master_weights(ADAMW), scanned, 2, 2, "four", AxisType.Explicit),
     (SGD, scanned, 1, 3, "replicas", AxisType.Auto),
 ]
