@@ -271,7 +271,7 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "U-Net", "CNN"
+SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "CNN", "LSTM"
 MARKS = {"nnx": needs_nnx} | dict.fromkeys(SLOW, pytest.mark.slow)
 
 
