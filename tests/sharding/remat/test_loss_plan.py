@@ -220,7 +220,7 @@ def shifted(params, x):
     [
         ("shifted", (0.57, 0.72, 1.02)),
         pytest.param("dropout", (0.5,), marks=pytest.mark.slow),
-        pytest.param("results", (1.02,), marks=pytest.mark.slow),
+        ("results", (1.02,)),
         ("large", (0.8,)),  # takes more without the value
     ],
 )
