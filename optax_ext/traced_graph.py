@@ -189,17 +189,13 @@ def _branch(eqn: Any, portable: bool) -> Any | None:
     return branches[-1] if portable else None
 
 
-def bind(eqn: Equation, operands: Sequence[Any], params: Any = None) -> Sequence[Any]:
-    """Evaluates an equation; ``params`` replaces the parameters of its primitive if given."""
-    return _bind(eqn, operands, eqn.params if params is None else params, eqn.scope)
+def bind(eqn: Any, operands: Sequence[Any], params: Any = None) -> Sequence[Any]:
+    """Evaluates an equation of a graph or of a jaxpr, on the mesh that it was traced on.
 
-
-def bind_equation(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation of a jaxpr, on the mesh that it was traced on."""
-    return _bind(eqn, operands, eqn.params, str(eqn.source_info.name_stack))
-
-
-def _bind(eqn: Any, operands: Sequence[Any], params: Any, scope: str) -> Sequence[Any]:
+    ``params`` replaces the parameters of its primitive if given.
+    """
+    scope = eqn.scope if isinstance(eqn, Equation) else str(eqn.source_info.name_stack)
+    params = eqn.params if params is None else params
     params = eqn.primitive.get_bind_params(params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     with (

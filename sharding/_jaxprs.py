@@ -7,8 +7,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, primitives
 from jax.interpreters import partial_eval
 
-from optax_ext.equations import Remat, Scan, check_known, record_of
-from optax_ext.equations import inner_jaxprs as inner_jaxprs
+from optax_ext.equations import Remat, Scan, check_known, inner_jaxprs, record_of
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:

@@ -4,7 +4,6 @@ import inspect
 import warnings
 
 from optax_ext.user_line import is_users
-from optax_ext.user_line import line_of as line_of
 
 
 def warn(message: str) -> None:

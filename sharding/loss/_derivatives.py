@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, Literal
 
 from optax_ext.equations import Call, Remat, Scan, record_of
-from optax_ext.traced_graph import Equation, Graph, Value, bind, bind_equation
+from optax_ext.traced_graph import Graph, Value, bind
 from sharding._jaxprs import inputs_read
 from sharding.loss._numberings import Operand, Result
 
@@ -35,7 +35,7 @@ _DENSE = frozenset(_DENSE_NAMES.split())
 
 def bits(numbers: Iterable[int]) -> int:
     """The set of some numbers."""
-    return functools.reduce(operator.or_, (1 << i for i in numbers), 0)
+    return _union(1 << i for i in numbers)
 
 
 def members(mask: int) -> Iterator[int]:
@@ -150,8 +150,7 @@ def _asked(eqn: Any, operands: Sequence[Any], by: int, result: int) -> int:
         rest = iter(others)
         marked = {k: _noted(found, k)(x) for k, x in zip(numbers, real, strict=True)}
         args = [marked[k] if k in marked else next(rest) for k in range(len(operands))]
-        run = bind if isinstance(eqn, Equation) else bind_equation
-        return run(eqn, args)[result]
+        return bind(eqn, args)[result]
 
     def backward(real: Sequence[Any], others: Sequence[Any]) -> Any:
         out, derivative = jax.vjp(functools.partial(of_result, others), *real)

@@ -3,7 +3,7 @@
 from jax.extend.core import Jaxpr
 
 from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, name_of, record_of
-from sharding._user_line import line_of
+from optax_ext.user_line import line_of
 
 _PRINT = "Debug"  # how JAX names the effect of a print whose order is free
 
@@ -12,10 +12,10 @@ def check_effects(jaxpr: Jaxpr, otherwise: str, line: str = "") -> None:
     """Raises if a loss has effects that are not prints, or prints where they cannot be left out."""
     for eqn in jaxpr.eqns:
         record = record_of(eqn)
-        at = line_of(eqn.source_info) or line
         # References that a call makes are its own, and not among its effects.
         if not (eqn.effects or isinstance(record, Call)):
             continue
+        at = line_of(eqn.source_info) or line
         is_run = isinstance(record, Call | Remat | Scan) or eqn.primitive.name in ("cond", "while")
         for inner in inner_jaxprs(eqn) if is_run else ():
             check_effects(inner, otherwise, at)

@@ -19,8 +19,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from optax_ext.equations import Call, Name, Remat, Scan, inner_jaxprs, name_of, record_of
-from optax_ext.traced_graph import Equation, bind, bind_equation
-from sharding._user_line import line_of
+from optax_ext.traced_graph import Equation, bind
+from optax_ext.user_line import line_of
 from sharding.loss._marks import CALL, MARK
 from sharding.loss._rules import Param, after_input, held_arrays, is_param, taps_of, with_held
 
@@ -101,7 +101,9 @@ class Evaluator:
         """
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env |= zip(jaxpr.invars, args, strict=True)
-        outer, reads = self._eqn, _num_reads(jaxpr) if any(map(is_param, args)) else {}
+        outer, reads = self._eqn, collections.Counter[Any]()
+        if any(is_param(x) and x.rule.again for x in args):
+            reads = _num_reads(jaxpr)
         for eqn in jaxpr.eqns:
             operands = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
             for k, x in enumerate(operands):
@@ -113,12 +115,11 @@ class Evaluator:
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
         """The results of an equation of a jaxpr or of a graph."""
-        bind_it = bind if isinstance(eqn, Equation) else bind_equation
         prints_less = self.how is not Run.FIRST and prints(eqn)
         has_params = any(map(is_param, operands))
         has_mark = bool(self.equations) and self._has_mark(eqn)
         if not (has_params or prints_less or has_mark):
-            return bind_it(eqn, operands)
+            return bind(eqn, operands)
         self._eqn = eqn
         if eqn.primitive in self.equations:
             return self.equations[eqn.primitive](self, eqn, operands)
@@ -146,7 +147,7 @@ class Evaluator:
             return of_arrays
         if self._is_mark(eqn):
             return [self.full(x._replace(in_layer=True) if is_param(x) else x) for x in operands]
-        read = lambda args: bind_it(eqn, list(map(self.full, args)))  # noqa: E731
+        read = lambda args: bind(eqn, list(map(self.full, args)))  # noqa: E731
         if in_loop and self.recompute:
             return self._checkpoint(read, operands, prevent_cse=False)
         if self.recompute and self._fetches_again(eqn, operands):
@@ -168,7 +169,7 @@ class Evaluator:
             if views is not None:
                 return views
         if eqn.primitive.name == "optimization_barrier":
-            return with_held(operands, bind_equation(eqn, held_arrays(operands)))
+            return with_held(operands, bind(eqn, held_arrays(operands)))
         return None
 
     def _checkpoint(

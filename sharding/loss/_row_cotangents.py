@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from optax_ext import traced_graph
+from optax_ext.traced_graph import bind
 from sharding.loss._row_dims import RowStep
 from sharding.loss._row_states import CLIPPED, Coupled, Rows, RowsMeet, Shared, unknown
 
@@ -29,8 +29,6 @@ def pullback_of(step: RowStep) -> Any:
     eqn, inexact, results = step.equation, _inexact(step.types), _inexact(step.result_types)
     if not (inexact and results):
         return None
-    is_graphs = isinstance(eqn, traced_graph.Equation)
-    bind = traced_graph.bind if is_graphs else traced_graph.bind_equation
 
     def pull(operands: list[Any], cotangents: list[Any]) -> Any:
         def fn(*values: Any) -> list[Any]:

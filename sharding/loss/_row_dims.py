@@ -199,8 +199,8 @@ _ADDING = ("scatter-add", "scatter-sub")
 
 # What is linear, and keeps each element; what adds elements.
 _SAME_NAMES = """
-convert_element_type copy copy_p device_put imag name optimization_barrier pvary real
-reduce_precision reshard sharding_constraint stop_gradient
+convert_element_type copy copy_p imag name pvary real reduce_precision reshard sharding_constraint
+stop_gradient
 """
 SAME = frozenset(_SAME_NAMES.split())
 ADDED = frozenset(("add", "sub", "add_any"))

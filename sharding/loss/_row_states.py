@@ -70,10 +70,6 @@ class Rows:
         """Whether only linear functions of it keep rows apart."""
         return self.summed or bool(self.ratios)
 
-    @property
-    def place(self) -> tuple[Any, ...]:
-        return self.dims, self.before, self.count, self.after
-
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
@@ -198,7 +194,7 @@ def _dims_of_rows(ins: Sequence[Any], places: Sequence[Places]) -> tuple[int, ..
             for place in dims:
                 if isinstance(place, str):
                     raise RowsMeet(place)
-            found.add((dims, v.place[1:], v.summed))
+            found.add((dims, (v.before, v.count, v.after), v.summed))
     if len(found) > 1:
         is_sum = any(summed for _, _, summed in found)
         raise RowsMeet("rows meet a sum over rows" if is_sum else "each row meets the others")

@@ -16,7 +16,7 @@ from jax.extend.core import Literal, jaxpr_as_fun
 
 from optax_ext import traced_graph
 from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, params_of, record_of
-from sharding._user_line import line_of
+from optax_ext.user_line import line_of
 from sharding.loss._declared_rows import DECLARED, through_declared
 from sharding.loss._row_cotangents import check_cotangents, cotangents_of, pullback_of
 from sharding.loss._row_dims import RowStep

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.traced_graph import bind_equation
+from optax_ext.traced_graph import bind
 from sharding._types import Tree
 
 # Operations on one array that only move or cast its elements.
@@ -105,7 +105,7 @@ class Param(NamedTuple):
             fetched[rule] = rule.fetch(self.held) if rule.by_use else use(rule, self.held, self.tap)
         full = tapped(rule, fetched[rule], self.tap) if rule.by_use else fetched[rule]
         for eqn in self.moves:
-            (full,) = bind_equation(eqn, [full])
+            (full,) = bind(eqn, [full])
         return full
 
 
@@ -145,9 +145,9 @@ def with_held(operands: Sequence[Any], values: Sequence[Any], taps: Any = None) 
 
 
 def is_cast(eqn: Any) -> bool:
-    """Whether an equation casts to what has a gradient of a parameter's kind."""
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return is_cast and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+    """Whether an equation casts to floating numbers."""
+    casts = eqn.primitive.name == "convert_element_type"
+    return casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
 
 
 def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:

@@ -102,7 +102,7 @@ class Stack(NamedTuple):
         def layers(*args: Any) -> list[Any]:
             return run_scan(scan, args, layer, **options, length=segment)
 
-        last, num_carry = scan.num_consts + scan.num_carry, scan.num_carry
+        last, num_carry = self.carried.stop, scan.num_carry
         shape = length // segment, segment
         parts = [x.reshape(*shape, *x.shape[1:]) for x in operands[last:]]
         again = jax.checkpoint(layers, prevent_cse=False)

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.equations import name_of
+from optax_ext.equations import inner_jaxprs, name_of
 from optax_ext.traced_graph import Equation, Graph
-from sharding._jaxprs import inner_jaxprs
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import (

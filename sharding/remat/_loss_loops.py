@@ -16,8 +16,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import Name, name_of, record_of
 from optax_ext.traced_graph import Equation, Graph, bind
+from optax_ext.user_line import line_of
 from sharding._traced_types import traced_type
-from sharding._user_line import line_of
 from sharding.loss._stack import Stack
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes

@@ -17,10 +17,10 @@ from jax.extend.core import jaxpr_as_fun
 
 from optax_ext.equations import name_of, trace
 from optax_ext.traced_graph import Graph, bind
+from optax_ext.user_line import line_of
 from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
 from sharding._traced_types import traced_type
 from sharding._types import Batch, Tree
-from sharding._user_line import line_of
 from sharding.loss._derivatives import Differentiated
 from sharding.loss._stack import find_stacks
 from sharding.placement._specs import path_str

@@ -150,7 +150,7 @@ def _is_apart(v: Any, powers: tuple[int, ...] = (0,)) -> bool:
 def _is_joined(v: State) -> bool:
     """Whether a value has rows in its first dim, as the results of devices are joined."""
     is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
-    return is_apart and isinstance(v, Rows) and v.place[:2] + v.place[3:] == ((0,), 1, 1)
+    return is_apart and isinstance(v, Rows) and (v.dims, v.before, v.after) == ((0,), 1, 1)
 
 
 def _one_shard(zero: Any) -> Mesh:

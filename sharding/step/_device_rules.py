@@ -3,7 +3,7 @@
 What is made of shards alone stays sharded; what else a loss uses is gathered there, at stage 3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from optax_ext.traced_graph import bind
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import all_gather_arrays, reduce_scatter_arrays
 from sharding.loss._evaluate import Evaluator, Fetch
@@ -119,12 +120,10 @@ class DeviceRule(NamedTuple):
             sizes[dim] = x.held.shape[self.dim]
             options[key] = tuple(sizes)
 
-        def of_shard(x: jax.Array | None) -> list[Any]:
+        def of_shard(x: jax.Array | None) -> Sequence[Any]:
             if x is None:
                 return [None] * len(eqn.outvars)
-            with eqn.ctx.manager:
-                out = eqn.primitive.bind(x, *rest, **options)
-            return out if eqn.primitive.multiple_results else [out]
+            return bind(eqn, [x, *rest], options)
 
         part = x._replace(rule=self._replace(dim=dim), is_part=True)
         both = zip(of_shard(x.held), of_shard(x.tap), strict=True)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext.equations import Call, Remat, Scan, record_of, trace
-from optax_ext.traced_graph import bind_equation
+from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._evaluate import Evaluator
@@ -91,7 +91,7 @@ class GlobalRule(NamedTuple):
 
     def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
         if is_cast(eqn) and not (x.moves or on_host(x.held)):  # less is fetched, often
-            return [x.of_held(bind_equation(eqn, [x.held])[0], x.tap)]
+            return [x.of_held(bind(eqn, [x.held])[0], x.tap)]
         return None if rest or eqn.primitive.name not in MOVES else [x.moved_by(eqn)]
 
     def stack(self, x: Param) -> Param | None:

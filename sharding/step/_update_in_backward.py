@@ -17,8 +17,9 @@ from jax import lax
 
 from optax_ext.equations import name_of
 from optax_ext.traced_graph import Graph, Value, evaluate
+from optax_ext.user_line import line_of
 from sharding._types import Tree
-from sharding._user_line import line_of, warn
+from sharding._user_line import warn
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import check_effects

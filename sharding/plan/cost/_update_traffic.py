@@ -13,9 +13,8 @@ from typing import Any
 import jax
 import optax
 
-from optax_ext.equations import UnknownOperationError
+from optax_ext.equations import UnknownOperationError, inner_jaxprs
 from optax_ext.traced_graph import REDUCTIONS, Equation, Graph
-from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
 from sharding.plan.machine._tiles import num_bytes
 

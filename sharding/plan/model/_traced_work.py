@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.equations import name_of, params_of, trace
+from optax_ext.equations import inner_jaxprs, name_of, params_of, trace
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
-from sharding._jaxprs import inner_jaxprs
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind
 from sharding.plan.machine._tiles import num_bytes

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
+from optax_ext.equations import inner_jaxprs
 from optax_ext.traced_graph import Graph
-from sharding._jaxprs import all_equations, inner_jaxprs
+from sharding._jaxprs import all_equations
 from sharding.offload import _host_update, _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun

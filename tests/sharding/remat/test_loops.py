@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 
 import sharding as shd
-from sharding._jaxprs import inner_jaxprs
+from optax_ext.equations import inner_jaxprs
 from sharding.plan import estimate
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.machine._tiles import num_bytes

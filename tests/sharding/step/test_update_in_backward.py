@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext import Factoring, by_path, last_two_dims
-from sharding._jaxprs import inner_jaxprs
+from optax_ext.equations import inner_jaxprs
 
 from .. import model
 from . import runs
