@@ -118,16 +118,18 @@ class Setup:
         """
         variants = variants_of(self.zero)
         shared = {name: self.parallel_plan(variants[name], state_format) for name in variants}
-        plan = self.plan(self.zero, state_format=state_format)
-        if self.costs and self.timed:
-            shared = {stage.name: self._fastest(shared[stage.name], stage) for stage in plan.stages}
-            plan = self.plan(self.zero, state_format=state_format, fastest=shared)
+        timed = bool(self.costs and self.timed)
+        if timed and self.activations is None:
+            held = self.plan(self.zero, state_format=state_format).stages
+            shared = {stage.name: self._fastest(shared[stage.name], stage) for stage in held}
+        fastest = shared if timed else None
+        plan = self.plan(self.zero, state_format=state_format, fastest=fastest)
         return dataclasses.replace(plan, most_sequences=self._most_sequences(plan.stages)), shared
 
     def _fastest(self, plan: ParallelPlan, held: StagePlan) -> ParallelPlan:
         """The plan of a stage with the form of recomputation that is fastest of those that fit."""
         costs, device, model = self.costs, self.device, self.model
-        if not costs or not device or not model or self.activations is not None:
+        if not costs or not device or not model:
             return plan
         usable, fitting = (1 - HEADROOM) * device.memory, []
         for recompute in costs.forms(SEARCHED):

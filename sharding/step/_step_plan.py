@@ -244,17 +244,17 @@ def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
         param = plan.params[number]
         return math.prod(param.shape) * jnp.dtype(param.loss_dtype).itemsize
 
-    places = {x.number: x.place for x in reversed(early)}
-    largest = sorted(places, key=lambda i: (-size(i), i))[:4]
-    used = ", ".join(
-        f"{plan.params[i].path!r} ({_printed_size(size(i))}) {places[i]}" for i in largest
-    )
-    in_all = sum(map(size, places))
+    first = {x.number: x for x in reversed(early)}
+    in_all = sum(map(size, first))
     if in_all < FEW_BYTES:
         return
+    largest = sorted(first, key=lambda i: (-size(i), i))[:4]
+    used = ", ".join(
+        f"{plan.params[i].path!r} ({_printed_size(size(i))}) {first[i].place}" for i in largest
+    )
     total = _printed_size(in_all)
     found = (
-        f"stage 3 with a loss that uses {len(places)} parameters, {total}, in a branch or a loop "
+        f"stage 3 with a loss that uses {len(first)} parameters, {total}, in a branch or a loop "
         "that gathers, or at a place that each device chooses by its own data: they"
         if in_layers
         else f"stage 3 with a loss that gathers no layer where it is used: all parameters, {total},"

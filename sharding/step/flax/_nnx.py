@@ -255,7 +255,7 @@ class NnxEvalStep:
         else:
             own = dataclasses.replace(self.loss, fn=self._run_loss, model_state=True)
             self._step = zero.eval_step(own)
-        self.zero = dataclasses.replace(zero, view=self._step.zero.view)
+        self.zero = self._step.zero
 
     def __call__(self, model: Any, batch: Batch) -> Any:
         return self._step(*self._arguments(model, batch))
