@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from sharding._types import Batch, Tree
+from sharding._user_line import warn_once
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.loss._marks import is_marking
 from sharding.placement._layout import Layout
@@ -15,7 +16,7 @@ from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
-from sharding.step._checks import check_options
+from sharding.step._checks import check_all_rows, check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
 from sharding.step._gather_params import gather, gathered
 from sharding.step._loss import StepLoss
@@ -23,10 +24,17 @@ from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx
 from sharding.step._precision import Precision
 from sharding.step._train_step import TrainStep
-from sharding.step._update_in_backward import check_alone
 from sharding.step.flax._modules import gathered_module, in_step
 from sharding.step.flax._nnx import NnxMethods
 from sharding.sync import GradientSync
+
+_DEPRECATED = {
+    "global": "Zero(view='global') is deprecated: a loss is that of all rows, as under jit. Write "
+    "Zero(mesh, ...) without it.",
+    "device": "Zero(view='device') is deprecated: a loss is that of all rows, as under jit. Write "
+    "Zero(mesh, ...) without it; and for the mean of the losses of each device's rows, as in DDP, "
+    "give its steps shd.Loss(loss_fn, per_device=True).",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,16 +95,11 @@ class Zero(StateMethods, NnxMethods):
       gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
         are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
         found in the loss. Below stage 3 nothing is gathered (see ``gathered``).
-      view: of the batch in a loss. ``"device"``: the rows of one device; what is sent is proven,
-        and ``sync`` has gradients of devices. ``"global"``: all rows, as under ``jit``: losses that
-        couple examples, any ``BatchNorm``, shardings over every mesh axis, with one micro-batch the
-        masks of one device.
-        The partitioner reduces gradients of each micro-batch, where layers, which are found in the
-        loss, make them.
+      view: deprecated. A loss is that of all rows, as under ``jit``; ``view="device"`` is
+        ``Loss(fn, per_device=True)``.
 
     Raises:
-      ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice, or
-        with ``view="global"`` a ``sync`` or ``precision.gather``.
+      ValueError: on a stage other than 0 to 3, or an axis that is not in the mesh or named twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -131,7 +134,7 @@ class Zero(StateMethods, NnxMethods):
     sync: GradientSync | None = None
     unsharded: str | tuple[str, ...] = ()
     gathered_blocks: str | tuple[str, ...] = ()
-    view: str = dataclasses.field(default="device", kw_only=True)
+    view: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("unsharded", "gathered_blocks"):
@@ -139,7 +142,11 @@ class Zero(StateMethods, NnxMethods):
             patterns = (given,) if isinstance(given, str) else tuple(given or ())
             check_patterns(name, patterns)
             object.__setattr__(self, name, patterns)
+        if self.update_on == "host" and self.offload is None:
+            object.__setattr__(self, "offload", "optimizer")
         check_options(self)
+        if self.view is not None:
+            warn_once(_DEPRECATED[self.view], DeprecationWarning)
 
     # --- Placement ----------------------------------------------------------------------------
 
@@ -202,11 +209,9 @@ class Zero(StateMethods, NnxMethods):
         weighted: bool = False,
         rngs: bool | str = False,
         model_state: str | tuple[str, ...] | bool = False,
-        model_state_reduction: Any = "mean",
         microbatches: int = 1,
         trainable: Tree = None,
         grad_norm: bool = False,
-        sync_batch_norm: bool = True,
         snapshot: PeerCheckpoints | None = None,
         donate: bool = True,
         update: str = "after",
@@ -235,9 +240,6 @@ class Zero(StateMethods, NnxMethods):
             several make a dict. With True each call passes it, ``step(state, batch,
             model_state=...)``, and gets ``metrics["model_state"]``. Micro-batches change it one
             after the other.
-          model_state_reduction: how the new values of all devices are reduced: ``"mean"`` (the
-            first device's value where not floating), ``"sum"`` (the old value plus what each device
-            added), ``"same"`` (all are equal); or a prefix tree of these.
           tx: the transformation, where the state is a pair.
           microbatches: how many micro-batches each device splits its shard of the batch into.
             Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once. (Of one
@@ -247,8 +249,6 @@ class Zero(StateMethods, NnxMethods):
             all that are not floating; ``optax.masked`` saves their state.
           grad_norm: add ``metrics["grad_norm"]``, the norm of the mean gradient of all trained
             parameters, before the transformation: a float in one more all-reduce.
-          sync_batch_norm: ``flax.linen.BatchNorm`` takes its statistics over the micro-batch of all
-            devices, without an ``axis_name``; False leaves them to each device.
           snapshot: where ``store.save(...)`` leaves copying the state before the step to the step,
             so that copies run beside its own work.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
@@ -275,12 +275,11 @@ class Zero(StateMethods, NnxMethods):
             ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
             returns a model state of another structure.
         """
-        if update == "backward":
-            check_alone(self, snapshot)
-        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state, model_state_reduction)
-        zero = self._in_view(update)
+        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state)
         options = tx, trainable, grad_norm, snapshot, donate, update
-        return TrainStep(zero, zero._in_step(loss, sync_batch_norm, microbatches), *options)
+        in_backward = update == "backward"
+        loss = self._in_step(loss, microbatches, updates_in_backward=in_backward)
+        return TrainStep(self, loss, *options)
 
     def eval_step(
         self, fn: AnyLoss, *, model_state: str | tuple[str, ...] | bool = False
@@ -297,8 +296,8 @@ class Zero(StateMethods, NnxMethods):
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
           is not used, the state not donated.
         """
-        loss, zero = as_loss(fn, False, False, False, model_state), self._in_view()
-        return EvalStep(zero, zero._in_step(loss, all_blocks=False), is_loss=loss.fn is not fn)
+        loss = as_loss(fn, False, False, False, model_state)
+        return EvalStep(self, self._in_step(loss, all_blocks=False), is_loss=loss.fn is not fn)
 
     def value_and_grad(
         self,
@@ -308,11 +307,9 @@ class Zero(StateMethods, NnxMethods):
         weighted: bool = False,
         rngs: bool | str = False,
         model_state: bool = False,
-        model_state_reduction: Any = "mean",
         microbatches: int = 1,
         trainable: Tree = None,
         param_specs: Tree = None,
-        sync_batch_norm: bool = True,
     ) -> ValueAndGrad:
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage requires.
 
@@ -325,10 +322,8 @@ class Zero(StateMethods, NnxMethods):
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state`` ``(loss,
           new)``, with both ``(loss, (new, aux))``.
         """
-        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state, model_state_reduction)
-        zero = self._in_view()
-        loss = zero._in_step(loss, sync_batch_norm, microbatches)
-        return ValueAndGrad(zero, loss, trainable, param_specs)
+        loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state)
+        return ValueAndGrad(self, self._in_step(loss, microbatches), trainable, param_specs)
 
     def check_loss(
         self,
@@ -367,22 +362,26 @@ class Zero(StateMethods, NnxMethods):
         """
         return check_loss(self, loss_fn, state, batch, key, model_state, options)
 
-    def _in_view(self, update: str = "after") -> "Zero":
-        """Itself as a loss sees it: refs and host memory are in no ``shard_map``.
-
-        On one device, where either view is that of ``jit``, it is then the global one.
-        """
-        if update == "after" and self.offload != "all":
-            return self
-        return dataclasses.replace(self, view="global")
+    @property
+    def needs_devices(self) -> dict[str, bool]:
+        """Which options are given that need gradients of single devices."""
+        is_quantized = self.precision.gather is not None
+        return {"sync=": self.sync is not None, "Precision(gather=...)": is_quantized}
 
     def _in_step(
-        self, loss: Loss, synced: bool = True, microbatches: int = 1, all_blocks: bool = True
+        self,
+        loss: Loss,
+        microbatches: int = 1,
+        all_blocks: bool = True,
+        updates_in_backward: bool = False,
     ) -> StepLoss:
-        if self.view == "global" and self.num_devices > 1 and not synced:
-            raise ValueError("sync_batch_norm=False leaves statistics to devices: view='device'.")
-        fn = in_step(self, loss.fn, synced, all_blocks)
-        return StepLoss(**vars(loss) | {"fn": fn, "microbatches": microbatches})
+        given = vars(loss) | {"fn": in_step(self, loss.fn, all_blocks)}
+        if self.view is not None and loss.per_device is None:
+            given["per_device"] = self.view == "device"
+        if updates_in_backward or self.offload == "all":  # refs and host memory are in no shard_map
+            check_all_rows(self, loss)
+            given["per_device"] = False
+        return StepLoss(**given, microbatches=microbatches)
 
     # --- Layers, in the loss ------------------------------------------------------------------
 
@@ -394,11 +393,10 @@ class Zero(StateMethods, NnxMethods):
         stage 3 only gradients are reduce-scattered, or added to those of other micro-batches.
 
         Raises:
-          ValueError: at stage 3 of ``view="device"``, if called anywhere else than in the loss.
+          ValueError: at stage 3, if called anywhere else than in the loss.
         """
         manual = jax.sharding.get_abstract_mesh().manual_axes
         inside = is_marking() or set(self._layout.data_axes) <= set(manual)
-        inside = inside or self.view == "global"
         if self.stage == 3 and not inside:
             named = first_names(repr(path_str(p)) for p, _ in jax.tree.leaves_with_path(tree))
             raise ValueError(

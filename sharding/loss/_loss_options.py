@@ -49,7 +49,16 @@ class Loss:
     weighted: bool = False
     rngs: bool | str = False
     model_state: bool | str | tuple[str, ...] = False
-    reduction: Any = dataclasses.field(default="mean", hash=False)  #: ``model_state_reduction``
+    #: True: the loss of one device's rows, whose mean over devices is trained, as in PyTorch's DDP;
+    #: False: the partitioner runs it; None: each device its own rows, where that is the same loss
+    per_device: bool | None = None
+    #: what a loss is of which micro-batches change the value, as rows meet in it: None raises,
+    #: ``"by_microbatch"`` takes the mean over micro-batches
+    coupled: str | None = None
+    #: with ``per_device=True``, how the new model states of all devices become one: ``"mean"`` (the
+    #: first device's value where not floating), ``"sum"`` (the old value plus what each device
+    #: added), ``"same"`` (all are equal); or a prefix tree of these
+    reduction: Any = dataclasses.field(default="mean", hash=False)
 
     def __post_init__(self) -> None:
         if self.rngs not in _RNGS:
@@ -57,9 +66,13 @@ class Loss:
         for kind in [] if callable(self.reduction) else jax.tree.leaves(self.reduction):
             if kind not in _REDUCTIONS:
                 raise ValueError(
-                    f"model_state_reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, or "
-                    f"a tree of them, got {kind!r}."
+                    f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, or a tree of "
+                    f"them, got {kind!r}."
                 )
+        if self.per_device not in (True, False, None):
+            raise ValueError(f"per_device must be a bool or None, got {self.per_device!r}.")
+        if self.coupled not in (None, "by_microbatch"):
+            raise ValueError(f"coupled must be 'by_microbatch' or None, got {self.coupled!r}.")
         if isinstance(self.fn, Loss):
             raise ValueError("fn is a Loss already: use that, or dataclasses.replace(loss, ...).")
 
@@ -102,11 +115,8 @@ class _HasLoss(Protocol):
 
 AnyLoss: TypeAlias = Loss | _HasLoss | Callable[..., Any]
 
-# What the options are called as keywords beside a function.
-_KEYWORDS = {
-    {"reduction": "model_state_reduction"}.get(field.name, field.name): field
-    for field in dataclasses.fields(Loss)[1:]
-}
+# Options that are keywords beside a function, too: they say what it takes and returns.
+_KEYWORDS = {field.name: field for field in dataclasses.fields(Loss)[1:5]}
 
 
 def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:

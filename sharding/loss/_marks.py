@@ -11,14 +11,18 @@ from optax_ext.kernels import calling_default
 
 # The name that marks the arrays that a loss passes to ``gather``.
 MARK = "sharding.gather"
-# The user's loss calls ``gather``, so that there is no argument for it.
-_TRACED: contextvars.ContextVar[bool] = contextvars.ContextVar("traced", default=False)
+# What runs a loss that is being traced: each device, or the partitioner. The user's loss calls
+# ``gather``, so that there is no argument for it.
+_TRACED: contextvars.ContextVar[str] = contextvars.ContextVar("traced", default="")
 
 
 @contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """A context in which calls of ``gather`` mark arrays, and ``with_handles`` leaves calls."""
-    token = _TRACED.set(True)
+def marking(per_device: bool = False) -> Iterator[None]:
+    """A context in which calls of ``gather`` mark arrays, and ``with_handles`` leaves calls.
+
+    ``per_device`` says that the loss has the rows of one device.
+    """
+    token = _TRACED.set("device" if per_device else "all rows")
     try:
         yield
     finally:
@@ -26,7 +30,12 @@ def marking() -> Iterator[None]:
 
 
 def is_marking() -> bool:
-    return _TRACED.get()
+    return bool(_TRACED.get())
+
+
+def is_per_device() -> bool:
+    """Whether a loss that is being traced has the rows of one device."""
+    return _TRACED.get() == "device"
 
 
 # A function in a traced loss, ``fn``, that takes handles in place of parameters where what runs the

@@ -38,7 +38,12 @@ from sharding.loss._row_states import (
 )
 
 _MOST_PASSES = 16  # over the body of a loop: a state changes a few times, and only loses knowledge
-_INSIDE = {"composite": "jaxpr", "custom_vmap_call": "call"}
+_INSIDE = {
+    "composite": "jaxpr",
+    "custom_vmap_call": "call",
+    "with_handles": "default",
+    "for_tpus": "default",
+}
 _ALWAYS = Shared()
 OTHER_PROGRAM = "the loss is another program for twice the rows"
 # Where the dims of an iteration are in all iterations, one after the other; and the reverse.

@@ -67,7 +67,6 @@ class Description:
     rows: tuple[Row, ...]  #: the arrays
     batch_rows: str = ""  #: the rows of a batch that this process gives; empty where it gives all
     gather_group: int = 0  #: bytes of the parameters that are gathered at once after an update
-    view: str = "device"  #: of the batch in a loss, see ``Zero``
     gathered_blocks: tuple[str, ...] = ()  #: layers that gather their own parameters at stage 3
     #: names in Flax metadata that are no axes of the mesh: they shard nothing
     absent_axes: tuple[str, ...] = ()
@@ -133,8 +132,7 @@ class Description:
         over = "+".join(self.axes)
         if self.replica_axes:
             over += f", replicas over {'+'.join(self.replica_axes)},"
-        view = f", {self.view} view" * (self.view != "device")
-        return f"ZeRO stage {self.stage} over {over} on the mesh ({mesh}){view}"
+        return f"ZeRO stage {self.stage} over {over} on the mesh ({mesh})"
 
 
 def describe_tree(

@@ -51,7 +51,7 @@ class Layout:
     min_shard_size: int = 0
     unsharded: tuple[str, ...] = ()
     reshard_after_forward: bool = True
-    view: str = "device"
+    per_device: bool = False  # whether devices run a loss, each of its own rows
     update_on: str = "device"
     traced_axes: tuple[
         str, ...
@@ -149,17 +149,8 @@ class Layout:
         ndim = len(leaf.shape)
         entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
         on_data = [d for d, axes in enumerate(entries) if set(axes) & set(self.data_axes)]
-        if self.stage < 3 and self.view == "global":
+        if self.stage < 3:
             on_data = []  # parameters are replicated, whatever their names say
-        if on_data and self.stage < 3:
-            raise ValueError(
-                f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
-                f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
-                "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
-                "the names of Flax metadata): ZeRO then shards the optimizer state by itself. "
-                "zero.place(params) places arrays, zero.apply_gradients leaves them placed "
-                "(docs: how_to/stage_3)."
-            )
         if len(on_data) > 1 or (on_data and entries[on_data[0]] != self._sharding_axes(self.axes)):
             raise ValueError(
                 f"parameter {path!r} has the spec {spec}; of the data axes only {self.axis!r} can "

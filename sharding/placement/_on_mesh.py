@@ -49,8 +49,8 @@ def on_mesh(
 
 
 def _named_axes(layout: Layout) -> contextlib.AbstractContextManager[Any]:
-    """A context in which a loss of the global view may name axes where no mesh is set."""
-    if layout.view == "device" or not jax.sharding.get_abstract_mesh().empty:
+    """A context in which a partitioned loss may name axes where no mesh is set."""
+    if layout.per_device or not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     mesh = layout.mesh
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
@@ -127,15 +127,16 @@ def with_remedies(layout: Layout) -> Iterator[None]:
     try:
         yield
     except (NameError, NotImplementedError, ValueError) as error:
-        if layout.view == "global":
+        if not layout.per_device:
             named = re.search(_UNBOUND, str(error))
             if not named:
                 raise
             remedy = (
-                "the loss has a collective over an axis of the mesh. With view='global' it gets "
-                "the whole batch, as under jit: leave the collective out (jnp.mean(x) for "
-                "pmean(x.mean()), x for all_gather(x)), or write a jax.shard_map around it "
-                "(docs: understand/views)."
+                "the loss has a collective over an axis of the mesh. It gets the whole batch, as "
+                "under jit: leave the collective out (jnp.mean(x) for pmean(x.mean()), x for "
+                "all_gather(x)), or write a jax.shard_map around it. Or make it the loss of each "
+                "device's rows, by shd.Loss(loss_fn, per_device=True) (docs: "
+                "understand/meaning)."
             )
         elif re.search(_OUTSIDE, str(error)):
             remedy = (
@@ -149,9 +150,9 @@ def with_remedies(layout: Layout) -> Iterator[None]:
             remedy = (
                 f"the loss requests a sharding over the data axes {layout.data_axes}, such as by "
                 "out_sharding, reshard or with_sharding_constraint, or by a NamedSharding on the "
-                "full mesh, which needs view='global' of Zero. Else each device has its shard of "
-                "the batch: write a PartitionSpec of the other axes, such as P(None, 'model') for "
-                "P('data', 'model'), or omit the call if there are none (docs: understand/views)."
+                "full mesh. With per_device=True each device has its shard of the batch: leave "
+                "that out of the Loss, or write a PartitionSpec of the other axes, such as "
+                "P(None, 'model') for P('data', 'model') (docs: understand/meaning)."
             )
         else:
             raise
@@ -180,12 +181,10 @@ def _set_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
 
-def step_context(
-    layout: Layout, keep: AnyMesh | None = None
-) -> contextlib.AbstractContextManager[Any]:
-    """``no_mesh``, or in the global view the context of the mesh, whose axes a loss may name."""
-    if layout.view == "device" or not isinstance(layout.mesh, Mesh):
-        return no_mesh(keep)
+def step_context(layout: Layout) -> contextlib.AbstractContextManager[Any]:
+    """``no_mesh``, or of a partitioned loss the context of the mesh, whose axes it may name."""
+    if layout.per_device or not isinstance(layout.mesh, Mesh):
+        return no_mesh()
     return _set_mesh(layout.mesh)
 
 

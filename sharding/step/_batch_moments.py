@@ -1,7 +1,5 @@
-"""Statistics of the batch of all devices, for batch norms of any framework."""
+"""Statistics of the batch of all devices, in a loss of each device's rows."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,7 +36,7 @@ def batch_moments(
       [2. 4.] [1. 4.]
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    bound = is_bound(axis)
+    bound = _is_bound(axis)
     if manual and not bound:
         raise ValueError(f"axis {axis!r} is not among the axes {manual} that shard the batch here.")
     x = jnp.asarray(x)
@@ -50,31 +48,7 @@ def batch_moments(
     return total, lax.pmean(var + jnp.square(mean - total), axis)
 
 
-# --- ``BatchNorm`` of unmodified Flax models, over the batch of all devices -----------------------
-
-
-@contextlib.contextmanager
-def over_devices(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
-    """A ``BatchNorm`` of linen over the axes of the batch, unless it names one that is there."""
-    own = module.axis_name
-    if is_bound(own):
-        yield
-        return
-    # A module is frozen; its fields are put back when the call ends.
-    object.__setattr__(module, "axis_name", axes)
-    try:
-        yield
-    finally:
-        object.__setattr__(module, "axis_name", own)
-
-
-def set_axes(module: Any, axes: tuple[str, ...]) -> None:
-    """Does so with a ``BatchNorm`` of nnx, whose model a step has merged for itself."""
-    if not is_bound(module.axis_name):
-        module.axis_name = axes
-
-
-def is_bound(axis_name: Any) -> bool:
+def _is_bound(axis_name: Any) -> bool:
     """Whether there is such a mesh axis, or axis of ``vmap``, where this is called."""
     if axis_name is None:
         return False

@@ -12,11 +12,10 @@ from optax_ext.equations import trace
 from sharding._jaxprs import all_equations
 from sharding._types import Array, Batch, Tree
 from sharding.loss._loss_options import Loss, take_loss
-from sharding.loss._row_states import Rows, Shared, State
-from sharding.loss._rows import LossRows, rows_of_loss
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step._rng import microbatch_key
+from sharding.step._choose_program import prove
+from sharding.step._loss import Inputs
 from sharding.step.flax._nnx import is_module, pure_loss
 
 
@@ -26,15 +25,10 @@ def check_loss(
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``."""
     loss, others, state, passed = _resolved(zero, loss_fn, state, model_state, options)
     inputs = params_of(state), batch, key, passed
-    if loss.rngs is True:
-        raise ValueError(
-            "check_loss got rngs=True, with which one device draws other numbers than several. "
-            "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
-        )
-    zero.value_and_grad(loss, **others)  # which checks them
-    proven = _proven(loss, inputs)
-    said = str(proven or "not known")
-    if proven is not None and _is_exact(proven, loss):
+    step = zero.value_and_grad(loss, **others)  # which checks them
+    proof = prove(zero, step.loss, inputs[0], Inputs(*inputs[1:]))
+    said = "not known" if proof is None else str(proof.rows)
+    if proof is not None and proof.is_exact and not proof.is_sum:
         return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)
@@ -103,54 +97,14 @@ def _how_it_differs(zero: Any, differing: list[str], said: str) -> str:
     more = f", and {len(differing) - 6} more" if differing[6:] else ""
     return (
         f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
-        f"{', '.join(differing[:6])}{more}. By its trace the loss is {said}. Each device, and each "
-        "micro-batch, computes the loss of its own rows, and the mean of these is another where "
-        "examples are coupled: by a sum or a masked mean, a contrastive loss, statistics of the "
-        "batch. Return (sum, weight) with weighted=True, or make Zero with view='global' and omit "
-        f"microbatches, or in the device view use jax.lax.all_gather(x, {axis}, tiled=True) for "
-        f"the rows of all devices, jax.lax.pmean(x, {axis}) for their mean, "
-        f"sharding.batch_moments(x, {axis}) in a batch norm (docs: how_to/coupled_losses)."
+        f"{', '.join(differing[:6])}{more}. By its trace the loss is {said}. With per_device=True, "
+        "and with coupled='by_microbatch', the mean of the losses of parts of the rows is another "
+        "where rows meet: by a masked mean, a contrastive loss, statistics of the batch. Leave "
+        "these out, and the loss is that of all rows; or in the loss of a device use "
+        f"jax.lax.all_gather(x, {axis}, tiled=True) for the rows of all devices, "
+        f"jax.lax.pmean(x, {axis}) for their mean, sharding.batch_moments(x, {axis}) in a batch "
+        "norm (docs: understand/meaning)."
     )
-
-
-def _proven(loss: Loss, inputs: Any) -> LossRows | None:
-    """What the loss does with rows by its trace; None if it can be traced in a step alone."""
-    params, batch, key, model_state = inputs
-    keys = microbatch_key(loss.rngs, key, 0, batch)
-    more = [(model_state, False)] * bool(loss.model_state) + [(keys, True)] * bool(loss.rngs)
-    args, has_rows = zip((params, False), (batch, True), *more, strict=True)
-    try:
-        return rows_of_loss(loss.fn, args, has_rows)
-    except Exception:  # it uses axes of the mesh, or what a step gives it: numbers will tell
-        return None
-
-
-def _is_exact(proven: LossRows, options: Loss) -> bool:
-    """Whether the mean over devices and micro-batches is proven to be what one device computes."""
-    count = 2 if options.weighted else 1
-    loss, aux = proven.results[:count], proven.results[count:]
-    types = [proven.graph.types[value] for value in proven.graph.outputs[:count]]
-    is_floating = jnp.issubdtype(types[0].dtype, jnp.floating)
-    is_loss = is_floating and [aval.shape for aval in types] == [()] * count
-    if options.model_state or not is_loss or (aux and not options.has_aux):
-        return False
-    if not all(_is_apart(v) or _is_joined(v) for v in aux):
-        return False
-    # Sums and weights are added before they are divided: all grow alike with the number of rows.
-    alike = [all(_is_apart(v, (power,)) for v in loss) for power in (0, 1)]
-    return proven.word == "mean" if count == 1 else any(alike)
-
-
-def _is_apart(v: Any, powers: tuple[int, ...] = (0,)) -> bool:
-    """Whether a value is shared, or a mean over rows, or of another of these powers."""
-    is_sum = isinstance(v, Rows) and v.is_sum and not (v.random or v.ratios)
-    return (is_sum or isinstance(v, Shared)) and v.power in powers
-
-
-def _is_joined(v: State) -> bool:
-    """Whether a value has rows in its first dim, as the results of devices are joined."""
-    is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
-    return is_apart and isinstance(v, Rows) and (v.dims, v.before, v.after) == ((0,), 1, 1)
 
 
 def _one_shard(zero: Any) -> Mesh:

@@ -177,6 +177,14 @@ def check_not_streamed(zero: Any) -> None:
         )
 
 
+def check_all_rows(zero: Any, loss: Any) -> None:
+    if loss.per_device and zero.num_devices > 1:
+        raise ValueError(
+            "per_device=True was asked of a loss that update='backward' or offload='all' runs: "
+            "these give it all rows, since no device runs it by itself. Leave per_device out."
+        )
+
+
 def check_whole_number(name: str, value: Any, least: int) -> None:
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_number:
@@ -226,30 +234,15 @@ def check_options(zero: Any) -> None:
         )
     if zero.offload not in (None, "optimizer", "all"):
         raise ValueError(f"offload must be 'optimizer', 'all' or None, got {zero.offload!r}.")
-    alone = zero.mesh.size == 1 or zero.view == "global"
-    if zero.offload == "all" and (not alone or zero.update_on == "host"):
-        raise ValueError(
-            "offload='all' streams layers through the devices, which update them in the backward "
-            f"pass, got update_on={zero.update_on!r} and on {zero.mesh.size} devices "
-            f"view={zero.view!r}. Use view='global' there, or offload='optimizer'."
-        )
     if zero.update_on not in ("device", "host"):
         raise ValueError(f"update_on must be 'device' or 'host', got {zero.update_on!r}.")
-    if zero.update_on == "host" and zero.offload is None:
+    if zero.offload == "all" and zero.update_on == "host":
         raise ValueError(
-            "update_on='host' updates state in host memory, and offload=None leaves it on the "
-            "devices: add offload='optimizer'."
+            "offload='all' streams layers through the devices, which update them in the backward "
+            "pass, and update_on='host' leaves the update to the CPU. Leave out one of them."
         )
-    if zero.view not in ("device", "global"):
-        raise ValueError(f"view must be 'device' or 'global', got {zero.view!r}.")
-    whole = "view='global'" if zero.view == "global" else "offload='all'"
-    in_global_view = zero.view == "global" or zero.offload == "all"
-    if in_global_view and (zero.sync is not None or zero.precision.gather is not None):
-        raise ValueError(
-            f"{whole} leaves the reduction of gradients and the gathers to the compiler: "
-            "sync= and Precision(gather=...) need view='device', where each device has gradients "
-            "of its own (docs: understand/views)."
-        )
+    if zero.view not in ("device", "global", None):
+        raise ValueError(f"view must be 'device', 'global' or None, got {zero.view!r}.")
     if zero.sync is not None and not isinstance(zero.sync, GradientSync):
         raise ValueError(f"sync must be a GradientSync or None, got {zero.sync!r}.")
     if zero.precision.gather is not None and zero.stage < 3:

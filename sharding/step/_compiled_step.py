@@ -6,10 +6,12 @@ import jax
 import numpy as np
 
 from sharding._types import Batch, Tree
-from sharding.placement._on_mesh import step_context, with_remedies
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import no_mesh, step_context, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _checks
+from sharding.step._loss import Inputs
 
 
 class KnownState(NamedTuple):
@@ -19,6 +21,14 @@ class KnownState(NamedTuple):
     kinds: set[type]
     types: tuple[list[Any], list[Any]]  # and shardings
     signature: Any
+
+
+class Program(NamedTuple):
+    """A jitted function."""
+
+    run: Any
+    required: Tree  # the shardings of what it takes of a state; None for any
+    layout: Layout  # with the choice of how the loss runs
 
 
 class CompiledStep:
@@ -34,15 +44,12 @@ class CompiledStep:
 
     def __init__(self, zero: Any, microbatches: int = 1):
         self.zero, self.microbatches = zero, microbatches
-        # By signature: the only cache of compiled steps, and the shardings that each requires.
-        self._programs: dict[Any, tuple[Any, Tree]] = {}
+        # By signature: the only cache of compiled steps.
+        self._programs: dict[Any, Program] = {}
         self._known: KnownState | None = None
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
-        """A jitted function of ``(selected, batch, key, model_state)`` for these placements.
-
-        And the shardings that it requires of ``selected``; None for any.
-        """
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+        """The program for these placements, of ``(selected, batch, key, model_state)``."""
         raise NotImplementedError
 
     def select(self, state: Tree) -> Any:
@@ -62,7 +69,7 @@ class CompiledStep:
         signature = self._signature_if_known(selected, others)
         known = signature is not None
         _checks.check_alive(None if known else selected, **others)
-        with step_context(layout), with_remedies(layout):
+        with no_mesh(), with_remedies(layout):
             batch = self._placed(batch)
             key, model_state = layout.replicate_foreign(key), layout.replicate_new(model_state)
             if not known:
@@ -73,16 +80,18 @@ class CompiledStep:
             if self.donates and not (known and program in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
                 _checks.check_apart(selected, others, buffers=program not in self._programs)
-            args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
-            _, required = self._programs.get(program, (None, None))
-            if not known and not _checks.has_placement(selected, required):
+            inputs = Inputs(batch, key, model_state)
+            found = self._programs.get(program)
+            if not known and found and not _checks.has_placement(selected, found.required):
                 # The same shapes in another placement: this raises, or compiles for that one.
-                self._programs[program] = self.compile(selected, batch, copies)
-            run = self._program(program, selected, batch, copies)
+                self._programs[program] = self.compile(selected, inputs, copies)
+            chosen = self._program(program, selected, inputs, copies)
             if not known:
                 self._remember(selected, signature)
+        args = (selected, *inputs, *([copies.arguments] if copies else []))
+        with step_context(chosen.layout), with_remedies(chosen.layout):
             try:
-                result = run(*args)
+                result = chosen.run(*args)
             except ValueError:
                 _checks.check_replicated(model_state)
                 raise
@@ -117,23 +126,27 @@ class CompiledStep:
         With a store of snapshots, the function copies the state.
         """
         selected, layout = self.select(state), self.zero._layout
-        with step_context(layout), with_remedies(layout):
+        with no_mesh(), with_remedies(layout):
             batch, model_state = self._placed(batch), layout.replicate_new(model_state)
-            selected = layout.place_scalars(selected)
+            selected, inputs = layout.place_scalars(selected), Inputs(batch, key, model_state)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
             program = self.signature(selected), _types_of(batch), copies and copies.key
-            run = self._program(program, selected, batch, copies)
-            extra = [copies.arguments] if copies else []
-            return run.lower(selected, batch, key, model_state, *extra)
+            chosen = self._program(program, selected, inputs, copies)
+        extra = [copies.arguments] if copies else []
+        with step_context(chosen.layout), with_remedies(chosen.layout):
+            lowered: jax.stages.Lowered = chosen.run.lower(selected, *inputs, *extra)
+            return lowered
 
     def _placed(self, batch: Batch) -> Any:
         _checks.check_batch(batch, self.zero.num_devices, self.microbatches)
         return self.zero._layout.place_batch(batch)
 
-    def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def _program(
+        self, key: Any, selected: Tree, inputs: Inputs, copies: StepCopies | None
+    ) -> Program:
         if key not in self._programs:
-            self._programs[key] = self.compile(selected, batch, copies)
-        return self._programs[key][0]
+            self._programs[key] = self.compile(selected, inputs, copies)
+        return self._programs[key]
 
 
 def _placed_types(leaves: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -46,7 +46,7 @@ class DeviceLoss:
             self.closed, results = trace(fn, treedef.unflatten(leaves), *args)
             self._results = jax.tree.structure(results)
 
-        with marking():
+        with marking(per_device=True):
             self._axes.run(run, (self.specs, PartitionSpec()), self.types, args, of_types=True)
         # What no output needs uses no parameter.
         every = [True] * len(self.closed.jaxpr.outvars)
@@ -59,7 +59,7 @@ class DeviceLoss:
                 f"the loss has a collective ({collective}, such as that of a BatchNorm with the "
                 "statistics of all devices) in a branch or a loop that devices take by their own "
                 "data: devices would exchange what does not belong together. Move it out of the "
-                "branch, or pass sync_batch_norm=False (docs: how_to/batch_norm)."
+                "branch (docs: understand/meaning)."
             )
 
     def evaluate(

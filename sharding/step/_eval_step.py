@@ -1,5 +1,6 @@
 """Steps without an update: a function of parameters and a batch; loss and gradients alone."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,12 +17,18 @@ from sharding.placement._train_state import model_state_of, params_of, resolve_t
 from sharding.recovery._replica_program import StepCopies
 from sharding.step._call_loss import call_loss
 from sharding.step._checks import check_placed
-from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._choose_program import (
+    check_of_devices,
+    choose_program,
+    evaluates_per_device,
+)
+from sharding.step._compiled_step import CompiledStep, Program, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import inverse_weight
 from sharding.step._placed_state import param_shardings
+from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
 
@@ -32,39 +39,42 @@ class EvalStep(CompiledStep):
     def __init__(self, zero: Any, loss: StepLoss, is_loss: bool):
         super().__init__(zero)
         self.loss, self.is_loss = loss, is_loss
-        if loss.rngs:
-            raise ValueError(
-                "eval_step has no keys, which the loss takes by rngs: evaluate a function that "
-                "draws no random numbers, such as one without dropout."
-            )
 
     def select(self, state: Tree) -> Any:
         return params_of(state), model_state_of(state, self.loss.model_state)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
         params, fields = selected
-        layout = self.zero._layout
+        layout = self._layout(params, inputs, fields)
         placed = layout.place(params)
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
         spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
-        ins = shardings, layout.batch_shardings(batch), None, layout.replicated
+        ins = shardings, layout.batch_shardings(inputs.batch), None, layout.replicated
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
-        return jax.jit(run, in_shardings=ins), shardings
+        return Program(jax.jit(run, in_shardings=ins), shardings, layout)
+
+    def _layout(self, params: Tree, inputs: Inputs, fields: Tree) -> Layout:
+        """With the choice of how the function runs."""
+        state = fields if inputs.model_state is None else inputs.model_state
+        given = self.loss, self.is_loss, params, inputs._replace(model_state=state)
+        per_device = evaluates_per_device(self.zero, *given)
+        return dataclasses.replace(self.zero._layout, per_device=per_device)
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
     ) -> Any:
         """What the function returns, on the mesh: scalars averaged, arrays concatenated."""
-        del key
         spec = spec._replace(layout=layout)
         check_passed(passed, self.loss.model_state)
         params, fields = selected
-        args = loss_args(self.loss, batch, fields if passed is None else passed, None)
+        key = jax.random.key(0) if key is None else key
+        keys = microbatch_key(self.loss.rngs, key, 0, batch)
+        args = loss_args(self.loss, batch, fields if passed is None else passed, keys)
         fn = self.parts if self.is_loss else self.loss.fn
-        if layout.view == "global":
+        if not layout.per_device:
             return self.joined(eval_global(spec, fn, params, args))
         leaves, treedef = jax.tree.flatten(params)
         specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]
@@ -121,14 +131,18 @@ class ValueAndGrad(CompiledStep):
         specs = jax.tree.leaves(placed.shards, is_leaf=is_spec)
         return (super().signature(selected), *specs)
 
-    def _program(self, key: Any, selected: Tree, batch: Batch, copies: StepCopies | None) -> Any:
+    def _program(
+        self, key: Any, selected: Tree, inputs: Inputs, copies: StepCopies | None
+    ) -> Program:
         """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
-            return self.compile(selected, batch, copies)[0]
-        return super()._program(key, selected, batch, copies)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, inputs))):
+            return self.compile(selected, inputs, copies)
+        return super()._program(key, selected, inputs, copies)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
-        layout, sync = self.zero._layout, self.zero.sync
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+        sync, program = self.zero.sync, choose_program(self.zero, self.loss, selected, inputs)
+        check_of_devices(program, self.zero.needs_devices)
+        layout = dataclasses.replace(self.zero._layout, per_device=program.per_device)
         placed = layout.place(selected, self.param_specs)
         if sync and sync_state_types(layout, sync, selected, placed) is not None:
             raise ValueError(
@@ -141,7 +155,8 @@ class ValueAndGrad(CompiledStep):
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
             own, given = spec._replace(layout=layout), Inputs(*inputs)
-            reduced = gradients(own, self.loss, params, given, None, False)
+            given = given._replace(batch=program.with_totals(given.batch))
+            reduced = gradients(own, program.loss, params, given, None, False)
             metrics = reduced.metrics
             return metrics["loss"], metrics.get("aux"), reduced.model_state, reduced.grads
 
@@ -151,4 +166,5 @@ class ValueAndGrad(CompiledStep):
 
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
-        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs), None
+        jitted = jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
+        return Program(jitted, None, layout)

@@ -64,7 +64,7 @@ def gradients(
     gradients and would hold all unsharded parameters until then.
     """
     layout = spec.layout
-    if layout.view == "global":
+    if not layout.per_device:
         return Gradients(*global_gradients(spec, loss, params, inputs))
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)

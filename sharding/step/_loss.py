@@ -20,10 +20,17 @@ class StepLoss(Loss):
     microbatches: int = 1
     # Whether the transformation requires the norms of the local gradients.
     local_norm: bool = False
+    # Of a sum over rows, the number of parts that it is a mean over.
+    times: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole_number("microbatches", self.microbatches, 1)
+
+    def split(self, out: Tree) -> tuple[Any, Any, Any, Any]:
+        """``Loss.split``, with a total of which the mean over parts is trained."""
+        total, *more = super().split(out)
+        return (total * self.times if self.times > 1 else total, *more)
 
     def first_args(self, axes: tuple[str, ...], inputs: "Inputs") -> tuple[Any, ...]:
         """The arguments for the first micro-batch, to be traced for their types."""
@@ -36,8 +43,10 @@ class StepLoss(Loss):
         self, axes: tuple[str, ...], key: Any, microbatch: Batch, index: Any, model_state: Tree
     ) -> tuple[Any, ...]:
         """``loss_args`` for micro-batch ``index`` of this device."""
-        # Micro-batches are numbered in the order of the batch of all devices.
-        number = lax.axis_index(axes) * self.microbatches + index
+        number = index
+        if self.per_device or self.rngs == "per_example":
+            # Micro-batches are numbered in the order of the batch of all devices.
+            number = lax.axis_index(axes) * self.microbatches + index
         keys = microbatch_key(self.rngs, key, number, microbatch)
         return loss_args(self, microbatch, model_state, keys)
 

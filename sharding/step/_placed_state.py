@@ -122,7 +122,7 @@ class StateMethods:
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         axes, shown = (layout.axes, layout.replica_axes), (tuple(rows), describe_rows(layout))
-        options: Any = layout.gather_group_bytes, self.view, self.gathered_blocks, tuple(absent)
+        options: Any = layout.gather_group_bytes, self.gathered_blocks, tuple(absent)
         return Description(self.mesh, self.stage, *axes, *shown, *options)
 
     def init(
@@ -152,7 +152,7 @@ class StateMethods:
         # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
         types = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
         out_shardings = jax.tree.map(lambda x: x.sharding, types)
-        with step_context(self._layout, keep=self.mesh):
+        with step_context(self._layout):
             run = jax.jit(_on_mesh(self, make), out_shardings=out_shardings)
             return run(*self._layout.replicate_foreign(args))
 
@@ -171,7 +171,7 @@ class StateMethods:
         sizes.
         """
         check_makes("abstract_state", make_state, _OF_EXISTING)
-        with step_context(self._layout, keep=self.mesh):
+        with step_context(self._layout):
             types = with_sync(self, jax.eval_shape(_on_mesh(self, make_state), *args), param_specs)
         shardings = self.shardings(types, tx=tx, param_specs=param_specs)
         types = jax.tree.map(lambda x, to: x.update(sharding=to, weak_type=False), types, shardings)
@@ -355,9 +355,9 @@ def _in_host_memory(zero: Any, rows: Any, tree: Tree) -> list[Any]:
 
 
 def _on_mesh(zero: Any, make_state: Callable[..., Any]) -> Callable[..., Any]:
-    """In the global view a model may name axes of the mesh where it is made."""
+    """A model may name axes of the mesh where it is made."""
     layout = zero._layout
-    if zero.view == "device" or not layout.explicit_axes:
+    if not layout.explicit_axes:
         return make_state
 
     def replicated(out: Tree) -> Any:

@@ -1,7 +1,6 @@
 """The plan of a step: how each parameter is sharded, gathered, differentiated and synchronized."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding._types import Tree
-from sharding._user_line import warn
+from sharding._user_line import warn, warn_once
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.loss._evaluate import Fetch
 from sharding.placement._layout import Layout, Placement
@@ -266,10 +265,6 @@ def warn_of_unsharded(plan: StepPlan, fetches: list[Fetch]) -> None:
         "shard another dim than the one that a loop slices off, by param_specs (docs: "
         "how_to/stage_3)."
     )
-
-
-# Traces of other calls and steps have the same to say of a model.
-warn_once = functools.cache(warn)
 
 
 def _printed_size(size: int) -> str:

@@ -19,8 +19,9 @@ from sharding.placement._on_mesh import on_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _update
-from sharding.step._checks import check_not_streamed, check_placed
-from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._checks import check_placed
+from sharding.step._choose_program import LossProgram, check_of_devices, choose_program
+from sharding.step._compiled_step import CompiledStep, Program, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, StepLoss
 from sharding.step._placed_state import places
@@ -28,7 +29,7 @@ from sharding.step._reduce_gradients import num_local_gradients
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
-from sharding.step._update_in_backward import update_in_backward
+from sharding.step._update_in_backward import check_alone, update_in_backward
 
 
 class TrainStep(CompiledStep):
@@ -48,9 +49,10 @@ class TrainStep(CompiledStep):
         _train_state.check_tx(tx)
         if update not in ("after", "backward"):
             raise ValueError(f"update must be 'after' or 'backward', got {update!r}.")
-        self.updates_in_backward = update == "backward"
-        if not self.updates_in_backward:
-            check_not_streamed(zero)
+        # Nothing else takes stacks of parameters that are in host memory.
+        self.updates_in_backward = update == "backward" or zero.offload == "all"
+        if self.updates_in_backward:
+            check_alone(zero, snapshot)
         super().__init__(zero, loss.microbatches)
         self.loss, self.tx = loss, tx
         self.trainable, self.grad_norm = trainable, grad_norm
@@ -70,8 +72,9 @@ class TrainStep(CompiledStep):
         options: Any = {"param_specs": param_specs, "trainable": self.trainable}
         return self.zero.describe(state, tx=self.tx, **options)
 
-    def compile(self, selected: Tree, batch: Batch, copies: StepCopies | None) -> tuple[Any, Tree]:
-        layout = self.zero._layout
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+        chosen = self.choose(selected, inputs)
+        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
         trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
@@ -87,18 +90,28 @@ class TrainStep(CompiledStep):
                 )
             return shardings, metrics
 
-        run = on_mesh(layout, functools.partial(self.step, spec), out_shardings)
-        ins: tuple[Any, ...] = shardings, layout.batch_shardings(batch), None, layout.replicated
+        run = on_mesh(layout, functools.partial(self.step, spec, chosen), out_shardings)
+        of_batch = layout.batch_shardings(inputs.batch)
+        ins: tuple[Any, ...] = shardings, of_batch, None, layout.replicated
         outs: tuple[Any, Any] = shardings, None
         if copies is not None:
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
         jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-        return jitted, shardings
+        return Program(jitted, shardings, layout)
+
+    def choose(self, state: Tree, inputs: Inputs) -> LossProgram:
+        """How the loss runs, of a state and a batch, real or abstract."""
+        own = _train_state.model_state_of(state, self.loss.model_state)
+        given = inputs if own is None else inputs._replace(model_state=own)
+        chosen = choose_program(self.zero, self.loss, _train_state.params_of(state), given)
+        check_of_devices(chosen, self.zero.needs_devices)
+        return chosen
 
     def step(
         self,
         spec: StepSpec,
+        chosen: LossProgram,
         layout: Layout,
         state: Tree,
         batch: Batch,
@@ -111,11 +124,12 @@ class TrainStep(CompiledStep):
         check_passed(passed, self.loss.model_state)
         key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
         own = _train_state.model_state_of(state, self.loss.model_state)
+        batch = chosen.with_totals(batch)
         inputs = Inputs(batch, key, passed if own is None else own)
         state, sync_state = split_sync_state(state)
         if self.updates_in_backward:
             new, metrics, changed = update_in_backward(
-                spec, self.loss, state, inputs, self.tx, self.grad_norm
+                spec, chosen.loss, state, inputs, self.tx, self.grad_norm
             )
             return self._with_model_state(new, metrics, changed, layout)
         params, opt_state, tx = _train_state.parts(state, self.tx)
@@ -124,9 +138,8 @@ class TrainStep(CompiledStep):
         transform: Any = jax.jit(functools.partial(plain, num_pieces=2), inline=True)
         traits = _update.update_traits(spec, transform, params, opt_state)
 
-        loss = dataclasses.replace(self.loss, local_norm=traits.local_norm)
-        if traits.local_norm and layout.view == "global":
-            raise ValueError(_update.NO_LOCAL_NORM)
+        loss = dataclasses.replace(chosen.loss, local_norm=traits.local_norm)
+        check_of_devices(chosen, {"gradient_noise_scale": traits.local_norm})
         early = traits.sums and layout.stage in (1, 2)
         reduced = gradients(spec, loss, params, inputs, sync_state, early)
 

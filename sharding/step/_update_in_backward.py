@@ -47,12 +47,6 @@ from sharding.step._update import gather_updated
 
 def check_alone(zero: Any, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
-    if zero.mesh.size > 1 and zero.view == "device":
-        raise ValueError(
-            "update='backward' on several devices gives the loss all rows of the batch, as under "
-            f"jit, and the mesh has {zero.mesh.size} devices. Make Zero with view='global': losses "
-            "that are means over examples are the same there."
-        )
     asked = {
         f"offload={zero.offload!r}": zero.offload == "optimizer",
         "sync=": zero.sync is not None,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sharding import _user_line
 from sharding.step import _step_plan
 
 
@@ -11,5 +12,5 @@ def warns_of_small_models():
     # Not the test's monkeypatch: that one must be undone before the test's other fixtures end.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_step_plan, "FEW_BYTES", 0)
-        _step_plan.warn_once.cache_clear()
+        _user_line.warn_once.cache_clear()
         yield

@@ -4,6 +4,8 @@ No leaf has a true gradient of zero (so no bias of attention keys): there a shar
 run would differ by nothing but rounding noise.
 """
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,8 +119,11 @@ def mesh_of(kind=AxisType.Auto, **axes):
 
 
 def zero_on(*shape, names=("data",), kind=AxisType.Auto, **options):
+    """With ``view`` its losses run per device, or partitioned, whatever is proven of them."""
     mesh = mesh_of(kind, **dict(zip(names, shape, strict=True)))
-    return shd.Zero(mesh, **({"min_shard_size": 0} | options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return shd.Zero(mesh, **({"min_shard_size": 0} | options))
 
 
 def make_of(make_params, tx):

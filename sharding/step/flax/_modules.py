@@ -10,11 +10,10 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
-from sharding.loss._marks import is_marking
+from sharding.loss._marks import is_marking, is_per_device
 from sharding.loss._rules import after_input
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
-from sharding.step._batch_moments import over_devices
 from sharding.step._gather_params import gather, gathered, split_arrays
 from sharding.step._lookup import lookup
 
@@ -175,9 +174,7 @@ def _check_own(cls: Any, base: Any) -> None:
 _CALLED = "a Flax linen module that the loss calls. It calls"
 
 
-def in_step(
-    zero: Any, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool
-) -> Callable[..., Any]:
+def in_step(zero: Any, loss_fn: Callable[..., Any], all_blocks: bool) -> Callable[..., Any]:
     """A loss whose Flax modules know that the batch is sharded, and which blocks gather."""
     unchecked = all_blocks
 
@@ -185,7 +182,7 @@ def in_step(
     def call(params: Tree, *args: Any) -> Any:
         nonlocal unchecked
         named = without_names(params, zero._layout)
-        with _intercepting(zero, sync_batch_norm) as check:
+        with _intercepting(zero) as check:
             out = loss_fn(named, *args)
             if unchecked:  # the first trace alone: jax caches that of a jitted model
                 check()
@@ -196,7 +193,7 @@ def in_step(
 
 
 @contextlib.contextmanager
-def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], None]]:
+def _intercepting(zero: Any) -> Iterator[Callable[[], None]]:
     """A context in which linen modules do so; yields a check that all blocks were found."""
     nn, layout, blocks = sys.modules.get("flax.linen"), zero._layout, zero.gathered_blocks
     if nn is None:
@@ -211,9 +208,6 @@ def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], Non
         module = context.module
         if context.method_name != "__call__" or module.is_initializing():
             return next_fun(*args, **kwargs)
-        if sync_batch_norm and zero.view == "device" and isinstance(module, nn.BatchNorm):
-            with over_devices(module, layout.data_axes):
-                return next_fun(*args, **kwargs)
         name, path = type(module).__name__, "/".join(module.path)
         seen.setdefault(name, path)
         own = {pattern for pattern in blocks if matches(pattern, name, path)}
@@ -228,7 +222,7 @@ def _intercepting(zero: Any, sync_batch_norm: bool) -> Iterator[Callable[[], Non
             inside = False
 
     rules = nn.get_logical_axis_rules()
-    if zero.view == "device":
+    if is_per_device():
         # Each device has its own shard of the batch: constraints cannot name the axes it is over.
         rules = _without_axes(rules, layout.data_axes)
     with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):

@@ -18,7 +18,6 @@ from sharding.loss._loss_options import NUMBERED, AnyLoss, Loss, as_loss, as_pai
 from sharding.placement._describe import Description
 from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import resolve_param_specs, sharding_on
-from sharding.step._batch_moments import set_axes
 from sharding.step._checks import check_makes
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._modules import check_found, gathered_module, matches
@@ -175,7 +174,7 @@ class NnxStep:
         own = {"rngs": NUMBERED, "model_state": True, "reduction": reduction}
         self._step = plain.train_step(dataclasses.replace(loss, fn=self._loss, **own), **options)
         self._step.blocks = zero.gathered_blocks
-        self.zero = dataclasses.replace(zero, view=self._step.zero.view)
+        self.zero = zero
 
     def __call__(self, model: Any, optimizer: Any, batch: Batch, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
@@ -400,8 +399,6 @@ def prepare(zero: Any, model: Any) -> None:
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
     named = [(path, type(m).__name__, "/".join(map(str, path)), m) for path, m in modules]
     for path, cls, name, module in named:
-        if isinstance(module, nnx.BatchNorm) and zero.view == "device":
-            set_axes(module, zero._layout.data_axes)
         own = {pattern for pattern in blocks if matches(pattern, cls, name)}
         found |= own
         if own and not any(path[: len(outer)] == outer for outer in gathered):

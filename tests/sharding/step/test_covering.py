@@ -46,7 +46,7 @@ class Row:
     weighted: int
     frozen: int
     model_state: int
-    view: str = "device"
+    view: str | None = None
 
     def __str__(self):
         words = [self.optimizer, self.mesh, f"stage {self.stage}", self.sync]

@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from sharding import _user_line
 from sharding.step import _step_plan
 
 from .. import model
@@ -148,7 +149,7 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     listed = state[0] | {"layers": [state[0]["layers"][name] for name in names]}
     assert_same(((listed, *state[1:]), found[1]), reference())
     step = zero.train_step(loss_fn, tx=TX)
-    _step_plan.warn_once.cache_clear()
+    _user_line.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="with a loss that gathers no layer") as seen:
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert [warning.filename for warning in seen] == [__file__]  # the line that calls the step
@@ -250,7 +251,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     expected = train_alone(make_state, mean)
     assert_same(found, expected)
     step = zero.train_step(own_loss)
-    _step_plan.warn_once.cache_clear()
+    _user_line.warn_once.cache_clear()
     with pytest.warns(UserWarning, match=used):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert runs.gathers_behind(program, "4x16xf64").count(False) == 2

@@ -1,0 +1,343 @@
+"""How a loss runs: each device its own rows, where that is proven to be the same loss.
+
+A step trains the loss of the whole batch, as it is under ``jit``. Two programs compute it:
+
+| program | runs where | gradients are reduced by |
+|---|---|---|
+| per device | the loss is proven a mean, a sum, or ratios of sums over rows | this library |
+| partitioned | rows meet in it, or nothing is proven | XLA's partitioner |
+
+Sums that a loss divides by are computed before it, of all rows; what is left is a mean or a sum.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from optax_ext.traced_graph import Graph, evaluate
+from sharding._jaxprs import all_equations
+from sharding._types import Batch, Tree
+from sharding.loss._marks import marking
+from sharding.loss._row_states import Coupled, Rows, Shared, State
+from sharding.loss._rows import LossRows, rows_of_loss
+from sharding.placement._layout import Layout
+from sharding.placement._specs import axes_of
+from sharding.step._loss import Inputs, StepLoss, loss_args
+from sharding.step._rng import microbatch_key
+
+_ASKED = "all rows, as the step asks"
+_NOT_TRACED = "it is not known what the loss does with rows"
+
+
+class LossProgram(NamedTuple):
+    """How a loss runs, and why."""
+
+    loss: StepLoss
+    per_device: bool
+    why: str
+    # What a micro-batch of the loss is a part of, of a batch.
+    with_totals: Callable[[Batch], Batch] = lambda batch: batch
+
+    def __str__(self) -> str:
+        return f"{'per device' if self.per_device else 'partitioned'}: {self.why}"
+
+
+class Proof(NamedTuple):
+    """What is proven of a loss and of all that it returns."""
+
+    rows: LossRows
+    total: State
+    weight: State | None
+    model_state: list[State]
+    aux: list[State]
+    names_data_axes: bool  # in a constraint, which no device can place by itself
+
+    def is_apart(self, random: bool = False) -> bool:
+        """Whether the losses of parts of the rows add up, or average, to that of all."""
+        parts = [self.total] + ([] if self.weight is None else [self.weight])
+        powers: list[int] = [0] if self.weight is None else [0, 1]
+        return any(all(_adds_up(v, (power,), random) for v in parts) for power in powers)
+
+    @property
+    def is_sum(self) -> bool:
+        return self.weight is None and _adds_up(self.total, (1,), random=True)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether each device may compute its own rows, and all that is returned is the same."""
+        return (
+            not self.names_data_axes
+            and (self.is_apart() or (self.is_sum and not _is_random(self.total)))
+            and all(_adds_up(v, (0,)) for v in self.model_state)
+            and all(map(_is_returned, self.aux))
+        )
+
+    @property
+    def cause(self) -> str:
+        """Why it is not, in words."""
+        meet = [self.total, self.weight, *self.model_state, *self.aux]
+        found = [str(v) for v in meet if isinstance(v, Coupled)]
+        if self.names_data_axes:
+            return "it places arrays along the axes of the data"
+        if found:
+            return f"rows meet in {found[0]}"
+        if any(map(_is_random, meet)):
+            return "its random numbers depend on the index of a row"
+        return f"it is {self.rows}, and returns what devices cannot average or join"
+
+
+def choose_program(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> LossProgram:
+    """How a step of these types runs a loss.
+
+    Raises:
+      ValueError: if micro-batches would change its value, or an option needs gradients of devices
+        and these are not parts of the loss.
+    """
+    parts = zero.num_devices * loss.microbatches
+    if loss.per_device:
+        return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")
+    if parts == 1 and loss.per_device is None:
+        return LossProgram(loss, True, "one device has all rows")
+    if loss.microbatches == 1 and loss.per_device is not None:
+        return LossProgram(loss, False, _ASKED)
+    proof = prove(zero, loss, params, inputs)
+    weights = _weights(proof, params, inputs) if proof else []
+    with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
+    if proof and weights:
+        keys = _keys(loss, inputs, inputs.batch)
+        rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
+        args = _as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
+        totals = _Totals(loss.fn, args, weights, _names_before(proof.rows.graph, weights))
+        loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
+        types = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
+        proof = prove(zero, loss, params, inputs._replace(batch=types))
+    if loss.microbatches > 1 and loss.coupled is None:
+        _check_apart(loss, proof)
+    exact = proof is not None and proof.is_exact and loss.per_device is None
+    if proof is not None and proof.is_sum:
+        loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
+    if exact:
+        loss = dataclasses.replace(loss, reduction="mean")
+    said = _ASKED if loss.per_device is False else _said(proof)
+    return LossProgram(loss, exact, said, with_totals)
+
+
+def evaluates_per_device(
+    zero: Any, loss: StepLoss, is_loss: bool, params: Tree, inputs: Inputs
+) -> bool:
+    """Whether each device evaluates a function of its own rows, whose results are joined."""
+    if loss.per_device is not None or zero.num_devices == 1:
+        return loss.per_device is not False
+    if loss.rngs:  # its keys are those of all rows
+        return False
+    if is_loss:
+        proof = prove(zero, loss, params, inputs)
+        return proof is not None and proof.is_exact and not proof.is_sum
+    found = _trace_rows(zero, loss, loss.fn, params, inputs)
+    if found is None or found.names_data_axes:
+        return False
+    return all(map(_is_returned, found.rows.results))
+
+
+def _said(proof: Proof | None) -> str:
+    if proof is None:
+        return _NOT_TRACED
+    return f"the loss is a {proof.rows.word} over rows" if proof.is_exact else proof.cause
+
+
+def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
+    """Raises if an option needs gradients of devices, and a program has none."""
+    for name in (name for name, is_given in options.items() if is_given and not program.per_device):
+        raise ValueError(
+            f"{name} needs gradients of single devices, which are parts of a loss only where that "
+            f"is a mean or a sum over rows. Of this one, {program.why}. Leave {name} out; or train "
+            "the mean of the losses of each device's rows, as DDP does, by shd.Loss(loss_fn, "
+            "per_device=True) (docs: understand/meaning)."
+        )
+
+
+def _check_apart(loss: StepLoss, proof: Proof | None) -> None:
+    """Raises if the mean over micro-batches is not known to be the loss."""
+    if proof is not None and (proof.is_apart(random=True) or proof.is_sum):
+        return
+    cause = _NOT_TRACED if proof is None else proof.cause
+    raise ValueError(
+        f"microbatches={loss.microbatches} would train another loss than that of the batch: "
+        f"{cause}. Make the step with microbatches=1; or, if the mean over micro-batches is meant, "
+        "give shd.Loss(loss_fn, coupled='by_microbatch') (docs: understand/meaning)."
+    )
+
+
+# --- What is proven -------------------------------------------------------------------------------
+
+
+def prove(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> Proof | None:
+    """What a loss does with rows, by its trace; None if it can be traced in a step alone."""
+    counts: list[int] = []
+
+    def split(params: Tree, *args: Any) -> Any:
+        total, weight, *more = loss.split(loss.fn(params, *args))
+        counts[:] = [len(jax.tree.leaves(x)) for x in more]
+        return total, weight if loss.weighted else None, *more
+
+    found = _trace_rows(zero, loss, split, params, inputs)
+    if found is None:
+        return None
+    total, *more = found.rows.results
+    weight = more.pop(0) if loss.weighted else None
+    states, aux = more[: counts[0]], more[counts[0] :]
+    graph, first = found.rows.graph, len(found.rows.results) - len(more)
+    for k, v in enumerate(states):
+        # Devices average floating values, and keep one of others.
+        dtype = graph.types[graph.outputs[first + k]].dtype
+        if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
+            states[k] = Coupled("a model state that is not floating depends on rows")
+    return Proof(found.rows, total, weight, states, aux, found.names_data_axes)
+
+
+class _TracedRows(NamedTuple):
+    rows: LossRows
+    names_data_axes: bool
+
+
+def _trace_rows(
+    zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, inputs: Inputs
+) -> _TracedRows | None:
+    """What a function of the arguments of a loss does with the rows of a batch."""
+    batch = jax.tree.map(_type_of, inputs.batch)
+    rest = loss_args(loss, batch, inputs.model_state, _keys(loss, inputs, batch))
+    args = _as_in_loss(zero, params), *rest
+    has_rows = [False, True] + [False] * (len(args) - 2)
+    has_rows[-1] |= loss.rngs == "per_example"
+    try:
+        with marking(per_device=True), _mesh_of(zero._layout):
+            rows = rows_of_loss(fn, jax.tree.map(_type_of, args), has_rows)
+    except Exception:  # of the user's function, or of what only a step gives it: that will say
+        return None
+    return _TracedRows(rows, bool(_axes_named(rows.graph.jaxpr) & set(zero._layout.data_axes)))
+
+
+def _as_in_loss(zero: Any, params: Tree) -> Any:
+    """The types of parameters as a loss gets them."""
+    of_loss = lambda x: jax.ShapeDtypeStruct(x.shape, zero.precision.of_loss(x.dtype))  # noqa: E731
+    return jax.tree.map(of_loss, jax.tree.map(_type_of, params))
+
+
+def _keys(loss: StepLoss, inputs: Inputs, batch: Batch) -> Any:
+    """The type of the keys that the loss gets for these rows."""
+    key = jax.random.key(0) if loss.rngs and inputs.key is None else inputs.key
+    return jax.eval_shape(lambda key: microbatch_key(loss.rngs, key, 0, batch), key)
+
+
+def _mesh_of(layout: Layout) -> Any:
+    """A context in which a loss may name axes."""
+    mesh = layout.mesh
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    kinds = (AxisType.Auto,) * len(abstract.axis_names)
+    return jax.sharding.use_abstract_mesh(abstract.update(axis_types=kinds))
+
+
+def _axes_named(jaxpr: Any) -> set[str]:
+    """The axes of shardings in a jaxpr."""
+    given = (eqn.params.get("sharding") for eqn in all_equations(jaxpr))
+    specs = [getattr(sharding, "spec", ()) for sharding in given]
+    return {axis for spec in specs for entry in spec or () for axis in axes_of(entry)}
+
+
+def _type_of(x: Any) -> Any:
+    if not hasattr(x, "dtype"):
+        x = np.asarray(x)
+    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _adds_up(v: State, powers: tuple[int, ...], random: bool = False) -> bool:
+    """Whether a value is shared, or a sum or mean over rows, of one of these powers."""
+    is_sum = isinstance(v, Rows) and v.is_sum and not v.ratios and (random or not v.random)
+    return isinstance(v, Rows | Shared) and (is_sum or isinstance(v, Shared)) and v.power in powers
+
+
+def is_joined(v: State) -> bool:
+    """Whether a value has rows in its first dim, as the results of devices are joined."""
+    is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
+    return is_apart and isinstance(v, Rows) and (v.dims, v.before, v.after) == ((0,), 1, 1)
+
+
+def _is_returned(v: State) -> bool:
+    """Whether what devices return, averaged or joined, is what all rows give."""
+    is_shared_array = isinstance(v, Shared) and bool(v.varies)
+    return (_adds_up(v, (0,)) and not is_shared_array) or is_joined(v)
+
+
+def _is_random(v: State | None) -> bool:
+    return isinstance(v, Rows) and v.random
+
+
+# --- Sums that a loss divides by ------------------------------------------------------------------
+
+
+def _weights(proof: Proof, params: Tree, inputs: Inputs) -> list[int]:
+    """The values of a loss's graph that it divides sums by, if they can be computed before it.
+
+    So they can if each is a scalar of the batch alone.
+    """
+    total, graph = proof.total, proof.rows.graph
+    if proof.weight is not None or not isinstance(total, Rows):
+        return []
+    weights = sorted({weight for _, weight in total.ratios}, key=str)
+    first = len(jax.tree.leaves(params))
+    of_batch = range(first, first + len(jax.tree.leaves(inputs.batch)))
+    for weight in weights:
+        if not isinstance(weight, int) or graph.types[weight].shape:
+            return []
+        _, needed = graph.needed([weight], ())
+        if not set(needed) - graph.constants.keys() <= set(of_batch):
+            return []
+    return weights
+
+
+@dataclasses.dataclass(frozen=True)
+class _Totals:
+    """A loss of a batch, and of its totals: the sums over all rows that it divides by."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]  # types: of parameters, and what comes after the batch
+    weights: list[int]  # values of the graph
+    names: list[str]  # of the primitives before the last weight
+
+    def __call__(self, params: Tree, given: Any, *rest: Any) -> Any:
+        """The loss, with totals in the place of the sums of these rows."""
+        graph, values = self._graph(params, given["batch"], *rest)
+        totals = dict(zip(self.weights, given["totals"], strict=True))
+        for eqn in graph.equations:
+            evaluate([eqn], values)
+            values |= {value: totals[value] for value in eqn.results if value in totals}
+        return jax.tree.unflatten(graph.out_treedef, [values[x] for x in graph.outputs])
+
+    def add(self, batch: Batch) -> dict[str, Any]:
+        """A batch and its totals."""
+        params, *rest = self.args
+        with marking(per_device=True):
+            graph, values = self._graph(params, batch, *rest)
+        evaluate(graph.needed(self.weights, ())[0], values)
+        return {"batch": batch, "totals": [values[weight] for weight in self.weights]}
+
+    def _graph(self, *args: Any) -> tuple[Graph, dict[Any, Any]]:
+        leaves, treedef = jax.tree.flatten(args)
+        flat = lambda leaves: self.fn(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
+        graph = Graph(flat, leaves, [False] * len(leaves), exact=True)
+        if _names_before(graph, self.weights) != self.names:
+            raise ValueError(
+                "the loss is another program for other numbers of rows, and its weights are not "
+                "found. Return the pair (sum, weight) with weighted=True."
+            )
+        return graph, graph.constants | dict(enumerate(leaves))
+
+
+def _names_before(graph: Graph, weights: list[int]) -> list[str]:
+    last = max(graph.producer[weight] for weight in weights)
+    return [eqn.primitive.name for eqn in graph.equations[: last + 1]]
