@@ -5,14 +5,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from sharding._types import Batch, Tree
 from sharding._user_line import warn_once
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
-from sharding.loss._marks import is_marking
 from sharding.placement._layout import Layout
-from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
+from sharding.placement._specs import AnyMesh, Axis, check_patterns
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
@@ -391,20 +388,8 @@ class Zero(StateMethods, NnxMethods):
         For use inside the loss, on any subtree of its parameters, such as one layer's in a
         ``lax.scan``. Unlike ``gathered``, it does not free them before the backward pass. Below
         stage 3 only gradients are reduce-scattered, or added to those of other micro-batches.
-
-        Raises:
-          ValueError: at stage 3, if called anywhere else than in the loss.
+        Outside of a loss it changes nothing.
         """
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        inside = is_marking() or set(self._layout.data_axes) <= set(manual)
-        if self.stage == 3 and not inside:
-            named = first_names(repr(path_str(p)) for p, _ in jax.tree.leaves_with_path(tree))
-            raise ValueError(
-                "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
-                f"called outside, on {named}. For unsharded parameters use "
-                "zero.full_params(state); for a function that is also called outside, "
-                "zero.gathered(fn) (docs: how_to/stage_3)."
-            )
         return gather(tree)
 
     def gathered(

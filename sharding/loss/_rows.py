@@ -87,9 +87,9 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     count = max(2, *counts, 2)  # a single row looks as what is broadcast
 
     def traced(count: int) -> Graph:
-        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves]
+        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else _type(x) for x in leaves]
         types = [
-            jax.ShapeDtypeStruct((count, *x.shape[1:]) if has else x.shape, x.dtype)
+            x.update(shape=(count, *x.shape[1:])) if has else x
             for x, has in zip(avals, rows, strict=True)
         ]
         flat = lambda leaves: fn(*jax.tree.unflatten(treedef, leaves))  # noqa: E731
@@ -105,6 +105,11 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
             states = dict.fromkeys(graph.outputs, Coupled(reason))
         return _in_a_word(graph, states)
     return _in_a_word(graph, _states(graph, twin, rows, count))
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> dict[Value, State]:

@@ -11,13 +11,13 @@ Sums that a loss divides by are computed before it, of all rows; what is left is
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._jaxprs import all_equations
@@ -26,12 +26,11 @@ from sharding.loss._marks import marking
 from sharding.loss._row_states import Coupled, Rows, Shared, State
 from sharding.loss._rows import LossRows, rows_of_loss
 from sharding.placement._layout import Layout
-from sharding.placement._specs import axes_of
+from sharding.placement._specs import axes_of, only_axes
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._rng import microbatch_key
 
 _ASKED = "all rows, as the step asks"
-_NOT_TRACED = "it is not known what the loss does with rows"
 
 
 class LossProgram(NamedTuple):
@@ -91,8 +90,10 @@ class Proof(NamedTuple):
         return f"it is {self.rows}, and returns what devices cannot average or join"
 
 
-def choose_program(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> LossProgram:
-    """How a step of these types runs a loss.
+def choose_program(
+    zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs
+) -> LossProgram:
+    """How a step of these types runs a loss; ``specs`` are those of parameters.
 
     Raises:
       ValueError: if micro-batches would change its value, or an option needs gradients of devices
@@ -105,30 +106,26 @@ def choose_program(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> L
         return LossProgram(loss, True, "one device has all rows")
     if loss.microbatches == 1 and loss.per_device is not None:
         return LossProgram(loss, False, _ASKED)
-    proof = prove(zero, loss, params, inputs)
-    weights = _weights(proof, params, inputs) if proof else []
+    proof = prove(zero, loss, params, specs, inputs)
     with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
-    if proof and weights:
-        keys = _keys(loss, inputs, inputs.batch)
-        rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
-        args = _as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
-        totals = _Totals(loss.fn, args, weights, _names_before(proof.rows.graph, weights))
+    if isinstance(proof, Proof) and (weights := _weights(proof, params, inputs)):
+        totals = _totals_of(zero, loss, params, inputs, proof, weights)
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
-        types = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
-        proof = prove(zero, loss, params, inputs._replace(batch=types))
+        given = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
+        proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
+    cause = _cause(proof)
     if loss.microbatches > 1 and loss.coupled is None:
-        _check_apart(loss, proof)
-    exact = proof is not None and proof.is_exact and loss.per_device is None
-    if proof is not None and proof.is_sum:
+        _check_apart(loss, proof, cause)
+    exact = isinstance(proof, Proof) and proof.is_exact and loss.per_device is None
+    if isinstance(proof, Proof) and proof.is_sum:
         loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
     if exact:
         loss = dataclasses.replace(loss, reduction="mean")
-    said = _ASKED if loss.per_device is False else _said(proof)
-    return LossProgram(loss, exact, said, with_totals)
+    return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
 
 
 def evaluates_per_device(
-    zero: Any, loss: StepLoss, is_loss: bool, params: Tree, inputs: Inputs
+    zero: Any, loss: StepLoss, is_loss: bool, params: Tree, specs: Tree, inputs: Inputs
 ) -> bool:
     """Whether each device evaluates a function of its own rows, whose results are joined."""
     if loss.per_device is not None or zero.num_devices == 1:
@@ -136,17 +133,17 @@ def evaluates_per_device(
     if loss.rngs:  # its keys are those of all rows
         return False
     if is_loss:
-        proof = prove(zero, loss, params, inputs)
-        return proof is not None and proof.is_exact and not proof.is_sum
-    found = _trace_rows(zero, loss, loss.fn, params, inputs)
-    if found is None or found.names_data_axes:
+        proof = prove(zero, loss, params, specs, inputs)
+        return isinstance(proof, Proof) and proof.is_exact and not proof.is_sum
+    found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
+    if isinstance(found, str) or found.names_data_axes:
         return False
     return all(map(_is_returned, found.rows.results))
 
 
-def _said(proof: Proof | None) -> str:
-    if proof is None:
-        return _NOT_TRACED
+def _cause(proof: Proof | str) -> str:
+    if isinstance(proof, str):
+        return proof
     return f"the loss is a {proof.rows.word} over rows" if proof.is_exact else proof.cause
 
 
@@ -161,11 +158,10 @@ def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
         )
 
 
-def _check_apart(loss: StepLoss, proof: Proof | None) -> None:
+def _check_apart(loss: StepLoss, proof: Proof | str, cause: str) -> None:
     """Raises if the mean over micro-batches is not known to be the loss."""
-    if proof is not None and (proof.is_apart(random=True) or proof.is_sum):
+    if isinstance(proof, Proof) and (proof.is_apart(random=True) or proof.is_sum):
         return
-    cause = _NOT_TRACED if proof is None else proof.cause
     raise ValueError(
         f"microbatches={loss.microbatches} would train another loss than that of the batch: "
         f"{cause}. Make the step with microbatches=1; or, if the mean over micro-batches is meant, "
@@ -176,8 +172,8 @@ def _check_apart(loss: StepLoss, proof: Proof | None) -> None:
 # --- What is proven -------------------------------------------------------------------------------
 
 
-def prove(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> Proof | None:
-    """What a loss does with rows, by its trace; None if it can be traced in a step alone."""
+def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> Proof | str:
+    """What a loss does with rows, by its trace; or why that is not known."""
     counts: list[int] = []
 
     def split(params: Tree, *args: Any) -> Any:
@@ -185,9 +181,9 @@ def prove(zero: Any, loss: StepLoss, params: Tree, inputs: Inputs) -> Proof | No
         counts[:] = [len(jax.tree.leaves(x)) for x in more]
         return total, weight if loss.weighted else None, *more
 
-    found = _trace_rows(zero, loss, split, params, inputs)
-    if found is None:
-        return None
+    found = _trace_rows(zero, loss, split, params, specs, inputs)
+    if isinstance(found, str):
+        return found
     total, *more = found.rows.results
     weight = more.pop(0) if loss.weighted else None
     states, aux = more[: counts[0]], more[counts[0] :]
@@ -206,23 +202,50 @@ class _TracedRows(NamedTuple):
 
 
 def _trace_rows(
-    zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, inputs: Inputs
-) -> _TracedRows | None:
-    """What a function of the arguments of a loss does with the rows of a batch."""
-    batch = jax.tree.map(_type_of, inputs.batch)
+    zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, specs: Tree, inputs: Inputs
+) -> _TracedRows | str:
+    """What a function of the arguments of a loss does with the rows of a batch, or why unknown."""
+    layout, batch = zero._layout, jax.tree.map(_type_of, inputs.batch)
     rest = loss_args(loss, batch, inputs.model_state, _keys(loss, inputs, batch))
-    args = _as_in_loss(zero, params), *rest
+    args = as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
     has_rows = [False, True] + [False] * (len(args) - 2)
     has_rows[-1] |= loss.rngs == "per_example"
-    try:
-        with marking(per_device=True), _mesh_of(zero._layout):
-            rows = rows_of_loss(fn, jax.tree.map(_type_of, args), has_rows)
-    except Exception:  # of the user's function, or of what only a step gives it: that will say
-        return None
-    return _TracedRows(rows, bool(_axes_named(rows.graph.jaxpr) & set(zero._layout.data_axes)))
+    causes = []
+    # As under jit where axes are Auto; or where the user's are Explicit, which the loss may name.
+    choices: list[frozenset[str]] = [frozenset(), layout.other_axes]
+    for explicit in choices if layout.other_axes else choices[:1]:
+        mesh = _mesh_of(layout, explicit)
+        typed = _typed(mesh, args, specs, explicit) if explicit else args
+        try:
+            with marking(per_device=True), jax.sharding.use_abstract_mesh(mesh):
+                rows = rows_of_loss(fn, typed, has_rows)
+        except Exception as error:  # of the user's function, or of what only a step gives it
+            causes.append(f"it cannot be traced by itself ({type(error).__name__}: {error})")
+        else:
+            return _TracedRows(rows, bool(_axes_named(rows.graph.jaxpr) & set(layout.data_axes)))
+    return causes[0]
 
 
-def _as_in_loss(zero: Any, params: Tree) -> Any:
+def _mesh_of(layout: Layout, explicit: Collection[str]) -> Any:
+    """The mesh, of which some axes are part of types."""
+    mesh = layout.mesh.abstract_mesh if isinstance(layout.mesh, Mesh) else layout.mesh
+    kinds = [AxisType.Explicit if x in explicit else AxisType.Auto for x in mesh.axis_names]
+    return mesh.update(axis_types=tuple(kinds))
+
+
+def _typed(mesh: Any, args: tuple[Any, ...], specs: Tree, explicit: Collection[str]) -> Any:
+    """Types of arguments with their shardings over some axes."""
+    params, *rest = args
+    treedef = jax.tree.structure(params)
+    place = lambda x, spec: x.update(  # noqa: E731
+        sharding=NamedSharding(mesh, only_axes(spec, explicit))
+    )
+    placed = map(place, jax.tree.leaves(params), treedef.flatten_up_to(specs))
+    others = jax.tree.map(lambda x: place(x, PartitionSpec()), rest)
+    return treedef.unflatten(placed), *others
+
+
+def as_in_loss(zero: Any, params: Tree) -> Any:
     """The types of parameters as a loss gets them."""
     of_loss = lambda x: jax.ShapeDtypeStruct(x.shape, zero.precision.of_loss(x.dtype))  # noqa: E731
     return jax.tree.map(of_loss, jax.tree.map(_type_of, params))
@@ -232,14 +255,6 @@ def _keys(loss: StepLoss, inputs: Inputs, batch: Batch) -> Any:
     """The type of the keys that the loss gets for these rows."""
     key = jax.random.key(0) if loss.rngs and inputs.key is None else inputs.key
     return jax.eval_shape(lambda key: microbatch_key(loss.rngs, key, 0, batch), key)
-
-
-def _mesh_of(layout: Layout) -> Any:
-    """A context in which a loss may name axes."""
-    mesh = layout.mesh
-    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    kinds = (AxisType.Auto,) * len(abstract.axis_names)
-    return jax.sharding.use_abstract_mesh(abstract.update(axis_types=kinds))
 
 
 def _axes_named(jaxpr: Any) -> set[str]:
@@ -252,7 +267,9 @@ def _axes_named(jaxpr: Any) -> set[str]:
 def _type_of(x: Any) -> Any:
     if not hasattr(x, "dtype"):
         x = np.asarray(x)
-    return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    dtype = x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 def _adds_up(v: State, powers: tuple[int, ...], random: bool = False) -> bool:
@@ -336,6 +353,15 @@ class _Totals:
                 "found. Return the pair (sum, weight) with weighted=True."
             )
         return graph, graph.constants | dict(enumerate(leaves))
+
+
+def _totals_of(
+    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: Proof, weights: list[int]
+) -> _Totals:
+    keys = _keys(loss, inputs, inputs.batch)
+    rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
+    args = as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
+    return _Totals(loss.fn, args, weights, _names_before(proof.rows.graph, weights))
 
 
 def _names_before(graph: Graph, weights: list[int]) -> list[str]:

@@ -45,8 +45,8 @@ class EvalStep(CompiledStep):
 
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
         params, fields = selected
-        layout = self._layout(params, inputs, fields)
-        placed = layout.place(params)
+        placed = self.zero._layout.place(params)
+        layout = self._chosen_layout(params, placed.params, inputs, fields)
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
@@ -56,10 +56,10 @@ class EvalStep(CompiledStep):
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
         return Program(jax.jit(run, in_shardings=ins), shardings, layout)
 
-    def _layout(self, params: Tree, inputs: Inputs, fields: Tree) -> Layout:
+    def _chosen_layout(self, params: Tree, specs: Tree, inputs: Inputs, fields: Tree) -> Layout:
         """With the choice of how the function runs."""
         state = fields if inputs.model_state is None else inputs.model_state
-        given = self.loss, self.is_loss, params, inputs._replace(model_state=state)
+        given = self.loss, self.is_loss, params, specs, inputs._replace(model_state=state)
         per_device = evaluates_per_device(self.zero, *given)
         return dataclasses.replace(self.zero._layout, per_device=per_device)
 
@@ -140,10 +140,10 @@ class ValueAndGrad(CompiledStep):
         return super()._program(key, selected, inputs, copies)
 
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
-        sync, program = self.zero.sync, choose_program(self.zero, self.loss, selected, inputs)
+        sync, placed = self.zero.sync, self.zero._layout.place(selected, self.param_specs)
+        program = choose_program(self.zero, self.loss, selected, placed.params, inputs)
         check_of_devices(program, self.zero.needs_devices)
         layout = dataclasses.replace(self.zero._layout, per_device=program.per_device)
-        placed = layout.place(selected, self.param_specs)
         if sync and sync_state_types(layout, sync, selected, placed) is not None:
             raise ValueError(
                 "value_and_grad cannot return the state of the gradient sync; use train_step, "

@@ -73,10 +73,10 @@ class TrainStep(CompiledStep):
         return self.zero.describe(state, tx=self.tx, **options)
 
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
-        chosen = self.choose(selected, inputs)
-        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
+        chosen = self.choose(selected, placed.params, inputs)
+        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
         trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
         zero = self.zero
         options = zero.precision, placed, trained, zero.sync, opt_specs, self.blocks
@@ -100,11 +100,12 @@ class TrainStep(CompiledStep):
         jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
         return Program(jitted, shardings, layout)
 
-    def choose(self, state: Tree, inputs: Inputs) -> LossProgram:
+    def choose(self, state: Tree, specs: Tree, inputs: Inputs) -> LossProgram:
         """How the loss runs, of a state and a batch, real or abstract."""
         own = _train_state.model_state_of(state, self.loss.model_state)
         given = inputs if own is None else inputs._replace(model_state=own)
-        chosen = choose_program(self.zero, self.loss, _train_state.params_of(state), given)
+        params = _train_state.params_of(state)
+        chosen = choose_program(self.zero, self.loss, params, specs, given)
         check_of_devices(chosen, self.zero.needs_devices)
         return chosen
 
