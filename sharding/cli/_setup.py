@@ -221,7 +221,6 @@ def setup_of(options: Namespace) -> Setup:
         update_on="host" if getattr(options, "update_on_host", False) else "device",
         axis=tuple(name for name in axis if name not in replica),
         replica_axis=replica or None,
-        view="global" if by_layer else "device",
         precision=Precision(
             compute=_floating_dtype("--compute-dtype", options.compute_dtype),
             reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),

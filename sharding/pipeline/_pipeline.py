@@ -281,7 +281,9 @@ class Pipeline:
 
     def as_loss(self) -> Loss:
         """Itself with its options, as all take it that take a loss."""
-        return Loss(self.loss, self.has_aux, weighted=True, rngs=self.rngs)
+        # Its schedule is of the rows of a device.
+        options: Any = {"weighted": True, "rngs": self.rngs, "per_device": True}
+        return Loss(self.loss, self.has_aux, **options)
 
     def _check_key(self, key: Any) -> None:
         if self.rngs != (key is not None):

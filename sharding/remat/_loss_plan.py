@@ -59,6 +59,16 @@ class LossPlan:
         """The types of the planned batch; before a model state and a key, if the loss has them."""
         return self._loss.types[1]
 
+    @property
+    def num_rows(self) -> int | None:
+        """How many rows it is planned for; None if the batch has none."""
+        shapes = (x.shape for x in jax.tree.leaves(self.batch))
+        return next((shape[0] for shape in shapes if shape), None)
+
+    def computes(self, params: Tree, batch: Batch, *more: Any) -> Any:
+        """What the loss returns, as it was given."""
+        return self.loss_fn(params, (batch, *more) if more else batch)
+
     def __call__(self, params: Tree, batch: Batch, *more: Any) -> Any:
         """What the loss returns, for parameters, a batch and others of the planned types."""
         inputs, plan = self._loss.inputs_of(params, (batch, *more) if more else batch), self

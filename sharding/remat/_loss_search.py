@@ -136,8 +136,8 @@ class PlannableLoss:
         if new := _collectives(here.graph.jaxpr) - _collectives(self.graph.jaxpr):
             raise ValueError(
                 f"the loss has a collective here ({min(new)}), such as that of a BatchNorm with "
-                "the statistics of all devices, and had none when it was planned: pass "
-                "sync_batch_norm=False, or take view='global' (docs: how_to/batch_norm)."
+                "the statistics of all devices, and had none when it was planned: leave "
+                "the collective out (docs: understand/meaning)."
             )
         return here
 

@@ -30,7 +30,8 @@ from sharding.placement._specs import axes_of, only_axes
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._rng import microbatch_key
 
-_ASKED = "all rows, as the step asks"
+_ALONE = "one device has all rows"
+_ASKED = "as the step asks"
 
 
 class LossProgram(NamedTuple):
@@ -103,12 +104,13 @@ def choose_program(
     if loss.per_device:
         return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")
     if parts == 1 and loss.per_device is None:
-        return LossProgram(loss, True, "one device has all rows")
+        return LossProgram(loss, True, _ALONE)
     if loss.microbatches == 1 and loss.per_device is not None:
         return LossProgram(loss, False, _ASKED)
     proof = prove(zero, loss, params, specs, inputs)
     with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
-    if isinstance(proof, Proof) and (weights := _weights(proof, params, inputs)):
+    is_planned = hasattr(loss.fn, "computes")
+    if isinstance(proof, Proof) and not is_planned and (weights := _weights(proof, params, inputs)):
         totals = _totals_of(zero, loss, params, inputs, proof, weights)
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
         given = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
@@ -117,6 +119,8 @@ def choose_program(
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
     exact = isinstance(proof, Proof) and proof.is_exact and loss.per_device is None
+    if _is_planned_for_all(zero, loss, inputs, exact, cause):
+        exact, cause = False, "it is planned for the rows of all devices"
     if isinstance(proof, Proof) and proof.is_sum:
         loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
     if exact:
@@ -124,21 +128,41 @@ def choose_program(
     return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
 
 
-def evaluates_per_device(
+def choose_evaluation(
     zero: Any, loss: StepLoss, is_loss: bool, params: Tree, specs: Tree, inputs: Inputs
-) -> bool:
-    """Whether each device evaluates a function of its own rows, whose results are joined."""
-    if loss.per_device is not None or zero.num_devices == 1:
-        return loss.per_device is not False
-    if loss.rngs:  # its keys are those of all rows
-        return False
+) -> LossProgram:
+    """How an evaluation runs: by devices, if their results, averaged or joined, are the same."""
+    if loss.per_device is not None:
+        return LossProgram(loss, loss.per_device, _ASKED)
+    if zero.num_devices == 1:
+        return LossProgram(loss, True, _ALONE)
+    if loss.rngs:
+        return LossProgram(loss, False, "its keys are those of all rows")
     if is_loss:
         proof = prove(zero, loss, params, specs, inputs)
-        return isinstance(proof, Proof) and proof.is_exact and not proof.is_sum
+        exact = isinstance(proof, Proof) and proof.is_exact and not proof.is_sum
+        return LossProgram(loss, exact, _cause(proof))
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
-    if isinstance(found, str) or found.names_data_axes:
-        return False
-    return all(map(_is_returned, found.rows.results))
+    if isinstance(found, str):
+        return LossProgram(loss, False, found)
+    exact = all(map(_is_returned, found.rows.results)) and not found.names_data_axes
+    cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
+    return LossProgram(loss, exact, cause)
+
+
+def _is_planned_for_all(
+    zero: Any, loss: StepLoss, inputs: Inputs, is_exact: bool, cause: str
+) -> bool:
+    """Whether what a loss computes again is planned for a micro-batch of all devices."""
+    planned = getattr(loss.fn, "num_rows", None)
+    shapes = (x.shape for x in jax.tree.leaves(inputs.batch))
+    rows = next((shape[0] for shape in shapes if shape), 0) // loss.microbatches
+    if planned is not None and not is_exact and planned * zero.num_devices == rows != planned:
+        raise ValueError(
+            f"the loss is planned for {planned} rows, those of one of {zero.num_devices} devices, "
+            f"and no device runs it by itself: {cause}. Plan for a batch of {rows} rows."
+        )
+    return planned == rows and zero.num_devices > 1
 
 
 def _cause(proof: Proof | str) -> str:
@@ -175,9 +199,11 @@ def _check_apart(loss: StepLoss, proof: Proof | str, cause: str) -> None:
 def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> Proof | str:
     """What a loss does with rows, by its trace; or why that is not known."""
     counts: list[int] = []
+    # A plan of what is computed again is for one number of rows.
+    fn = getattr(loss.fn, "computes", loss.fn)
 
     def split(params: Tree, *args: Any) -> Any:
-        total, weight, *more = loss.split(loss.fn(params, *args))
+        total, weight, *more = loss.split(fn(params, *args))
         counts[:] = [len(jax.tree.leaves(x)) for x in more]
         return total, weight if loss.weighted else None, *more
 

@@ -11,6 +11,7 @@ from sharding.placement._on_mesh import no_mesh, step_context, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _checks
+from sharding.step._choose_program import LossProgram
 from sharding.step._loss import Inputs
 
 
@@ -29,6 +30,7 @@ class Program(NamedTuple):
     run: Any
     required: Tree  # the shardings of what it takes of a state; None for any
     layout: Layout  # with the choice of how the loss runs
+    chosen: LossProgram
 
 
 class CompiledStep:
@@ -76,22 +78,22 @@ class CompiledStep:
                 selected = layout.place_scalars(selected)
                 signature = self.signature(selected)
             copies = self.snapshot.copies(selected) if self.snapshot else None
-            program = signature, _types_of(batch), copies and copies.key
-            if self.donates and not (known and program in self._programs):
+            which = signature, _types_of(batch), copies and copies.key
+            if self.donates and not (known and which in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
-                _checks.check_apart(selected, others, buffers=program not in self._programs)
+                _checks.check_apart(selected, others, buffers=which not in self._programs)
             inputs = Inputs(batch, key, model_state)
-            found = self._programs.get(program)
+            found = self._programs.get(which)
             if not known and found and not _checks.has_placement(selected, found.required):
                 # The same shapes in another placement: this raises, or compiles for that one.
-                self._programs[program] = self.compile(selected, inputs, copies)
-            chosen = self._program(program, selected, inputs, copies)
+                self._programs[which] = self.compile(selected, inputs, copies)
+            program = self._program(which, selected, inputs, copies)
             if not known:
                 self._remember(selected, signature)
         args = (selected, *inputs, *([copies.arguments] if copies else []))
-        with step_context(chosen.layout), with_remedies(chosen.layout):
+        with step_context(program.layout), with_remedies(program.layout):
             try:
-                result = chosen.run(*args)
+                result = program.run(*args)
             except ValueError:
                 _checks.check_replicated(model_state)
                 raise
@@ -125,17 +127,33 @@ class CompiledStep:
 
         With a store of snapshots, the function copies the state.
         """
+        program, args = self._planned(state, Inputs(batch, key, model_state))
+        with step_context(program.layout), with_remedies(program.layout):
+            lowered: jax.stages.Lowered = program.run.lower(*args)
+            return lowered
+
+    def loss_program(
+        self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None
+    ) -> LossProgram:
+        """How the loss runs for real or abstract arguments: per device or partitioned, and why."""
+        return self._planned(state, Inputs(batch, key, model_state))[0].chosen
+
+    def _planned(self, state: Tree, inputs: Inputs) -> tuple[Program, tuple[Any, ...]]:
+        """The program for real or abstract arguments, and its own."""
         selected, layout = self.select(state), self.zero._layout
         with no_mesh(), with_remedies(layout):
-            batch, model_state = self._placed(batch), layout.replicate_new(model_state)
-            selected, inputs = layout.place_scalars(selected), Inputs(batch, key, model_state)
+            batch, model_state = (
+                self._placed(inputs.batch),
+                layout.replicate_new(inputs.model_state),
+            )
+            selected, inputs = (
+                layout.place_scalars(selected),
+                Inputs(batch, inputs.key, model_state),
+            )
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
-            program = self.signature(selected), _types_of(batch), copies and copies.key
-            chosen = self._program(program, selected, inputs, copies)
-        extra = [copies.arguments] if copies else []
-        with step_context(chosen.layout), with_remedies(chosen.layout):
-            lowered: jax.stages.Lowered = chosen.run.lower(selected, *inputs, *extra)
-            return lowered
+            key = self.signature(selected), _types_of(batch), copies and copies.key
+            program = self._program(key, selected, inputs, copies)
+        return program, (selected, *inputs, *([copies.arguments] if copies else []))
 
     def _placed(self, batch: Batch) -> Any:
         _checks.check_batch(batch, self.zero.num_devices, self.microbatches)

@@ -19,8 +19,8 @@ from sharding.step._call_loss import call_loss
 from sharding.step._checks import check_placed
 from sharding.step._choose_program import (
     check_of_devices,
+    choose_evaluation,
     choose_program,
-    evaluates_per_device,
 )
 from sharding.step._compiled_step import CompiledStep, Program, check_passed
 from sharding.step._global_gradients import eval_global
@@ -46,7 +46,10 @@ class EvalStep(CompiledStep):
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
         params, fields = selected
         placed = self.zero._layout.place(params)
-        layout = self._chosen_layout(params, placed.params, inputs, fields)
+        given = inputs if inputs.model_state is not None else inputs._replace(model_state=fields)
+        of_loss = self.loss, self.is_loss, params, placed.params, given
+        chosen = choose_evaluation(self.zero, *of_loss)
+        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
@@ -54,14 +57,7 @@ class EvalStep(CompiledStep):
         spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
         ins = shardings, layout.batch_shardings(inputs.batch), None, layout.replicated
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
-        return Program(jax.jit(run, in_shardings=ins), shardings, layout)
-
-    def _chosen_layout(self, params: Tree, specs: Tree, inputs: Inputs, fields: Tree) -> Layout:
-        """With the choice of how the function runs."""
-        state = fields if inputs.model_state is None else inputs.model_state
-        given = self.loss, self.is_loss, params, specs, inputs._replace(model_state=state)
-        per_device = evaluates_per_device(self.zero, *given)
-        return dataclasses.replace(self.zero._layout, per_device=per_device)
+        return Program(jax.jit(run, in_shardings=ins), shardings, layout, chosen)
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -167,4 +163,4 @@ class ValueAndGrad(CompiledStep):
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
         jitted = jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
-        return Program(jitted, None, layout)
+        return Program(jitted, None, layout, program)

@@ -98,7 +98,7 @@ class TrainStep(CompiledStep):
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
         jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-        return Program(jitted, shardings, layout)
+        return Program(jitted, shardings, layout, chosen)
 
     def choose(self, state: Tree, specs: Tree, inputs: Inputs) -> LossProgram:
         """How the loss runs, of a state and a batch, real or abstract."""

@@ -442,7 +442,6 @@ def zero_of(plan: ParallelPlan) -> Zero:
         offload=("all" if plan.update_in_backward else "optimizer") if plan.offload else None,
         update_on="host" if plan.offload == "update" else "device",
         sync=sync_of(plan.sync) if plan.sync else None,
-        view="global" if plan.update_in_backward else "device",
     )
 
 

@@ -27,6 +27,7 @@ from sharding._types import Batch, Tree
 from sharding._user_line import warn
 from sharding._zero import Tx, Zero
 from sharding.loss._loss_options import AnyLoss, Loss, take_loss
+from sharding.loss._rows import rows_of_loss
 from sharding.placement._train_state import model_state_of, params_of, parts
 from sharding.plan._format import (
     Printed,
@@ -191,7 +192,7 @@ def fit(
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> loss``, the mean over a batch of any number of examples,
-        as under ``jit`` on one device (``Zero(view="global")``); or a ``Loss``.
+        as under ``jit`` on one device; or a ``Loss``.
       make_state: makes the train state, as for ``Zero.init``, of nothing or of a random key.
       batch: a batch of all devices, real or abstract.
       tx: the transformation, where the state is a pair.
@@ -402,10 +403,19 @@ class _FitRequest:
         wrong = {k: x for k, x in self.fixed.items() if x not in _values(kept.get(k, x))}
         if wrong:
             raise ValueError(f"keep must have {wrong}, as all plans here. {_NOT_COMPARED}")
-        # Statistics of a batch are not those of its micro-batches.
-        self.fixed |= {"microbatches": 1} if loss.model_state else {}
+        # Where rows meet, the loss of a batch is not that of its micro-batches.
+        if loss.model_state or (loss.coupled is None and self._rows_meet()):
+            self.fixed["microbatches"] = 1
         self.asked["keep"] = self.fixed | kept
         _check_trace(self.model, machine.devices)
+
+    def _rows_meet(self) -> bool:
+        """Whether the loss is not known to keep rows apart."""
+        try:
+            args = self.model.abstract(), self.model.example
+            return rows_of_loss(self.model.loss_fn, args, (False, True)).word == "coupled"
+        except Exception:  # of the user's function: its trace says what it is
+            return True
 
     def files(self, folder: Any, *more: Any) -> tuple[pathlib.Path | None, pathlib.Path | None]:
         """Where a plan is saved, by all that it depends on; how slow its machine is."""
@@ -487,7 +497,7 @@ class _FitRequest:
     def _make(self, plan: ParallelPlan) -> FittedPlan:
         file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
         if self.model.zero:
-            zero = self.model.placed(dataclasses.replace(zero_of(plan), view=file.view))
+            zero = self.model.placed(zero_of(plan))
         else:
             zero = file.zero(self.machine.mesh(file.mesh_axes))
         tx = transformation_of(plan, self.tx)

@@ -5,7 +5,7 @@ import inspect
 import json
 import math
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -133,14 +133,8 @@ class PlanFile:
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        fields = {"mesh": mesh, "axis": tuple(self.data_axes), "view": self.view}
+        fields = {"mesh": mesh, "axis": tuple(self.data_axes)}
         return dataclasses.replace(zero_of(self.plan), **fields)
-
-    @property
-    def view(self) -> str:
-        """Of the batch in a loss: any one runs in the global view, but without a sync."""
-        alike = self.layers and not self.plan.update_in_backward
-        return "device" if alike or self.plan.sync else "global"
 
     def param_specs(self, model: AnyModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
@@ -210,7 +204,6 @@ class PlanFile:
         fields += [f"offload={zero_of(plan).offload!r}"] if plan.offload else []
         fields += ["update_on='host'"] if plan.offload == "update" else []
         fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
-        fields += ["view='global'"] if self.view == "global" else []
         lines = [
             "import jax, optax, optax_ext, sharding as shd",
             *_model_lines(self.model),
@@ -325,16 +318,21 @@ def _imported(path: str, name: str) -> str:
     return f"import {path.partition(':')[0]}; {name} = {path.replace(':', '.')}"
 
 
+class LoweredStep(NamedTuple):
+    lowered: jax.stages.Lowered
+    per_device: bool  # whether each device runs the loss of its own rows
+
+
 def lowered_step(
     file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
-) -> jax.stages.Lowered:
+) -> LoweredStep:
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
     Of an asynchronous pipeline it is the first two updates.
     """
     plan, zero, specs = file.plan, file.zero(mesh), file.param_specs(model)
     if plan.asynchronous:
-        return _lowered_updates(file, mesh, model, tx)
+        return LoweredStep(_lowered_updates(file, mesh, model, tx), per_device=True)
     pipeline = file.pipeline(mesh, model) if plan.pipe > 1 else None
 
     def make_state() -> tuple[Any, Any]:
@@ -358,7 +356,8 @@ def lowered_step(
         update = "backward" if plan.update_in_backward else "after"
         step = zero.train_step(loss, tx=tx, microbatches=plan.microbatches, update=update)
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
-    return step.lower(state, model.batch(plan.sequences))
+    args = state, model.batch(plan.sequences)
+    return LoweredStep(step.lower(*args), step.loss_program(*args).per_device)
 
 
 def _lowered_updates(

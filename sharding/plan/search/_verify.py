@@ -39,7 +39,7 @@ class Verification:
     available: float  #: bytes that a plan may take
     update_wire: float = 0.0  #: bytes that the update sends by itself, beside ``wire``
     update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
-    #: whether the compiler decides what is sent, in the global view: 0.95 to 1.5 of what is planned
+    #: whether the compiler decides what is sent: 0.95 to 1.5 of what is planned
     partitioned: bool = False
 
     @property
@@ -112,7 +112,8 @@ def verify(
         model = dataclasses.replace(model, length=file.length)
     axes = file.mesh_axes
     mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
-    audited = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    step = lowered_step(file, mesh, model, tx)
+    audited = audit(step.lowered, mesh=mesh, device=device or file.target)
     update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
     update_flops = audited.products.get("update", 0.0)
     return Verification(
@@ -124,7 +125,7 @@ def verify(
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
-        partitioned=file.view == "global",
+        partitioned=not step.per_device,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
         update_flops=0.0 if plan.asynchronous else update_flops,
     )

@@ -189,6 +189,9 @@ def in_step(zero: Any, loss_fn: Callable[..., Any], all_blocks: bool) -> Callabl
                 unchecked = False
         return out
 
+    if computes := getattr(loss_fn, "computes", None):
+        of_planned = {"computes": in_step(zero, computes, all_blocks=False)}
+        vars(call).update(of_planned, num_rows=getattr(loss_fn, "num_rows", None))
     return call
 
 

@@ -146,7 +146,7 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
     far = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
     ids = [[d.id for d in mesh.devices.flat] for mesh in (file.arranged(far), names["mesh"])]
     assert ids[0] == ids[1]
-    theirs = lowered_step(file, names["mesh"], model, names["tx"])
+    theirs = lowered_step(file, names["mesh"], model, names["tx"]).lowered
     assert mine.as_text() == theirs.as_text()
 
 
