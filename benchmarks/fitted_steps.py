@@ -44,7 +44,7 @@ def steps_by_hand(
     found = {}
     ways = (("1 micro-batch", 1, loss_fn), ("2", 2, loss_fn), ("all again", 1, None))
     for stage, (name, count, loss) in itertools.product(range(4), ways):
-        zero = shd.Zero(jax.make_mesh((8,), ("data",)), stage=stage, view="global")
+        zero = shd.Zero(jax.make_mesh((8,), ("data",)), stage=stage)
         step = zero.train_step(loss or jax.checkpoint(loss_fn), microbatches=count, **options)
         state, given = zero.init(make_state, *args, tx=options.get("tx")), zero.put(batch)
         lowered = step.lower(state, given)

@@ -63,7 +63,7 @@ class Case:
         )
         if self.host == "update":
             options = {"offload": "optimizer", "update_on": "host"}
-        return shd.Zero(mesh, view="global", **options)
+        return shd.Zero(mesh, **options)
 
     def tx(self) -> optax.GradientTransformation:
         """With the clip, if there is one."""

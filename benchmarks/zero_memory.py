@@ -5,7 +5,7 @@ moments (Rajbhandari et al., ZeRO, SC 2020, figure 1). Programs hold activations
 too. Nothing is run. Needs the compilers: pip install '.[aot]'.
 
   python benchmarks/zero_memory.py            # writes results/zero_memory.md
-  python benchmarks/zero_memory.py --only views     # one of its tables: of the views of a batch,
+  python benchmarks/zero_memory.py --only views     # one of its tables: of both programs of a loss,
   python benchmarks/zero_memory.py --only backward  # of the update inside the backward pass
   python benchmarks/zero_memory.py --smoke    # the CPU and one layer, prints only
 """
@@ -63,7 +63,7 @@ COLUMNS = {
     "/ theory": "{of_theory:.3f}",
     "compiled in, s": "{seconds:.0f}",
 }
-# Models in both views: their length, and for each target its numbers of micro-batches.
+# Models in both programs: their length, and for each target its numbers of micro-batches.
 VIEWED = {
     "gpt2-small": (512, dict.fromkeys(("h100x8", "v5e:2x4", "v5e:4x4", "v5p:2x2x2"), (1, 4))),
     "llama2-7b": (1024, {"h100x8": (1, 4), "v5e:4x4": (1,), "v5p:2x2x2": (1,)}),
@@ -84,7 +84,7 @@ def compiled(
     replicas: int = 1,
     microbatches: int = 1,
     length: int = LENGTH,
-    view: str = "device",
+    per_device: bool = True,
 ) -> dict[str, float]:
     """Figures of one device in GiB: a sequence a micro-batch, every layer computed again."""
     model = dataclasses.replace(model, length=length)
@@ -99,7 +99,6 @@ def compiled(
         stage=stage,
         axis=(first, *others),
         replica_axis="replica" if replicas > 1 else None,
-        view=view,
     )
     # Planned.
     machine = machine_of(target, kind_of(target) or kind_of("h100"))
@@ -121,11 +120,12 @@ def compiled(
         params = model.init(dtype)
         return params, tx.init(params)
 
-    # The global view has the loss of plain jit.
-    layer = model.apply_layer if view == "global" else zero.gathered(model.apply_layer)
-    gathers_again = stage == 3 and view == "device"
+    # What is partitioned is the loss of plain jit.
+    layer = zero.gathered(model.apply_layer) if per_device else model.apply_layer
+    gathers_again = stage == 3 and per_device
     loss = model.make_loss(layer if gathers_again else jax.checkpoint(layer))
-    step = zero.train_step(loss, tx=tx, microbatches=microbatches)
+    whole = shd.Loss(loss, per_device=None if per_device else False)
+    step = zero.train_step(whole, tx=tx, microbatches=microbatches)
     tokens = model.batch(zero.num_devices * microbatches)
     lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
     start = time.perf_counter()
@@ -186,7 +186,7 @@ def large_rows() -> Iterator[str]:
 
 
 def view_rows(smoke: bool) -> Iterator[str]:
-    """Stages 2 and 3 in both views, without masters."""
+    """Stages 2 and 3 in both programs, without masters."""
     cases: Any = {"tiny": (32, {"cpu:8": (1,)})} if smoke else VIEWED
     models = {**MODELS, "tiny": Decoder(2, 64, 4, 4, 128, 96)}
     for name, (length, targets_of) in cases.items():
@@ -194,7 +194,7 @@ def view_rows(smoke: bool) -> Iterator[str]:
             for stage, k in itertools.product((3,) if smoke else (2, 3), counts):
                 case: Any = {"model": models[name], "length": length, "weights": "plain"}
                 case |= {"target": target, "stage": stage, "microbatches": k}
-                found = [if_it_fits(**case, view=view) for view in ("device", "global")]
+                found = [if_it_fits(**case, per_device=x) for x in (True, False)]
                 figures = [
                     f"{x[key]:{form}}" if x else "does not fit"
                     for key, form in (("of_theory", ".3f"), ("temporaries", ".2f"))
@@ -278,7 +278,7 @@ def zero_on(target: str, **options: Any) -> shd.Zero:
     """On all devices of a target, along its links."""
     axes = targets.parse(target).mesh_axes
     mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
-    return shd.Zero(mesh, axis=tuple(axes), view="global", **options)
+    return shd.Zero(mesh, axis=tuple(axes), **options)
 
 
 def backward_rows(smoke: bool) -> Iterator[str]:
@@ -362,17 +362,18 @@ def header(*columns: str) -> str:
 
 
 def write_views(smoke: bool) -> None:
-    """Prints the table of both views; writes that of full size into the file of all tables."""
-    columns = [f"{what}: {view}" for what in ("/ theory", "GiB") for view in ("device", "global")]
+    """Prints the table of both programs; writes that of full size into the file of all tables."""
+    programs = "per device", "partitioned"
+    columns = [f"{what}: {program}" for what in ("/ theory", "GiB") for program in programs]
     names = "model", "target", "stage", "micro-batches"
     views = _results.table(header(*names, *columns), view_rows(smoke))
     if not smoke:
         _results.write_section(
             "zero_memory",
-            "Two views of a batch",
-            "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Device: "
-            "`zero.gathered` layers. Global: the loss of plain jit, `jax.checkpoint` around a "
-            "layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded tokens "
+            "Two programs of a loss",
+            "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Per "
+            "device: `zero.gathered` layers. Partitioned: `per_device=False`, `jax.checkpoint` "
+            "around a layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded tokens "
             "instead of reducing that of the table, if it is larger.",
             views,
             script="zero_memory.py --only views",

@@ -17,8 +17,7 @@ _NAMES = {"aligned": "1f1b"} | {name: name for name in ("gpipe", "interleaved", 
 
 # Options of steps that ``--plan auto`` does not make.
 _NOT_WITH_AUTO = (
-    *("pipeline", "schedule", "noise_scale", "peer_checkpoints", "update_in_backward", "view"),
-    "sync",
+    *("pipeline", "schedule", "noise_scale", "peer_checkpoints", "update_in_backward", "sync"),
 )
 
 

@@ -14,7 +14,6 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
-  python examples/train_lm.py --view global                     # the loss sees the whole batch
   python examples/train_lm.py --update-in-backward              # gradients of one layer at a time
   python examples/train_lm.py --memory 2GiB                     # plan what activations to store
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
@@ -166,7 +165,6 @@ def train(options, corpus, mesh, directory, stop):
         shard_state_over_replicas=options.spread,
         offload="optimizer" if options.offload else None,
         sync=SYNCS[options.sync](config, options.batch_size // mesh.size),
-        view=options.view,
     )
     # At stage 3 each block gathers its parameters when it runs; at other stages nothing changes.
     # With --sync zen only the rows of the n-gram table that a batch reads are sent.
@@ -217,18 +215,15 @@ def train(options, corpus, mesh, directory, stop):
         options, corpus, zero, make_state, pipeline, directory
     )
     if options.memory and not auto:
-        rows = options.batch_size // options.microbatches
-        rows = rows if options.view == "global" else rows // mesh.size
+        rows = options.batch_size // options.microbatches // mesh.size
         windows = jax.ShapeDtypeStruct((rows, corpus.context + 1), jnp.int32)
-        if options.view == "global":
-            windows = windows.update(sharding=jax.NamedSharding(mesh, jax.P("data")))
         planned = plan_loss(
             loss_of(TransformerLM(config)),
             jax.eval_shape(make_state, key).params,
             windows,
             stage_plan,
             options.memory,
-            None if options.view == "global" else mesh.local_devices[0],
+            mesh.local_devices[0],
         )
         console.print(str(planned.plan), *planned.notes(), sep="\n", soft_wrap=True)
         trained_loss, sizes["activation_bytes"] = planned.plan, planned.plan.peak
@@ -579,9 +574,7 @@ def parse_args():
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), help="of ZeRO [2]")
-    views = {"choices": ("device", "global"), "metavar": "VIEW"}
-    add("--view", **views, help="of the batch in the loss: device, global [device]")
-    early = "update each layer once its gradient exists; --view global"
+    early = "update each layer once its gradient exists"
     add("--update-in-backward", action="store_true", help=early)
     add("--offload", action="store_true", help="optimizer state in host memory")
     add("--memory", type=memory, metavar="BYTES", help="of a device, for state and activations")
@@ -606,7 +599,6 @@ def resolve(options):
     options.keep = {name: value for name, value in given.items() if value is not None}
     options.keep |= {"offload": True} if options.offload else {}
     options.stage = 2 if options.stage is None else options.stage
-    options.view = options.view or "device"
     if options.plan not in (None, "auto", "none"):
         try:
             take_plan(options)
@@ -625,14 +617,11 @@ def resolve(options):
     if options.stage == 3 and options.sync not in ("dense", "zen"):
         fail(f"--sync {options.sync} has a state, which stage 3 does not support: give --stage 2.")
     if options.update_in_backward:
-        options.view = "global"
-        for name in ("pipeline", "offload", "peer_checkpoints"):
+        for name in ("pipeline", "offload", "peer_checkpoints", "noise_scale"):
             if getattr(options, name):
                 fail(f"--update-in-backward does not go with --{name.replace('_', '-')}.")
-    if options.view == "global" and options.sync != "dense":
-        fail(f"--sync {options.sync} needs gradients of single devices: give --view device.")
-    if options.view == "global" and options.noise_scale:
-        fail("--noise-scale needs gradients of single devices: give --view device.")
+        if options.sync != "dense":
+            fail(f"--update-in-backward does not go with --sync {options.sync}.")
     if options.noise_scale and options.stage == 3 and options.microbatches < 2:
         fail("--noise-scale at stage 3 compares micro-batches: give --microbatches 2 or more.")
     if options.noise_scale and options.stage < 3 and options.sync == "zen":
@@ -661,7 +650,6 @@ def run_name(options):
     parts = [options.config, options.optimizer, "auto" if auto else f"zero{options.stage}"]
     parts += [options.state] * (options.state != "float32")
     parts += [options.sync] * (options.sync != "dense")
-    parts += [options.view] * (options.view != "device")
     parts += [f"pipeline{options.pipeline}"] if options.pipeline else []
     return "-".join(parts)
 

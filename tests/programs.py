@@ -144,7 +144,6 @@ ZERO = {
     "qsgd": {"sync": shd.sync.qsgd()},
     "qsgd nearest": {"sync": shd.sync.qsgd(rounding="nearest")},
     "zen": {"sync": shd.sync.zen(0.1)},
-    "global": {"view": "global"},
 }
 SCHEDULES = {
     name: getattr(shd.pipeline, name.replace("1f1b", "one_f_one_b").replace("-", "_"))
@@ -213,8 +212,8 @@ def training(target, name, size, dtype=jnp.float32):
 
     options = dict.fromkeys(("weighted", "has_aux", "rngs", "grad_norm"), "weighted" in words)
     if pipe:
-        specs, loss_fn = pipe.param_specs(jax.eval_shape(make)[0]), pipe.loss
-        options = {"weighted": True}
+        specs, loss_fn = pipe.param_specs(jax.eval_shape(make)[0]), pipe
+        options = {}
     else:
         run = layers_of(zero, words, size)
 
@@ -235,8 +234,13 @@ def training(target, name, size, dtype=jnp.float32):
         wide = P(None, None, "model")
         layers = {"query": wide, "up": wide, "out": P(), "down": P(), "scale": P(), "bias": P()}
         specs = {"embed": P(), "layers": layers, "head": P()}
-    step = zero.train_step(loss_fn, tx=tx, microbatches=2 if "micro" in words else 1, **options)
-    return zero, make, tx, specs, step, lambda i: [jax.random.key(i)] * options.get("rngs", False)
+    if "global" in words or options.get("rngs"):  # keys are those of each device
+        of_loss = {k: options.pop(k) for k in ("weighted", "has_aux") if k in options}
+        of_loss |= {"rngs": options.get("rngs", False), "per_device": "global" not in words}
+        loss_fn = shd.Loss(loss_fn, **of_loss)
+    microbatches, takes_keys = 2 if "micro" in words else 1, options.pop("rngs", False)
+    step = zero.train_step(loss_fn, tx=tx, microbatches=microbatches, **options)
+    return zero, make, tx, specs, step, lambda i: [jax.random.key(i)] * takes_keys
 
 
 def program(target, name):

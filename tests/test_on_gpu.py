@@ -32,7 +32,7 @@ OPTIMIZERS = {
 STEPS = {
     "plain": {},
     **{f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)},
-    "device view": {"view": "device", "stage": 3},
+    "gathered": {"gathered": True, "stage": 3},
     "micro-batches": {"microbatches": 2},
     "backward": {"update": "backward"},
     "backward, micro-batches": {"update": "backward", "microbatches": 2},
@@ -53,11 +53,11 @@ TOLERANCES = {"came8bit": 1e-4}
 
 def losses(platform: str, tx: optax.GradientTransformation, **options) -> list[float]:
     """Of ten steps in float32 on the first device of a platform."""
-    device = jax.devices(platform)[0]
+    device, gathers = jax.devices(platform)[0], options.pop("gathered", False)
     of_step = {k: options.pop(k) for k in ("update", "microbatches") if k in options}
     with jax.default_device(device):
         mesh = jax.make_mesh((1,), ("data",), devices=[device])
-        zero = shd.Zero(mesh, **{"view": "global", **options})
+        zero = shd.Zero(mesh, **options)
 
         def make():
             params = MODEL.init()
@@ -65,7 +65,7 @@ def losses(platform: str, tx: optax.GradientTransformation, **options) -> list[f
 
         state = zero.init(make, tx=tx)
         layer = MODEL.apply_layer
-        layer = zero.gathered(layer) if zero.view == "device" else jax.checkpoint(layer)
+        layer = zero.gathered(layer) if gathers else jax.checkpoint(layer)
         step = zero.train_step(MODEL.make_loss(layer), tx=tx, **of_step)
         rng = np.random.default_rng(0)
         tokens = rng.integers(MODEL.vocabulary, size=(4, MODEL.length + 1), dtype=np.int32)

@@ -161,8 +161,8 @@ MISTAKES = {
     ("--sync", "zen"): "--sync zen is for an n-gram table",
     ("--sync", "dgc"): "it needs --optimizer sgd",
     ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
-    ("--view", "global", "--sync", "qsgd8"): "--sync qsgd8 needs gradients of single devices",
-    ("--view", "global", "--noise-scale"): "--noise-scale needs gradients of single devices",
+    ("--update-in-backward", "--sync", "qsgd8"): "does not go with --sync qsgd8",
+    ("--update-in-backward", "--noise-scale"): "does not go with --noise-scale",
     ("--update-in-backward", "--offload"): "does not go with --offload",
     ("--schedule", "gpipe"): "give --pipeline STAGES",
     ("--pipeline", "4"): "has 4 groups of layers, but --config smoke has 2 layers",
@@ -320,12 +320,11 @@ SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", rec
     ],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
-    """Losses are those of the same choices as options, in both views, updated after or within."""
+    """Losses are those of the same choices as options, updated after or within."""
     promised = {"memory": 1.0, "seconds": 1.0}
     file = PlanFile("smoke", "came", "cpu:2", 32, "float32", layers, plan, promised)
     file.write(tmp_path / "plan.json")
     runs = {"plan": ("--plan", "plan.json"), "options": options}
-    runs |= {"global": (*options, "--view", "global")}
     runs |= {"backward": (*options, "--update-in-backward")}
     runs |= {"auto": (*options, "--plan", "auto", "--memory", "1GiB")}
     for name, given in runs.items():

@@ -70,6 +70,8 @@ class Description:
     gathered_blocks: tuple[str, ...] = ()  #: layers that gather their own parameters at stage 3
     #: names in Flax metadata that are no axes of the mesh: they shard nothing
     absent_axes: tuple[str, ...] = ()
+    #: how the loss of a step runs, per device or partitioned, and why; empty where no batch is given
+    loss_program: str = ""
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -98,6 +100,8 @@ class Description:
         """The short form."""
         params = _parameters(self)
         lines = [f"{self._title}: bytes of one device", *_total_lines(self)]
+        if self.loss_program:
+            lines.append(f"the loss runs {self.loss_program}")
         if self.batch_rows:
             lines.append(f"rows of a batch: {self.batch_rows}")
         if self.stage in (1, 2) and self.bytes_per_device["params"] > self.gather_group:

@@ -142,16 +142,11 @@ class CompiledStep:
         """The program for real or abstract arguments, and its own."""
         selected, layout = self.select(state), self.zero._layout
         with no_mesh(), with_remedies(layout):
-            batch, model_state = (
-                self._placed(inputs.batch),
-                layout.replicate_new(inputs.model_state),
-            )
-            selected, inputs = (
-                layout.place_scalars(selected),
-                Inputs(batch, inputs.key, model_state),
-            )
+            selected = layout.place_scalars(selected)
+            model_state = layout.replicate_new(inputs.model_state)
+            inputs = Inputs(self._placed(inputs.batch), inputs.key, model_state)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
-            key = self.signature(selected), _types_of(batch), copies and copies.key
+            key = self.signature(selected), _types_of(inputs.batch), copies and copies.key
             program = self._program(key, selected, inputs, copies)
         return program, (selected, *inputs, *([copies.arguments] if copies else []))
 

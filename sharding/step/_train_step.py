@@ -67,10 +67,18 @@ class TrainStep(CompiledStep):
                 )
             snapshot.copy_in_steps()
 
-    def describe(self, state: Tree, *, param_specs: Tree = None) -> Description:
-        """``Zero.describe`` of a state, real or abstract, with gradients of what is trained."""
+    def describe(
+        self, state: Tree, batch: Batch = None, *, param_specs: Tree = None
+    ) -> Description:
+        """``Zero.describe`` of a state, real or abstract, with gradients of what is trained.
+
+        With a batch, real or abstract, it says how the loss runs: per device or partitioned.
+        """
         options: Any = {"param_specs": param_specs, "trainable": self.trainable}
-        return self.zero.describe(state, tx=self.tx, **options)
+        found: Description = self.zero.describe(state, tx=self.tx, **options)
+        if batch is None:
+            return found
+        return dataclasses.replace(found, loss_program=str(self.loss_program(state, batch)))
 
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
