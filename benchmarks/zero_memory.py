@@ -373,8 +373,8 @@ def write_views(smoke: bool) -> None:
             "Two programs of a loss",
             "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Per "
             "device: `zero.gathered` layers. Partitioned: `per_device=False`, `jax.checkpoint` "
-            "around a layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded tokens "
-            "instead of reducing that of the table, if it is larger.",
+            "around a layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded "
+            "tokens instead of reducing that of the table, if it is larger.",
             views,
             script="zero_memory.py --only views",
         )

@@ -70,7 +70,7 @@ class Description:
     gathered_blocks: tuple[str, ...] = ()  #: layers that gather their own parameters at stage 3
     #: names in Flax metadata that are no axes of the mesh: they shard nothing
     absent_axes: tuple[str, ...] = ()
-    #: how the loss of a step runs, per device or partitioned, and why; empty where no batch is given
+    #: how the loss of a step runs, per device or partitioned, and why; empty without a batch
     loss_program: str = ""
 
     @property
