@@ -55,7 +55,7 @@ class Proof(NamedTuple):
     weight: State | None
     model_state: list[State]
     aux: list[State]
-    names_data_axes: bool  # in a constraint, which no device can place by itself
+    must_be_whole: str  # why, if no device can run it by itself, whatever it does with rows
 
     def is_apart(self, random: bool = False) -> bool:
         """Whether the losses of parts of the rows add up, or average, to that of all."""
@@ -71,7 +71,7 @@ class Proof(NamedTuple):
     def is_exact(self) -> bool:
         """Whether each device may compute its own rows, and all that is returned is the same."""
         return (
-            not self.names_data_axes
+            not self.must_be_whole
             and (self.is_apart() or (self.is_sum and not _is_random(self.total)))
             and all(_adds_up(v, (0,)) for v in self.model_state)
             and all(map(_is_returned, self.aux))
@@ -82,8 +82,8 @@ class Proof(NamedTuple):
         """Why it is not, in words."""
         meet = [self.total, self.weight, *self.model_state, *self.aux]
         found = [str(v) for v in meet if isinstance(v, Coupled)]
-        if self.names_data_axes:
-            return "it places arrays along the axes of the data"
+        if self.must_be_whole:
+            return self.must_be_whole
         if found:
             return f"rows meet in {found[0]}"
         if any(map(_is_random, meet)):
@@ -115,7 +115,7 @@ def choose_program(
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
         given = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
         proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
-    cause = _cause(proof)
+    cause = _cause(proof) + ", its divisors of all rows" * isinstance(loss.fn, _Totals)
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
     exact = isinstance(proof, Proof) and proof.is_exact and loss.per_device is None
@@ -145,9 +145,9 @@ def choose_evaluation(
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
     if isinstance(found, str):
         return LossProgram(loss, False, found)
-    exact = all(map(_is_returned, found.rows.results)) and not found.names_data_axes
+    exact = all(map(_is_returned, found.rows.results)) and not found.must_be_whole
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
-    return LossProgram(loss, exact, cause)
+    return LossProgram(loss, exact, found.must_be_whole or cause)
 
 
 def _is_planned_for_all(
@@ -219,12 +219,12 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         dtype = graph.types[graph.outputs[first + k]].dtype
         if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
             states[k] = Coupled("a model state that is not floating depends on rows")
-    return Proof(found.rows, total, weight, states, aux, found.names_data_axes)
+    return Proof(found.rows, total, weight, states, aux, found.must_be_whole)
 
 
 class _TracedRows(NamedTuple):
     rows: LossRows
-    names_data_axes: bool
+    must_be_whole: str
 
 
 def _trace_rows(
@@ -248,7 +248,12 @@ def _trace_rows(
         except Exception as error:  # of the user's function, or of what only a step gives it
             causes.append(f"it cannot be traced by itself ({type(error).__name__}: {error})")
         else:
-            return _TracedRows(rows, bool(_axes_named(rows.graph.jaxpr) & set(layout.data_axes)))
+            jaxpr, whole = rows.graph.jaxpr, ""
+            if _axes_named(jaxpr) & set(layout.data_axes):
+                whole = "it places arrays along the axes of the data"
+            elif jaxpr.effects:
+                whole = "what it prints or calls back is of all rows"
+            return _TracedRows(rows, whole)
     return causes[0]
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import sharding as shd
+from sharding.step._rng import microbatch_key
 
 from ...flax_nnx import needs_nnx, nnx
 from ..model import mesh_of, zero_on
@@ -48,7 +49,7 @@ OPTIONS = {
     "aux": {"has_aux": True},
     "weighted": {"weighted": True},
     "keys": {"rngs": "per_example"},
-    "state": {"model_state": "stats", "reduction": "sum"},
+    "state": {"model_state": "stats"},
     "all": {"has_aux": True, "weighted": True, "rngs": True, "model_state": True},
 }
 
@@ -56,8 +57,7 @@ OPTIONS = {
 def both_forms(options, fn=None):
     """What is given for one loss: a function and keywords, or a ``Loss`` and none."""
     fn = fn or loss_of(**options)
-    keywords = {k.replace("reduction", "model_state_reduction"): x for k, x in options.items()}
-    return (fn, keywords), (shd.Loss(fn, **options), {})
+    return (fn, options), (shd.Loss(fn, **options), {})
 
 
 def make_state():
@@ -179,16 +179,23 @@ def test_evaluation_of_a_loss_is_its_mean(name, view):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, expected)
 
 
-def test_evaluation_has_no_keys_and_weights_of_zero_count_nothing():
+@pytest.mark.parametrize("rngs", [True, "per_example"])
+def test_evaluation_takes_keys(rngs):
+    zero, loss = zero_on(2), shd.Loss(loss_of(rngs=rngs), rngs=rngs)
+    state, batch = zero.init(make_state), zero.put(BATCH)
+    found = zero.eval_step(loss)(state, batch, KEY)
+    keys = microbatch_key(rngs, KEY, 0, BATCH)
+    np.testing.assert_allclose(found, loss(PARAMS, BATCH, keys), rtol=1e-5)
+
+
+def test_weights_of_zero_count_nothing():
     zero = zero_on(2)
     state, batch = zero.init(make_state), zero.put({"x": np.zeros((16, 8), np.float32)})
-    with pytest.raises(ValueError, match=r"^eval_step has no keys, which the loss takes by rngs"):
-        zero.eval_step(shd.Loss(loss_of(rngs=True), rngs=True))
     found = zero.eval_step(shd.Loss(loss_of(weighted=True), weighted=True))(state, batch)
     assert found == 0
-    # A function is run as before: its scalars are averaged, whatever they are.
-    total, weight = zero.eval_step(loss_of(weighted=True))(state, batch)
-    assert total == weight == 0
+    # A function is that of all rows, whatever it returns.
+    totals = zero.eval_step(loss_of(weighted=True))(state, zero.put(BATCH))
+    np.testing.assert_allclose(totals, loss_of(weighted=True)(PARAMS, BATCH), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["weighted", "all"])
@@ -227,16 +234,13 @@ def test_a_pipeline_is_a_weighted_loss(options):
         head=head,
         **options,
     )
-    assert pipeline.as_loss() == shd.Loss(pipeline.loss, weighted=True, **options)
+    loss = shd.Loss(pipeline.loss, weighted=True, per_device=True, **options)
+    assert pipeline.as_loss() == loss
     zero = shd.Zero(pipeline.mesh)
     params = pipeline.stack({"layers": jnp.ones((2, 4, 4))})
     specs = pipeline.param_specs(params)
     state = zero.abstract_state(lambda: (params, TX.init(params)), tx=TX, param_specs=specs)
-    given = [
-        (pipeline, {}),
-        (pipeline, {"weighted": True}),
-        (pipeline.loss, {"weighted": True} | options),
-    ]
+    given = [(pipeline, {}), (pipeline, {"weighted": True}), (loss, {})]
     texts = {
         zero.train_step(loss, tx=TX, **keywords)
         .lower(state, np.ones((8, 4), np.float32), key_of(options))
@@ -277,7 +281,6 @@ def test_a_loss_is_called_as_its_function_and_is_a_value():
         ("weighted=True", "weighted=True"),
         ("rngs='per_example'", "rngs='per_example'"),
         ("model_state='stats'", "model_state='stats'"),
-        ("model_state_reduction='sum'", "reduction='sum'"),
     ],
 )
 def test_options_are_said_once(keyword, field):
@@ -298,7 +301,7 @@ def test_options_are_said_once(keyword, field):
     ("options", "message"),
     [
         ({"rngs": "example"}, "rngs must be a bool or 'per_example', got 'example'."),
-        ({"reduction": {"a": "max"}}, "model_state_reduction must be one of 'mean', 'sum', 'same'"),
+        ({"reduction": {"a": "max"}}, "reduction must be one of 'mean', 'sum', 'same'"),
         ({"fn": shd.Loss(mean_square)}, "fn is a Loss already: use that"),
     ],
 )

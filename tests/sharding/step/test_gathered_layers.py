@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import sharding as shd
 from sharding import _user_line
 from sharding.step import _step_plan
 
@@ -242,7 +243,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
         return jnp.mean(jax.vmap(functools.partial(loss_fn, block, params))(shards)), None
 
     zero, make_state = zero_of(3), make_train_state_of(make_params)
-    own_loss = functools.partial(loss_fn, zero.gathered(block))
+    own_loss = shd.Loss(functools.partial(loss_fn, zero.gathered(block)), per_device=True)
     used = r"uses 2 parameters, 12.0 KiB, in .*: 'chosen/\w+' \(6.0 KiB\) in dynamic_slice at "
     message = rf"{used}{__file__}:\d+, 'chosen.*single layers,"
     with pytest.warns(UserWarning, match=message) as seen:

@@ -266,10 +266,6 @@ def test_one_state_for_both_views():
     )
     make = runs.make_train_state_of(params)
     states = [zero.init(make) for zero in zeros]
-    titles = [
-        str(zero.describe(state)).split(":")[0] for zero, state in zip(zeros, states, strict=True)
-    ]
-    assert titles[1] == titles[0] + ", global view"
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         assert a.sharding == b.sharding
     state, losses = states[0], []
@@ -311,7 +307,7 @@ def test_closures_aux_and_own_derivatives(kind):
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="view must be 'device' or 'global'"):
+    with pytest.raises(ValueError, match="view must be 'device', 'global' or None"):
         runs.zero_of(2, view="whole")
     for more in (
         {"sync": shd.sync.dense()},

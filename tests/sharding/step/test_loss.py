@@ -39,7 +39,7 @@ def loss_fn(params, x):
     ],
 )
 def test_keys_are_folded_by_step_and_number(mesh, microbatches, rngs, state):
-    """The number of the micro-batch, or of the example, in the batch of all devices."""
+    """The number of the example, or of a device's own micro-batch, in the batch of all devices."""
     zero = zero_of(2, mesh)
     tx, init = (TX, make) if state == "pair" else (None, make_train_state)
     rows = 16 if rngs == "per_example" else zero.num_devices * microbatches
@@ -47,7 +47,8 @@ def test_keys_are_folded_by_step_and_number(mesh, microbatches, rngs, state):
     def with_key(params, x, key):
         return loss_fn(params, x), jax.random.key_data(key.reshape(-1))
 
-    step = zero.train_step(with_key, tx=tx, rngs=rngs, has_aux=True, microbatches=microbatches)
+    loss = shd.Loss(with_key, has_aux=True, rngs=rngs, per_device=rngs is True or None)
+    step = zero.train_step(loss, tx=tx, microbatches=microbatches)
     current, x = zero.init(init, tx=tx), zero.put(np.ones((16, 16), np.float32))
     if state == "pair":
         with pytest.raises(ValueError, match="a pair needs a new key in each call"):
@@ -115,34 +116,43 @@ def test_a_loss_names_other_axes(stage, x64):
     np.testing.assert_allclose(outputs, want, rtol=1e-11)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize(
-    "request_",
+    ("request_", "kind"),
     [
-        lambda x, mesh: jnp.multiply(x, 2) + jnp.zeros(x.shape, out_sharding=P("data")),
-        lambda x, mesh: reshard(x, P("data", "model")),
-        lambda x, mesh: jax.lax.with_sharding_constraint(x, P("data")),
-        lambda x, mesh: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))),
+        (lambda x, mesh: x + jnp.zeros(x.shape, out_sharding=P("data")), AxisType.Explicit),
+        (lambda x, mesh: reshard(x, P("data", "model")), AxisType.Explicit),
+        (lambda x, mesh: jax.lax.with_sharding_constraint(x, P("data")), AxisType.Auto),
+        (
+            lambda x, mesh: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))),
+            AxisType.Auto,
+        ),
     ],
     ids=["out_sharding", "reshard", "constraint", "constraint on the mesh"],
 )
 def test_a_loss_that_names_the_data_axes(kind, request_):
+    """It is partitioned, as under jit; no device places its rows alone."""
     zero = zero_of(2, "tensor", kind)
     state, x = zero.init(make, tx=TX), zero.put(BATCH)
     own_loss = lambda params, x: loss_fn(params, request_(x, zero.mesh))  # noqa: E731
-    message = r"\('data',\), .* view='global' .* P\(None, 'model'\) for P\('data', 'model'\)"
-    for call in (zero.train_step(own_loss, tx=TX), zero.eval_step(own_loss)):
+    want, grads = jax.value_and_grad(loss_fn)(make()[0], BATCH)
+    np.testing.assert_allclose(zero.eval_step(own_loss)(state, x), want, rtol=1e-5)
+    found = zero.value_and_grad(own_loss)(state[0], x)
+    np.testing.assert_allclose(found[0], want, rtol=1e-5)
+    np.testing.assert_allclose(found[1]["w"], grads["w"], rtol=1e-5)
+    alone = shd.Loss(own_loss, per_device=True)
+    message = r"\('data',\), .* With per_device=True .* P\(None, 'model'\) for P\('data', 'model'\)"
+    for call in (zero.train_step(alone, tx=TX), zero.eval_step(alone)):
         with pytest.raises(ValueError, match=message):
             call(state, x)
-    with pytest.raises(ValueError, match=message):
-        zero.value_and_grad(own_loss)(state[0], x)
 
 
 def test_a_closure_over_an_array_on_an_explicit_mesh():
     zero = zero_of(2, "four", AxisType.Explicit)
     table = zero.replicate(jnp.linspace(0.0, 1.0, 8))
     state, x = zero.abstract_state(make, tx=TX), zero.put(BATCH)
-    step = zero.train_step(lambda params, x: loss_fn(params, x) * table.sum(), tx=TX)
+    closing = lambda params, x: loss_fn(params, x) * table.sum()  # noqa: E731
+    zero.train_step(closing, tx=TX).lower(state, x)  # as under jit
+    step = zero.train_step(shd.Loss(closing, per_device=True), tx=TX)
     with pytest.raises(ValueError, match=r"closes over an array .* model_state"):
         step.lower(state, x)
     # What the error says to do.
