@@ -77,6 +77,11 @@ class Proof(NamedTuple):
             and all(map(_is_returned, self.aux))
         )
 
+    def reduction(self, model_state: Tree) -> Any:
+        """How the new model states of devices, each of which is exact, become one."""
+        kinds = ["same" if isinstance(v, Shared) else "mean" for v in self.model_state]
+        return jax.tree.unflatten(jax.tree.structure(model_state), kinds)
+
     @property
     def cause(self) -> str:
         """Why it is not, in words."""
@@ -123,8 +128,8 @@ def choose_program(
         exact, cause = False, "it is planned for the rows of all devices"
     if isinstance(proof, Proof) and proof.is_sum:
         loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
-    if exact:
-        loss = dataclasses.replace(loss, reduction="mean")
+    if isinstance(proof, Proof) and exact:
+        loss = dataclasses.replace(loss, reduction=proof.reduction)
     return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
 
 

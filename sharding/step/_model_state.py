@@ -64,11 +64,11 @@ def reduce_over_devices(
     try:
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))
     except ValueError as error:
-        raise ValueError(f"model_state_reduction does not match the model state: {error}") from None
+        raise ValueError(f"reduction does not match the model state: {error}") from None
     for (path, x), kind in zip(jax.tree.leaves_with_path(old), kinds, strict=True):
         if kind == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
             raise ValueError(
-                f"model_state_reduction: {path_str(path)!r} is {x.dtype}, of which there is no sum."
+                f"reduction: {path_str(path)!r} is {x.dtype}, of which there is no sum."
             )
     before, treedef = jax.tree.flatten(old)
     after = jax.tree.leaves(new)

@@ -90,8 +90,9 @@ def run(mesh, **options):
     """``zero, (state, metrics)`` of a case."""
     stage, kind, count, more = CASES[mesh]
     zero = zero_of(stage, mesh, kind, **more)
-    options |= {"model_state": "batch_stats", "grad_norm": True, "microbatches": count}
-    return zero, train(zero, make_state, loss_fn, **options)
+    options |= {"coupled": "by_microbatch"} if count > 1 else {}
+    loss = shd.Loss(loss_fn, model_state="batch_stats", **options)
+    return zero, train(zero, make_state, loss, grad_norm=True, microbatches=count)
 
 
 @pytest.mark.parametrize("mesh", CASES)
@@ -105,7 +106,7 @@ def test_batch_norm_needs_no_axis_name(mesh):
 
 def test_batch_norm_of_each_device():
     """It differs, but all devices go on with one value: the mean."""
-    _, found = run("replicas", sync_batch_norm=False)
+    _, found = run("replicas", per_device=True)
     assert_same(found, reference(apart=True))
     state = found[0]
     for leaf in jax.tree.leaves(state.batch_stats):
@@ -153,9 +154,7 @@ def test_unsharded_by_path():
     assert found.bytes_per_device["model_state"] == 4 * 24 * 8 + 8
 
 
-def test_an_axis_name_of_pmap_means_the_mesh():
-    """If there is none of that name."""
-
+def test_an_axis_name_of_pmap_is_left_out():
     def old_loss(params, x, stats):
         norm = nn.BatchNorm(use_running_average=False, axis_name="batch", **F64)
         y, new = norm.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
@@ -163,8 +162,8 @@ def test_an_axis_name_of_pmap_means_the_mesh():
 
     x, zeros, ones = batch(0)["x"], jnp.zeros(WIDTH), jnp.ones(WIDTH)
     run = zero_of(0).value_and_grad(old_loss, model_state=True)
-    (_, new), _ = run({"scale": ones, "bias": zeros}, x, model_state={"mean": zeros, "var": ones})
-    np.testing.assert_allclose(new["var"], 0.99 + 0.01 * x.var(0), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"leave the collective out .* unbound axis name: batch"):
+        run({"scale": ones, "bias": zeros}, x, model_state={"mean": zeros, "var": ones})
 
 
 def test_evaluation_reads_the_model_state():
@@ -220,8 +219,9 @@ def test_reductions():
         "table": jnp.linspace(0.1, 0.3, 8),
         "narrow": jnp.zeros((), jnp.float32),
     }
-    options = {"model_state": True, "model_state_reduction": REDUCTION, "microbatches": count}
-    step = zero.train_step(counting_loss, tx=TX, **options)
+    options = {"model_state": True, "reduction": REDUCTION, "per_device": True}
+    loss = shd.Loss(counting_loss, **options)
+    step = zero.train_step(loss, tx=TX, microbatches=count)
     state, kept = zero.init(pair, tx=TX), zero.replicate(start)
     expected, key = np.zeros(zero.num_devices), jax.random.key(3)
     for x in np.random.default_rng(0).normal(size=(3, 48, WIDTH)):
@@ -246,15 +246,17 @@ def test_reductions():
 def test_what_is_only_read_is_not_sent(count):
     zero, table = zero_of(2), jnp.ones((64, 64))
 
-    def sent(change):
+    def sent(change, per_device=None):
         def loss_fn(params, batch, table):
             return quadratic(params, batch) * table.mean(), table + 1 if change else table
 
-        step = zero.train_step(loss_fn, tx=TX, model_state=True, microbatches=count)
+        loss = shd.Loss(loss_fn, model_state=True, per_device=per_device)
+        step = zero.train_step(loss, tx=TX, microbatches=count)
         state = zero.abstract_state(pair, tx=TX)
         return shd.wire_bytes(step.lower(state, batch(0), model_state=table).compile())
 
-    assert sent(True) - sent(False) == 2 * table.nbytes * 7 / 8
+    assert sent(True) == sent(False)  # all devices are proven to have the same
+    assert sent(True, per_device=True) - sent(False, per_device=True) == 2 * table.nbytes * 7 / 8
 
 
 STATE, FLAG, NUMBER = {"a": np.ones(4)}, {"a": np.zeros((), bool)}, {"a": 0}
@@ -263,12 +265,11 @@ same = lambda a: {"a": a}  # noqa: E731
 ERRORS = {
     "names no field": (same, None, {"model_state": "stats"}),
     "the call passes a model state": (same, STATE, {"model_state": False}),
-    "'mean', 'sum', 'same'": (same, None, {"model_state_reduction": "max"}),
     "the structure of the old one": (lambda a: {"b": a}, STATE, {}),
     r"'a' of shape \(2,\), and got it with \(4,\)": (lambda a: {"a": a[:2]}, STATE, {}),
     # No value is cut short in silence.
     "'a' as float64, and received it as int": (lambda a: {"a": 0.9 * a + 0.5}, NUMBER, {}),
-    "'a' is bool, of which there is no sum": (same, FLAG, {"model_state_reduction": "sum"}),
+    "'a' is bool, of which there is no sum": (same, FLAG, {"reduction": "sum"}),
 }
 
 
@@ -276,10 +277,11 @@ ERRORS = {
 def test_bad_model_states_raise(message):
     zero, (new, given, options) = zero_of(2), ERRORS[message]
     loss = lambda p, batch, state=STATE: (quadratic(p, batch), new(state["a"]))  # noqa: E731
-    step = lambda **options: zero.train_step(loss, tx=TX, **options)  # noqa: E731
+    own = {"model_state": True} | options
+    own |= {"per_device": True} if "reduction" in own else {}
     state = zero.abstract_state(pair, tx=TX)
     with pytest.raises(ValueError, match=message):
-        step(**{"model_state": True} | options).lower(state, batch(0), model_state=given)
+        zero.train_step(shd.Loss(loss, **own), tx=TX).lower(state, batch(0), model_state=given)
 
 
 def test_a_teacher_that_begins_as_the_parameters():
