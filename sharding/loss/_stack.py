@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, Value, bind
-from sharding._jaxprs import run_scan
+from sharding._jaxprs import run_scan, without_checkpoints
+from sharding._traced_types import traced_type
 from sharding.loss._derivatives import Differentiated
 from sharding.loss._evaluate import Run, call
 from sharding.loss._microbatch_values import Microbatches
@@ -334,6 +336,20 @@ def find_stacks(graph: Graph, num_params: int, differentiated: Differentiated) -
                     frozen[Operand(k)] = view.param
         stacks.append(Stack(eqn, own, frozen))
     return stacks
+
+
+def params_of_one_loop(closed: ClosedJaxpr, params: int) -> set[ParamNumber]:
+    """Those parameters of a loss that one loop slices, cast or not, and nothing else reads.
+
+    Args:
+      closed: the traced loss, whose first inputs are parameters; checkpoints are looked into.
+      params: the bits of inputs.
+    """
+    types, run = list(map(traced_type, closed.in_avals)), jaxpr_as_fun(without_checkpoints(closed))
+    graph = Graph(lambda x: run(*x), types, [False] * len(types), exact=True)
+    stacks = find_stacks(graph, params.bit_length(), Differentiated.of(graph, params))
+    views = [view for stack in stacks for view in stack.own.values()]
+    return {view.param for view in views if not view.changes}
 
 
 def cast_params(graph: Graph, num_params: int) -> dict[Value, View]:

@@ -11,7 +11,7 @@ from sharding.collectives._map_arrays import sum_dtype
 from sharding.loss._evaluate import Evaluator
 from sharding.loss._rules import Param, in_numbered_layers, is_param
 from sharding.placement._on_mesh import over_other_axes
-from sharding.placement._specs import of_last_dims
+from sharding.placement._specs import by_dim, of_last_dims
 from sharding.step._device_rules import DeviceRule
 from sharding.step._gather_params import ParamHandle
 from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
@@ -92,7 +92,8 @@ def device_rules(plan: StepPlan) -> list[DeviceRule]:
 
     def rule_of(number: int, param: ParamPlan) -> DeviceRule:
         of_param = plan.loss, number, param.shard.dim, param.loss_dtype, param.loss_dtype
-        fetch = stage == 3, _entries(param), plan.precision.gather_bits
+        entries = tuple(by_dim(param.shard.spec, len(param.shape)))
+        fetch = stage == 3, entries, plan.precision.gather_bits
         reduce_dtype = param.reduce_dtype if reduces else None
         own_sync = sync and functools.partial(sync, param)
         of_grad = reduce_dtype, own_sync, param.rows
@@ -111,12 +112,6 @@ def _sync_one(plan: StepPlan, state: Any, param: ParamPlan, grad: jax.Array, dim
         grads = dict.fromkeys(paths) | {param.path: block}
         return sync.reduce_scatter(grads, state, layout.axes, dims)[0][param.path]
 
-    spec = of_last_dims(_entries(param), grad.ndim)
+    spec = of_last_dims(by_dim(param.shard.spec, len(param.shape)), grad.ndim)
     mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
     return mean * lax.axis_size(layout.axes)
-
-
-def _entries(param: ParamPlan) -> tuple[Any, ...]:
-    """Per dim, the entry of the spec on the user's axes of the mesh."""
-    entries = tuple(param.shard.spec)
-    return entries + (None,) * (len(param.shape) - len(entries))

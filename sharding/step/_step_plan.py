@@ -101,11 +101,8 @@ class StepPlan:
 
     @property
     def divides_first(self) -> bool:
-        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
-        dtypes = {self.precision.compute} | {
-            dtype for param in self.trained for dtype in (param.dtype, param.reduce_dtype)
-        }
-        return jnp.dtype(jnp.float16) in dtypes
+        """Whether the loss is divided before it is differentiated."""
+        return self.precision.divides_first(param.dtype for param in self.trained)
 
     @property
     def syncs_shard_axes(self) -> bool:
