@@ -3,9 +3,7 @@
 A view of a loss (of each device, of the whole mesh, streamed from the host) is a list of rules.
 """
 
-import collections
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -107,19 +105,6 @@ class Param(NamedTuple):
         for eqn in self.moves:
             (full,) = bind(eqn, [full])
         return full
-
-
-def in_numbered_layers(names: Sequence[str]) -> list[bool]:
-    """Whether each parameter is of one of several layers with numbers, such as ``layers/3/kernel``.
-
-    Lists of modules have them, and modules of linen.
-    """
-    stems = [[name[: x.start()] for x in re.finditer(r"\d+(?=/|$)", name)] for name in names]
-    layers = collections.defaultdict(set)
-    for name, of_name in zip(names, stems, strict=True):
-        for stem in of_name:
-            layers[stem].add(name[len(stem) :].split("/")[0])
-    return [any(len(layers[stem]) > 1 for stem in of_name) for of_name in stems]
 
 
 def is_param(x: Any) -> bool:

@@ -7,7 +7,8 @@ numbers, of other operations each perhaps, are no stack: pieces of a loss, or la
 """
 
 import functools
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -350,6 +351,23 @@ def params_of_one_loop(closed: ClosedJaxpr, params: int) -> set[ParamNumber]:
     stacks = find_stacks(graph, params.bit_length(), Differentiated.of(graph, params))
     views = [view for stack in stacks for view in stack.own.values()]
     return {view.param for view in views if not view.changes}
+
+
+def numbered_layers(names: Sequence[str]) -> list[str]:
+    """The layer of each parameter, such as ``layers/3`` of ``layers/3/kernel``, or "" of none.
+
+    It ends with the first number in the path that is one of several. Lists of modules have them,
+    and modules of linen.
+    """
+    ends = [[x.span() for x in re.finditer(r"\d+(?=/|$)", name)] for name in names]
+    numbers = defaultdict(set)
+    for name, of_name in zip(names, ends, strict=True):
+        for start, end in of_name:
+            numbers[name[:start]].add(name[start:end])
+    return [
+        next((name[:end] for start, end in of_name if len(numbers[name[:start]]) > 1), "")
+        for name, of_name in zip(names, ends, strict=True)
+    ]
 
 
 def cast_params(graph: Graph, num_params: int) -> dict[Value, View]:

@@ -9,7 +9,8 @@ from jax import lax
 
 from sharding.collectives._map_arrays import sum_dtype
 from sharding.loss._evaluate import Evaluator
-from sharding.loss._rules import Param, in_numbered_layers, is_param
+from sharding.loss._rules import Param, is_param
+from sharding.loss._stack import numbered_layers
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import by_dim, of_last_dims
 from sharding.step._device_rules import DeviceRule
@@ -88,7 +89,7 @@ def device_rules(plan: StepPlan) -> list[DeviceRule]:
     # A sync over the axes of shards takes the place of the reduce-scatter in the backward pass.
     syncs = stage == 3 and plan.syncs_shard_axes
     sync = functools.partial(_sync_one, plan, plan.empty_sync_state()) if syncs else None
-    numbered = in_numbered_layers([param.path for param in plan.params])
+    numbered = numbered_layers([param.path for param in plan.params])
 
     def rule_of(number: int, param: ParamPlan) -> DeviceRule:
         of_param = plan.loss, number, param.shard.dim, param.loss_dtype, param.loss_dtype
@@ -97,7 +98,7 @@ def device_rules(plan: StepPlan) -> list[DeviceRule]:
         reduce_dtype = param.reduce_dtype if reduces else None
         own_sync = sync and functools.partial(sync, param)
         of_grad = reduce_dtype, own_sync, param.rows
-        return DeviceRule(*of_param, *fetch, *of_grad, again=stage == 3 and numbered[number])
+        return DeviceRule(*of_param, *fetch, *of_grad, again=stage == 3 and numbered[number] != "")
 
     return [rule_of(number, param) for number, param in enumerate(plan.params)]
 

@@ -21,8 +21,8 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import bits
 from sharding.loss._evaluate import Evaluator
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, in_numbered_layers, is_cast, use
-from sharding.loss._stack import params_of_one_loop
+from sharding.loss._rules import MOVES, Param, is_cast, use
+from sharding.loss._stack import numbered_layers, params_of_one_loop
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
@@ -122,12 +122,12 @@ class GlobalLoss:
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
         self.leaves: list[GlobalRule] = []
-        numbered = in_numbered_layers(leaf_names(params))
-        for again, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
+        numbered = numbered_layers(leaf_names(params))
+        for layer, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
             of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
-            again = again and self.layout.stage == 3 and not on_host(x)
+            again = layer != "" and self.layout.stage == 3 and not on_host(x)
             self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
 
     @property
