@@ -22,7 +22,8 @@ from optax_ext.traced_graph import Equation, Graph, Value, bind
 from sharding._jaxprs import run_scan, without_checkpoints
 from sharding._traced_types import traced_type
 from sharding.loss._derivatives import Differentiated
-from sharding.loss._evaluate import Run, call
+from sharding.loss._effects import Prints
+from sharding.loss._evaluate import call
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.offload._host_memory import scan_streamed
@@ -149,7 +150,7 @@ class StackPasses(NamedTuple):
         same, own = self.of_layer(layer, operands, microbatches)
 
         def one(each: dict[Operand, Any]) -> Any:
-            out = self.run_layer(held, {}, same | each, Run.FIRST)
+            out = self.run_layer(held, {}, same | each, Prints.ALL)
             return dict(zip(carry, out, strict=False)), out[len(carry) :]
 
         after, outs = microbatches.each(one, own | carry)
@@ -185,7 +186,7 @@ class StackPasses(NamedTuple):
         held: dict[ParamNumber, jax.Array],
         taps: dict[ParamNumber, jax.Array],
         operands: dict[Operand, Any],
-        run: Run,
+        prints: Prints,
     ) -> list[Any]:
         """The outputs of the body; ``taps`` are differentiated in the place of ``held``."""
         use, own = self.loss.use, {}
@@ -194,7 +195,7 @@ class StackPasses(NamedTuple):
             own[k] = view.change(used)
         frozen = {k: use(i, operands[k]) for k, i in self.stack.frozen.items()}
         args = operands | frozen | own
-        return call(self.stack.scan.body, [args[k] for k in sorted(args)], run)
+        return call(self.stack.scan.body, [args[k] for k in sorted(args)], prints)
 
 
 class StackBackward(NamedTuple):
@@ -212,7 +213,7 @@ class StackBackward(NamedTuple):
     cotangents: dict[Result, Any]  # of the results on which the loss depends
     by: list[Operand]  # that are differentiated
     microbatches: Microbatches
-    how: Run  # layers run again
+    prints: Prints  # of layers, which run again
 
     def run(self, take: Take) -> tuple[dict[Operand, Any], Any]:
         """Cotangents of operands, and what ``take`` returns for each layer, stacked."""
@@ -290,7 +291,7 @@ class StackBackward(NamedTuple):
         results = [*self._carried.values(), *self._stacked_results]
 
         def run(taps: dict[ParamNumber, Any], given: dict[Operand, Any]) -> list[Any]:
-            outs = self.passes.run_layer(held, taps, args | given, self.how)
+            outs = self.passes.run_layer(held, taps, args | given, self.prints)
             return [outs[j] for j in results]
 
         given = {k: args[k] for k in self.by}

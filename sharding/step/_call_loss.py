@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._map_arrays import sum_dtype
-from sharding.loss._evaluate import Evaluator
-from sharding.loss._rules import Param, is_param
+from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._stack import numbered_layers
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import by_dim, of_last_dims

@@ -14,8 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from optax_ext.traced_graph import bind
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import all_gather_arrays, reduce_scatter_arrays
-from sharding.loss._evaluate import Evaluator, Fetch
-from sharding.loss._rules import MOVES, Param, is_param
+from sharding.loss._evaluate import MOVES, Evaluator, Fetch, Param, is_param
 from sharding.placement._layout import Layout
 from sharding.placement._specs import of_last_dims
 from sharding.step._device_loss import PARTS, DeviceLoss

@@ -13,8 +13,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding._types import Tree
+from sharding.loss._evaluate import after_input, use
 from sharding.loss._marks import MARK, is_marking
-from sharding.loss._rules import after_input, use
 from sharding.step._device_rules import DeviceRule
 
 

@@ -19,9 +19,8 @@ from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import bits
-from sharding.loss._evaluate import Evaluator
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast, use
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, is_cast, use
 from sharding.loss._stack import numbered_layers, params_of_one_loop
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout

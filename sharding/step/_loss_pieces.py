@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from optax_ext.traced_graph import Equation, Graph, Value
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
-from sharding.loss._evaluate import Run, evaluate, prints
+from sharding.loss._effects import Prints, has_prints
+from sharding.loss._evaluate import evaluate
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
 from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params
@@ -114,7 +115,7 @@ class LossPieces:
         for eqn in graph.equations:
             passes = self._passes.get(eqn.results)
             of_batch_or_stack = passes is not None or of_batch.intersection(eqn.operands)
-            if prints(eqn) or (eqn.results in needed and of_batch_or_stack):
+            if has_prints(eqn) or (eqn.results in needed and of_batch_or_stack):
                 use(passes.stack.others.values() if passes else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)
@@ -158,7 +159,7 @@ class LossPieces:
             values = list(graph.outputs)
         else:
             values = [v for eqn in own for v in eqn.results if v in later]
-        printed = [] if passes else [e for e in own if prints(e) and e.results not in needed]
+        printed = [] if passes else [e for e in own if has_prints(e) and e.results not in needed]
         roots = [*values, *(v for eqn in printed for v in eqn.operands)]
         known = before | graph.constants.keys() | self._views.keys()
         equations, _ = graph.needed(roots, known)
@@ -229,7 +230,7 @@ class LossPieces:
         stores = self.microbatches.number == 1 and not self.loss.layout.recomputes
         for piece in self.pieces[:-1]:
             if piece.passes is not None:
-                operands = self._operands(piece, {}, values, Run.FIRST)
+                operands = self._operands(piece, {}, values, Prints.ALL)
                 outs, kept = piece.passes.forward(operands, microbatches)
             elif stores:
                 by = set(filter(self._is_active, piece.values))
@@ -273,7 +274,11 @@ class LossPieces:
         return sums
 
     def _run(
-        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run = Run.FIRST
+        self,
+        piece: Piece,
+        taps: dict[Value, Any],
+        values: dict[Value, Any],
+        prints: Prints = Prints.ALL,
     ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held: dict[Any, Any] = dict(enumerate(self.held)) | values
@@ -286,26 +291,30 @@ class LossPieces:
             cast = view.cast(held[view.param])
             # Layers gather what they slice.
             values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
-        evaluate(piece.equations, values, run)
-        if run is Run.FIRST:
-            evaluate(piece.printed, values, run)
+        evaluate(piece.equations, values, prints)
+        if prints is Prints.ALL:
+            evaluate(piece.printed, values, prints)
         return [values[v] for v in piece.values]
 
     def _operands(
-        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run
+        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], prints: Prints
     ) -> dict[Operand, Any]:
         """Those of a stack that its loop gets as they are."""
         assert piece.passes is not None
         others = piece.passes.stack.others
-        return dict(zip(others, self._run(piece, taps, values, run), strict=True))
+        return dict(zip(others, self._run(piece, taps, values, prints), strict=True))
 
     def _derivative(
-        self, piece: Piece, values: dict[Value, Any], by: set[Value], how: Run = Run.FIRST
+        self,
+        piece: Piece,
+        values: dict[Value, Any],
+        by: set[Value],
+        prints: Prints = Prints.ALL,
     ) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
 
         def run(taps: dict[Value, Any], given: dict[Value, Any]) -> tuple[Any, Any]:
-            outs = self._run(piece, taps, values | given, how)
+            outs = self._run(piece, taps, values | given, prints)
             return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
 
         given = {v: values[v] for v in piece.given if self._is_active(v)}
@@ -314,13 +323,13 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(self, take: Take, kept: ForwardPass, how: Run) -> Iterator[Completed]:
+    def backward(self, take: Take, kept: ForwardPass, prints: Prints) -> Iterator[Completed]:
         """Runs the pieces backward, each when it is asked for.
 
         Args:
           take: takes the gradients of a layer of a stack.
           kept: by the forward pass.
-          how: what runs again.
+          prints: what pieces print, which run again.
         """
         grads, cotangents = dict(kept.grads), dict(kept.cotangents)
         yield self._completed(self.pieces[-1], grads, None, cotangents)
@@ -328,11 +337,11 @@ class LossPieces:
             own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
             taken = None
             if piece.passes is not None:
-                more, given, taken = self._stack_backward(piece, kept, stored, own, how, take)
+                more, given, taken = self._stack_backward(piece, kept, stored, own, prints, take)
             elif stored is not None:
                 more, given = stored(own)
             else:
-                more, given = self._piece_backward(piece, kept, own, how)
+                more, given = self._piece_backward(piece, kept, own, prints)
             _add_to(grads, self._by_param(more))
             _add_to(cotangents, given)
             yield self._completed(piece, grads, taken, cotangents)
@@ -341,7 +350,7 @@ class LossPieces:
         return Completed({i: grads.pop(i) for i in piece.complete}, *more)
 
     def _piece_backward(
-        self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], how: Run
+        self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], prints: Prints
     ) -> Any:
         """Gradients and cotangents by a piece that is computed again."""
         held = {i: self.held[i] for i in {self._views[v].param for v in piece.params}}
@@ -350,7 +359,7 @@ class LossPieces:
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
-            _, derivative = self._derivative(piece, held | values, set(cotangents), how)
+            _, derivative = self._derivative(piece, held | values, set(cotangents), prints)
             return derivative(cotangents)
 
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
@@ -361,14 +370,14 @@ class LossPieces:
         kept: ForwardPass,
         entered: dict[Operand, Any],
         own: dict[Value, Any],
-        how: Run,
+        prints: Prints,
         take: Take,
     ) -> tuple[dict[Value, Any], dict[Value, Any], Any]:
         """Gradients outside of the stack, cotangents, and what its layers return, stacked."""
         assert piece.passes is not None
         stack, many = piece.passes.stack, self.microbatches
         others, carried = stack.others, stack.carried
-        operands = self._operands(piece, {}, kept.values, how)
+        operands = self._operands(piece, {}, kept.values, prints)
         active = {k for k, v in others.items() if self._is_active(v)}
         results = {Result(j): own[v] for j, v in enumerate(piece.results) if v in own}
         moved = {k for k, v in others.items() if self._differentiated.reads[v]}
@@ -377,7 +386,7 @@ class LossPieces:
         by = sorted(active.difference(carried) | in_layers)
         not_carried = {k: x for k, x in operands.items() if k not in carried}
         given = piece.passes, not_carried, entered, results, by
-        found, taken = StackBackward(*given, many, how).run(take)
+        found, taken = StackBackward(*given, many, prints).run(take)
         # Operands are values of the batch, or of parameters alone: the same in all micro-batches.
         cotangents: dict[Value, Any] = {}
         of_params = {}
@@ -391,7 +400,7 @@ class LossPieces:
             of_params[k] = x.astype(operands[k].dtype)
 
         def run(taps: dict[Value, Any]) -> dict[Operand, Any]:
-            outs = self._operands(piece, taps, kept.values, how)
+            outs = self._operands(piece, taps, kept.values, prints)
             return {k: x for k, x in outs.items() if k in of_params}
 
         (grads,) = jax.vjp(run, self._taps(piece))[1](of_params)

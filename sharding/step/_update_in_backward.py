@@ -22,8 +22,7 @@ from sharding._types import Tree
 from sharding._user_line import warn
 from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._effects import check_effects
-from sharding.loss._evaluate import Run
+from sharding.loss._effects import Prints, check_effects
 from sharding.loss._marks import marking
 from sharding.loss._microbatch_values import Microbatches
 from sharding.loss._numberings import ParamNumber, Slot, param_numbers
@@ -190,14 +189,14 @@ class BackwardUpdate:
         return metrics, model_state, kept
 
     def _backward(
-        self, kept: ForwardPass, take: Take, wanted: Iterable[Value], how: Run
+        self, kept: ForwardPass, take: Take, wanted: Iterable[Value], prints: Prints
     ) -> tuple[dict[Value, Any], Any]:
         """Values of the update, each computed as soon as its gradients are; all squares."""
         update, graph = self.update, self.update.graph
         found: dict[Value, Any] = {}
         known, complete, squares = dict(self.values), set(self.unused), [jnp.zeros(())]
         with jax.named_scope("loss_and_grad"):
-            for piece in self.pieces.backward(take, kept, how):
+            for piece in self.pieces.backward(take, kept, prints):
                 grads = update.cast_grads(piece.grads)
                 known |= {update.grad(i): x for i, x in grads.items()}
                 complete.update(grads)
@@ -244,7 +243,7 @@ class BackwardUpdate:
         if update.of_terms.intersection(graph.outputs) - late:
             self._evaluate(v for one in of_layers for v in one.reduced.early)
             first = functools.partial(StackUpdate.take, terms=True, write=False)
-            terms, _ = self._backward(kept, first, update.terms, Run.SILENTLY)
+            terms, _ = self._backward(kept, first, update.terms, Prints.NONE)
             # All of the second pass is computed after the first.
             terms, cotangents, grads = lax.optimization_barrier(
                 ({t: terms[t] for t in update.terms}, kept.cotangents, kept.grads)
@@ -256,7 +255,7 @@ class BackwardUpdate:
             take = functools.partial(StackUpdate.take, terms=True, write=True)
             wanted += update.terms
         self._evaluate(v for one in of_layers for v in one.new.early)
-        found, squares = self._backward(kept, take, wanted, Run.AGAIN)
+        found, squares = self._backward(kept, take, wanted, Prints.OF_CHECKPOINTS)
         self.values |= {t: found[t] for t in update.terms if t in found}
         self._evaluate(late)
         if self.grad_norm:

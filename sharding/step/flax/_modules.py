@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
+from sharding.loss._evaluate import after_input
 from sharding.loss._marks import is_marking
-from sharding.loss._rules import after_input
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
 from sharding.step._batch_moments import over_devices

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sharding.loss._evaluate import Evaluator
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, is_cast
 from sharding.step._gather_params import gather
 
 from .. import model
