@@ -8,9 +8,10 @@ space, so that stacks in host memory are carried by the loop that writes them, a
 inside of a layer need that loop, too. Pieces would stay for all parameters outside of stacks.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,11 +22,10 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Prints, has_prints
 from sharding.loss._evaluate import evaluate
-from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
-from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params
+from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._microbatches import inverse_weight
+from sharding.step._stack_backward import Microbatches, StackBackward, StackPasses, Take
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside stacks
 
@@ -55,12 +55,12 @@ class ForwardPass(NamedTuple):
     grads: dict[ParamNumber, Any]  # by the last piece; the sums over micro-batches
 
 
-class Completed(NamedTuple):
-    """What the backward pass of one piece leaves."""
+@dataclasses.dataclass
+class Pending:
+    """What the backward pass hands on to earlier pieces, as it stands behind one of them."""
 
-    grads: dict[ParamNumber, Any]  # that are complete with it
-    taken: Any  # what the layers of a stack return, stacked; None of other pieces
-    cotangents: dict[Value, Any]  # of what earlier pieces compute; may be put behind a barrier
+    grads: dict[ParamNumber, Any]  # that are not complete
+    cotangents: dict[Value, Any]  # of what earlier pieces compute
 
 
 class LossPieces:
@@ -323,31 +323,34 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(self, take: Take, kept: ForwardPass, prints: Prints) -> Iterator[Completed]:
-        """Runs the pieces backward, each when it is asked for.
+    def backward(
+        self, number: int, pending: Pending, take: Take, kept: ForwardPass, prints: Prints
+    ) -> tuple[dict[ParamNumber, Any], Any]:
+        """Runs a piece backward, behind all later ones.
 
         Args:
+          number: of the piece. The forward pass differentiated the last one.
+          pending: by later pieces; changed to what is pending for earlier ones.
           take: takes the gradients of a layer of a stack.
           kept: by the forward pass.
-          prints: what pieces print, which run again.
+          prints: what the piece prints, which runs again.
+
+        Returns:
+          The gradients that are complete; what the layers of a stack return, stacked, else None.
         """
-        grads, cotangents = dict(kept.grads), dict(kept.cotangents)
-        yield self._completed(self.pieces[-1], grads, None, cotangents)
-        for piece, stored in reversed(list(zip(self.pieces[:-1], kept.pieces, strict=True))):
+        piece, taken = self.pieces[number], None
+        if piece is not self.pieces[-1]:
+            stored, cotangents = kept.pieces[number], pending.cotangents
             own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
-            taken = None
             if piece.passes is not None:
                 more, given, taken = self._stack_backward(piece, kept, stored, own, prints, take)
             elif stored is not None:
                 more, given = stored(own)
             else:
                 more, given = self._piece_backward(piece, kept, own, prints)
-            _add_to(grads, self._by_param(more))
+            _add_to(pending.grads, self._by_param(more))
             _add_to(cotangents, given)
-            yield self._completed(piece, grads, taken, cotangents)
-
-    def _completed(self, piece: Piece, grads: dict[ParamNumber, Any], *more: Any) -> Completed:
-        return Completed({i: grads.pop(i) for i in piece.complete}, *more)
+        return {i: pending.grads.pop(i) for i in piece.complete}, taken
 
     def _piece_backward(
         self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], prints: Prints
@@ -383,7 +386,7 @@ class LossPieces:
         moved = {k for k, v in others.items() if self._differentiated.reads[v]}
         body = stack.scan.body.jaxpr
         in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
-        by = sorted(active.difference(carried) | in_layers)
+        by = sorted(active.difference(carried).union(map(Operand, in_layers)))
         not_carried = {k: x for k, x in operands.items() if k not in carried}
         given = piece.passes, not_carried, entered, results, by
         found, taken = StackBackward(*given, many, prints).run(take)

@@ -24,9 +24,7 @@ from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import Prints, check_effects
 from sharding.loss._marks import marking
-from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import ParamNumber, Slot, param_numbers
-from sharding.loss._stack import StackPasses, Take, cast_params, find_stacks
+from sharding.loss._stack import ParamNumber, Slot, cast_params, find_stacks, param_numbers
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
@@ -39,7 +37,8 @@ from sharding.step._layer_updates import (
     squared_norm,
 )
 from sharding.step._loss import Inputs, StepLoss
-from sharding.step._loss_pieces import ForwardPass, LossPieces
+from sharding.step._loss_pieces import ForwardPass, LossPieces, Pending
+from sharding.step._stack_backward import Microbatches, StackPasses, Take
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import gather_updated
 
@@ -195,13 +194,15 @@ class BackwardUpdate:
         update, graph = self.update, self.update.graph
         found: dict[Value, Any] = {}
         known, complete, squares = dict(self.values), set(self.unused), [jnp.zeros(())]
+        pending = Pending(dict(kept.grads), dict(kept.cotangents))
         with jax.named_scope("loss_and_grad"):
-            for piece in self.pieces.backward(take, kept, prints):
-                grads = update.cast_grads(piece.grads)
+            for number in reversed(range(len(self.pieces.pieces))):
+                grads, taken = self.pieces.backward(number, pending, take, kept, prints)
+                grads = update.cast_grads(grads)
                 known |= {update.grad(i): x for i, x in grads.items()}
                 complete.update(grads)
                 # What the layers of a stack found: (layer, ...).
-                terms, of_layers = piece.taken or ({}, jnp.zeros(()))
+                terms, of_layers = taken or ({}, jnp.zeros(()))
                 found |= {t: reduce(graph, t, x) for t, x in terms.items()}
                 squares += [squared_norm(grads), jnp.sum(of_layers)]
                 # What depends on no other gradients is computed now, which then can be freed.
@@ -211,8 +212,8 @@ class BackwardUpdate:
                 new = {v: known[v] for v in ready}
                 # XLA:TPU updates early by itself; on CPUs what is independent runs at once.
                 if self.spec.layout.platform == "gpu":
-                    new, earlier = lax.optimization_barrier((new, piece.cotangents))
-                    piece.cotangents.update(earlier)
+                    both = new, pending.cotangents
+                    new, pending.cotangents = lax.optimization_barrier(both)
                 found |= new
         return found, sum(squares)
 

@@ -21,8 +21,7 @@ from optax_ext.traced_graph import Graph, Value, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Tree
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._numberings import ParamNumber
-from sharding.loss._stack import Stack, cast_params, find_stacks, numbered_layers
+from sharding.loss._stack import ParamNumber, Stack, cast_params, find_stacks, numbered_layers
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
 
