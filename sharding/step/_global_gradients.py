@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_ext.equations import trace
 from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import bits
 from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast, use
 from sharding.loss._marks import marking

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import REDUCTIONS, Graph, Value, bind
 from sharding._types import Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import bits
 from sharding.loss._stack import ParamNumber, Slot
 from sharding.offload._host_memory import HostStack

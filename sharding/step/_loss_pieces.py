@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, Value
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Prints, has_prints
 from sharding.loss._evaluate import evaluate

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from sharding._types import DType
-from sharding.collectives._map_arrays import sum_dtype
+from sharding.collectives._sum_dtype import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)

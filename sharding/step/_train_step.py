@@ -1,7 +1,8 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
-``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_device_rules``), and
-reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
+``gradients`` runs the loss (``_microbatches``), which gathers parameters, and reduces gradients of
+layers (``_gather_and_reduce``); it reduces or synchronizes others (``_reduce_gradients``).
+``update`` then gathers new shards.
 """
 
 import dataclasses

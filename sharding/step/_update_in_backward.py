@@ -20,7 +20,7 @@ from optax_ext.traced_graph import Graph, Value, evaluate
 from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding._user_line import warn
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import Prints, check_effects
 from sharding.loss._marks import marking

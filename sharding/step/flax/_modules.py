@@ -15,7 +15,7 @@ from sharding.loss._marks import is_marking
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
 from sharding.step._batch_moments import over_devices
-from sharding.step._gather_params import gather, gathered, split_arrays
+from sharding.step._gather_and_reduce import gather, gathered, split_arrays
 from sharding.step._lookup import lookup
 
 

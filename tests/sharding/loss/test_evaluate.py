@@ -8,7 +8,7 @@ from jax import lax
 
 from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast
 from sharding.loss._marks import marking
-from sharding.step._gather_params import gather
+from sharding.step._gather_and_reduce import gather
 
 from .. import model
 
