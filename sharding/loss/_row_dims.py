@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from optax_ext import traced_graph
-from sharding.loss._row_states import Kind, Value
+from sharding.loss._row_states import Kind, Places, Value
 
 Shape = tuple[int, ...]
-Places = list[Any]  # of the dims of an operand, as in ``_row_states``
 
 
 @dataclasses.dataclass(frozen=True)
