@@ -313,8 +313,6 @@ def _chosen(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
     for v in (by, *values):
         if isinstance(v, Coupled):
             return v
-    if by == _ALWAYS and all(v == values[0] for v in values):
-        return values[0]
     try:
         return combined([by, *values], Kind.LINEAR, chosen_by=[0])
     except RowsMeet as meet:

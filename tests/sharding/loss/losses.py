@@ -212,8 +212,11 @@ def add_row(p, total, row):
     return total + jnp.sum((mlp(p, row[0]) - row[1]) ** 2), None
 
 
-def counted_row(p, carry, row):
-    return (carry[0] + 1, add_row(p, carry[1], row)[0]), None
+def dropped_row(p, carry, row):
+    """Keys are carried."""
+    key, own = jax.random.split(carry[0])
+    x = row[0] * jax.random.bernoulli(own, 0.5, row[0].shape)
+    return (key, add_row(p, carry[1], (x, row[1]))[0]), None
 
 
 def decayed_row(p, total, row):
@@ -481,9 +484,6 @@ LOSSES = {
     # --- Sums, ratios, random numbers
     "sum": Case("sum", lambda p, b: jnp.sum(errors(p, b))),
     "a loop that adds rows": Case("sum", ADD),
-    "a loop that adds rows and counts them": Case(
-        "sum", lambda p, b: over_rows(p, b, counted_row, (0, 0.0))[0][1]
-    ),
     "a custom_vjp that sums rows": Case("sum", fused_sum),
     "a sum times the number that is 1/n here": Case(
         "sum", lambda p, b: jnp.sum(errors(p, b)) * (1 / ROWS)
@@ -519,6 +519,9 @@ LOSSES = {
     "means by class": Case("weighted", counted_classes, batch=(X, Y, CLASSES)),
     "dropout": Case("random", dropped),
     "dropout by split keys": Case("random", dropped_by_split_keys),
+    "dropout by keys of a loop": Case(
+        "random", lambda p, b: over_rows(p, b, dropped_row, (KEY, 0.0))[0][1]
+    ),
     # --- Rows meet
     "sum and weight decay": coupled(
         lambda p, b: jnp.sum(errors(p, b)) + optax.tree.norm(p), cause="what all rows share"
