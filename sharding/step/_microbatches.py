@@ -20,7 +20,7 @@ from sharding.placement._specs import by_dim
 from sharding.step import _model_state
 from sharding.step._gather_and_reduce import DeviceRule, ParamHandle
 from sharding.step._loss import Inputs, StepLoss
-from sharding.step._reduce_gradients import (
+from sharding.step._reduce_later import (
     reduce_microbatch,
     reduced_by_microbatch,
     squares,

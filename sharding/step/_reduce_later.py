@@ -1,4 +1,4 @@
-"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones.
+"""Sums over devices of gradients that the backward pass did not reduce: of micro-batches, of steps.
 
 Every array is reduced by a collective of its own; combining several is left to the compiler.
 """
