@@ -15,7 +15,7 @@ from sharding.step import _batch_rows
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_all_rows, check_options
 from sharding.step._eval_step import EvalStep, ValueAndGrad
-from sharding.step._gather_params import gather, gathered
+from sharding.step._gather_and_reduce import gather, gathered
 from sharding.step._loss import StepLoss
 from sharding.step._placed_state import StateMethods
 from sharding.step._placed_state import Tx as Tx

@@ -1,16 +1,19 @@
 """Reduce-scatter in several forms: what ``lax.psum_scatter`` compiles to depends on the target."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding._types import DType
-from sharding.collectives._map_arrays import ArrayLayout, map_arrays, to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import Axes, Axis, axes_of
 
 # From how many bytes per step, in both directions, a ring is used. Chosen, not measured: a compiled
@@ -18,6 +21,13 @@ from sharding.placement._specs import Axes, Axis, axes_of
 _MIN_RING_BYTES = 1 << 16
 # Elements in one row of a TPU's vector register.
 LANES = 128
+
+
+class ArrayLayout(NamedTuple):
+    """How one array is sharded."""
+
+    dim: int  # that ZeRO shards, counted from the end; 0 if the array is unsharded
+    spec: PartitionSpec  # on the user's axes of the mesh
 
 
 def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str | None = None) -> jax.Array:
@@ -80,7 +90,22 @@ def reduce_scatter_arrays(
     def reduce(x: jax.Array, dim: int) -> jax.Array:
         return psum_scatter(x, axes, dim) if dim else lax.psum(x, axes)
 
-    return map_arrays(layout, reduce, xs, array_layouts)
+    return _map_arrays(layout, reduce, xs, array_layouts)
+
+
+def _map_arrays(
+    layout: Layout,
+    fn: Callable[[jax.Array, int], jax.Array],
+    xs: Sequence[jax.Array],
+    array_layouts: Sequence[ArrayLayout],
+) -> list[jax.Array]:
+    """``fn(x, dim)`` of every array, where ``fn`` runs collectives over ZeRO's axes."""
+
+    def run(xs: list[jax.Array]) -> list[jax.Array]:
+        return [fn(x, array.dim) for x, array in zip(xs, array_layouts, strict=True)]
+
+    specs = [array.spec for array in array_layouts]
+    return over_other_axes(layout, run, (specs,), specs)(list(xs))
 
 
 def own_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -177,7 +202,7 @@ def all_gather_arrays(
             x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         return x
 
-    return map_arrays(layout, gather, xs, layouts)
+    return _map_arrays(layout, gather, xs, layouts)
 
 
 def _all_gather_codes(layout: Layout, x: jax.Array, dim: int, bits: int) -> jax.Array:

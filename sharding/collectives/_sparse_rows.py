@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sharding.collectives._map_arrays import sum_dtype
+from sharding.collectives._sum_dtype import sum_dtype
 from sharding.placement._specs import Axes
 
 # Odd, hence invertible modulo 2**32; the bits of the golden ratio and of the square root of 3.

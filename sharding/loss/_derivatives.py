@@ -19,7 +19,6 @@ from jax.extend.core import Jaxpr, Literal
 from optax_ext.equations import Call, Remat, Scan, record_of
 from optax_ext.traced_graph import Graph, Value, bind
 from sharding._jaxprs import inputs_read
-from sharding.loss._numberings import Operand, Result
 
 # Operations on real numbers whose derivative is zero everywhere, or is stopped; and those whose one
 # result has a derivative by each of them. JAX is asked about all others.
@@ -74,8 +73,8 @@ class Differentiated(NamedTuple):
 
 
 def carried_derivatives(
-    jaxpr: Jaxpr, carried: range, by: Iterable[Operand], results: Iterable[Result]
-) -> set[Operand]:
+    jaxpr: Jaxpr, carried: range, by: Iterable[int], results: Iterable[int]
+) -> set[int]:
     """The carried operands of a loop that are differentiated in some layer.
 
     Args:
@@ -93,7 +92,7 @@ def carried_derivatives(
         given |= bits(carried[j] for j in carry if operands[j] & given)
         reached |= {j for i in reached for j in carry if operands[i] >> carried[j] & 1}
     found = (j for j in carry if j in reached and given >> carried[j] & 1)
-    return {Operand(carried[j]) for j in found}
+    return {carried[j] for j in found}
 
 
 def of_jaxpr(jaxpr: Jaxpr) -> list[int]:

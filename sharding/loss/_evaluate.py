@@ -1,19 +1,20 @@
 """Evaluates a traced loss, whatever code it is made of, by rules of its parameters and equations.
 
+The rule of a parameter says what the loss gets in its place, and where its gradient goes. A view of
+a loss (of each device, of the whole mesh, streamed from the host) is a list of rules.
+
 Layers are found: what ``gather`` marks, else the bodies of scans over stacked parameters. A rule
 fetches a parameter once for all its uses in a layer; any other parameter is fetched where it is
 first used, or, if its rule says so, once more in the backward pass.
-
-Where a part of a loss runs again it prints no more than under ``jit``: once, and once more where
-the loss itself says that it is computed again, by ``jax.checkpoint``.
 """
 
 import collections
-import enum
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
@@ -21,16 +22,148 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from optax_ext.equations import Call, Name, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation, bind
 from optax_ext.user_line import line_of
+from sharding._types import Tree
+from sharding.loss._effects import Prints, has_prints, printing_less
 from sharding.loss._marks import CALL, MARK
-from sharding.loss._rules import Param, after_input, held_arrays, is_param, taps_of, with_held
+
+# --- Rules of parameters --------------------------------------------------------------------------
+
+# Operations on one array that only move or cast its elements.
+MOVES = ("broadcast_in_dim", "convert_element_type", "reshape", "squeeze", "transpose")
 
 
-class Run(enum.Enum):
-    """Whether a part of a loss runs for the first time, which decides what it prints."""
+class Rule(Protocol):
+    """What is done to one parameter, or to a view of it. Rules are compared by value."""
 
-    FIRST = "everything"
-    AGAIN = "what is in checkpoints"
-    SILENTLY = "nothing"
+    @property
+    def by_use(self) -> bool:
+        """Whether the gradient of each use is reduced, or the sum over all uses in a layer."""
+
+    @property
+    def again(self) -> bool:
+        """Whether outside of layers, too, its one use fetches it, and again in the backward pass.
+
+        What several equations read is held: each would send it, and reduce a gradient.
+        """
+
+    def fetch(self, held: jax.Array) -> jax.Array:
+        """From what is stored to what an equation reads; it is not differentiated."""
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        """From the cotangent of what was fetched to the gradient, of the type of ``tap``."""
+
+    def view(self, x: "Param", eqn: Any, rest: list[Any]) -> "list[Param] | None":
+        """The results of an equation of a parameter and of ``rest``, before it is fetched.
+
+        None if the equation needs what is fetched.
+        """
+
+    def stack(self, x: "Param") -> "Param | None":
+        """What a loop slices along the first dim; None if that is what is fetched."""
+
+    def layer(self, x: "Param") -> "Param":
+        """A slice of a stack, or a constant, in the body of the loop."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _tapped(rule: Rule, tap_type: Any, full: jax.Array, tap: jax.Array) -> jax.Array:
+    """What was fetched; its gradient, reduced, becomes that of ``tap``."""
+    del rule, tap_type, tap
+    return full
+
+
+# Forward it is the very array: a loop over layers stores a copy of what it did not get as it is.
+_tapped.defvjp(
+    lambda rule, tap_type, full, tap: (full, None),
+    lambda rule, tap_type, _, grad: (None, rule.reduce(grad, tap_type)),
+)
+
+
+def tapped(rule: Rule, full: jax.Array, tap: jax.Array | None) -> jax.Array:
+    """What was fetched, where ``tap`` is differentiated in the place of the parameter."""
+    return full if tap is None else _tapped(rule, jax.typeof(tap), full, tap)
+
+
+def use(rule: Rule, held: jax.Array, tap: jax.Array | None) -> jax.Array:
+    """What the loss computes with, of a parameter as it is held."""
+    return tapped(rule, rule.fetch(held), tap)
+
+
+class Param(NamedTuple):
+    """A parameter in a loss that is evaluated, or a slice of one, before it is fetched."""
+
+    number: int
+    rule: Any  # a Rule
+    held: jax.Array
+    tap: jax.Array | None  # zeros, placed as the gradient, which they get; None if there is none
+    fetched: dict[Any, jax.Array]  # by rule, for all uses in a layer
+    moves: tuple[Any, ...] = ()  # the equations that move it, once it is fetched
+    in_layer: bool = False  # whether a loop, a checkpoint or ``gather`` ends what is fetched of it
+    repeats: bool = False  # whether a loop fetches the same in each run
+    is_part: bool = False  # whether it is a view of the parameter
+    is_shared: bool = False  # whether several equations read it
+
+    def moved_by(self, eqn: Any) -> "Param":
+        return self._replace(moves=(*self.moves, eqn))
+
+    def of_held(self, held: jax.Array, tap: jax.Array | None) -> "Param":
+        """With what is made of what is held, and a tap for that."""
+        return self._replace(held=held, tap=tap, fetched={})
+
+    def full(self) -> jax.Array:
+        """What the loss computes with."""
+        rule, fetched = self.rule, self.fetched
+        if rule not in fetched:
+            fetched[rule] = rule.fetch(self.held) if rule.by_use else use(rule, self.held, self.tap)
+        full = tapped(rule, fetched[rule], self.tap) if rule.by_use else fetched[rule]
+        for eqn in self.moves:
+            (full,) = bind(eqn, [full])
+        return full
+
+
+def is_param(x: Any) -> bool:
+    return isinstance(x, Param)
+
+
+def held_arrays(operands: Sequence[Any]) -> list[Any]:
+    """Operands as they are held."""
+    return [x.held if is_param(x) else x for x in operands]
+
+
+def taps_of(operands: Sequence[Any]) -> list[Any]:
+    return [x.tap for x in operands if is_param(x)]
+
+
+def with_held(operands: Sequence[Any], values: Sequence[Any], taps: Any = None) -> list[Any]:
+    """New values of operands; of parameters, of what is held, and taps if given."""
+    given = iter(taps_of(operands) if taps is None else taps)
+    return [
+        x.of_held(y, next(given)) if is_param(x) else y
+        for x, y in zip(operands, values, strict=True)
+    ]
+
+
+def is_cast(eqn: Any) -> bool:
+    """Whether an equation casts to floating numbers."""
+    casts = eqn.primitive.name == "convert_element_type"
+    return casts and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+
+
+def after_input(params: Tree, x: Tree) -> tuple[Any, Any]:
+    """Parameters and the input of their layer behind one barrier.
+
+    It keeps XLA from gathering the parameters of all layers before their inputs exist. The layer
+    uses both outputs, so that the transpose orders the backward pass in the same way.
+    """
+    arrays, treedef = jax.tree.flatten(x)
+    floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    params, behind = lax.optimization_barrier((params, [arrays[i] for i in floating]))
+    for i, array in zip(floating, behind, strict=True):
+        arrays[i] = array
+    return params, treedef.unflatten(arrays)
+
+
+# --- The evaluation -----------------------------------------------------------------------------
 
 
 class Fetch(NamedTuple):
@@ -64,7 +197,7 @@ class Evaluator:
     def __init__(
         self,
         recompute: bool = False,
-        run: Run = Run.FIRST,
+        prints: Prints = Prints.ALL,
         equations: Mapping[Any, EquationRule] | None = None,
     ):
         """With ``recompute`` loops fetch again in the backward pass, and store what is held.
@@ -72,7 +205,7 @@ class Evaluator:
         ``equations`` are rules of equations, by their primitives. They mark places as ``gather``
         does.
         """
-        self.recompute, self.how, self.equations = recompute, run, equations or {}
+        self.recompute, self.prints, self.equations = recompute, prints, equations or {}
         self.fetches: list[Fetch] = []
         self._eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
@@ -115,7 +248,7 @@ class Evaluator:
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
         """The results of an equation of a jaxpr or of a graph."""
-        prints_less = self.how is not Run.FIRST and prints(eqn)
+        prints_less = self.prints is not Prints.ALL and has_prints(eqn)
         has_params = any(map(is_param, operands))
         has_mark = bool(self.equations) and self._has_mark(eqn)
         if not (has_params or prints_less or has_mark):
@@ -131,7 +264,8 @@ class Evaluator:
         if isinstance(record, Call):
             return self.run(record.body.jaxpr, record.body.consts, operands, in_loop)
         if isinstance(record, Remat) and prints_less:  # it is computed again: now
-            inside = Run.FIRST if self.how is Run.AGAIN else self.how
+            of_checkpoints = self.prints is Prints.OF_CHECKPOINTS
+            inside = Prints.ALL if of_checkpoints else self.prints
             return call(ClosedJaxpr(record.body, ()), operands, inside)
         if isinstance(record, Remat):
             again = lambda args: self.run(record.body, (), args)  # noqa: E731
@@ -139,7 +273,7 @@ class Evaluator:
         if isinstance(record, Scan):
             return self._scan(record, self._has_mark(eqn), operands)
         if prints_less:
-            return self._without_prints(eqn, operands)
+            return printing_less(eqn, operands, functools.partial(call, prints=self.prints))
 
         # Equations that read what is fetched.
         if eqn.primitive is CALL:
@@ -221,24 +355,6 @@ class Evaluator:
         stack = x.rule.stack(x)
         return self.full(x) if stack is None else stack
 
-    def _without_prints(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """The results of a branch or a loop that prints less; none of a print."""
-        params, run = eqn.params, self.how
-        if eqn.primitive.name == "cond":
-            branches = [lambda *x, f=f: call(f, x, run) for f in params["branches"]]
-            of_branch: list[Any] = lax.switch(operands[0], branches, *operands[1:])
-            return of_branch
-        if eqn.primitive.name != "while":
-            return []
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        of_cond, of_body = operands[:first], operands[first : first + second]
-        found: list[Any] = lax.while_loop(
-            lambda carry: call(params["cond_jaxpr"], [*of_cond, *carry], run)[0],
-            lambda carry: call(params["body_jaxpr"], [*of_body, *carry], run),
-            operands[first + second :],
-        )
-        return found
-
     # --- Marks ------------------------------------------------------------------------------------
 
     def _has_mark(self, eqn: Any) -> bool:
@@ -260,22 +376,16 @@ def _num_reads(jaxpr: Any) -> collections.Counter[Any]:
     return collections.Counter(x for x in operands if not isinstance(x, Literal))
 
 
-def prints(eqn: Any) -> bool:
-    """Whether an equation prints, or one inside of it."""
-    results = eqn.results if isinstance(eqn, Equation) else eqn.outvars
-    return not results or any(jaxpr.effects for jaxpr in inner_jaxprs(eqn))
-
-
-def call(closed: ClosedJaxpr, args: Sequence[Any], run: Run) -> list[Any]:
+def call(closed: ClosedJaxpr, args: Sequence[Any], prints: Prints) -> list[Any]:
     """The results of a jaxpr, without parameters."""
-    if run is Run.FIRST or not closed.jaxpr.effects:
+    if prints is Prints.ALL or not closed.jaxpr.effects:
         return list(jaxpr_as_fun(closed)(*args))
-    return Evaluator(run=run)(closed, args)
+    return Evaluator(prints=prints)(closed, args)
 
 
-def evaluate(equations: Iterable[Equation], values: dict[Any, Any], run: Run) -> None:
+def evaluate(equations: Iterable[Equation], values: dict[Any, Any], prints: Prints) -> None:
     """Adds the results of equations of a graph to ``values``, which has their operands."""
-    evaluator = Evaluator(run=run)
+    evaluator = Evaluator(prints=prints)
     for eqn in equations:
         out = evaluator.results(eqn, [values[v] for v in eqn.operands])
         values |= zip(eqn.results, out, strict=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from optax_ext import traced_graph
-from sharding.loss._row_states import Kind, Value
+from sharding.loss._row_states import Kind, Places, Value
 
 Shape = tuple[int, ...]
-Places = list[Any]  # of the dims of an operand, as in ``_row_states``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +134,12 @@ def _product(step: RowStep) -> list[Places]:
 
 
 def _convolved(step: RowStep) -> list[Places]:
-    """Rows may be the batch, or the kernels of each feature of the result."""
+    """Rows may be the batch."""
     numbers = step.params["dimension_numbers"]
-    images, kernels = ([_MEET_IN_CONVOLUTION] * len(shape) for shape in step.shapes)
-    places: list[Places] = [list(images), list(kernels)]
+    places: list[Places] = [["rows meet in a convolution"] * len(shape) for shape in step.shapes]
     if step.params["batch_group_count"] == 1:
         places[0][numbers.lhs_spec[0]] = numbers.out_spec[0]
-    if step.params["batch_group_count"] == step.params["feature_group_count"] == 1:
-        places[1][numbers.rhs_spec[0]] = numbers.out_spec[1]
     return places
-
-
-_MEET_IN_CONVOLUTION = "rows meet in a convolution"
 
 
 def _window(step: RowStep) -> list[Places]:

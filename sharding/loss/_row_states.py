@@ -31,7 +31,7 @@ Value: TypeAlias = Any  # a variable of a jaxpr, or the number of a value of a `
 # computed one by one from those of this dim. Below 0: it is summed, with the dims of the same
 # number of other operands. A text: its entries meet in the way that the text says.
 Place: TypeAlias = int | str
-Places: TypeAlias = Sequence[Any]  # of all dims of an operand
+Places: TypeAlias = list[Any]  # of all dims of an operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def combined(
 
     Operands ``chosen_by`` are predicates and indices. Dims of rows below 0 are yet to be summed.
     """
-    places = places or [range(64)] * len(ins)
+    places = places or [list(range(64))] * len(ins)
     for v in ins:
         if not isinstance(v, Shared | Rows):
             raise RowsMeet(SO_FAR if isinstance(v, Running) else CLIPPED)

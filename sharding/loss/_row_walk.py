@@ -18,10 +18,10 @@ from optax_ext import traced_graph
 from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, params_of, record_of
 from optax_ext.user_line import line_of
 from sharding.loss._declared_rows import DECLARED, through_declared
-from sharding.loss._row_cotangents import check_cotangents, cotangents_of, pullback_of
 from sharding.loss._row_dims import RowStep
 from sharding.loss._row_rules import states_of
 from sharding.loss._row_states import (
+    CLIPPED,
     SO_FAR,
     Coupled,
     Kind,
@@ -38,7 +38,8 @@ from sharding.loss._row_states import (
 )
 
 _MOST_PASSES = 16  # over the body of a loop: a state changes a few times, and only loses knowledge
-_INSIDE = {
+# The function that an equation runs, or what does the same, by its parameter.
+_FUNCTIONS = {
     "composite": "jaxpr",
     "custom_vmap_call": "call",
     "with_handles": "default",
@@ -135,8 +136,8 @@ class Walk:
             outs = self.inside(record.body, twin and twin.body, ins)
             self._check_derivative(step, ins, outs)
             return outs
-        if step.name in _INSIDE:
-            name = _INSIDE[step.name]
+        if step.name in _FUNCTIONS:
+            name = _FUNCTIONS[step.name]
             return self.inside(step.params[name], step.twin and step.twin.params[name], ins)
         if step.name == "custom_linear_solve":
             return self._linear_solve(step, ins)
@@ -253,17 +254,17 @@ class Walk:
             return
         key = id(step.equation)
         if key not in self._traced:
-            twin = step.twin and pullback_of(step.twin)
-            self._traced[key] = step.equation, pullback_of(step), twin
+            twin = step.twin and _pullback_of(step.twin)
+            self._traced[key] = step.equation, _pullback_of(step), twin
         _, pullback, twin = self._traced[key]
         if pullback is None:
             return
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
         try:
-            found = self.inside(pullback, twin, [*ins, *cotangents_of(step, outs)])
+            found = self.inside(pullback, twin, [*ins, *_cotangents_of(step, outs)])
         finally:
             self._is_in_pullback = False
-        check_cotangents(step, ins, found)
+        _check_cotangents(step, ins, found)
 
 
 def _known_state(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
@@ -322,12 +323,7 @@ def _chosen(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
     for v in (by, *values):
         if isinstance(v, Coupled):
             return v
-    if by == _ALWAYS and all(v == values[0] for v in values):
-        return values[0]
     try:
-        if all(isinstance(v, Running) and v.of is values[0].of for v in values):
-            terms = [v.term for v in values]
-            return Running(values[0].of, combined([by, *terms], Kind.LINEAR, chosen_by=[0]))
         return combined([by, *values], Kind.LINEAR, chosen_by=[0])
     except RowsMeet as meet:
         return Coupled(str(meet))
@@ -335,8 +331,6 @@ def _chosen(values: Sequence[Any], by: Any = _ALWAYS) -> Any:
 
 def _last_of_n(v: Any) -> Any:
     """What is carried, after an iteration for each row."""
-    if isinstance(v, Shared):
-        return Shared(v.varies, None, v.random)
     reason = "a loop that runs for each row returns what its last iteration gave"
     return v if isinstance(v, Coupled) else Coupled(reason)
 
@@ -366,7 +360,85 @@ def _next_carried(a: Any, b: Any, running: Running) -> Any:
 def _after_rows(before: Any, out: Any, shape: Sequence[int]) -> Any:
     """What a loop over rows returns of what it carried, which its iterations changed."""
     if not isinstance(out, Running):
-        return _last_of_n(moved(out, _ONE) if isinstance(out, Shared) else out)
+        return _last_of_n(out)
     if not isinstance(out.term, Rows) or 0 not in out.term.dims:
         return Coupled(SO_FAR)
     return added(before, moved(sum_over(out.term, {0}, shape), _ONE))
+
+
+# --- Derivatives that a user wrote ----------------------------------------------------------------
+
+# A cotangent of a result has rows where the result has; one of an operand must, too, or be a sum
+# over rows where all rows share the operand. Their power says whether the rule is linear in them:
+# it is ``_LOSS`` less that of the value, and no function that is not linear keeps it.
+_LOSS = 1000  # the power of a loss that no value has by itself
+
+
+def _inexact(avals: Sequence[Any]) -> list[int]:
+    return [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+
+
+def _pullback_of(step: RowStep) -> Any:
+    """The traced pullback, of operands and cotangents of results; None if it has no derivative."""
+    eqn, inexact, results = step.equation, _inexact(step.types), _inexact(step.result_types)
+    if not (inexact and results):
+        return None
+
+    def pull(operands: list[Any], cotangents: list[Any]) -> Any:
+        def fn(*values: Any) -> list[Any]:
+            given = dict(enumerate(operands)) | dict(zip(inexact, values, strict=True))
+            outs = traced_graph.bind(eqn, list(given.values()))
+            return [outs[k] for k in results]
+
+        return jax.vjp(fn, *[operands[k] for k in inexact])[1](cotangents)
+
+    def types(avals: Sequence[Any]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+
+    given = types(step.types), types([step.result_types[k] for k in results])
+    try:
+        return jax.make_jaxpr(pull)(*given)
+    except Exception as error:  # of the user's rule, whatever it raises
+        raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
+
+
+def _cotangents_of(step: RowStep, outs: list[Any]) -> list[Any]:
+    """The states of the cotangents of results."""
+    return [_cotangent(outs[k], step.result_types[k]) for k in _inexact(step.result_types)]
+
+
+def _cotangent(v: Any, aval: Any) -> Any:
+    if isinstance(v, Rows) and v.dims:
+        return _of_rows(v)
+    if isinstance(v, Rows | Shared):
+        return dataclasses.replace(unknown(aval), power=_LOSS - (v.power or 0))
+    return Coupled(CLIPPED)
+
+
+def _of_rows(v: Rows) -> Rows:
+    return Rows(v.dims, v.count, v.before, v.after, power=_LOSS - v.power - 1)
+
+
+def _check_cotangents(step: RowStep, ins: list[Any], found: list[Any]) -> None:
+    """Raises if the cotangents ``found`` of operands ``ins`` do not keep rows apart as these do."""
+    for k, state in zip(_inexact(step.types), found, strict=True):
+        if isinstance(state, Coupled):
+            where = f" ({state.line})" if state.line else ""
+            raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")
+        is_fixed = isinstance(step.operands[k], Literal) or isinstance(ins[k], Coupled)
+        if not is_fixed and not _is_cotangent(state, ins[k]):
+            raise RowsMeet("its own derivative does not keep rows apart")
+
+
+def _is_cotangent(found: Any, of: Any) -> bool:
+    if isinstance(found, Shared) and found.is_zero:
+        return True
+    if not isinstance(found, Shared | Rows) or not isinstance(of, Shared | Rows):
+        return False
+    if isinstance(found, Rows) and found.random > of.random:
+        return False
+    if isinstance(of, Rows) and of.dims:
+        return found == dataclasses.replace(_of_rows(of), random=found.random)
+    # The sum over rows may be taken after the function.
+    later = isinstance(found, Rows) and bool(found.dims)
+    return found.power == _LOSS - (of.power or 0) - later

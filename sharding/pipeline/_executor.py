@@ -18,7 +18,7 @@ from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
-from sharding.step._gather_params import gather
+from sharding.step._gather_and_reduce import gather
 from sharding.step._microbatches import join_microbatches
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
-from sharding.step._gather_params import gather
+from sharding.step._gather_and_reduce import gather
 from sharding.step._microbatches import join_microbatches, split_microbatches
 
 P = PartitionSpec

@@ -147,7 +147,7 @@ class Layout:
     def _place_leaf(self, path: str, leaf: Array, spec: P) -> tuple[P, P, int, str]:
         """The fields of ``Placement`` for one parameter."""
         ndim = len(leaf.shape)
-        entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
+        entries = [self._sharding_axes(_specs.axes_of(e)) for e in _specs.by_dim(spec, ndim)]
         on_data = [d for d, axes in enumerate(entries) if set(axes) & set(self.data_axes)]
         if self.stage < 3:
             on_data = []  # parameters are replicated, whatever their names say

@@ -16,7 +16,7 @@ from optax_ext import FactoringRule
 from sharding._types import Array
 from sharding.placement._layout import Layout, choose_sharded_dim
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
+from sharding.placement._specs import AnyMesh, axes_of, by_dim, num_shards, trim
 
 
 class MatrixForm(NamedTuple):
@@ -61,7 +61,7 @@ class MatrixForm(NamedTuple):
 
     def mergeable(self, spec: P, mesh: AnyMesh) -> P:
         """The spec of the parameter, axes of minor dims at the best free dim that divides."""
-        entries = [*spec, *[None] * (len(self.param_shape) - len(spec))]
+        entries = by_dim(spec, len(self.param_shape))
         for dim, entry in enumerate(entries):
             if entry is None or dim in self._majors:
                 continue
@@ -130,7 +130,7 @@ def _moved(layout: Layout, x: jax.Array, spec: P, to: P) -> jax.Array:
     x = layout.constrain(x, spec)
     if spec == to:
         return x
-    here, there = ([*layout.manual_spec(s), *[None] * x.ndim][: x.ndim] for s in (spec, to))
+    here, there = (by_dim(layout.manual_spec(s), x.ndim) for s in (spec, to))
     changed = [d for d in range(x.ndim) if here[d] != there[d]]
     if len(changed) == 2 and sum(here[d] is None for d in changed) == 1:
         source, target = sorted(changed, key=lambda d: here[d] is None)

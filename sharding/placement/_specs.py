@@ -219,6 +219,12 @@ def entries_of(spec: Iterable[Any], axes: Collection[str]) -> list[Any]:
     return [entry_of(names) for names in kept]
 
 
+def by_dim(spec: Iterable[Any], ndim: int) -> list[Any]:
+    """One entry for each dim of an array."""
+    entries = list(spec)
+    return entries + [None] * (ndim - len(entries))
+
+
 def of_last_dims(entries: Sequence[Any], ndim: int) -> PartitionSpec:
     """The spec, from one entry a dim, of an array whose leading dims loops took off, or split."""
     more = ndim - len(entries)
@@ -233,7 +239,7 @@ def explicit_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 def with_axis(spec: PartitionSpec, ndim: int, dim: int, axis: Axis) -> PartitionSpec:
     """A spec that shards a free dim over ``axis``, too."""
-    entries = list(spec) + [None] * (ndim - len(spec))
+    entries = by_dim(spec, ndim)
     entries[dim] = axis
     return trim(entries)
 

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec
 from optax_ext.equations import trace
 from sharding._types import Tree
 from sharding.loss._diverging import collective_in, diverging
-from sharding.loss._evaluate import EquationRule, Evaluator, Fetch
+from sharding.loss._evaluate import EquationRule, Evaluator, Fetch, Param
 from sharding.loss._marks import CALL, marking
-from sharding.loss._rules import Param
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
 from sharding.placement._specs import is_spec

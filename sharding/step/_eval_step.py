@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from sharding._types import Batch, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import on_mesh, over_data_axes
 from sharding.placement._specs import entry_of, is_spec
 from sharding.placement._train_state import model_state_of, params_of, resolve_trainable
 from sharding.recovery._replica_program import StepCopies
-from sharding.step._call_loss import call_loss
 from sharding.step._checks import check_placed
 from sharding.step._choose_program import (
     check_of_devices,
@@ -26,7 +25,7 @@ from sharding.step._compiled_step import CompiledStep, Program, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import inverse_weight
+from sharding.step._microbatches import call_loss, inverse_weight
 from sharding.step._placed_state import param_shardings
 from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec, plan_step

@@ -14,17 +14,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext.equations import Call, Remat, Scan, record_of, trace
+from optax_ext.equations import trace
 from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
-from sharding.loss._evaluate import Evaluator
+from sharding.collectives._sum_dtype import to_sum_dtype
+from sharding.loss._derivatives import bits
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast, use
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, in_numbered_layers, is_cast, use
+from sharding.loss._stack import numbered_layers, params_of_one_loop
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
-from sharding.placement._specs import entry_of, explicit_axes, leaf_names, of_last_dims, only_axes
+from sharding.placement._specs import (
+    by_dim,
+    entry_of,
+    explicit_axes,
+    leaf_names,
+    of_last_dims,
+    only_axes,
+)
 from sharding.step import _model_state
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
@@ -52,7 +60,7 @@ class GlobalRule(NamedTuple):
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
-        return of_last_dims((*spec, *[None] * (self.ndim - len(spec))), ndim)
+        return of_last_dims(by_dim(spec, self.ndim), ndim)
 
     def _placed(self, x: jax.Array, spec: P) -> jax.Array:
         """An array, or a slice of it, with a sharding; by its type where axes are Explicit."""
@@ -113,12 +121,12 @@ class GlobalLoss:
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
         self.leaves: list[GlobalRule] = []
-        numbered = in_numbered_layers(leaf_names(params))
-        for again, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
+        numbered = numbered_layers(leaf_names(params))
+        for layer, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
             of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
-            again = again and self.layout.stage == 3 and not on_host(x)
+            again = layer != "" and self.layout.stage == 3 and not on_host(x)
             self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
 
     @property
@@ -164,16 +172,18 @@ class GlobalLoss:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
+        hosted = bits(i for i, leaf in enumerate(self.leaves) if leaf.hosted and leaf.trained)
+        in_loops = params_of_one_loop(closed, hosted) if hosted else set()
         given, own = iter(taps), []
         for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True)):
             tap = next(given) if leaf.trained else None
             # Gradients of several uses, or of other uses than a loop's, are summed on the device.
-            if tap is not None and on_host(tap) and not _is_read_by_one_loop(closed.jaxpr, i):
+            if tap is not None and on_host(tap) and i not in in_loops:
                 tap = jax.device_put(tap, DEVICE)
             own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
-        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        evaluator = Evaluator(self.layout.recomputes or hosted)
+        again = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
+        evaluator = Evaluator(self.layout.recomputes or again)
         outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
@@ -184,25 +194,6 @@ class GlobalLoss:
             mesh = jax.sharding.get_abstract_mesh()
             sharding = NamedSharding(mesh, only_axes(leaf.used, self._axes.axes))
         return jax.ShapeDtypeStruct(held.shape, leaf.dtype, sharding=sharding)
-
-
-def _is_read_by_one_loop(jaxpr: Any, number: int) -> bool:
-    """Whether a scan slices an input, cast or not, and nothing else uses it."""
-    var = jaxpr.invars[number]
-    while True:
-        uses = [(eqn, k) for eqn in jaxpr.eqns for k, x in enumerate(eqn.invars) if x is var]
-        if len(uses) != 1 or any(x is var for x in jaxpr.outvars):
-            return False
-        ((eqn, k),), record = uses, record_of(uses[0][0])
-        if isinstance(record, Scan):
-            return k >= record.num_consts + record.num_carry
-        if isinstance(record, Call | Remat):
-            jaxpr = getattr(record.body, "jaxpr", record.body)
-            var = jaxpr.invars[k]
-        elif is_cast(eqn):
-            var = eqn.outvars[0]
-        else:
-            return False
 
 
 def loss_axes(layout: Layout) -> NamedAxes:
@@ -229,11 +220,7 @@ class _Batch:
     loss: StepLoss
     params: list[jax.Array]  # as between steps
     arguments: Callable[..., tuple[Any, ...]]  # of the loss, of a model state and a micro-batch
-
-    @property
-    def divides_first(self) -> bool:
-        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
-        return any(jnp.float16 in (leaf.dtype, leaf.reduce_dtype) for leaf in self.run.trained)
+    divides_first: bool  # before it is differentiated
 
     def zeros(self, dtype_of: Callable[[Any], Any] = lambda _: None) -> list[jax.Array]:
         """Taps of trained parameters; or, in their dtypes, sums of gradients."""
@@ -280,7 +267,8 @@ def global_gradients(
     layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
     each, arguments = split_rows(layout, loss, inputs)
     leaves = jax.tree.leaves(params)
-    batch = _Batch(run, loss, leaves, arguments)
+    dtypes = (x.dtype for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained)
+    batch = _Batch(run, loss, leaves, arguments, spec.precision.divides_first(dtypes))
 
     def step(carry: Any, numbered: Any) -> Any:
         before, model_state = carry

@@ -12,7 +12,7 @@ from sharding._types import Tree
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
-from sharding.step import _model_state, _reduce_gradients, _sync_state
+from sharding.step import _model_state, _reduce_later, _sync_state
 from sharding.step._global_gradients import global_gradients, mean_metrics
 from sharding.step._loss import Inputs, StepLoss
 from sharding.step._microbatches import accumulate
@@ -141,20 +141,20 @@ def device_gradients(
     sums, model_state, unchanged, aux = accumulate(plan, loss, params, inputs)
 
     # One sum over devices for the loss and the local norms, one for the weight.
-    total, *local = _reduce_gradients.psum_stacked([sums.loss, *sums.local], axes)
+    total, *local = _reduce_later.psum_stacked([sums.loss, *sums.local], axes)
     weight = lax.psum(sums.weight, axes) if loss.weighted else None
     scale, metrics = mean_metrics(loss, total, weight, mark_scalars(aux), lax.axis_size(axes))
     if loss.local_norm:
         metrics["local"] = {"local_squared_norm": local[0] * scale}
         if loss.weighted:
-            metrics["local"]["num_pieces"] = local[1] / _reduce_gradients.devices_per_gradient(plan)
+            metrics["local"]["num_pieces"] = local[1] / _reduce_later.devices_per_gradient(plan)
 
     if plan.sync is not None:
-        grads, sync_state = _reduce_gradients.sync_accumulated(plan, sums.grads, sync_state, scale)
+        grads, sync_state = _reduce_later.sync_accumulated(plan, sums.grads, sync_state, scale)
     elif plan.divides_first:
-        grads = _reduce_gradients.reduce_accumulated(plan, [g * scale for g in sums.grads])
+        grads = _reduce_later.reduce_accumulated(plan, [g * scale for g in sums.grads])
     else:
-        grads = [g * scale for g in _reduce_gradients.reduce_accumulated(plan, sums.grads)]
+        grads = [g * scale for g in _reduce_later.reduce_accumulated(plan, sums.grads)]
     if loss.model_state:
         model_state = _model_state.reduce_over_devices(
             inputs.model_state, model_state, unchanged, loss.reduction, axes

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec
 
 from optax_ext.traced_graph import REDUCTIONS, Graph, Value, bind
 from sharding._types import Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import bits
-from sharding.loss._numberings import ParamNumber, Slot
+from sharding.loss._stack import ParamNumber, Slot
 from sharding.offload._host_memory import HostStack
 from sharding.offload._layer_rules import UNSLICED, LayerGraph, NotLayerwiseError, slice_layer
 from sharding.placement._layout import Layout
@@ -41,7 +41,7 @@ _FEW = 16  # at most one of so many elements of a loop is updated after it
 
 
 class Update(NamedTuple):
-    """An update as a graph of parameters, state, gradients and the loss, in this order.
+    """An update as a graph of parameters, state, gradients, ``UNREAD`` and the loss, in this order.
 
     Its outputs are the new parameters and state, by their slots. ``Value`` numbers values of its
     graph alone, of which a slot is the input, too.
@@ -116,16 +116,17 @@ class Update(NamedTuple):
             params,
             spec.trained,
         )
-        inputs, given = jax.tree.flatten((params, opt_state, grads, {"value": loss} | UNREAD))
+        inputs, given = jax.tree.flatten((params, opt_state, grads, UNREAD, loss))
         update_params = params_update(tx)
 
         def update(inputs: list[Any]) -> list[Any]:
-            params, opt_state, grads, more = given.unflatten(inputs)
-            return jax.tree.leaves(update_params(grads, opt_state, params, **more))
+            params, opt_state, grads, unread, loss = given.unflatten(inputs)
+            return jax.tree.leaves(update_params(grads, opt_state, params, value=loss, **unread))
 
         names, count = leaf_names((params, opt_state)), len(jax.tree.leaves(params))
+        of_loss = Value(len(inputs) - 1)
         # Gradients, and the norm that no step has that updates in its backward pass.
-        deferred = [len(names) <= i <= len(names) + count for i in range(len(inputs))]
+        deferred = [len(names) <= i < of_loss for i in range(len(inputs))]
         # Only operations that do not branch on the platform can be evaluated layer by layer.
         with users_update():
             graph = Graph(update, inputs, deferred, portable=True, selects=True)
@@ -140,8 +141,7 @@ class Update(NamedTuple):
             for of_params in (spec.placed.params, spec.placed.shards)
         )
         known = dict(graph.constants)
-        of_loss, layout = Value(len(inputs) - 1), spec.layout
-        return cls(graph, of_loss, names, terms, of_terms, layout, held, shards, {}, known)
+        return cls(graph, of_loss, names, terms, of_terms, spec.layout, held, shards, {}, known)
 
 
 def _find_terms(graph: Graph, stacks: int) -> list[Value]:

@@ -22,8 +22,7 @@ from sharding.collectives._sparse_rows import (
 from sharding.loss._marks import with_handles
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import of_last_dims
-from sharding.step._device_rules import DeviceRule
-from sharding.step._gather_params import ParamHandle, gather
+from sharding.step._gather_and_reduce import DeviceRule, ParamHandle, gather
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:

@@ -8,23 +8,24 @@ space, so that stacks in host memory are carried by the loop that writes them, a
 inside of a layer need that loop, too. Pieces would stay for all parameters outside of stacks.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_ext.traced_graph import Equation, Graph, Value
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
-from sharding.loss._evaluate import Run, evaluate, prints
-from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import Operand, ParamNumber, Result, param_numbers
-from sharding.loss._stack import StackBackward, StackPasses, Take, cast_params
+from sharding.loss._effects import Prints, has_prints
+from sharding.loss._evaluate import evaluate
+from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._microbatches import inverse_weight
+from sharding.step._stack_backward import Microbatches, StackBackward, StackPasses, Take
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside stacks
 
@@ -54,12 +55,12 @@ class ForwardPass(NamedTuple):
     grads: dict[ParamNumber, Any]  # by the last piece; the sums over micro-batches
 
 
-class Completed(NamedTuple):
-    """What the backward pass of one piece leaves."""
+@dataclasses.dataclass
+class Pending:
+    """What the backward pass hands on to earlier pieces, as it stands behind one of them."""
 
-    grads: dict[ParamNumber, Any]  # that are complete with it
-    taken: Any  # what the layers of a stack return, stacked; None of other pieces
-    cotangents: dict[Value, Any]  # of what earlier pieces compute; may be put behind a barrier
+    grads: dict[ParamNumber, Any]  # that are not complete
+    cotangents: dict[Value, Any]  # of what earlier pieces compute
 
 
 class LossPieces:
@@ -114,7 +115,7 @@ class LossPieces:
         for eqn in graph.equations:
             passes = self._passes.get(eqn.results)
             of_batch_or_stack = passes is not None or of_batch.intersection(eqn.operands)
-            if prints(eqn) or (eqn.results in needed and of_batch_or_stack):
+            if has_prints(eqn) or (eqn.results in needed and of_batch_or_stack):
                 use(passes.stack.others.values() if passes else eqn.operands, len(steps))
                 of_batch.update(eqn.results)
                 steps.append(eqn)
@@ -158,7 +159,7 @@ class LossPieces:
             values = list(graph.outputs)
         else:
             values = [v for eqn in own for v in eqn.results if v in later]
-        printed = [] if passes else [e for e in own if prints(e) and e.results not in needed]
+        printed = [] if passes else [e for e in own if has_prints(e) and e.results not in needed]
         roots = [*values, *(v for eqn in printed for v in eqn.operands)]
         known = before | graph.constants.keys() | self._views.keys()
         equations, _ = graph.needed(roots, known)
@@ -229,7 +230,7 @@ class LossPieces:
         stores = self.microbatches.number == 1 and not self.loss.layout.recomputes
         for piece in self.pieces[:-1]:
             if piece.passes is not None:
-                operands = self._operands(piece, {}, values, Run.FIRST)
+                operands = self._operands(piece, {}, values, Prints.ALL)
                 outs, kept = piece.passes.forward(operands, microbatches)
             elif stores:
                 by = set(filter(self._is_active, piece.values))
@@ -273,7 +274,11 @@ class LossPieces:
         return sums
 
     def _run(
-        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run = Run.FIRST
+        self,
+        piece: Piece,
+        taps: dict[Value, Any],
+        values: dict[Value, Any],
+        prints: Prints = Prints.ALL,
     ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held: dict[Any, Any] = dict(enumerate(self.held)) | values
@@ -286,26 +291,30 @@ class LossPieces:
             cast = view.cast(held[view.param])
             # Layers gather what they slice.
             values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
-        evaluate(piece.equations, values, run)
-        if run is Run.FIRST:
-            evaluate(piece.printed, values, run)
+        evaluate(piece.equations, values, prints)
+        if prints is Prints.ALL:
+            evaluate(piece.printed, values, prints)
         return [values[v] for v in piece.values]
 
     def _operands(
-        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], run: Run
+        self, piece: Piece, taps: dict[Value, Any], values: dict[Value, Any], prints: Prints
     ) -> dict[Operand, Any]:
         """Those of a stack that its loop gets as they are."""
         assert piece.passes is not None
         others = piece.passes.stack.others
-        return dict(zip(others, self._run(piece, taps, values, run), strict=True))
+        return dict(zip(others, self._run(piece, taps, values, prints), strict=True))
 
     def _derivative(
-        self, piece: Piece, values: dict[Value, Any], by: set[Value], how: Run = Run.FIRST
+        self,
+        piece: Piece,
+        values: dict[Value, Any],
+        by: set[Value],
+        prints: Prints = Prints.ALL,
     ) -> tuple[Any, Any]:
         """What a piece computes; a function of the cotangents of some of it: those it takes."""
 
         def run(taps: dict[Value, Any], given: dict[Value, Any]) -> tuple[Any, Any]:
-            outs = self._run(piece, taps, values | given, how)
+            outs = self._run(piece, taps, values | given, prints)
             return {v: x for v, x in zip(piece.values, outs, strict=True) if v in by}, outs
 
         given = {v: values[v] for v in piece.given if self._is_active(v)}
@@ -314,34 +323,37 @@ class LossPieces:
 
     # --- Backward ---------------------------------------------------------------------------------
 
-    def backward(self, take: Take, kept: ForwardPass, how: Run) -> Iterator[Completed]:
-        """Runs the pieces backward, each when it is asked for.
+    def backward(
+        self, number: int, pending: Pending, take: Take, kept: ForwardPass, prints: Prints
+    ) -> tuple[dict[ParamNumber, Any], Any]:
+        """Runs a piece backward, behind all later ones.
 
         Args:
+          number: of the piece. The forward pass differentiated the last one.
+          pending: by later pieces; changed to what is pending for earlier ones.
           take: takes the gradients of a layer of a stack.
           kept: by the forward pass.
-          how: what runs again.
+          prints: what the piece prints, which runs again.
+
+        Returns:
+          The gradients that are complete; what the layers of a stack return, stacked, else None.
         """
-        grads, cotangents = dict(kept.grads), dict(kept.cotangents)
-        yield self._completed(self.pieces[-1], grads, None, cotangents)
-        for piece, stored in reversed(list(zip(self.pieces[:-1], kept.pieces, strict=True))):
+        piece, taken = self.pieces[number], None
+        if piece is not self.pieces[-1]:
+            stored, cotangents = kept.pieces[number], pending.cotangents
             own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
-            taken = None
             if piece.passes is not None:
-                more, given, taken = self._stack_backward(piece, kept, stored, own, how, take)
+                more, given, taken = self._stack_backward(piece, kept, stored, own, prints, take)
             elif stored is not None:
                 more, given = stored(own)
             else:
-                more, given = self._piece_backward(piece, kept, own, how)
-            _add_to(grads, self._by_param(more))
+                more, given = self._piece_backward(piece, kept, own, prints)
+            _add_to(pending.grads, self._by_param(more))
             _add_to(cotangents, given)
-            yield self._completed(piece, grads, taken, cotangents)
-
-    def _completed(self, piece: Piece, grads: dict[ParamNumber, Any], *more: Any) -> Completed:
-        return Completed({i: grads.pop(i) for i in piece.complete}, *more)
+        return {i: pending.grads.pop(i) for i in piece.complete}, taken
 
     def _piece_backward(
-        self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], how: Run
+        self, piece: Piece, kept: ForwardPass, own: dict[Value, Any], prints: Prints
     ) -> Any:
         """Gradients and cotangents by a piece that is computed again."""
         held = {i: self.held[i] for i in {self._views[v].param for v in piece.params}}
@@ -350,7 +362,7 @@ class LossPieces:
 
         def one(each: Any) -> tuple[Any, Any]:
             values, cotangents = each
-            _, derivative = self._derivative(piece, held | values, set(cotangents), how)
+            _, derivative = self._derivative(piece, held | values, set(cotangents), prints)
             return derivative(cotangents)
 
         return self.microbatches.run(one, each, self._taps(piece, self.microbatches.sum_dtype))
@@ -361,23 +373,23 @@ class LossPieces:
         kept: ForwardPass,
         entered: dict[Operand, Any],
         own: dict[Value, Any],
-        how: Run,
+        prints: Prints,
         take: Take,
     ) -> tuple[dict[Value, Any], dict[Value, Any], Any]:
         """Gradients outside of the stack, cotangents, and what its layers return, stacked."""
         assert piece.passes is not None
         stack, many = piece.passes.stack, self.microbatches
         others, carried = stack.others, stack.carried
-        operands = self._operands(piece, {}, kept.values, how)
+        operands = self._operands(piece, {}, kept.values, prints)
         active = {k for k, v in others.items() if self._is_active(v)}
         results = {Result(j): own[v] for j, v in enumerate(piece.results) if v in own}
         moved = {k for k, v in others.items() if self._differentiated.reads[v]}
         body = stack.scan.body.jaxpr
         in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
-        by = sorted(active.difference(carried) | in_layers)
+        by = sorted(active.difference(carried).union(map(Operand, in_layers)))
         not_carried = {k: x for k, x in operands.items() if k not in carried}
         given = piece.passes, not_carried, entered, results, by
-        found, taken = StackBackward(*given, many, how).run(take)
+        found, taken = StackBackward(*given, many, prints).run(take)
         # Operands are values of the batch, or of parameters alone: the same in all micro-batches.
         cotangents: dict[Value, Any] = {}
         of_params = {}
@@ -391,7 +403,7 @@ class LossPieces:
             of_params[k] = x.astype(operands[k].dtype)
 
         def run(taps: dict[Value, Any]) -> dict[Operand, Any]:
-            outs = self._operands(piece, taps, kept.values, how)
+            outs = self._operands(piece, taps, kept.values, prints)
             return {k: x for k, x in outs.items() if k in of_params}
 
         (grads,) = jax.vjp(run, self._taps(piece))[1](of_params)

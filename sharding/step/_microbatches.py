@@ -1,6 +1,10 @@
-"""Micro-batches of one device: losses, gradients and model states, one after the other."""
+"""The loss of one device, by rules of the parameters that it holds, and its derivative.
+
+Micro-batches run one after the other: losses, gradients and model states.
+"""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,12 +13,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import Batch, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
+from sharding.loss._evaluate import Evaluator, Param, is_param
+from sharding.loss._stack import numbered_layers
+from sharding.placement._specs import by_dim
 from sharding.step import _model_state
-from sharding.step._call_loss import call_loss, differentiated, gradient_shape
+from sharding.step._gather_and_reduce import DeviceRule, ParamHandle
 from sharding.step._loss import Inputs, StepLoss
-from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch, squares
-from sharding.step._step_plan import IN_PLACE, StepPlan
+from sharding.step._reduce_later import (
+    reduce_microbatch,
+    reduced_by_microbatch,
+    squares,
+    sync_one,
+)
+from sharding.step._step_plan import IN_PLACE, ParamPlan, StepPlan, warn_of_unsharded
 
 _AD: Any = jax.ad
 _RETURNED = _AD.GradValue()  # a gradient that a backward pass returns, in place of a ref for it
@@ -99,7 +111,8 @@ class _Device:
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = to_sum_dtype(total), to_sum_dtype(jnp.asarray(weight))
         weight = weight.astype(jnp.promote_types(weight.dtype, total.dtype))  # counts, too
-        reduced = reduce_microbatch(plan, grads)
+        # At stage 3 the backward pass reduced them.
+        reduced = reduce_microbatch(plan, grads) if plan.layout.stage < 3 else grads
         if plan.divides_first:
             divisor = self.divisor(weight)
             total *= divisor
@@ -171,3 +184,91 @@ def join_microbatches(x: jax.Array) -> jax.Array:
     if x.ndim == 1:
         return jnp.mean(x, axis=0)
     return x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
+
+
+# --- The loss with its parameters -----------------------------------------------------------------
+
+
+def differentiated(plan: StepPlan, params: list[Any], accumulates: bool = False) -> list[Any]:
+    """The differentiated inputs, of the shape and dtype of gradients, or of sums of them."""
+    stage, precision = plan.layout.stage, plan.precision
+
+    def input_of(param: ParamPlan, x: jax.Array) -> jax.Array:
+        # At stage 3 the cast for the loss is part of it.
+        dtype = jnp.promote_types(x.dtype, precision.of_result(x.dtype))
+        if not _has_tap(plan, param):
+            return x.astype(param.loss_dtype if stage < 3 else dtype)
+        if stage < 3:
+            dtype = param.reduce_dtype
+        if param.synced_by_rows:
+            dtype = sum_dtype(dtype)
+        if accumulates:
+            dtype = precision.of_accumulator(param.dtype)
+        return jnp.zeros(gradient_shape(plan, param), dtype)
+
+    return list(map(input_of, plan.params, params))
+
+
+def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
+    """Whether a tap is differentiated in its place: its gradient arrives reduced, or is added."""
+    return bool(param.shard.dim) if plan.layout.stage == 3 else param.has_handle
+
+
+def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
+    """Of this device's gradient of a micro-batch, reduced if the step reduces those."""
+    reduced = plan.reduces_microbatches or param.synced_by_rows
+    return plan.shard_shape(param) if reduced else param.shape
+
+
+def call_loss(plan: StepPlan, inputs: list[jax.Array], params: list[Any], args: Any) -> Any:
+    """What the loss returns for ``params``, as the device holds them, and ``args``.
+
+    ``inputs`` are the differentiated ones, and in their places the parameters without a gradient.
+    """
+    rules = _device_rules(plan)
+
+    def param(number: int, held: jax.Array, x: jax.Array) -> Param | jax.Array:
+        one = plan.params[number]
+        if not _has_tap(plan, one):
+            return x.astype(one.loss_dtype)
+        held = held if plan.layout.stage == 3 else held.astype(one.loss_dtype)
+        return Param(number, rules[number], held, x, {})
+
+    out, fetches = plan.loss.evaluate(param, params, inputs, args, _call_with_handles)
+    if plan.layout.stage == 3:
+        warn_of_unsharded(plan, fetches)
+    return out
+
+
+def _call_with_handles(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
+    """The results of ``with_handles``; of tables, those that the derivative of ``lookup`` syncs."""
+    by_rows = eqn.params["by_rows"]
+
+    def given(x: Any) -> Any:
+        if is_param(x) and not x.moves and (x.rule.rows is not None or not by_rows):
+            return ParamHandle(x.held, x.tap, x.rule)
+        return evaluator.full(x)
+
+    out: list[Any] = eqn.params["fn"](*map(given, operands))
+    return out
+
+
+def _device_rules(plan: StepPlan) -> list[DeviceRule]:
+    """How a device gets each parameter, and reduces its gradient."""
+    stage = plan.layout.stage
+    reduces = stage == 3 or plan.reduces_microbatches
+    # A sync over the axes of shards takes the place of the reduce-scatter in the backward pass.
+    syncs = stage == 3 and plan.syncs_shard_axes
+    sync = functools.partial(sync_one, plan, plan.empty_sync_state()) if syncs else None
+    numbered = numbered_layers([param.path for param in plan.params])
+
+    def rule_of(number: int, param: ParamPlan) -> DeviceRule:
+        of_param = plan.loss, number, param.shard.dim, param.loss_dtype, param.loss_dtype
+        entries = tuple(by_dim(param.shard.spec, len(param.shape)))
+        fetch = stage == 3, entries, plan.precision.gather_bits
+        reduce_dtype = param.reduce_dtype if reduces else None
+        own_sync = sync and functools.partial(sync, param)
+        of_grad = reduce_dtype, own_sync, param.rows
+        return DeviceRule(*of_param, *fetch, *of_grad, again=stage == 3 and numbered[number] != "")
+
+    return [rule_of(number, param) for number, param in enumerate(plan.params)]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import DType, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._specs import KeyPath, path_str
 
 

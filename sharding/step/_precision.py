@@ -1,12 +1,13 @@
 """The dtypes of computing, reducing, accumulating and gathering."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
 from sharding._types import DType
-from sharding.collectives._map_arrays import sum_dtype
+from sharding.collectives._sum_dtype import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,14 @@ class Precision:
     def of_result(self, dtype: DType) -> Any:
         """In which dtype the transformation gets a gradient."""
         return _unless_none(self.accumulate, dtype)
+
+    def divides_first(self, dtypes: Iterable[DType]) -> bool:
+        """Whether a loss of parameters is divided before it is differentiated.
+
+        float16, of a parameter or of a gradient, overflows in sums.
+        """
+        each = ((x, self.of_loss(x), self.of_sum(self.of_loss(x))) for x in dtypes)
+        return any(jnp.float16 in dtypes for dtypes in each)
 
 
 def _unless_none(choice: Any, dtype: DType) -> Any:

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 
 from sharding._types import Tree
 from sharding._user_line import warn, warn_once
-from sharding.collectives._map_arrays import ArrayLayout
-from sharding.loss._evaluate import Fetch
+from sharding.collectives._reduce_scatter import ArrayLayout
+from sharding.loss._evaluate import Evaluator, Fetch, Param, is_param
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
 from sharding.step._device_loss import DeviceLoss
-from sharding.step._device_rules import Uses
+from sharding.step._gather_and_reduce import DeviceRule
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
@@ -100,11 +101,8 @@ class StepPlan:
 
     @property
     def divides_first(self) -> bool:
-        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
-        dtypes = {self.precision.compute} | {
-            dtype for param in self.trained for dtype in (param.dtype, param.reduce_dtype)
-        }
-        return jnp.dtype(jnp.float16) in dtypes
+        """Whether the loss is divided before it is differentiated."""
+        return self.precision.divides_first(param.dtype for param in self.trained)
 
     @property
     def syncs_shard_axes(self) -> bool:
@@ -169,7 +167,7 @@ def plan_step(
         )
     if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
-    uses = Uses(traced, [param.shard.dim for param in plans], args)
+    uses = _Uses(traced, [param.shard.dim for param in plans], args)
     by_rows = _tables(plan, with_rows, uses)
     if layout.stage == 3:
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
@@ -184,7 +182,45 @@ def plan_step(
     return dataclasses.replace(plan, params=tuple(complete))
 
 
-def _is_reduced_once(plan: StepPlan, number: int, uses: Uses) -> bool:
+class _Uses:
+    """How a loss uses its parameters, found by evaluating it without values."""
+
+    def __init__(self, loss: DeviceLoss, dims: list[int], args: Any):
+        """Of parameters of which ``dims`` are sharded, counted from the end."""
+        self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
+        self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
+
+        def param(number: int, held: jax.Array, _: Any) -> Param:
+            rule = DeviceRule(loss, number, dims[number], held.dtype, held.dtype)
+            return Param(number, rule, held, None, {})
+
+        def run(held: list[Any], args: Any) -> None:
+            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
+
+        jax.eval_shape(run, loss.types, args)
+
+    def of(self, number: int) -> list[Fetch]:
+        return [x for x in self.fetches if x.number == number]
+
+    def _call(self, evaluator: Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
+        held = []
+        for k, x in enumerate(operands):
+            by_rows = eqn.params["by_rows"] and not k
+            if not is_param(x):
+                if by_rows:
+                    self.not_tables.append(x.shape)
+                held.append(x)
+            elif by_rows and not (x.moves or x.is_part or x.rule.dtype != x.held.dtype):
+                self.by_rows.setdefault(x.number, []).append(x.held.ndim)
+                held.append(x.held)
+            else:
+                if by_rows:
+                    self.not_tables.append(x.held.shape)
+                held.append(evaluator.full(x._replace(in_layer=True, repeats=True)))
+        return jaxpr_as_fun(eqn.params["default"])(*held)
+
+
+def _is_reduced_once(plan: StepPlan, number: int, uses: _Uses) -> bool:
     """Below stage 3, whether a layer has all of a parameter that the loss uses.
 
     A gradient with several terms is reduced once, after the backward pass.
@@ -198,7 +234,7 @@ def _is_reduced_once(plan: StepPlan, number: int, uses: Uses) -> bool:
     return bool(param.shard.dim) if plan.reduces_microbatches else plan.adds(param)
 
 
-def _tables(plan: StepPlan, with_rows: set[int], uses: Uses) -> set[int]:
+def _tables(plan: StepPlan, with_rows: set[int], uses: _Uses) -> set[int]:
     """The tables whose gradients are synced by rows: the loss looks up rows, and nothing else."""
     tables = with_rows & uses.by_rows.keys()
     for i in tables:

@@ -1,7 +1,8 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
-``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_device_rules``), and
-reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` then gathers new shards.
+``gradients`` runs the loss (``_microbatches``), which gathers parameters, and reduces gradients of
+layers (``_gather_and_reduce``); it reduces or synchronizes others (``_reduce_later``).
+``update`` then gathers new shards.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from sharding.step._compiled_step import CompiledStep, Program, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, StepLoss
 from sharding.step._placed_state import places
-from sharding.step._reduce_gradients import num_local_gradients
+from sharding.step._reduce_later import num_local_gradients
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state

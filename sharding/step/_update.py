@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_ext import kernels
 from sharding._jaxprs import all_equations, inputs_read
 from sharding._types import Array, OptState, Tree
-from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.collectives._reduce_scatter import gather_axis_groups
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.offload._host_update import updated_on_host
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import GATHERED_LAYERS, Layout

@@ -20,14 +20,11 @@ from optax_ext.traced_graph import Graph, Value, evaluate
 from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding._user_line import warn
-from sharding.collectives._map_arrays import to_sum_dtype
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._effects import check_effects
-from sharding.loss._evaluate import Run
+from sharding.loss._effects import Prints, check_effects
 from sharding.loss._marks import marking
-from sharding.loss._microbatch_values import Microbatches
-from sharding.loss._numberings import ParamNumber, Slot, param_numbers
-from sharding.loss._stack import StackPasses, Take, cast_params, find_stacks
+from sharding.loss._stack import ParamNumber, Slot, cast_params, find_stacks, param_numbers
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
@@ -40,7 +37,8 @@ from sharding.step._layer_updates import (
     squared_norm,
 )
 from sharding.step._loss import Inputs, StepLoss
-from sharding.step._loss_pieces import ForwardPass, LossPieces
+from sharding.step._loss_pieces import ForwardPass, LossPieces, Pending
+from sharding.step._stack_backward import Microbatches, StackPasses, Take
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import gather_updated
 
@@ -184,19 +182,21 @@ class BackwardUpdate:
         return metrics, model_state, kept
 
     def _backward(
-        self, kept: ForwardPass, take: Take, wanted: Iterable[Value], how: Run
+        self, kept: ForwardPass, take: Take, wanted: Iterable[Value], prints: Prints
     ) -> tuple[dict[Value, Any], Any]:
         """Values of the update, each computed as soon as its gradients are; all squares."""
         update, graph = self.update, self.update.graph
         found: dict[Value, Any] = {}
         known, complete, squares = dict(self.values), set(self.unused), [jnp.zeros(())]
+        pending = Pending(dict(kept.grads), dict(kept.cotangents))
         with jax.named_scope("loss_and_grad"):
-            for piece in self.pieces.backward(take, kept, how):
-                grads = update.cast_grads(piece.grads)
+            for number in reversed(range(len(self.pieces.pieces))):
+                grads, taken = self.pieces.backward(number, pending, take, kept, prints)
+                grads = update.cast_grads(grads)
                 known |= {update.grad(i): x for i, x in grads.items()}
                 complete.update(grads)
                 # What the layers of a stack found: (layer, ...).
-                terms, of_layers = piece.taken or ({}, jnp.zeros(()))
+                terms, of_layers = taken or ({}, jnp.zeros(()))
                 found |= {t: reduce(graph, t, x) for t, x in terms.items()}
                 squares += [squared_norm(grads), jnp.sum(of_layers)]
                 # What depends on no other gradients is computed now, which then can be freed.
@@ -206,8 +206,8 @@ class BackwardUpdate:
                 new = {v: known[v] for v in ready}
                 # XLA:TPU updates early by itself; on CPUs what is independent runs at once.
                 if self.spec.layout.platform == "gpu":
-                    new, earlier = lax.optimization_barrier((new, piece.cotangents))
-                    piece.cotangents.update(earlier)
+                    both = new, pending.cotangents
+                    new, pending.cotangents = lax.optimization_barrier(both)
                 found |= new
         return found, sum(squares)
 
@@ -238,7 +238,7 @@ class BackwardUpdate:
         if update.of_terms.intersection(graph.outputs) - late:
             self._evaluate(v for one in of_layers for v in one.reduced.early)
             first = functools.partial(StackUpdate.take, terms=True, write=False)
-            terms, _ = self._backward(kept, first, update.terms, Run.SILENTLY)
+            terms, _ = self._backward(kept, first, update.terms, Prints.NONE)
             # All of the second pass is computed after the first.
             terms, cotangents, grads = lax.optimization_barrier(
                 ({t: terms[t] for t in update.terms}, kept.cotangents, kept.grads)
@@ -250,7 +250,7 @@ class BackwardUpdate:
             take = functools.partial(StackUpdate.take, terms=True, write=True)
             wanted += update.terms
         self._evaluate(v for one in of_layers for v in one.new.early)
-        found, squares = self._backward(kept, take, wanted, Run.AGAIN)
+        found, squares = self._backward(kept, take, wanted, Prints.OF_CHECKPOINTS)
         self.values |= {t: found[t] for t in update.terms if t in found}
         self._evaluate(late)
         if self.grad_norm:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._map_arrays import sum_dtype
 from sharding.collectives._reduce_scatter import all_gather_concat
 from sharding.collectives._sparse_rows import Loop, RowOwners, SendList, SparseRows, in_rounds
+from sharding.collectives._sum_dtype import sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import GradientSync, by_size, check_density, row_method

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import DType
-from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.collectives._reduce_scatter import psum_scatter
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._interface import GradientSync, Method, StepContext, leafwise, stateless
 

@@ -8,7 +8,7 @@ from jax import lax
 
 from optax_ext import FactoringRule, last_two_dims
 from sharding._types import Array, Tree
-from sharding.collectives._map_arrays import sum_dtype, to_sum_dtype
+from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
 from sharding.placement._matrix_form import MatrixForm
 from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method

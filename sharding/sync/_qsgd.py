@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._map_arrays import to_sum_dtype
 from sharding.collectives._reduce_scatter import all_gather_concat, dequantize, quantize
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import GradientSync, StepContext, by_size, stateless

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import Array, Tree
-from sharding.collectives._map_arrays import sum_dtype, to_sum_dtype
 from sharding.collectives._reduce_scatter import all_gather_concat
+from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (

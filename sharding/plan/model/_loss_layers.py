@@ -1,8 +1,8 @@
 """The layers of any loss, found in its trace, so that something else runs in their places.
 
 They are the bodies of loops over stacked parameters, as ``find_stacks`` finds them. Where there are
-none, a layer is what uses the parameters of one number, such as ``block_3``, from one point at
-which few bytes are live to the next one; layers that share parameters, or overlap, are one.
+none, a layer is what uses the parameters of one of ``numbered_layers``, from one point at which few
+bytes are live to the next one; layers that share parameters, or overlap, are one.
 """
 
 import functools
@@ -21,8 +21,7 @@ from optax_ext.traced_graph import Graph, Value, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Tree
 from sharding.loss._derivatives import Differentiated, bits
-from sharding.loss._numberings import ParamNumber
-from sharding.loss._stack import Stack, cast_params, find_stacks
+from sharding.loss._stack import ParamNumber, Stack, cast_params, find_stacks, numbered_layers
 from sharding.placement._specs import path_str
 from sharding.plan.machine._tiles import num_bytes
 
@@ -137,12 +136,12 @@ class LossTrace:
 
     def _numbered(self, names: list[str]) -> list[tuple[int, int]]:
         """The first equation of each layer, and the one after its last."""
-        spans: dict[str, list[int]] = {}  # the equations that use the parameters of one number
+        of_param = numbered_layers(names)
+        spans: dict[str, list[int]] = {}  # the equations that use the parameters of each
         for i, eqn in enumerate(self.eqns):
             for x in self.params.keys() & {*eqn.operands} if eqn.results else ():
-                found = re.match(r".*?\d+(?=/|$)", names[self.params[x]])
                 cast = eqn.results[0] in self.params
-                spans.setdefault(found[0] if found and not cast else "", []).append(i)
+                spans.setdefault("" if cast else of_param[self.params[x]], []).append(i)
         others = spans.pop("", [])
         # Layers that overlap are one.
         uses: list[tuple[int, int]] = []

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
+from sharding.loss._evaluate import after_input
 from sharding.loss._marks import is_marking, is_per_device
-from sharding.loss._rules import after_input
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
-from sharding.step._gather_params import gather, gathered, split_arrays
+from sharding.step._gather_and_reduce import gather, gathered, split_arrays
 from sharding.step._lookup import lookup
 
 

@@ -212,6 +212,13 @@ def add_row(p, total, row):
     return total + jnp.sum((mlp(p, row[0]) - row[1]) ** 2), None
 
 
+def dropped_row(p, carry, row):
+    """Keys are carried."""
+    key, own = jax.random.split(carry[0])
+    x = row[0] * jax.random.bernoulli(own, 0.5, row[0].shape)
+    return (key, add_row(p, carry[1], (x, row[1]))[0]), None
+
+
 def decayed_row(p, total, row):
     return 0.9 * total + jnp.sum((mlp(p, row[0]) - row[1]) ** 2), None
 
@@ -247,6 +254,13 @@ def gradient_clipped(p, b, bound):
     through = jax.custom_vjp(lambda x: x)
     through.defvjp(lambda x: (x, None), lambda _, g: (bound(g),))
     return jnp.mean((through(mlp(p, b[0])) - b[1]) ** 2)
+
+
+def fused_sum(p, b):
+    """A kernel of its own, say, of all rows; labels have no derivative."""
+    total = jax.custom_vjp(lambda x, y: jnp.sum((x - y) ** 2))
+    total.defvjp(lambda x, y: (total(x, y), x - y), lambda x, g: (2 * g * x, None))
+    return total(mlp(p, b[0]), b[1])
 
 
 def with_a_gradient_of_its_own(p, b):
@@ -470,6 +484,7 @@ LOSSES = {
     # --- Sums, ratios, random numbers
     "sum": Case("sum", lambda p, b: jnp.sum(errors(p, b))),
     "a loop that adds rows": Case("sum", ADD),
+    "a custom_vjp that sums rows": Case("sum", fused_sum),
     "a sum times the number that is 1/n here": Case(
         "sum", lambda p, b: jnp.sum(errors(p, b)) * (1 / ROWS)
     ),
@@ -504,6 +519,9 @@ LOSSES = {
     "means by class": Case("weighted", counted_classes, batch=(X, Y, CLASSES)),
     "dropout": Case("random", dropped),
     "dropout by split keys": Case("random", dropped_by_split_keys),
+    "dropout by keys of a loop": Case(
+        "random", lambda p, b: over_rows(p, b, dropped_row, (KEY, 0.0))[0][1]
+    ),
     # --- Rows meet
     "sum and weight decay": coupled(
         lambda p, b: jnp.sum(errors(p, b)) + optax.tree.norm(p), cause="what all rows share"
@@ -549,6 +567,9 @@ LOSSES = {
     ),
     "a power that is the number of rows": coupled(
         lambda p, b: jnp.mean(mlp(p, b[0]) ** len(b[0])), cause="number"
+    ),
+    "parameters at the number of rows": coupled(
+        lambda p, b: jnp.mean(errors(p, b) * p["a"][len(b[0]) // ROWS, 0]), cause="number"
     ),
     "parameters joined once for each row": coupled(
         lambda p, b: (errors(p, b).mean(), jnp.concatenate([p["a"]] * len(b[0]))),

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from sharding.loss._evaluate import Evaluator
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast
 from sharding.loss._marks import marking
-from sharding.loss._rules import MOVES, Param, in_numbered_layers, is_cast
-from sharding.step._gather_params import gather
+from sharding.step._gather_and_reduce import gather
 
 from .. import model
 
@@ -162,20 +161,6 @@ def test_values_and_gradients_by_rules(fn, expected, recompute):
         assert loops
         stored = {v.aval.shape for loop in loops for v in loop.outvars}
         assert not any(len(shape) == 3 and shape[1:] == (D, D) for shape in stored)
-
-
-def test_which_parameters_are_of_numbered_layers():
-    names = [
-        "layers/0/w",
-        "layers/1/w",
-        "Embed_0/w",
-        "Block_2",
-        "Block_10",
-        "w2/v",
-        "0/a/3",
-        "0/a/4",
-    ]
-    assert in_numbered_layers(names) == [True, True, False, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("by_use", [False, True])

@@ -8,7 +8,7 @@ from jax import lax
 
 from optax_ext.traced_graph import Graph
 from sharding.loss._derivatives import Differentiated
-from sharding.loss._stack import find_stacks
+from sharding.loss._stack import find_stacks, numbered_layers, params_of_one_loop
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.remat._loss_search import PlannableLoss
 
@@ -79,6 +79,19 @@ def test_what_loops_own(name):
     assert found == expected
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_which_parameters_one_loop_alone_reads(name):
+    """Those that it owns as they are, or cast; also in a checkpoint."""
+    fn, trained, expected = CASES[name]
+    leaves = [*PARAMS.values(), X]
+    closed = jax.make_jaxpr(lambda *x: jnp.sum(fn(dict(zip("abc", x, strict=False)), x[-1])))(
+        *leaves
+    )
+    found = params_of_one_loop(closed, sum(1 << "abc".index(i) for i in trained))
+    own = {"changed": "", "checkpoint": "a"}.get(name, "".join(own for own, _ in expected))
+    assert {"abc"[i] for i in found} == set(own)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("frozen", "checkpoint")])
 def test_plans_find_the_same(name):
     """The planner those that own parameters; remat all, and in checkpoints, too."""
@@ -90,6 +103,20 @@ def test_plans_find_the_same(name):
     ]
     planned = PlannableLoss(loss, PARAMS, X, jax.devices()[0])
     assert len(planned.loops_of(None, False)) == len(expected)
+
+
+def test_which_parameters_are_of_numbered_layers():
+    layers = {
+        "layers/0/w": "layers/0",
+        "layers/1/v/2": "layers/1",
+        "Embed_0/w": "",
+        "Block_2": "Block_2",
+        "Block_10": "Block_10",
+        "w2/v": "",
+        "0/a/3": "0/a/3",
+        "0/a/4/w": "0/a/4",
+    }
+    assert numbered_layers(list(layers)) == list(layers.values())
 
 
 @pytest.mark.parametrize("reverse", [False, True])

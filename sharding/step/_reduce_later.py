@@ -1,4 +1,4 @@
-"""Sums gradients of trained parameters over devices: of micro-batches, and accumulated ones.
+"""Sums over devices of gradients that the backward pass did not reduce: of micro-batches, of steps.
 
 Every array is reduced by a collective of its own; combining several is left to the compiler.
 """
@@ -12,12 +12,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding._types import Tree
-from sharding.collectives._map_arrays import ArrayLayout, to_sum_dtype
-from sharding.collectives._reduce_scatter import reduce_scatter_arrays
+from sharding.collectives._reduce_scatter import ArrayLayout, reduce_scatter_arrays
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_other_axes
-from sharding.placement._specs import Axes
-from sharding.step._step_plan import StepPlan
+from sharding.placement._specs import Axes, by_dim, of_last_dims
+from sharding.step._step_plan import ParamPlan, StepPlan
 from sharding.step._sync_state import sync_spec
 
 Arrays = list[jax.Array]
@@ -112,6 +112,21 @@ def _sync(plan: StepPlan, grads: Arrays, chosen: list[bool], state: Tree) -> tup
         means[param.path] * num if choice else g
         for param, g, choice in zip(plan.trained, grads, chosen, strict=True)
     ], state
+
+
+def sync_one(plan: StepPlan, state: Any, param: ParamPlan, grad: jax.Array, dim: int) -> jax.Array:
+    """The sum of one gradient over devices, by the plan's sync: this device's shard of it."""
+    layout, sync, paths = plan.layout, plan.sync, [one.path for one in plan.params]
+    assert sync is not None
+    dims = dict.fromkeys(paths, 0) | {param.path: dim}
+
+    def sync_block(block: jax.Array) -> jax.Array:
+        grads = dict.fromkeys(paths) | {param.path: block}
+        return sync.reduce_scatter(grads, state, layout.axes, dims)[0][param.path]
+
+    spec = of_last_dims(by_dim(param.shard.spec, len(param.shape)), grad.ndim)
+    mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
+    return mean * lax.axis_size(layout.axes)
 
 
 # --- Squared norms of local gradients, for transformations that require them ----------------------

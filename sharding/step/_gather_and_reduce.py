@@ -1,21 +1,30 @@
-"""Rules of parameters in the loss of one device, which is traced once.
+"""All-gather and reduce-scatter of a parameter, where the loss of a device uses it.
 
-What is made of shards alone stays sharded; what else a loss uses is gathered there, at stage 3.
+The loss is traced once: what is made of shards alone stays sharded; what else it uses is gathered
+there, at stage 3. ``gather`` in a loss marks places, or gathers handles. Layers that gather their
+own parameters free them after their forward pass, and gather them again in the backward pass.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_ext.traced_graph import bind
-from sharding.collectives._map_arrays import ArrayLayout
-from sharding.collectives._reduce_scatter import all_gather_arrays, reduce_scatter_arrays
-from sharding.loss._evaluate import Evaluator, Fetch
-from sharding.loss._rules import MOVES, Param, is_param
+from sharding._types import Tree
+from sharding.collectives._reduce_scatter import (
+    ArrayLayout,
+    all_gather_arrays,
+    reduce_scatter_arrays,
+)
+from sharding.loss._evaluate import MOVES, Param, after_input, use
+from sharding.loss._marks import MARK, is_marking
 from sharding.placement._layout import Layout
 from sharding.placement._specs import of_last_dims
 from sharding.step._device_loss import PARTS, DeviceLoss
@@ -182,39 +191,99 @@ def _sharded_dim(eqn: Any, dim: int, named_dims: list[int]) -> int | None:
     return place(dim) if dim else 0
 
 
-class Uses:
-    """How a loss uses its parameters, found by evaluating it without values."""
+# --- In a loss ------------------------------------------------------------------------------------
 
-    def __init__(self, loss: DeviceLoss, dims: list[int], args: Any):
-        """Of parameters of which ``dims`` are sharded, counted from the end."""
-        self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
-        self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
-        def param(number: int, held: jax.Array, _: Any) -> Param:
-            rule = DeviceRule(loss, number, dims[number], held.dtype, held.dtype)
-            return Param(number, rule, held, None, {})
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class ParamHandle:
+    """A parameter for ``gather`` or ``lookup``: it has a shape and a dtype, but is no array.
 
-        def run(held: list[Any], args: Any) -> None:
-            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
+    Attributes:
+      held: the parameter as this device holds it: a shard at stage 3, else unsharded.
+      tap: zeros, of the shape and the dtype of this device's part of the gradient: what is
+        differentiated in place of the parameter.
+      rule: how it is gathered, and its gradient reduced.
+    """
 
-        jax.eval_shape(run, loss.types, args)
+    held: jax.Array
+    tap: jax.Array
+    rule: DeviceRule = dataclasses.field(metadata={"static": True})
 
-    def of(self, number: int) -> list[Fetch]:
-        return [x for x in self.fetches if x.number == number]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the unsharded parameter."""
+        return self.rule.full_shape(self.held)
 
-    def _call(self, evaluator: Evaluator, eqn: Any, operands: list[Any]) -> list[Any]:
-        held = []
-        for k, x in enumerate(operands):
-            by_rows = eqn.params["by_rows"] and not k
-            if not is_param(x):
-                if by_rows:
-                    self.not_tables.append(x.shape)
-                held.append(x)
-            elif by_rows and not (x.moves or x.is_part or x.rule.dtype != x.held.dtype):
-                self.by_rows.setdefault(x.number, []).append(x.held.ndim)
-                held.append(x.held)
-            else:
-                if by_rows:
-                    self.not_tables.append(x.held.shape)
-                held.append(evaluator.full(x._replace(in_layer=True, repeats=True)))
-        return jaxpr_as_fun(eqn.params["default"])(*held)
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the parameter as the loss sees it."""
+        return self.rule.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return self.held.ndim
+
+
+def is_handle(x: Any) -> bool:
+    """Whether a tree's node is a handle."""
+    return isinstance(x, ParamHandle)
+
+
+def gather(tree: Tree) -> Any:
+    """The tree with every handle gathered; the gradient is reduce-scattered in the backward pass.
+
+    Arrays are marked, in a loss that is traced to run with parameters that are gathered there.
+    """
+
+    def gather_one(x: Any) -> Any:
+        if is_handle(x):
+            if -x.rule.dim > x.ndim:
+                raise ValueError(
+                    f"a parameter of shape {x.held.shape} is sharded along a dim that a loop over "
+                    "layers slices off. Name the data axis on another dim of it in param_specs."
+                )
+            return use(x.rule, x.held, x.tap)
+        marked = is_marking() and isinstance(x, jax.Array | np.ndarray)
+        return checkpoint_name(x, MARK) if marked else x
+
+    return jax.tree.map(gather_one, tree, is_leaf=is_handle)
+
+
+# --- Layers that gather their own parameters, and free them after their forward pass --------------
+
+
+def gathered(
+    fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
+) -> Callable[..., Any]:
+    """``fn(params, ...)`` that gathers its parameters, with ``reshard`` again in backward."""
+
+    @functools.wraps(fn)
+    def call(params: Tree, *args: Any, **kwargs: Any) -> Any:
+        if not (is_marking() and reshard):
+            return fn(gather(params), *args, **kwargs)
+        # Leaves that are no arrays, such as functions in a module that is a pytree, stay outside.
+        own, join_params = split_arrays(params)
+        arrays, join_args = split_arrays((args, kwargs))
+
+        def run(own: list[Any], arrays: list[Any]) -> Any:
+            own, arrays = after_input(own, arrays)
+            args, kwargs = join_args(arrays)
+            return fn(gather(join_params(own)), *args, **kwargs)
+
+        return jax.checkpoint(run, policy=policy)(own, arrays)
+
+    return call
+
+
+def split_arrays(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and a function that puts new ones in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+
+    def join(arrays: list[Any]) -> Any:
+        new = dict(zip(places, arrays, strict=True))
+        return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
+
+    return [leaves[i] for i in places], join
