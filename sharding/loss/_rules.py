@@ -1,6 +1,6 @@
 """Rules of parameters: what a loss gets in the place of each, and where its gradient goes.
 
-A view of a loss (of each device, of the whole mesh, streamed from the host) is a list of rules.
+A program of a loss (of each device, partitioned, streamed from the host) is a list of rules.
 """
 
 import collections
