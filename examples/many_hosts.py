@@ -50,7 +50,7 @@ def make_state(key):
 
 
 def loss_fn(params, batch):
-    """The mean loss of one device's shard of the batch."""
+    """The mean loss of the batch."""
     return jnp.mean((jnp.tanh(batch["x"] @ params["w0"]) @ params["w1"] - batch["y"]) ** 2)
 
 

@@ -44,7 +44,7 @@ def make(key):
 
 
 def loss_fn(model, batch):
-    """The mean loss of one device's shard of the batch."""
+    """The mean loss of the batch."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
 
 

@@ -45,7 +45,7 @@ def make_state(key):
 
 
 def loss_fn(params, batch):
-    """The mean loss of one device's shard of the batch."""
+    """The mean loss of the batch."""
     return jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2)
 
 

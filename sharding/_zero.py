@@ -74,20 +74,21 @@ class Zero(StateMethods, NnxMethods):
       precision: dtypes of computing, reducing, accumulating and gathering.
       offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
         (``pinned_host``), and streams it through the device in each step. ``"all"`` stores stacked
-        parameters there, too, and streams both layer by layer, forward and backward: with
-        ``train_step(update="backward")``; of several devices, with ``view="global"``, each streams
-        its shards. Arrays of fewer than three dims stay on the device. ``eval_step`` and
-        ``value_and_grad``, whose gradients of stacks are there, too, load layers where a loop reads
-        them, and for any other use the full stack.
-      update_on: with ``offload``, ``"host"`` leaves the state there and updates it on the CPU, as
-        ZeRO-Offload does: gradients are moved to the host, new parameters back. Sums over arrays,
-        as of a clip, are computed on the devices. TPUs refuse 8-bit state.
+        parameters there, too, and streams both layer by layer, forward and backward: each device
+        its shards. It implies ``update="backward"`` of ``train_step``. Arrays of fewer than three
+        dims stay on the device. ``eval_step`` and ``value_and_grad``, whose gradients of stacks are
+        there, too, load layers where a loop reads them, and for any other use the full stack.
+      update_on: ``"host"`` leaves the state in host memory, as ``offload="optimizer"``, and updates
+        it on the CPU, as ZeRO-Offload does: gradients are moved to the host, new parameters back.
+        Sums over arrays, as of a clip, are computed on the devices. TPUs refuse 8-bit state.
       offload_min_size: with ``offload``, state arrays with fewer elements stay on the device.
       sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``, over the replicas
         if there are any; None sums gradients. It receives them in ``precision.reduce``; its state
         is in ``opt_state`` (``sharding.sync.SyncedState``). A stateful sync runs once per step, a
         stateless one at stages 2 and 3 once per micro-batch; stage 3 without replicas requires a
         stateless one. Of a parameter that other axes shard, each device synchronizes its block.
+        The loss must have gradients of single devices: be proven a mean, a sum or ``weighted``, or
+        a ``Loss`` with ``per_device=True``.
       unsharded: regular expressions; parameters in whose paths one is found are not sharded.
       gathered_blocks: modules of a Flax linen model (or of an nnx model in ``nnx_train_step``) that
         are ``gathered``, outermost only: class names, or regular expressions of paths. Each must be
@@ -219,18 +220,19 @@ class Zero(StateMethods, NnxMethods):
         ``optax.apply_if_finite`` for that.
 
         Args:
-          loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the
-            batch; or a ``Loss``, which has the next five arguments in it, or a ``Pipeline``.
-          has_aux: ``loss_fn`` returns ``(loss, aux)``. Scalars of ``aux`` are averaged over devices
-            and micro-batches; arrays, whose first dim is the batch, are concatenated.
-          weighted: the loss is a pair ``(sum, weight)``; both are added over devices and
-            micro-batches and divided once, as masked tokens need. A total weight of zero gives
-            zeros.
+          loss_fn: ``loss_fn(params, batch) -> loss``, of the whole batch, as under ``jit``; or a
+            ``Loss``, which has the next five arguments in it, or a ``Pipeline``. Each device runs
+            it on its own rows where it is proven a mean, a sum or ratios of sums over rows, else
+            the partitioner runs it: ``loss_program`` of the step says which, and why.
+          has_aux: ``loss_fn`` returns ``(loss, aux)``. Of several micro-batches scalars of ``aux``
+            are averaged; arrays, whose first dim is the batch, are concatenated.
+          weighted: the loss is a pair ``(sum, weight)``; both are added over micro-batches and
+            divided once. A total weight of zero gives zeros. (A masked mean needs no pair, if what
+            it divides by depends on the batch alone.)
           rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call (a pair
             needs a new one in each, a ``TrainState`` may have ``jax.random.key(0)``), folded by the
-            step and by the number of the micro-batch in the batch of all devices; with
-            ``view="global"`` by its number alone, as it has rows of every device.
-            ``"per_example"``: an array of keys, one per example, the same on any number of devices.
+            step and by the number of the micro-batch. ``"per_example"``: an array of keys, one per
+            example, the same with any micro-batches on any number of devices.
           model_state: ``loss_fn`` takes a third argument, replicated and not differentiated
             (statistics, counters, a teacher), and returns its new value: ``(loss, new)``, or with
             ``has_aux`` ``(loss, (new, aux))``. A string names its field of the ``TrainState``;
@@ -238,7 +240,8 @@ class Zero(StateMethods, NnxMethods):
             model_state=...)``, and gets ``metrics["model_state"]``. Micro-batches change it one
             after the other.
           tx: the transformation, where the state is a pair.
-          microbatches: how many micro-batches each device splits its shard of the batch into.
+          microbatches: how many micro-batches the rows of each device are split into. A loss in
+            which rows meet raises, unless it is a ``Loss`` with ``coupled="by_microbatch"``.
             Stages 2 and 3 reduce-scatter the gradients of each, stages 0 and 1 reduce once. (Of one
             micro-batch, stages 1 and 2 do the same.)
           trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
@@ -255,8 +258,8 @@ class Zero(StateMethods, NnxMethods):
             Scanned layers, and with micro-batches all, are computed again in the backward pass;
             each accumulates the gradients of all micro-batches. State and results are the same. The
             transformation must treat each layer by itself, but for sums of each gradient, as in a
-            clip by the global norm: these take a backward pass of their own. On several devices it
-            needs ``view="global"``, in which the loss has all rows of the batch.
+            clip by the global norm: these take a backward pass of their own. The partitioner runs
+            such a step.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
@@ -269,7 +272,8 @@ class Zero(StateMethods, NnxMethods):
         Raises:
           ValueError: on an unknown option. When called: if the state was donated to an earlier call
             or is not placed as by ``init``; if the batch does not divide by devices times
-            ``microbatches``; if there is only one gradient for ``local_squared_norm``; if the loss
+            ``microbatches``, or these would train another loss; if ``sync`` or
+            ``local_squared_norm`` needs gradients of devices and there are none; if the loss
             returns a model state of another structure.
         """
         loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state)
@@ -284,14 +288,13 @@ class Zero(StateMethods, NnxMethods):
         """A compiled function of the parameters and a batch.
 
         Args:
-          fn: ``fn(params, batch)``, on one device's part of the batch, returns any tree. Scalars
-            are averaged over the devices; arrays, whose first dim is the batch, are concatenated.
-            Of a ``Loss`` or a ``Pipeline`` it is the mean loss, with ``has_aux`` ``(loss, aux)``.
+          fn: ``fn(params, batch)``, of the whole batch, as under ``jit``, returns any tree. Of a
+            ``Loss`` or a ``Pipeline`` it is the mean loss, with ``has_aux`` ``(loss, aux)``.
           model_state: ``fn`` takes a third argument, as in ``train_step``; it is only read.
 
         Returns:
-          ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``; ``key``
-          is not used, the state not donated.
+          ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower``. ``key``
+          is for a ``Loss`` with ``rngs``; the state is not donated.
         """
         loss = as_loss(fn, False, False, False, model_state)
         return EvalStep(self, self._in_step(loss, all_blocks=False), is_loss=loss.fn is not fn)
@@ -332,12 +335,12 @@ class Zero(StateMethods, NnxMethods):
         model_state: Any = False,
         **options: Any,
     ) -> str:
-        """Raises if a loss on this mesh is not that of one device: if it couples examples.
+        """Says what a loss does with rows; raises if on this mesh it is not that of one device.
 
-        In the device view the mean over devices is the loss of the batch only if each example has a
-        loss of its own. If its trace proves that, no numbers are computed. Otherwise this runs one
-        batch on the mesh, and on a single device, which has to hold the parameters twice: check a
-        small model, and a few rows that differ.
+        With ``per_device=True``, and by micro-batches, another loss than that of the batch may be
+        trained. If its trace proves that they are equal, no numbers are computed. Otherwise this
+        runs one batch on the mesh, and on a single device, which has to hold the parameters twice:
+        check a small model, and a few rows that differ.
 
         Args:
           loss_fn: as for ``train_step``; of an nnx model as for ``nnx_train_step``.

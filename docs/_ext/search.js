@@ -1,6 +1,7 @@
 // Search results: pages that answer before the API, and both before tables and the changelog.
 const PARTS = {start: 30, how_to: 30, reference: 25, understand: 20, api: 0, notebooks: 0};
 PARTS["reference/errors"] = PARTS["reference/terms"] = 35;
+PARTS["understand/meaning"] = 30;
 
 var Scorer = {
   score: ([docname, title, anchor, descr, score]) =>
@@ -184,15 +185,10 @@ const WORDS = {
   "how_to/two_models": `
     distillation, teacher student, gan, generator discriminator, dpo, rlhf, reference model,
     multiple models, frozen teacher`,
-  "how_to/batch_norm": `
-    batch norm, batchnorm, sync batch norm, batch statistics, batch_stats, mutable, running mean,
-    model state`,
-  "how_to/coupled_losses": `
-    contrastive loss, clip loss, masked loss, padding tokens, loss mask, token weights,
-    ignore index, variable length, loss differs on several devices, wrong loss, check loss,
-    wrong gradients, load balancing loss`,
   "how_to/random_keys": `
     dropout, rng, prng, random seed, seed, deterministic, reproducible, reproducibility`,
+  "how_to/log#evaluate-on-a-last-batch-of-fewer-rows": `
+    last batch, drop last, pad batch, padding, uneven batch, evaluation, validation set`,
   "how_to/log": `
     wandb, tensorboard, mlflow, logging, metrics, gradient norm, grad norm, global norm,
     learning rate schedule, lr scheduler, learning rate scheduler, cosine decay,
@@ -262,9 +258,17 @@ const WORDS = {
     memory of each stage, communication cost of zero, zero, zero 1, zero 2,
     zero redundancy optimizer, data parallel, optimizer state sharding, distributed optimizer,
     what is zero, reduce scatter, ddp`,
-  "understand/views": `
-    global view, shard_map, with_sharding_constraint, sharding constraint, gspmd, global batch,
-    annotations, sequence parallel, context parallel`,
+  "understand/meaning": `
+    batch norm, batchnorm, sync batch norm, batch statistics, batch_stats, mutable, running mean,
+    contrastive loss, clip loss, masked loss, padding tokens, loss mask, token weights,
+    ignore index, variable length, loss differs on several devices, wrong loss, check loss,
+    wrong gradients, load balancing loss, global view, per device loss, shard_map, gspmd,
+    global batch`,
+  "understand/meaning#model-state": `
+    model state`,
+  "understand/meaning#your-own-mesh-and-annotations": `
+    with_sharding_constraint, sharding constraint, annotations, sequence parallel,
+    context parallel`,
   "understand/factored_moments": `
     optax.adafactor, adafactor arguments, confidence-guided, huggingface adafactor,
     transformers adafactor, adafactor, factored second moment, factoring, came algorithm,

@@ -96,7 +96,7 @@ def keeps_rows_apart(fn: Callable[..., Any], *, in_dims: Any, out_dims: Any) -> 
             raise ValueError(
                 f"keeps_rows_apart was given in_dims={in_dims!r}, for {len(given)} arguments, and "
                 f"the function was called with {len(args)}. Give one dim, or None, for each "
-                "(docs: how_to/coupled_losses)."
+                "(docs: understand/meaning)."
             )
         call, sizes = next(_CALLS), dict[str, int]()
         marked = _marked(given, args, call, False, sizes)
@@ -122,7 +122,7 @@ def _marked(dims: Any, tree: Any, call: int, is_result: bool, sizes: dict[str, i
             raise ValueError(
                 f"keeps_rows_apart was told that rows are along dim {dim} of {where}, which has "
                 f"the shape {x.shape}. Name one of its dims, or None if it has no rows "
-                "(docs: how_to/coupled_losses)."
+                "(docs: understand/meaning)."
             )
         if dim is not None:
             dim = dim % x.ndim
@@ -130,7 +130,7 @@ def _marked(dims: Any, tree: Any, call: int, is_result: bool, sizes: dict[str, i
         if len(set(sizes.values())) > 1:
             raise ValueError(
                 f"keeps_rows_apart was told of rows along dims of different sizes: {sizes}. Each "
-                "must be the number of rows (docs: how_to/coupled_losses)."
+                "must be the number of rows (docs: understand/meaning)."
             )
         params = {"call": call, "is_result": is_result, "dim": dim, "mapped": ()}
         out.append(DECLARED.bind(x, **params, linear=False, transposed=False))

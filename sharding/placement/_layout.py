@@ -86,7 +86,7 @@ class Layout:
 
     @property
     def loss_axes(self) -> tuple[str, ...]:
-        """The axes that are Explicit for a loss in the global view."""
+        """The axes that are Explicit for a partitioned loss."""
         return self.explicit_axes or self.traced_axes
 
     @property

@@ -15,8 +15,8 @@ def batch_moments(
 ) -> tuple[jax.Array, jax.Array]:
     """Mean and variance over the batch of all devices, as a batch norm computes them.
 
-    In the loss of a step, or any function that is mapped over ``axis``, they are those of the rows
-    of all devices, and so are their gradients; elsewhere those of ``x`` alone.
+    In a ``Loss`` with ``per_device=True``, or any function that is mapped over ``axis``, they are
+    those of the rows of all devices, and so are their gradients; elsewhere those of ``x`` alone.
 
     Args:
       x: (rows, ..., features); each device has as many rows.

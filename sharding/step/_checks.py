@@ -76,7 +76,7 @@ def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
                 f"batch arrays {arrays[0][0]!r} of shape {arrays[0][1]} and {path!r} of shape "
                 f"{shape} differ in their first dim, which is sharded: it has to be the batch in "
                 "each array. Pass arrays that every device needs in full as model_state, or close "
-                "over them (docs: how_to/batch_norm)."
+                "over them (docs: understand/meaning)."
             )
     if arrays and arrays[0][1][0] % (devices * microbatches):
         path, shape = arrays[0]

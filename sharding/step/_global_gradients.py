@@ -1,4 +1,4 @@
-"""Gradients in the global view: the loss is that of plain jit, of the whole batch on the mesh.
+"""Gradients of a partitioned loss: that of plain jit, of the whole batch on the mesh.
 
 The partitioner reduces gradients; hooks tell it to which shards, where layers make them, and to
 gather parameters of stage 3 where layers use them.
@@ -262,7 +262,7 @@ def global_gradients(
 ) -> tuple[Any, dict[str, Any], Any]:
     """Gradients of the mean loss over a batch, its metrics, the new model state; in ``on_mesh``.
 
-    Each device computes micro-batches of its own rows, as in the other view.
+    Each device computes micro-batches of its own rows, as where it runs the loss by itself.
     """
     layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
     each, arguments = split_rows(layout, loss, inputs)

@@ -1,7 +1,7 @@
 """Model state: what a loss reads and returns beside parameters (statistics, counters, a teacher).
 
-It is replicated. Each device computes its own new value from its shard of the batch, micro-batch
-after micro-batch; then the values of all devices are reduced to one.
+It is replicated. Where each device runs the loss, it computes a new value from its own rows,
+micro-batch after micro-batch; then the values of all devices are reduced to one.
 """
 
 from typing import Any

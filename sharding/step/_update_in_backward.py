@@ -3,8 +3,8 @@
 The loss is traced and differentiated piece by piece, from its last to its first. A loop over
 stacked layers writes new parameters and new state into refs of the old ones, layer by layer; other
 parameters are updated after the piece that completes their gradients. If the update depends on sums
-of all gradients, as on their norm, a first backward pass computes these. All of it is in the global
-view: refs hold the arrays of all devices, and the update is of their shards.
+of all gradients, as on their norm, a first backward pass computes these. All of it is partitioned:
+refs hold the arrays of all devices, and the update is of their shards.
 """
 
 import functools

@@ -51,7 +51,7 @@ class ParallelPlan:
     weights: str = "plain"
     #: a lossy sync such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over replicas if there are
     sync: str | None = None
-    #: whether each layer is updated in the backward pass, in the global view
+    #: whether each layer is updated in the backward pass, by the partitioner
     update_in_backward: bool = False
 
     @property

@@ -191,8 +191,8 @@ def fit(
     ``lossy`` names something. Pipelines are not compared; ``search`` does, for a ``Decoder``.
 
     Args:
-      loss_fn: ``loss_fn(params, batch) -> loss``, the mean over a batch of any number of examples,
-        as under ``jit`` on one device; or a ``Loss``.
+      loss_fn: ``loss_fn(params, batch) -> loss``, as under ``jit``, of any number of examples; or a
+        ``Loss``.
       make_state: makes the train state, as for ``Zero.init``, of nothing or of a random key.
       batch: a batch of all devices, real or abstract.
       tx: the transformation, where the state is a pair.
@@ -203,8 +203,8 @@ def fit(
         share it.
       device: figures of a device that is not known.
       keep: values that plans must have, such as ``{"offload": False}``, as for ``search``. A loss
-        that couples examples needs ``{"microbatches": 1}``, which is kept with a ``model_state``:
-        else its micro-batches have another loss.
+        in which rows meet, or with a ``model_state``, has one micro-batch: more would train another
+        loss.
       zero: a ``Zero`` on a mesh of one's own, which plans keep with its axes, dtypes and whatever
         else they do not choose: they do stage, offload, sync and whether replicas share state.
       param_specs: of the parameters on other axes of that mesh; None takes their metadata.

@@ -74,8 +74,8 @@ class NnxMethods:
 
         Batch statistics, counters and all other variables come back into the model; those that the
         loss creates, as ``sow`` does, are dropped. ``nnx.Rngs`` of the model draw anew for each
-        micro-batch of each device and for each step. ``nnx.BatchNorm`` takes its statistics over
-        the micro-batch of all devices, without an ``axis_name``.
+        micro-batch and for each step. ``nnx.BatchNorm`` takes its statistics over the whole batch,
+        without an ``axis_name``.
 
         Args:
           loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model. A
@@ -83,9 +83,9 @@ class NnxMethods:
           has_aux: the loss is a pair ``(loss, aux)``; this, and others, as in ``train_step``.
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
-          microbatches: the number of micro-batches of each device.
-          reductions: how the variables of all devices are reduced, by their type, such as
-            ``{Counter: "sum"}``; ``"mean"`` for all others.
+          microbatches: the number of micro-batches.
+          reductions: with ``per_device=True``, how the variables of all devices are reduced, by
+            their type, such as ``{Counter: "sum"}``; ``"mean"`` for all others.
           trainable: which of the parameters that the optimizer has are trained.
           grad_norm: add ``metrics["grad_norm"]``.
           donate: reuse the memory of parameters and optimizer state, which an ``nnx.clone`` shares.
