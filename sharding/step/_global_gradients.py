@@ -24,8 +24,16 @@ from sharding.loss._rules import MOVES, Param, in_numbered_layers, is_cast, use
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
-from sharding.placement._specs import entry_of, explicit_axes, leaf_names, of_last_dims, only_axes
+from sharding.placement._specs import (
+    entry_of,
+    explicit_axes,
+    is_spec,
+    leaf_names,
+    of_last_dims,
+    only_axes,
+)
 from sharding.step import _model_state
+from sharding.step._device_pieces import DevicePiece, PartedLoss, in_pieces
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
@@ -107,8 +115,12 @@ class GlobalRule(NamedTuple):
 class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
-    def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
+    def __init__(
+        self, spec: StepSpec, fn: Callable[..., Any], params: Tree, in_pieces: bool = False
+    ):
+        """With ``in_pieces`` what keeps rows apart runs per device; ``pieces`` says what did."""
         self.layout, self.fn, self._axes = spec.layout, fn, loss_axes(spec.layout)
+        self._in_pieces, self.pieces = in_pieces, list[DevicePiece]()
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
@@ -158,9 +170,12 @@ class GlobalLoss:
         both = zip(params, self.cast(params), strict=True)
         held = [x if on_host(x) else cast for x, cast in both]
         own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained]
-        return self._axes.run(self._run, (*own, *specs), held, taps, *args)
+        run = functools.partial(self._run, jax.tree.leaves(specs, is_leaf=is_spec))
+        return self._axes.run(run, (*own, *specs), held, taps, *args)
 
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+    def _run(
+        self, specs: list[P], held: list[jax.Array], taps: list[jax.Array], *args: Any
+    ) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
@@ -173,9 +188,25 @@ class GlobalLoss:
             own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
         hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        evaluator = Evaluator(self.layout.recomputes or hosted)
-        outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
+        run: Any = Evaluator(self.layout.recomputes or hosted)
+        outs = self._parted(closed, own, args, specs)
+        if outs is None:
+            outs = run(closed, [*own, *jax.tree.leaves(args)])
         return jax.tree.unflatten(jax.tree.structure(results), outs)
+
+    def _parted(self, closed: Any, own: list[Param], args: Any, specs: list[P]) -> Any:
+        """What the loss returns if pieces of it keep rows apart; else None."""
+        hosted = any(leaf.hosted for leaf in self.leaves)
+        if not self._in_pieces or hosted or self._axes.are_named:
+            return None
+        params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
+        with marking():
+            parted = in_pieces(self.layout, self.fn, closed, self.leaves, params, args, specs)
+        if not isinstance(parted, PartedLoss):
+            self.pieces = [DevicePiece("the loss", "", False, parted)]
+            return None
+        self.pieces = parted.report
+        return parted(own, jax.tree.leaves(args))
 
     def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
         """What the loss is traced with."""
@@ -215,7 +246,8 @@ def loss_axes(layout: Layout) -> NamedAxes:
 def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:
     """What a function of parameters, a batch and perhaps a model state returns."""
     specs = spec.layout.batch_specs(args[0]), *jax.tree.map(lambda _: P(), args[1:])
-    return GlobalLoss(spec, fn, params)(jax.tree.leaves(params), [], args, specs)
+    run = GlobalLoss(spec, fn, params, in_pieces=spec.layout.stage == 3)
+    return run(jax.tree.leaves(params), [], args, specs)
 
 
 # --- The step -------------------------------------------------------------------------------------
@@ -277,7 +309,7 @@ def global_gradients(
 
     Each device computes micro-batches of its own rows, as in the other view.
     """
-    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
+    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params, in_pieces=True)
     each, arguments = split_rows(layout, loss, inputs)
     leaves = jax.tree.leaves(params)
     batch = _Batch(run, loss, leaves, arguments)
