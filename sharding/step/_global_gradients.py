@@ -33,7 +33,7 @@ from sharding.placement._specs import (
     only_axes,
 )
 from sharding.step import _model_state
-from sharding.step._device_pieces import DevicePiece, PartedLoss, in_pieces
+from sharding.step._device_pieces import DevicePiece, PiecesEvaluator, pieces_of
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
@@ -188,25 +188,27 @@ class GlobalLoss:
             own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
         hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        run: Any = Evaluator(self.layout.recomputes or hosted)
-        outs = self._parted(closed, own, args, specs)
-        if outs is None:
-            outs = run(closed, [*own, *jax.tree.leaves(args)])
+        evaluator = self._evaluator(closed, own, args, specs)
+        if evaluator is None:
+            evaluator = Evaluator(self.layout.recomputes or hosted)
+        outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
+        if isinstance(evaluator, PiecesEvaluator):
+            self.pieces = evaluator.report
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
-    def _parted(self, closed: Any, own: list[Param], args: Any, specs: list[P]) -> Any:
-        """What the loss returns if pieces of it keep rows apart; else None."""
-        hosted = any(leaf.hosted for leaf in self.leaves)
-        if not self._in_pieces or hosted or self._axes.are_named:
+    def _evaluator(
+        self, closed: Any, own: list[Param], args: Any, specs: list[P]
+    ) -> Evaluator | None:
+        """That of a loss of which pieces keep rows apart; else None."""
+        if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
             return None
         params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
         with marking():
-            parted = in_pieces(self.layout, self.fn, closed, self.leaves, params, args, specs)
-        if not isinstance(parted, PartedLoss):
-            self.pieces = [DevicePiece("the loss", "", False, parted)]
+            pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
+        if isinstance(pieces, str):
+            self.pieces = [DevicePiece("the loss", "", False, pieces)]
             return None
-        self.pieces = parted.report
-        return parted(own, jax.tree.leaves(args))
+        return PiecesEvaluator(self.layout, pieces)
 
     def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
         """What the loss is traced with."""
