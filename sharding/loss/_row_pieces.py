@@ -231,4 +231,3 @@ class RowPieces:
             if sharded.intersection(read):
                 found.add(Value(k))
         return found
-

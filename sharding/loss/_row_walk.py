@@ -259,9 +259,9 @@ class Walk:
 
     def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[Any]) -> None:
         """Raises if the pullback of a function with its own derivative couples rows."""
-        # What all rows share has a cotangent of each device: a rule of a vjp may not be linear in it.
-        is_checked = any(isinstance(v, Rows) for v in outs)
-        is_checked = is_checked or name_of(step.equation) == "custom_vjp_call"
+        # Of what all rows share, too, a rule may not be linear in the sum over rows that it gets.
+        is_checked = name_of(step.equation) == "custom_vjp_call"
+        is_checked = is_checked or any(isinstance(v, Rows) for v in outs)
         if self._is_in_pullback or not is_checked:
             return
         key = id(step.equation)

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
-from optax_ext.traced_graph import Equation
+from optax_ext.traced_graph import Equation, Value
 from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding.collectives._map_arrays import ArrayLayout
@@ -133,7 +133,9 @@ class PiecesEvaluator(Evaluator):
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], in_loop: bool = False
     ) -> list[Any]:
         pieces = self._pieces.get(id(jaxpr))
-        sharded = {i for i, x in enumerate(args) if is_param(x) and PieceRule.of(x.rule).is_sharded}
+        sharded = {
+            Value(i) for i, x in enumerate(args) if is_param(x) and PieceRule.of(x.rule).is_sharded
+        }
         if pieces is None or not pieces.is_parted(sharded):
             return super().run(jaxpr, consts, args, in_loop)
         graph, outer = pieces.graph, self._eqn

@@ -173,9 +173,7 @@ class GlobalLoss:
         run = functools.partial(self._run, jax.tree.leaves(specs, is_leaf=is_spec))
         return self._axes.run(run, (*own, *specs), held, taps, *args)
 
-    def _run(
-        self, specs: list[P], held: list[jax.Array], taps: list[jax.Array], *args: Any
-    ) -> Any:
+    def _run(self, specs: list[P], held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
