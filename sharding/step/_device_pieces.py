@@ -119,6 +119,7 @@ class PiecesEvaluator(Evaluator):
         self.layout = layout
         self._pieces = dict[int, RowPieces]()  # by the id of a jaxpr
         self._found = dict[Any, DevicePiece]()
+        self._parted = set[int]()  # ids of those of which some ran per device
         pending = [pieces]
         while pending:
             pieces = pending.pop()
@@ -141,12 +142,13 @@ class PiecesEvaluator(Evaluator):
         graph, outer = pieces.graph, self._eqn
         values: dict[Any, Any] = dict(graph.constants) | dict(enumerate(args))
         for turn, (piece, numbers) in pieces.in_turn(sharded).items():
-            self._say(pieces, turn, piece, numbers)
             if piece is None:
                 _evaluate(self, [graph.equations[i] for i in numbers], values, in_loop)
             else:
                 self._run_piece(pieces, piece, numbers, values, in_loop)
+            self._say(pieces, turn, piece, numbers)
         self._eqn = outer
+        self._parted.add(id(pieces))
         return [values[v] for v in graph.outputs]
 
     def _run_piece(
@@ -180,20 +182,23 @@ class PiecesEvaluator(Evaluator):
         values |= zip(results, run(pairs, arrays), strict=True)
 
     def _say(self, pieces: RowPieces, turn: int, piece: int | None, numbers: list[int]) -> None:
-        equations = {i: pieces.graph.equations[i] for i in numbers}
+        """Adds to the report what ran, or the first cause why it was not per device."""
+        equations = pieces.graph.equations
         if piece is not None:
-            loops = [i for i, eqn in equations.items() if isinstance(record_of(eqn), Scan)]
+            loops = [i for i in numbers if isinstance(record_of(equations[i]), Scan)]
             first, reason = [*loops, *numbers][0], "rows are kept apart"
             what = f"{len(numbers)} operations" + f", {len(loops)} of them loops" * bool(loops)
         else:
-            causes = [i for i in numbers if i in pieces.causes.keys() - pieces.inner.keys()]
+            parted = {i for i, inner in pieces.inner.items() if id(inner) in self._parted}
+            causes = [i for i in numbers if i in pieces.causes and i not in parted]
             if not causes:
                 return
-            first, reason = causes[0], str(pieces.causes[causes[0]])
-            what = name_of(equations[first])
-        where = line_of(equations[first].source_info)
-        found = DevicePiece(what, where, piece is not None, reason)
-        self._found[id(pieces), turn] = found
+            first, cause = causes[0], pieces.causes[causes[0]]
+            what, reason = name_of(equations[first]), getattr(cause, "reason", cause)
+        # What JAX traced earlier has no line of its own.
+        lines = (line_of(eqn.source_info) for eqn in reversed(equations[: first + 1]))
+        where = next(filter(None, lines), "")
+        self._found[id(pieces), turn] = DevicePiece(what, where, piece is not None, reason)
 
 
 def _evaluate(
