@@ -126,7 +126,8 @@ class RowPieces:
         for v, state in zip(eqn.results, outs, strict=True):
             if isinstance(state, Coupled):
                 return state
-            if not isinstance(state, Rows | Shared) or (isinstance(state, Rows) and state.summed):
+            is_linear = isinstance(state, Rows) and state.is_linear
+            if is_linear or not isinstance(state, Rows | Shared):
                 return "rows are summed"
             if state.power != 0:
                 return NUMBER
@@ -153,7 +154,8 @@ class RowPieces:
         state, dim = self.states[value], self.row_dim(value)
         if isinstance(state, Shared):
             return self._is_same(value)
-        return state.before == 1 and dim is not None and state.dims[:1] == (dim,)
+        is_shard = state.before == 1 and dim is not None and state.dims[:1] == (dim,)
+        return is_shard and state.own is None  # a device counts its own rows
 
     def _inner(self) -> Iterable[tuple[int, "RowPieces"]]:
         for number in self.level:

@@ -71,7 +71,7 @@ class PieceRule(NamedTuple):
 
     def _array_layout(self, x: jax.Array, spec: P) -> ArrayLayout:
         """Of an array that lacks leading dims, which loops over layers took off."""
-        return ArrayLayout(_sharded_dim(spec), self.leaf.of_slice(self.leaf.used, x.ndim))
+        return ArrayLayout(_dim_of_shards(spec), self.leaf.of_slice(self.leaf.used, x.ndim))
 
     def fetch(self, held: jax.Array) -> jax.Array:
         if not any(self.held):
@@ -88,7 +88,7 @@ class PieceRule(NamedTuple):
             return grad
         with jax.named_scope("reduce_scatter"):
             layouts = [self._array_layout(grad, self.shard)]
-            axes = axes_of(self.shard[_sharded_dim(self.shard)])
+            axes = axes_of(self.shard[_dim_of_shards(self.shard)])
             return reduce_scatter_arrays(self.leaf.layout, axes, [grad], layouts)[0]
 
     def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
@@ -96,14 +96,14 @@ class PieceRule(NamedTuple):
         return views
 
     def stack(self, x: Param) -> Param | None:
-        sliced = -x.held.ndim in (_sharded_dim(self.held), _sharded_dim(self.shard))
+        sliced = -x.held.ndim in (_dim_of_shards(self.held), _dim_of_shards(self.shard))
         return None if x.moves or sliced else x
 
     def layer(self, x: Param) -> Param:
         return x._replace(in_layer=True)
 
 
-def _sharded_dim(spec: P) -> int:
+def _dim_of_shards(spec: P) -> int:
     """Counted from the end; 0 if there is none."""
     return next((d - len(spec) for d, entry in enumerate(spec) if entry), 0)
 

@@ -307,6 +307,16 @@ def dropout_in_layers(p, batch):
     return of_layers(p, batch, layer, (jnp.zeros(1, int),))
 
 
+def ratios_in_layers(p, batch):
+    """Over a sum of all rows, times their number: as large whatever that is."""
+
+    def layer(x, w):
+        y = jnp.tanh(x[0] @ w)
+        return (x[0] + y * len(y) / jnp.sum(1 + y[:, 0] ** 2),), None
+
+    return of_layers(p, batch, layer)
+
+
 def gradients_clipped_in_layers(p, batch):
     """A rule that is not linear: it needs the sum over all rows."""
     clip = jax.custom_vjp(lambda w: w)
@@ -352,6 +362,7 @@ PIECES = {
         SUMMED,
     ),
     "balance within": (balance_in_layers, params, 3, SUMMED),
+    "ratios": (ratios_in_layers, params, 3, SUMMED),
     "dropout": (dropout_in_layers, params, 3, "random numbers"),
     "clipped": (gradients_clipped_in_layers, params, 2, "its own derivative"),
     "within and outside": (used_within_and_outside, params, 2, SUMMED),
@@ -384,6 +395,28 @@ def test_a_piece_gathers_and_scatters_by_layers(stage, gathers):
     text = model.lowered(zero, model.make_of(params, TX), TX, contrastive, runs.batch(0)).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.reduce_scatter"') == 4
+
+
+def test_indices_of_rows_are_those_of_all_rows():
+    """A device counts its own rows; what it counts does not leave the piece."""
+    zero = runs.zero_of(3, min_shard_size=0, view="global")
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def loss_fn(p, batch):
+        h = forward(p, batch["x"])
+        n = len(h)
+        own = lax.broadcasted_iota(int, (n, 1), 0)
+        index = jnp.concatenate([own, 3 * (h[:, :1] > 0).astype(int)], 1)
+        taken = lax.gather(h, index, numbers, (1, 1), mode="clip")
+        return jnp.std(taken), index
+
+    state, batch = zero.place(params()), runs.batch(0)
+    (value, index), grads = zero.value_and_grad(loss_fn, has_aux=True)(state, zero.put(batch))
+    (expected, same), wanted = jax.value_and_grad(loss_fn, has_aux=True)(params(), batch)
+    np.testing.assert_array_equal(index, same)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted | {"out": grads["out"]}, 1e-12)
+    assert not jnp.any(grads["out"])
 
 
 def reshaped(p, batch):
