@@ -345,7 +345,7 @@ def loops_and_views(p, batch):
     h = jnp.repeat(h, 2, 2).reshape(-1, 24)  # (2 views * rows * 2, 24)
     h = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p["layers"])[0]
     z = h.reshape(2, -1, 2, 24).mean(2) @ p["out"]
-    return info_nce(*z)
+    return info_nce(*z) + 0.1 * jnp.std(jnp.cumsum(h[:, 0]))
 
 
 MEET, SUMMED = "each row meets the others", "rows are summed"
@@ -367,7 +367,7 @@ PIECES = {
     "clipped": (gradients_clipped_in_layers, params, 2, "its own derivative"),
     "within and outside": (used_within_and_outside, params, 2, SUMMED),
     "numbers": (numbers_of_rows, params, 1, "depends on their number"),
-    "loops and views": (loops_and_views, params, 1, MEET),
+    "loops and views": (loops_and_views, params, 2, MEET),
 }
 MAIN = ["scanned", "numbered", "batch norm after", "balance within"]
 PLACES = [(3, "torus", AxisType.Auto), (2, "replicas", AxisType.Explicit)]
@@ -395,6 +395,20 @@ def test_a_piece_gathers_and_scatters_by_layers(stage, gathers):
     text = model.lowered(zero, model.make_of(params, TX), TX, contrastive, runs.batch(0)).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.reduce_scatter"') == 4
+
+
+def test_a_stack_that_is_sharded_by_layers():
+    """Loops slice what is gathered."""
+    zero = runs.zero_of(3, min_shard_size=0, view="global")
+    more = params() | {"layers": np.concatenate([params()["layers"]] * 3)[:8]}
+    specs = {k: P("data") if k == "layers" else P() for k in more}
+    state = jax.device_put(more, {k: NamedSharding(zero.mesh, specs[k]) for k in specs})
+    run = zero.value_and_grad(contrastive, param_specs=specs)
+    value, grads = run(state, zero.put(runs.batch(0)))
+    expected, wanted = jax.value_and_grad(contrastive)(more, runs.batch(0))
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted, 1e-12)
+    assert grads["layers"].sharding.spec[0] == "data"
 
 
 def test_indices_of_rows_are_those_of_all_rows():
