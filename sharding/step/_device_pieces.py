@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
-from optax_ext.traced_graph import Equation, Value
+from optax_ext.traced_graph import Equation, Value, bind
 from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding.collectives._map_arrays import ArrayLayout
@@ -23,7 +23,7 @@ from sharding.loss._row_states import RowsMeet
 from sharding.loss._rules import Param, is_param
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._specs import axes_of, entry_of
+from sharding.placement._specs import axes_of, entry_of, num_shards
 
 P = PartitionSpec
 
@@ -92,8 +92,27 @@ class PieceRule(NamedTuple):
             return reduce_scatter_arrays(self.leaf.layout, axes, [grad], layouts)[0]
 
     def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
-        views: list[Param] | None = self.leaf.view(x, eqn, rest)
+        is_part = eqn.primitive.name == "slice" and not x.moves
+        views: list[Param] | None = self._part(x, eqn) if is_part else self.leaf.view(x, eqn, rest)
         return views
+
+    def _part(self, x: Param, eqn: Any) -> list[Param] | None:
+        """A slice, such as a layer, of what is held; None if it has a part of the sharded dim."""
+
+        def of_shard(array: jax.Array, spec: P) -> jax.Array | None:
+            dim, limits = _dim_of_shards(spec), list(eqn.params["limit_indices"])
+            size = array.shape[dim] * num_shards(self.leaf.layout.mesh, spec)
+            if dim:
+                is_full = (eqn.params["start_indices"][dim], limits[dim]) == (0, size)
+                if not is_full or eqn.params["strides"]:
+                    return None
+                limits[dim] = array.shape[dim]
+            return bind(eqn, [array], eqn.params | {"limit_indices": tuple(limits)})[0]
+
+        held = of_shard(x.held, self.held)
+        tap = None if x.tap is None else of_shard(x.tap, self.shard)
+        is_lost = held is None or (tap is None) != (x.tap is None)
+        return None if is_lost else [x.of_held(held, tap)._replace(is_part=True)]
 
     def stack(self, x: Param) -> Param | None:
         sliced = -x.held.ndim in (_dim_of_shards(self.held), _dim_of_shards(self.shard))

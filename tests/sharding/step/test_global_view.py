@@ -267,6 +267,14 @@ def of_numbered(p, batch, norm=lambda x: x):
     return info_nce(x @ p["out"], batch["y"])
 
 
+def of_slices(p, batch):
+    """Layers one after the other, of a stack."""
+    x = first(p, batch)
+    for i in range(LAYERS):
+        x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, p["layers"][i])
+    return info_nce(x @ p["out"], batch["y"])
+
+
 def of_layers(p, batch, layer, more=()):
     """Contrastive; the layers carry something else, too."""
     x, *rest = lax.scan(jax.checkpoint(layer), (first(p, batch), *more), p["layers"])[0]
@@ -353,6 +361,7 @@ MEET, SUMMED = "each row meets the others", "rows are summed"
 PIECES = {
     "scanned": (contrastive, params, 1, MEET),
     "numbered": (of_numbered, numbered, 1, MEET),
+    "slices": (of_slices, params, 1, MEET),
     "batch norm after": (norm_after_layers, params, 2, SUMMED),
     "batch norm within": (norm_in_layers, params, 3, SUMMED),
     "batch norm within, numbered": (
@@ -392,9 +401,13 @@ def test_pieces_that_keep_rows_apart(ran, name, stage, mesh, kind):
 def test_a_piece_gathers_and_scatters_by_layers(stage, gathers):
     """Three arrays once, the layers in both passes; each gradient is scattered where it is made."""
     zero = runs.zero_of(stage, min_shard_size=0, view="global")
-    text = model.lowered(zero, model.make_of(params, TX), TX, contrastive, runs.batch(0)).as_text()
+    make = model.make_of(params, TX)
+    text = model.lowered(zero, make, TX, contrastive, runs.batch(0)).as_text()
     assert text.count('"stablehlo.all_gather"') == gathers
     assert text.count('"stablehlo.reduce_scatter"') == 4
+    text = model.lowered(zero, make, TX, of_slices, runs.batch(0)).as_text()
+    assert text.count('"stablehlo.all_gather"') == gathers + (2 * LAYERS - 2 if gathers else 0)
+    assert text.count('"stablehlo.reduce_scatter"') == 3 + LAYERS
 
 
 def test_a_stack_that_is_sharded_by_layers():
