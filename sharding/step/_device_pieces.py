@@ -111,8 +111,9 @@ class PieceRule(NamedTuple):
 
         held = of_shard(x.held, self.held)
         tap = None if x.tap is None else of_shard(x.tap, self.shard)
-        is_lost = held is None or (tap is None) != (x.tap is None)
-        return None if is_lost else [x.of_held(held, tap)._replace(is_part=True)]
+        if held is None or (tap is None) != (x.tap is None):
+            return None
+        return [x.of_held(held, tap)._replace(is_part=True)]
 
     def stack(self, x: Param) -> Param | None:
         sliced = -x.held.ndim in (_dim_of_shards(self.held), _dim_of_shards(self.shard))
