@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
@@ -87,6 +88,9 @@ class PieceRule(NamedTuple):
         if not any(self.shard):
             return grad
         with jax.named_scope("reduce_scatter"):
+            if self.leaf.layout.platform == "tpu":
+                # XLA:TPU lets some products transpose what they return, and then all-reduces it.
+                grad = lax.optimization_barrier(grad)
             layouts = [self._array_layout(grad, self.shard)]
             axes = axes_of(self.shard[_dim_of_shards(self.shard)])
             return reduce_scatter_arrays(self.leaf.layout, axes, [grad], layouts)[0]
