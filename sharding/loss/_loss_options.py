@@ -161,7 +161,8 @@ def _is_scalar(x: Array, kind: Any) -> bool:
 
 def _returned(out: Tree) -> str:
     def short(x: Array) -> str:
-        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+        is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+        return f"{x.dtype}{list(x.shape)}" if is_array else type(x).__name__
 
     return str(jax.tree.map(short, out)).replace("'", "")
 

@@ -42,7 +42,8 @@ TX = optax.sgd(1.0)
 def step_of(loss, params=None, **options):
     """A step, a state and a batch: of eight devices, or one that updates in its backward pass."""
     params = {"w": WEIGHTS} if params is None else params
-    zero = {key: options.pop(key) for key in ("stage", "view") if key in options}
+    zero = {key: options.pop(key) for key in ("stage",) if key in options}
+    loss = shd.Loss(loss, per_device=options.pop("per_device", None))
     devices = jax.devices()[: 1 if "update" in options else 8]
     zero = shd.Zero(jax.make_mesh((len(devices),), ("data",), devices=devices), **zero)
     state = zero.init(lambda: (params, TX.init(params)), tx=TX)
@@ -60,7 +61,7 @@ def fitted(loss):
 
 READERS = {
     "step": functools.partial(lowered, stage=3),
-    "global view": functools.partial(lowered, stage=3, view="global"),
+    "partitioned": functools.partial(lowered, stage=3, per_device=False),
     "backward": functools.partial(lowered, update="backward"),
     "remat": lambda loss: shd.remat.plan(loss, {"w": WEIGHTS}, X, "1GiB"),
     "fit": fitted,
@@ -300,8 +301,8 @@ def figures(name, **options):
 STEPS = {
     f"{name}, {', '.join(f'{key} {value}' for key, value in options.items())}": (name, options)
     for name in LOSSES
-    for options in ({"stage": 1}, {"stage": 3}, {"stage": 3, "view": "global"})
-    if name != "gathered" or "view" not in options
+    for options in ({"stage": 1}, {"stage": 3}, {"stage": 3, "per_device": False})
+    if name != "gathered" or "per_device" not in options
 } | {"scanned, backward": ("scanned", {"update": "backward"})}
 
 

@@ -9,6 +9,8 @@ import optax
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
+import sharding as shd
+
 from .. import model
 
 STEPS, ROWS, WIDTH, TOLERANCE = 4, 32, 16, 1e-12
@@ -56,6 +58,9 @@ def make_train_state_of(make_params, tx=TX):
 
 def train(zero, make, loss_fn, tx=None, data=batch, steps=STEPS, param_specs=None, **options):
     """The state and the metrics of each step."""
+    if "coupled" in options:  # which no keyword says
+        own = ("coupled", "weighted", "has_aux", "rngs")
+        loss_fn = shd.Loss(loss_fn, **{k: options.pop(k) for k in own if k in options})
     state, found = zero.init(make, tx=tx, param_specs=param_specs), []
     step = zero.train_step(loss_fn, tx=tx, **options)
     for i in range(steps):

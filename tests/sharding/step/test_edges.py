@@ -209,11 +209,10 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
 @pytest.mark.parametrize(
     "tx", [optax.lbfgs(), optax.chain(TX, optax.scale_by_backtracking_linesearch(5))]
 )
-@pytest.mark.parametrize("options", [{}, {"view": "global"}, {"update": "backward"}])
+@pytest.mark.parametrize("options", [{}, {"update": "backward"}])
 def test_a_line_search_is_refused_in_words(tx, options):
     """It needs the loss as a function, which no step can give."""
-    view = {"view": "global"} if options else {}
-    zero, update = zero_of(kind=AUTO, **view), options.get("update", "after")
+    zero, update = zero_of(kind=AUTO), options.get("update", "after")
     params, _ = make_pair()
     state = zero.init(lambda: (params, tx.init(params)), tx=tx)
     said = "tx.update gets gradients, state, parameters, and the loss as value=, and failed: .*"

@@ -117,6 +117,7 @@ def flax_model(params, batch, key):
 
 OPTIONS = {scanned: {}, numbered: {}, twice: {"has_aux": True}, flax_model: {"rngs": True}}
 OPTIONS[two_stacks] = {"weighted": True, "has_aux": True, "rngs": True, "grad_norm": True}
+OPTIONS[two_stacks] |= {"coupled": "by_microbatch"}
 
 
 def make_params(loss_fn):
@@ -482,8 +483,6 @@ REFUSED = [
     *({"loss_fn": fn, "match": rf"an effect: {name} at .*py:\d+"} for name, fn in EFFECTS.items()),
     {"tx": optax.chain(optax_ext.gradient_noise_scale(8), ADAMW), "match": "local_squared_norm"},
     {"tx": optax.chain(clipped(ADAMW), clipped()), "match": "'0/w' depends on the gradient of"},
-    {"zero": runs.zero_of(2, "three"), "match": "has 3 devices. Make Zero with view='global'"},
-    {"zero": runs.zero_of(2, "one", offload="all"), "update": "after", "match": "nothing else"},
     {
         "zero": runs.zero_of(3, "four", view="global", **ON_HOST),
         "param_specs": {"embed": P(), "w": P("data"), "b": P()},
