@@ -52,18 +52,30 @@ class Graph:
     ):
         types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
         closed, results = trace(fn, types)
-        self.jaxpr = closed.jaxpr  # the trace
         self._portable, self._kept, self._exact, self._selects = portable, kept, exact, selects
-        self.types = list(closed.in_avals)  # shape and dtype of every value
         # The deferred inputs that a value depends on, as the bits of an int.
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
+        self.out_treedef: Any = jax.tree.structure(results)
+        self._read(closed)
+
+    @classmethod
+    def of(cls, closed: Any) -> "Graph":
+        """The exact graph of a jaxpr."""
+        graph = cls.__new__(cls)
+        graph._portable, graph._kept, graph._exact, graph._selects = False, (), True, False
+        graph.reads = [0] * len(getattr(closed, "jaxpr", closed).invars)
+        graph._read(closed)
+        return graph
+
+    def _read(self, closed: Any) -> None:
+        self.jaxpr = getattr(closed, "jaxpr", closed)  # the trace
+        self.types = [x.aval for x in self.jaxpr.invars]  # shape and dtype of every value
         self.constants: dict[Value, Any] = {}  # the values that are known without evaluation
         self.equations: list[Equation] = []  # in an order in which they can be evaluated
         # The equation that computes a value, unless it is input or constant.
         self.producer: dict[int, int] = {}
         # The values that the function returns, and the tree that they are the leaves of.
-        self.outputs = self._inline(closed, [Value(i) for i in range(len(inputs))])
-        self.out_treedef: Any = jax.tree.structure(results)
+        self.outputs = self._inline(closed, [Value(i) for i in range(len(self.types))])
 
     def _inline(self, closed: Any, inputs: Sequence[Value], outer: str = "") -> list[Value]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())

@@ -293,7 +293,8 @@ class Evaluator:
         """Whether its parameters are fetched again backward; an equation computes nothing again."""
         params = [x for x in operands if is_param(x) and x.held.ndim > 1]  # vectors may stay
         own = any(x.rule.again and not (x.in_layer or x.is_shared) for x in params)
-        return own and not (eqn.effects or any(inner_jaxprs(eqn)))
+        effects = getattr(eqn, "effects", ())  # equations of graphs that are evaluated have none
+        return own and not (effects or any(inner_jaxprs(eqn)))
 
     def _views(self, eqn: Any, operands: list[Any]) -> list[Any] | None:
         """The results of an equation that comes before parameters are fetched; None if none."""

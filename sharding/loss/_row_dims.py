@@ -6,6 +6,7 @@ it. A primitive that is not in the table couples the rows that it reads.
 
 import dataclasses
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from optax_ext import traced_graph
@@ -16,7 +17,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class RowStep:
-    """An equation, beside the same one of a trace with twice the rows if there is one."""
+    """An equation, beside the same one of a trace with other rows if there is one."""
 
     name: str
     params: dict[str, Any]
@@ -26,6 +27,7 @@ class RowStep:
     result_types: tuple[Any, ...]
     equation: Any
     twin: "RowStep | None" = None
+    growth: Fraction | int = 2  # the rows of the twin, in those here
 
     @property
     def shapes(self) -> list[Shape]:

@@ -147,7 +147,7 @@ def _of_sizes(step: RowStep, places: list[Any], ins: list[Any], out: Any, k: int
                 raise RowsMeet("rows meet along another dim that has their number")
             summed.add(place)
             is_uniform = isinstance(place, int) and d not in v.varies
-            is_same = is_same and is_uniform and twice == 2 * size
+            is_same = is_same and is_uniform and twice == step.growth * size
     both = zip(step.result_shape(k), step.twin.result_shape(k), strict=True)
     grown = {d for d, (size, twice) in enumerate(both) if size != twice}
     if step.name not in RANDOM | {"broadcast_in_dim"}:

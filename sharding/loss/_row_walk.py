@@ -7,6 +7,7 @@ over rows is read as ``vmap`` computes it: all iterations side by side.
 import dataclasses
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -46,9 +47,16 @@ _ONE: list[Any] = ["each iteration has a row", *range(63)]
 
 
 def steps_of(
-    equations: Sequence[Any], twins: Sequence[Any] | None, types: Any = (), twin_types: Any = ()
+    equations: Sequence[Any],
+    twins: Sequence[Any] | None,
+    types: Any = (),
+    twin_types: Any = (),
+    growth: Fraction | int = 2,
 ) -> list[RowStep]:
-    """Equations of a jaxpr, or of a graph with these types of values, each with its twin."""
+    """Equations of a jaxpr, or of a graph with these types of values, each with its twin.
+
+    That has ``growth`` times the rows.
+    """
 
     def step(eqn: Any, types: Any, twin: RowStep | None) -> RowStep:
         if isinstance(eqn, traced_graph.Equation):
@@ -60,7 +68,7 @@ def steps_of(
             return tuple(v.aval if hasattr(v, "aval") else types[v] for v in values)
 
         sides = operands, results, avals(operands), avals(results)
-        return RowStep(name_of(eqn), params_of(eqn), *sides, eqn, twin)
+        return RowStep(name_of(eqn), params_of(eqn), *sides, eqn, twin, growth)
 
     if twins is None:
         return [step(eqn, types, None) for eqn in equations]
@@ -81,8 +89,8 @@ def steps_of(
     return steps
 
 
-def constant(value: Any, twin: Any = None) -> Shared:
-    """A constant of the trace, beside that of the trace with twice the rows."""
+def constant(value: Any, twin: Any = None, growth: Fraction | int = 2) -> Shared:
+    """A constant of the trace, beside that of the trace with ``growth`` times the rows."""
     dtype = jax.typeof(value).dtype
     if isinstance(value, jax.core.Tracer) or jnp.issubdtype(dtype, jax.dtypes.extended):
         return unknown(jax.typeof(value))
@@ -93,14 +101,15 @@ def constant(value: Any, twin: Any = None) -> Shared:
     number, doubled = np.asarray(value).item(), np.asarray(twin).item()
     if number == doubled or number != number:
         return Shared(is_zero=number == 0)
-    powers = [k for k in (-2, -1, 1, 2) if doubled == number * 2.0**k]
+    powers = [k for k in (-2, -1, 1, 2) if doubled == number * float(growth) ** k]
     return Shared(power=powers[0] if powers else None)
 
 
 class Walk:
     """Finds the state of each value; ``run`` adds them to those that are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, growth: Fraction | int = 2) -> None:
+        self._growth = growth  # the rows of twins, in those of their equations
         self._declared: dict[Any, Any] = {}  # what reached functions that are declared
         self._traced: dict[Any, Any] = {}  # pullbacks and loops side by side, by their equations
         self._is_in_pullback = False
@@ -109,7 +118,7 @@ class Walk:
         for number, step in enumerate(steps):
             others = step.twin.operands if step.twin else step.operands
             operands = zip(step.operands, others, step.types, strict=True)
-            ins = [_known_state(known, *operand) for operand in operands]
+            ins = [self._known_state(known, *operand) for operand in operands]
             try:
                 outs = self._states(step, ins)
                 for k, v in enumerate(outs):
@@ -145,10 +154,16 @@ class Walk:
         known: dict[Any, Any] = dict(zip(jaxpr.invars, ins, strict=True))
         consts = [getattr(x, "consts", ()) for x in (closed, twin or closed)]
         for var, value, same in zip(jaxpr.constvars, *consts, strict=True):
-            known[var] = constant(value, same)
-        self.run(steps_of(jaxpr.eqns, other and other.eqns), known)
+            known[var] = constant(value, same, self._growth)
+        self.run(steps_of(jaxpr.eqns, other and other.eqns, growth=self._growth), known)
         outs = zip(jaxpr.outvars, (other or jaxpr).outvars, strict=True)
-        return [_known_state(known, v, of_twin, v.aval) for v, of_twin in outs]
+        return [self._known_state(known, v, of_twin, v.aval) for v, of_twin in outs]
+
+    def _known_state(self, known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
+        """The state of an operand, beside that of the twin."""
+        if isinstance(value, Literal):
+            return constant(value.val, getattr(of_twin, "val", None), self._growth)
+        return known[value] if value in known else unknown(aval)
 
     def _linear_solve(self, step: RowStep, ins: list[Any]) -> list[Any]:
         """The solution, as the function that solves computes it."""
@@ -240,7 +255,10 @@ class Walk:
 
     def _check_derivative(self, step: RowStep, ins: list[Any], outs: list[Any]) -> None:
         """Raises if the pullback of a function with its own derivative couples rows."""
-        if self._is_in_pullback or not any(isinstance(v, Rows) for v in outs):
+        # Of what all rows share, too, a rule may not be linear in the sum over rows that it gets.
+        is_checked = name_of(step.equation) == "custom_vjp_call"
+        is_checked = is_checked or any(isinstance(v, Rows) for v in outs)
+        if self._is_in_pullback or not is_checked:
             return
         key = id(step.equation)
         if key not in self._traced:
@@ -257,19 +275,12 @@ class Walk:
         _check_cotangents(step, ins, found)
 
 
-def _known_state(known: dict[Any, Any], value: Any, of_twin: Any, aval: Any) -> Any:
-    """The state of an operand, beside that of the twin."""
-    if isinstance(value, Literal):
-        return constant(value.val, getattr(of_twin, "val", None))
-    return known[value] if value in known else unknown(aval)
-
-
 def _check_doubled(step: RowStep, k: int, v: Any) -> None:
-    """Raises if the dims of rows do not have twice the entries with twice the rows."""
+    """Raises if the dims of rows do not grow as the number of rows does."""
     if step.twin is None or not isinstance(v, Rows) or v.summed:
         return
     sizes = [[s.result_shape(k)[d] for d in v.dims] for s in (step, step.twin)]
-    if 2 * math.prod(sizes[0]) != math.prod(sizes[1]):
+    if step.growth * math.prod(sizes[0]) != math.prod(sizes[1]):
         raise RowsMeet(OTHER_PROGRAM)
 
 

@@ -29,11 +29,13 @@ from sharding.placement._specs import (
     by_dim,
     entry_of,
     explicit_axes,
+    is_spec,
     leaf_names,
     of_last_dims,
     only_axes,
 )
 from sharding.step import _model_state
+from sharding.step._device_pieces import DevicePiece, PiecesEvaluator, pieces_of
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
@@ -115,8 +117,12 @@ class GlobalRule(NamedTuple):
 class GlobalLoss:
     """A loss of the whole batch, of parameters as they are held between steps."""
 
-    def __init__(self, spec: StepSpec, fn: Callable[..., Any], params: Tree):
+    def __init__(
+        self, spec: StepSpec, fn: Callable[..., Any], params: Tree, in_pieces: bool = False
+    ):
+        """With ``in_pieces`` what keeps rows apart runs per device; ``pieces`` says what did."""
         self.layout, self.fn, self._axes = spec.layout, fn, loss_axes(spec.layout)
+        self._in_pieces, self.pieces = in_pieces, list[DevicePiece]()
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
@@ -166,9 +172,10 @@ class GlobalLoss:
         both = zip(params, self.cast(params), strict=True)
         held = [x if on_host(x) else cast for x, cast in both]
         own = [leaf.held for leaf in self.leaves], [leaf.shard for leaf in self.trained]
-        return self._axes.run(self._run, (*own, *specs), held, taps, *args)
+        run = functools.partial(self._run, jax.tree.leaves(specs, is_leaf=is_spec))
+        return self._axes.run(run, (*own, *specs), held, taps, *args)
 
-    def _run(self, held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
+    def _run(self, specs: list[P], held: list[jax.Array], taps: list[jax.Array], *args: Any) -> Any:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
@@ -182,10 +189,28 @@ class GlobalLoss:
                 tap = jax.device_put(tap, DEVICE)
             own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
-        again = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        evaluator = Evaluator(self.layout.recomputes or again)
+        hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
+        evaluator = self._evaluator(closed, own, args, specs)
+        if evaluator is None:
+            evaluator = Evaluator(self.layout.recomputes or hosted)
         outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
+        if isinstance(evaluator, PiecesEvaluator):
+            self.pieces = evaluator.report
         return jax.tree.unflatten(jax.tree.structure(results), outs)
+
+    def _evaluator(
+        self, closed: Any, own: list[Param], args: Any, specs: list[P]
+    ) -> Evaluator | None:
+        """That of a loss of which pieces keep rows apart; else None."""
+        if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
+            return None
+        params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
+        with marking():
+            pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
+        if isinstance(pieces, str):
+            self.pieces = [DevicePiece("the loss", "", False, pieces)]
+            return None
+        return PiecesEvaluator(self.layout, pieces)
 
     def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
         """What the loss is traced with."""
@@ -206,7 +231,8 @@ def loss_axes(layout: Layout) -> NamedAxes:
 def eval_global(spec: StepSpec, fn: Callable[..., Any], params: Tree, args: Any) -> Any:
     """What a function of parameters, a batch and perhaps a model state returns."""
     specs = spec.layout.batch_specs(args[0]), *jax.tree.map(lambda _: P(), args[1:])
-    return GlobalLoss(spec, fn, params)(jax.tree.leaves(params), [], args, specs)
+    run = GlobalLoss(spec, fn, params, in_pieces=spec.layout.stage == 3)
+    return run(jax.tree.leaves(params), [], args, specs)
 
 
 # --- The step -------------------------------------------------------------------------------------
@@ -264,7 +290,7 @@ def global_gradients(
 
     Each device computes micro-batches of its own rows, as in the other view.
     """
-    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params)
+    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params, in_pieces=True)
     each, arguments = split_rows(layout, loss, inputs)
     leaves = jax.tree.leaves(params)
     dtypes = (x.dtype for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained)

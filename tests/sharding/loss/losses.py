@@ -263,6 +263,13 @@ def fused_sum(p, b):
     return total(mlp(p, b[0]), b[1])
 
 
+def gradient_of_weights_clipped(p, b, bound):
+    """The same of a matrix, which all rows share."""
+    through = jax.custom_vjp(lambda x: x)
+    through.defvjp(lambda x: (x, None), lambda _, g: (bound(g),))
+    return jnp.mean(errors({**p, "a": through(p["a"])}, b))
+
+
 def with_a_gradient_of_its_own(p, b):
     """The identity, whose derivative reads no cotangent."""
     through = jax.custom_vjp(lambda x: x)
@@ -477,6 +484,9 @@ LOSSES = {
     "a custom_vjp linear in its cotangent": mean(
         lambda p, b: gradient_clipped(p, b, lambda g: 2 * g)
     ),
+    "a custom_vjp of weights, linear": mean(
+        lambda p, b: gradient_of_weights_clipped(p, b, lambda g: 2 * g)
+    ),
     "a custom_jvp": mean(straight_through),
     "linen, group norm": mean(**of_images(functools.partial(nn.GroupNorm, 2))),
     "linen, attention": mean(**of_encoder()),
@@ -673,6 +683,10 @@ LOSSES = {
     ),
     "cotangents squared": coupled(
         lambda p, b: gradient_clipped(p, b, lambda g: g * jnp.abs(g)), cause="derivative"
+    ),
+    "cotangents of weights clipped": coupled(
+        lambda p, b: gradient_of_weights_clipped(p, b, lambda g: g / jnp.linalg.norm(g)),
+        cause="derivative",
     ),
     "cotangents that are not read": coupled(with_a_gradient_of_its_own, cause="derivative"),
     "over n - 1": coupled(

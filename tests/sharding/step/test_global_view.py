@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from optax_ext import gradient_noise_scale
+from sharding.step._global_gradients import GlobalLoss
 
 from ...flax_nnx import needs_nnx, nnx
 from .. import model
@@ -226,6 +227,271 @@ def test_nnx_models_train_unmodified():
         step = zero.nnx_train_step(loss_fn)
         losses.append([step(built, optimizer, zero.put(runs.batch(i)))["loss"] for i in range(4)])
     np.testing.assert_allclose(*losses, rtol=1e-12)
+
+
+# --- Pieces that keep rows apart, per device ------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """How the parts of each loss that is traced ran."""
+    found, run = [], GlobalLoss._run
+
+    def spy(self, *args):
+        out = run(self, *args)
+        found.append(self.pieces)
+        return out
+
+    monkeypatch.setattr(GlobalLoss, "_run", spy)
+    return found
+
+
+def numbered():
+    """Layers one after the other, in a list."""
+    return params() | {"layers": [{"kernel": w, "bias": 0.1 * w[0]} for w in params()["layers"]]}
+
+
+def first(p, batch):
+    return jnp.tanh(batch["x"] @ p["w"] * 0.1) * p["scale"][None]
+
+
+def info_nce(z, y):
+    a, b = (v / jnp.linalg.norm(v, axis=1, keepdims=True) for v in (z, y))
+    return optax.softmax_cross_entropy_with_integer_labels(a @ b.T, jnp.arange(len(a))).mean()
+
+
+def of_numbered(p, batch, norm=lambda x: x):
+    x = first(p, batch)
+    for layer in p["layers"]:
+        x = x + norm(jnp.tanh(x @ layer["kernel"] + layer["bias"][None]))
+    return info_nce(x @ p["out"], batch["y"])
+
+
+def of_slices(p, batch):
+    """Layers one after the other, of a stack."""
+    x = first(p, batch)
+    for i in range(LAYERS):
+        x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, p["layers"][i])
+    return info_nce(x @ p["out"], batch["y"])
+
+
+def of_layers(p, batch, layer, more=()):
+    """Contrastive; the layers carry something else, too."""
+    x, *rest = lax.scan(jax.checkpoint(layer), (first(p, batch), *more), p["layers"])[0]
+    return info_nce(x @ p["out"], batch["y"]) + 0.3 * sum(a for a in rest if not jnp.ndim(a))
+
+
+def batch_norm(x):
+    mean = x.mean(0, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.var(x, 0, keepdims=True) + 1e-3)
+
+
+def norm_after_layers(p, batch):
+    return jnp.mean((batch_norm(forward(p, batch["x"])) @ p["out"] - batch["y"]) ** 2)
+
+
+def norm_in_layers(p, batch):
+    layer = lambda x, w: ((x[0] + batch_norm(jnp.tanh(x[0] @ w)),), None)  # noqa: E731
+    return of_layers(p, batch, layer)
+
+
+def balance_in_layers(p, batch):
+    def layer(carry, w):
+        x, loss = carry
+        y = jnp.tanh(x @ w)
+        gates = jax.nn.softmax(y[:, :4])
+        loss += jnp.sum(gates.mean(0) * jax.nn.one_hot(gates.argmax(-1), 4).mean(0))
+        return (x + y, loss), None
+
+    return of_layers(p, batch, layer, (0.0,))
+
+
+def dropout_in_layers(p, batch):
+    def layer(carry, w):
+        x, seed = carry
+        mask = jax.random.bernoulli(jax.random.key(seed[0]), 0.7, x.shape)
+        return (x + jnp.tanh(x @ w) * mask, seed + 1), None
+
+    return of_layers(p, batch, layer, (jnp.zeros(1, int),))
+
+
+def ratios_in_layers(p, batch):
+    """Over a sum of all rows, times their number: as large whatever that is."""
+
+    def layer(x, w):
+        y = jnp.tanh(x[0] @ w)
+        return (x[0] + y * len(y) / jnp.sum(1 + y[:, 0] ** 2),), None
+
+    return of_layers(p, batch, layer)
+
+
+def gradients_clipped_in_layers(p, batch):
+    """A rule that is not linear: it needs the sum over all rows."""
+    clip = jax.custom_vjp(lambda w: w)
+    clip.defvjp(lambda w: (w, None), lambda _, g: (g / (1 + jnp.linalg.norm(g)),))
+    return of_layers(p, batch, lambda x, w: ((x[0] + jnp.tanh(x[0] @ clip(w)),), None))
+
+
+def used_within_and_outside(p, batch):
+    """Two uses in a piece, one in another, one in none."""
+    x = forward(p, batch["x"])
+    z = x @ p["w"].T + jnp.var(x)
+    return info_nce(x @ p["out"], z @ p["w"] @ p["out"]) + jnp.sum(p["w"] ** 2) + jnp.var(z)
+
+
+def numbers_of_rows(p, batch):
+    """Of all rows, not of those of a device."""
+    n = len(batch["x"])
+    x = jnp.tanh(forward(p, batch["x"] / n) * jnp.ones(n).sum() * 0.1)
+    return info_nce(x @ p["out"], batch["y"] * (1 + jnp.arange(n))[:, None])
+
+
+def loops_and_views(p, batch):
+    """A loop over rows; flat tokens; two views of each row, one after the other."""
+    h = lax.map(lambda row: jnp.tanh(row @ p["w"]), batch["x"]) * p["scale"][None]
+    h = jnp.concatenate([h, 0.5 * h[:, ::-1]]).reshape(-1, 2, 12)
+    h = jnp.repeat(h, 2, 2).reshape(-1, 24)  # (2 views * rows * 2, 24)
+    h = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p["layers"])[0]
+    z = h.reshape(2, -1, 2, 24).mean(2) @ p["out"]
+    return info_nce(*z) + 0.1 * jnp.std(jnp.cumsum(h[:, 0]))
+
+
+MEET, SUMMED = "each row meets the others", "rows are summed"
+# The loss, its parameters, how many pieces run per device, and a reason why others do not.
+PIECES = {
+    "scanned": (contrastive, params, 1, MEET),
+    "numbered": (of_numbered, numbered, 1, MEET),
+    "slices": (of_slices, params, 1, MEET),
+    "batch norm after": (norm_after_layers, params, 2, SUMMED),
+    "batch norm within": (norm_in_layers, params, 3, SUMMED),
+    "batch norm within, numbered": (
+        lambda p, batch: of_numbered(p, batch, batch_norm),
+        numbered,
+        4,
+        SUMMED,
+    ),
+    "balance within": (balance_in_layers, params, 3, SUMMED),
+    "ratios": (ratios_in_layers, params, 3, SUMMED),
+    "dropout": (dropout_in_layers, params, 3, "random numbers"),
+    "clipped": (gradients_clipped_in_layers, params, 2, "its own derivative"),
+    "within and outside": (used_within_and_outside, params, 2, SUMMED),
+    "numbers": (numbers_of_rows, params, 1, "depends on their number"),
+    "loops and views": (loops_and_views, params, 2, MEET),
+}
+MAIN = ["scanned", "numbered", "batch norm after", "balance within"]
+PLACES = [(3, "torus", AxisType.Auto), (2, "replicas", AxisType.Explicit)]
+PLACED = [(name, *PLACES[i % 2]) for i, name in enumerate(PIECES)]
+PLACED += [(name, *place) for name in MAIN for place in PLACES if (name, *place) not in PLACED]
+
+
+@pytest.mark.parametrize(("name", "stage", "mesh", "kind"), PLACED)
+def test_pieces_that_keep_rows_apart(ran, name, stage, mesh, kind):
+    loss_fn, make_params, count, reason = PIECES[name]
+    zero = runs.zero_of(stage, mesh, kind, min_shard_size=0, view="global")
+    make = runs.make_train_state_of(make_params)
+    found = runs.train(zero, make, loss_fn)
+    runs.assert_same(found, runs.train_alone(make, lambda p, b, *_: (loss_fn(p, b), None)))
+    assert [piece.per_device for piece in ran[-1]].count(True) == count, ran[-1]
+    left = [piece for piece in ran[-1] if not piece.per_device]
+    assert any(reason in piece.reason for piece in left), left
+    assert all("test_global_view.py" in piece.where for piece in ran[-1]), ran[-1]
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(2, 0), (3, 5)])
+def test_a_piece_gathers_and_scatters_by_layers(stage, gathers):
+    """Three arrays once, the layers in both passes; each gradient is scattered where it is made."""
+    zero = runs.zero_of(stage, min_shard_size=0, view="global")
+    make = model.make_of(params, TX)
+    text = model.lowered(zero, make, TX, contrastive, runs.batch(0)).as_text()
+    assert text.count('"stablehlo.all_gather"') == gathers
+    assert text.count('"stablehlo.reduce_scatter"') == 4
+    text = model.lowered(zero, make, TX, of_slices, runs.batch(0)).as_text()
+    assert text.count('"stablehlo.all_gather"') == gathers + (2 * LAYERS - 2 if gathers else 0)
+    assert text.count('"stablehlo.reduce_scatter"') == 3 + LAYERS
+
+
+def test_a_stack_that_is_sharded_by_layers():
+    """Loops slice what is gathered."""
+    zero = runs.zero_of(3, min_shard_size=0, view="global")
+    more = params() | {"layers": np.concatenate([params()["layers"]] * 3)[:8]}
+    specs = {k: P("data") if k == "layers" else P() for k in more}
+    state = jax.device_put(more, {k: NamedSharding(zero.mesh, specs[k]) for k in specs})
+    run = zero.value_and_grad(contrastive, param_specs=specs)
+    value, grads = run(state, zero.put(runs.batch(0)))
+    expected, wanted = jax.value_and_grad(contrastive)(more, runs.batch(0))
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted, 1e-12)
+    assert grads["layers"].sharding.spec[0] == "data"
+
+
+def test_indices_of_rows_are_those_of_all_rows():
+    """A device counts its own rows; what it counts does not leave the piece."""
+    zero = runs.zero_of(3, min_shard_size=0, view="global")
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def loss_fn(p, batch):
+        h = forward(p, batch["x"])
+        n = len(h)
+        own = lax.broadcasted_iota(int, (n, 1), 0)
+        index = jnp.concatenate([own, 3 * (h[:, :1] > 0).astype(int)], 1)
+        taken = lax.gather(h, index, numbers, (1, 1), mode="clip")
+        return jnp.std(taken), index
+
+    state, batch = zero.place(params()), runs.batch(0)
+    (value, index), grads = zero.value_and_grad(loss_fn, has_aux=True)(state, zero.put(batch))
+    (expected, same), wanted = jax.value_and_grad(loss_fn, has_aux=True)(params(), batch)
+    np.testing.assert_array_equal(index, same)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted | {"out": grads["out"]}, 1e-12)
+    assert not jnp.any(grads["out"])
+
+
+def reshaped(p, batch):
+    return contrastive(p, {k: x.reshape(runs.ROWS, -1) for k, x in batch.items()})
+
+
+def constrained(p, batch):
+    x = lax.with_sharding_constraint(batch["x"], P("data"))
+    return contrastive(p, batch | {"x": x})
+
+
+def printing(p, batch):
+    jax.debug.callback(lambda x: None, batch["x"][0, 0])
+    return contrastive(p, batch)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (reshaped, "cannot be traced with the rows of one device"),
+        (constrained, "cannot be traced with the rows of one device"),
+        (printing, "it has effects"),
+    ],
+)
+def test_a_loss_without_pieces_is_partitioned(ran, loss_fn, reason):
+    zero = runs.zero_of(3, min_shard_size=0, view="global")
+    make = runs.make_train_state_of(params)
+    found = runs.train(zero, make, loss_fn, steps=1)
+    ((piece,),) = ran
+    assert (piece.what, piece.per_device) == ("the loss", False)
+    assert reason in piece.reason
+    value, grads = jax.value_and_grad(contrastive)(params(), runs.batch(0))
+    np.testing.assert_allclose(found[1][0]["loss"], value, rtol=1e-12)
+    moved = jax.tree.map(lambda p, g: p - 0.05 * g, params(), grads)
+    model.assert_close(found[0].params, moved, 1e-12)
+
+
+def test_pieces_with_a_tensor_axis_and_untrained_parameters(ran):
+    zero = runs.zero_of(3, "tensor", min_shard_size=0, view="global")
+    specs = {"w": P(None, "model"), "layers": P(None, "model"), "out": P("model"), "scale": P()}
+    trained = {k: k != "w" for k in specs}
+    run = zero.value_and_grad(contrastive, trainable=trained, param_specs=specs)
+    state = jax.device_put(params(), {k: NamedSharding(zero.mesh, specs[k]) for k in specs})
+    value, grads = run(state, zero.put(runs.batch(0)))
+    expected, wanted = jax.value_and_grad(contrastive)(params(), runs.batch(0))
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted | {"w": 0 * wanted["w"]}, 1e-12)
+    assert sum(piece.per_device for piece in ran[-1]) == 1
 
 
 # --- The rest of Zero -----------------------------------------------------------------------------
