@@ -250,7 +250,7 @@ def pieces_of(
     devices = layout.num_devices
     both = zip(jax.tree.leaves(args), specs, strict=True)
     rows = [x.shape[0] for x, spec in both if any(spec)]
-    if layout.stage < 2 or devices == 1:
+    if layout.stage < 1 or devices == 1:
         return f"no gradient is scattered at stage {layout.stage} on {devices} devices"
     if closed.jaxpr.effects:
         return "it has effects"

@@ -26,6 +26,7 @@ from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
 from sharding.placement._specs import (
+    axes_of,
     by_dim,
     entry_of,
     explicit_axes,
@@ -204,6 +205,9 @@ class GlobalLoss:
         """That of a loss of which pieces keep rows apart; else None."""
         if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
             return None
+        data = set(self.layout.data_axes)
+        if not any(data.intersection(axes_of(entry)) for x in self.trained for entry in x.shard):
+            return None  # all gradients are summed in full
         params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
         with marking():
             pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
@@ -290,7 +294,9 @@ def global_gradients(
 
     Each device computes micro-batches of its own rows, as where it runs the loss by itself.
     """
-    layout, run = spec.layout, GlobalLoss(spec, loss.fn, params, in_pieces=True)
+    layout = spec.layout
+    scatters = layout.stage >= (1 if loss.microbatches == 1 else 2)  # the gradients of each
+    run = GlobalLoss(spec, loss.fn, params, in_pieces=scatters)
     each, arguments = split_rows(layout, loss, inputs)
     leaves = jax.tree.leaves(params)
     dtypes = (x.dtype for x, leaf in zip(leaves, run.leaves, strict=True) if leaf.trained)

@@ -215,13 +215,14 @@ def test_equals_the_plain_step(tx, loss_fn, microbatches, stage, mesh):
     assert places[0] == places[1]
 
 
-# Bit for bit where XLA:CPU compiles both updates to the same operations: beside a loop it divides
+# Bit for bit where XLA:CPU compiles both updates to the same operations: above stage 0 devices
+# sum what their layers give by themselves, and not in the backward update; beside a loop it divides
 # by a scalar, as AdamW does, through its inverse, and contracts other products and sums to FMAs.
 SAVED = [
-    (ADAMW, numbered, np.float64, 3, "flat"),
+    (ADAMW, numbered, np.float64, 0, "flat"),
     (ADAMW, numbered, np.float32, 2, "one"),
     (SGD, scanned, np.float64, 2, "one"),
-    (SGD, scanned, np.float32, 3, "four"),
+    (SGD, scanned, np.float32, 0, "four"),
 ]
 
 
