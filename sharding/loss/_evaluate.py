@@ -10,7 +10,7 @@ first used, or, if its rule says so, once more in the backward pass.
 
 import collections
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -239,12 +239,19 @@ class Evaluator:
             reads = _num_reads(jaxpr)
         for eqn in jaxpr.eqns:
             operands = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-            for k, x in enumerate(operands):
-                if is_param(x) and reads[eqn.invars[k]] > 1:
-                    operands[k] = x._replace(is_shared=True)
+            operands = _with_shared(operands, eqn.invars, reads)
             env |= zip(eqn.outvars, self.results(eqn, operands, in_loop), strict=True)
         self._eqn = outer
         return [np.asarray(x.val) if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
+
+    def evaluate(
+        self, equations: Sequence[Equation], values: dict[Any, Any], in_loop: bool = False
+    ) -> None:
+        """Adds the results of equations of a graph to ``values``, which has their operands."""
+        reads = collections.Counter(v for eqn in equations for v in eqn.operands)
+        for eqn in equations:
+            operands = _with_shared([values[v] for v in eqn.operands], eqn.operands, reads)
+            values |= zip(eqn.results, self.results(eqn, operands, in_loop), strict=True)
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
         """The results of an equation of a jaxpr or of a graph."""
@@ -377,16 +384,18 @@ def _num_reads(jaxpr: Any) -> collections.Counter[Any]:
     return collections.Counter(x for x in operands if not isinstance(x, Literal))
 
 
+def _with_shared(
+    operands: list[Any], read: Sequence[Any], reads: collections.Counter[Any]
+) -> list[Any]:
+    """Operands, those marked that are parameters which several equations read."""
+    return [
+        x._replace(is_shared=True) if is_param(x) and reads[v] > 1 else x
+        for x, v in zip(operands, read, strict=True)
+    ]
+
+
 def call(closed: ClosedJaxpr, args: Sequence[Any], prints: Prints) -> list[Any]:
     """The results of a jaxpr, without parameters."""
     if prints is Prints.ALL or not closed.jaxpr.effects:
         return list(jaxpr_as_fun(closed)(*args))
     return Evaluator(prints=prints)(closed, args)
-
-
-def evaluate(equations: Iterable[Equation], values: dict[Any, Any], prints: Prints) -> None:
-    """Adds the results of equations of a graph to ``values``, which has their operands."""
-    evaluator = Evaluator(prints=prints)
-    for eqn in equations:
-        out = evaluator.results(eqn, [values[v] for v in eqn.operands])
-        values |= zip(eqn.results, out, strict=True)

@@ -6,7 +6,7 @@ over rows is read as ``vmap`` computes it: all iterations side by side.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -296,15 +296,17 @@ def _check_doubled(step: RowStep, k: int, v: Any) -> None:
 
 
 def located(v: Any, steps: Sequence[RowStep], number: int) -> Any:
-    """A result of a step, with the user's line where it is coupled.
-
-    It is that of a step before, if this has none: what JAX traced earlier has none of its own.
-    """
+    """A result of a step, with the user's line where it is coupled."""
     if not isinstance(v, Coupled) or v.line:
         return v
-    lines = (line_of(step.equation.source_info) for step in reversed(steps[: number + 1]))
-    name = v.equation or steps[number].name
-    return Coupled(v.reason, name, next(filter(None, lines), ""))
+    line = last_line(step.equation for step in steps[: number + 1])
+    return Coupled(v.reason, v.equation or steps[number].name, line)
+
+
+def last_line(equations: Iterable[Any]) -> str:
+    """The user's line of the last equation that has one; what JAX traced earlier has none."""
+    lines = (line_of(eqn.source_info) for eqn in reversed(list(equations)))
+    return next(filter(None, lines), "")
 
 
 # --- What iterations make of each other -----------------------------------------------------------

@@ -25,12 +25,11 @@ from typing import Any, NamedTuple, NewType
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from optax_ext.equations import Scan, record_of
 from optax_ext.traced_graph import Equation, Graph, Value, bind
 from sharding._jaxprs import run_scan, without_checkpoints
-from sharding._traced_types import traced_type
 from sharding.loss._derivatives import Differentiated
 from sharding.offload._layer_rules import UNSLICED, bind_to_layer, operand_dims
 
@@ -168,8 +167,7 @@ def params_of_one_loop(closed: ClosedJaxpr, params: int) -> set[ParamNumber]:
       closed: the traced loss, whose first inputs are parameters; checkpoints are looked into.
       params: the bits of inputs.
     """
-    types, run = list(map(traced_type, closed.in_avals)), jaxpr_as_fun(without_checkpoints(closed))
-    graph = Graph(lambda x: run(*x), types, [False] * len(types), exact=True)
+    graph = Graph.of(without_checkpoints(closed))
     stacks = find_stacks(graph, params.bit_length(), Differentiated.of(graph, params))
     views = [view for stack in stacks for view in stack.own.values()]
     return {view.param for view in views if not view.changes}

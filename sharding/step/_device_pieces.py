@@ -4,7 +4,6 @@ In a piece a parameter is gathered, and its gradient reduce-scattered, by this l
 rows between pieces is left to the partitioner, and so is a piece without sharded parameters.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
-from optax_ext.traced_graph import Equation, Value, bind
-from optax_ext.user_line import line_of
+from optax_ext.traced_graph import Value, bind
 from sharding._types import Tree
 from sharding.collectives._reduce_scatter import (
     ArrayLayout,
@@ -24,9 +22,10 @@ from sharding.collectives._reduce_scatter import (
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._row_pieces import RowPieces
 from sharding.loss._row_states import RowsMeet
+from sharding.loss._row_walk import last_line
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._specs import axes_of, entry_of, num_shards
+from sharding.placement._specs import axes_of, by_dim, entry_of, num_shards, of_last_dims
 
 P = PartitionSpec
 
@@ -54,8 +53,7 @@ class PieceRule(NamedTuple):
     @classmethod
     def of(cls, leaf: Any) -> "PieceRule":
         def full(spec: P) -> P:
-            spec = leaf.layout.manual_spec(spec)
-            return P(*spec, *[None] * (leaf.ndim - len(spec)))
+            return P(*by_dim(leaf.layout.manual_spec(spec), leaf.ndim))
 
         return cls(leaf, full(leaf.held), full(leaf.shard) if leaf.trained else full(P()))
 
@@ -69,7 +67,7 @@ class PieceRule(NamedTuple):
 
     def specs(self, x: Param) -> tuple[P, P | None]:
         """Of what is held of it, and of its tap."""
-        held, shard = (P(*spec[len(spec) - x.held.ndim :]) for spec in (self.held, self.shard))
+        held, shard = (of_last_dims(tuple(s), x.held.ndim) for s in (self.held, self.shard))
         return held, None if x.tap is None else shard
 
     def _array_layout(self, x: jax.Array, spec: P) -> ArrayLayout:
@@ -169,7 +167,7 @@ class PiecesEvaluator(Evaluator):
         values: dict[Any, Any] = dict(graph.constants) | dict(enumerate(args))
         for turn, (piece, numbers) in pieces.in_turn(sharded).items():
             if piece is None:
-                _evaluate(self, [graph.equations[i] for i in numbers], values, in_loop)
+                self.evaluate([graph.equations[i] for i in numbers], values, in_loop)
             else:
                 self._run_piece(pieces, piece, numbers, values, in_loop)
             self._say(pieces, turn, piece, numbers)
@@ -193,7 +191,7 @@ class PiecesEvaluator(Evaluator):
             for (v, x), pair in zip(params.items(), pairs, strict=True):
                 known[v] = x.of_held(*pair)._replace(rule=rules[v])
             evaluator = Evaluator(self.recompute)
-            _evaluate(evaluator, equations, known, in_loop)
+            evaluator.evaluate(equations, known, in_loop)
             return [evaluator.full(known[v]) for v in results]
 
         def spec(value: Any) -> P:
@@ -221,23 +219,8 @@ class PiecesEvaluator(Evaluator):
                 return
             first, cause = causes[0], pieces.causes[causes[0]]
             what, reason = name_of(equations[first]), getattr(cause, "reason", cause)
-        # What JAX traced earlier has no line of its own.
-        lines = (line_of(eqn.source_info) for eqn in reversed(equations[: first + 1]))
-        where = next(filter(None, lines), "")
+        where = last_line(equations[: first + 1])
         self._found[id(pieces), turn] = DevicePiece(what, where, piece is not None, reason)
-
-
-def _evaluate(
-    evaluator: Evaluator, equations: Sequence[Equation], values: dict[Any, Any], in_loop: bool
-) -> None:
-    """Adds the results of equations to ``values``, which has their operands."""
-    reads = Counter(v for eqn in equations for v in eqn.operands)
-    for eqn in equations:
-        operands = [values[v] for v in eqn.operands]
-        for k, v in enumerate(eqn.operands):
-            if is_param(operands[k]) and reads[v] > 1:
-                operands[k] = operands[k]._replace(is_shared=True)
-        values |= zip(eqn.results, evaluator.results(eqn, operands, in_loop), strict=True)
 
 
 def pieces_of(

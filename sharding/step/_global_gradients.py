@@ -26,7 +26,6 @@ from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
 from sharding.placement._specs import (
-    axes_of,
     by_dim,
     entry_of,
     explicit_axes,
@@ -36,7 +35,7 @@ from sharding.placement._specs import (
     only_axes,
 )
 from sharding.step import _model_state
-from sharding.step._device_pieces import DevicePiece, PiecesEvaluator, pieces_of
+from sharding.step._device_pieces import DevicePiece, PieceRule, PiecesEvaluator, pieces_of
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._microbatches import Sums, inverse_weight
 from sharding.step._rng import microbatch_key
@@ -180,8 +179,8 @@ class GlobalLoss:
         params = self.treedef.unflatten(map(self._type, self.leaves, held))
         with marking():
             closed, results = trace(self.fn, params, *args)
-        hosted = bits(i for i, leaf in enumerate(self.leaves) if leaf.hosted and leaf.trained)
-        in_loops = params_of_one_loop(closed, hosted) if hosted else set()
+        streamed = bits(i for i, leaf in enumerate(self.leaves) if leaf.hosted and leaf.trained)
+        in_loops = params_of_one_loop(closed, streamed) if streamed else set()
         given, own = iter(taps), []
         for i, (leaf, x) in enumerate(zip(self.leaves, held, strict=True)):
             tap = next(given) if leaf.trained else None
@@ -205,9 +204,8 @@ class GlobalLoss:
         """That of a loss of which pieces keep rows apart; else None."""
         if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
             return None
-        data = set(self.layout.data_axes)
-        if not any(data.intersection(axes_of(entry)) for x in self.trained for entry in x.shard):
-            return None  # all gradients are summed in full
+        if not any(PieceRule.of(leaf).is_sharded for leaf in self.leaves):
+            return None  # nothing is gathered or scattered
         params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
         with marking():
             pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)

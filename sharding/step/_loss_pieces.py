@@ -21,7 +21,7 @@ from optax_ext.traced_graph import Equation, Graph, Value
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
 from sharding.loss._effects import Prints, has_prints
-from sharding.loss._evaluate import evaluate
+from sharding.loss._evaluate import Evaluator
 from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._microbatches import inverse_weight
@@ -291,9 +291,10 @@ class LossPieces:
             cast = view.cast(held[view.param])
             # Layers gather what they slice.
             values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
-        evaluate(piece.equations, values, prints)
+        evaluator = Evaluator(prints=prints)
+        evaluator.evaluate(piece.equations, values)
         if prints is Prints.ALL:
-            evaluate(piece.printed, values, prints)
+            evaluator.evaluate(piece.printed, values)
         return [values[v] for v in piece.values]
 
     def _operands(

@@ -542,11 +542,12 @@ def test_one_state_for_both_views():
     runs.assert_same((state, losses), runs.train_alone(make, lambda *args: (loss_fn(*args), None)))
 
 
-def test_eval_sees_the_whole_batch():
+def test_eval_sees_the_whole_batch(ran):
     zero = runs.zero_of(3, "flat", AxisType.Explicit, min_shard_size=0, view="global")
     batch = runs.batch(0)
     found = zero.eval_step(contrastive)((zero.place(params()), None), zero.put(batch))
     np.testing.assert_allclose(found, contrastive(params(), batch), rtol=1e-12)
+    assert any(piece.per_device for piece in ran[-1])  # nothing is trained, and layers are gathered
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
