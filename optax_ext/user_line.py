@@ -1,6 +1,7 @@
 """The user's line that an equation is from: what errors and warnings name."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import traceback
@@ -19,7 +20,7 @@ _FOLDERS = (
 # Whose lines are not the user's.
 _LIBRARIES = (
     *(folder + os.sep for folder in _FOLDERS),
-    *(str(module.__file__) for module in (contextlib, functools)),
+    *(str(module.__file__) for module in (contextlib, dataclasses, functools)),
 )
 
 
@@ -29,8 +30,12 @@ def is_users(filename: str) -> bool:
 
 
 def line_of(source_info: Any) -> str:
-    """The user's line that an equation is from, as ``file:number``; empty where there is none."""
+    """The user's line that an equation is from, as ``file:number``; empty where there is none.
+
+    Of what is installed, such as a layer of Equinox, the line that calls it.
+    """
     trace = source_info and source_info.traceback
     frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
     own = [f for f in frames if is_users(f.filename)]
+    own = [f for f in own if not f.filename.startswith(_SITE + os.sep)] or own
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

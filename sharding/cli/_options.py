@@ -109,7 +109,7 @@ _PIPELINE = {
 }
 
 
-_IN_BACKWARD = "update each layer once its gradient exists; in the global view"
+_IN_BACKWARD = "update each layer once its gradient exists"
 _AND_LAYERS = "; with --update-in-backward, layers"
 _ON_HOST = {"--update-on-host": "with --offload, update the state on the CPU"}
 

@@ -30,7 +30,6 @@ from sharding.placement._specs import axes_of, only_axes
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._rng import microbatch_key
 
-_ALONE = "one device has all rows"
 _ASKED = "as the step asks"
 
 
@@ -108,11 +107,11 @@ def choose_program(
     parts = zero.num_devices * loss.microbatches
     if loss.per_device:
         return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")
-    if parts == 1 and loss.per_device is None:
-        return LossProgram(loss, True, _ALONE)
     if loss.microbatches == 1 and loss.per_device is not None:
         return LossProgram(loss, False, _ASKED)
     proof = prove(zero, loss, params, specs, inputs)
+    if parts == 1 and loss.per_device is None:
+        return _alone(loss, proof)
     with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
     is_planned = hasattr(loss.fn, "computes")
     if isinstance(proof, Proof) and not is_planned and (weights := _weights(proof, params, inputs)):
@@ -120,7 +119,9 @@ def choose_program(
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
         given = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
         proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
-    cause = _cause(proof) + ", its divisors of all rows" * isinstance(loss.fn, _Totals)
+    cause = _cause(proof)
+    if isinstance(loss.fn, _Totals) and isinstance(proof, Proof) and proof.is_exact:
+        cause = "the loss is a ratio of sums over rows, whose divisors are computed of all rows"
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
     exact = isinstance(proof, Proof) and proof.is_exact and loss.per_device is None
@@ -139,20 +140,28 @@ def choose_evaluation(
     """How an evaluation runs: by devices, if their results, averaged or joined, are the same."""
     if loss.per_device is not None:
         return LossProgram(loss, loss.per_device, _ASKED)
-    if zero.num_devices == 1:
-        return LossProgram(loss, True, _ALONE)
-    if loss.rngs:
+    if loss.rngs and zero.num_devices > 1:
         return LossProgram(loss, False, "its keys are those of all rows")
     if is_loss:
         proof = prove(zero, loss, params, specs, inputs)
+        if zero.num_devices == 1:
+            return _alone(loss, proof)
         exact = isinstance(proof, Proof) and proof.is_exact and not proof.is_sum
         return LossProgram(loss, exact, _cause(proof))
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
+    if zero.num_devices == 1:
+        return _alone(loss, found)
     if isinstance(found, str):
         return LossProgram(loss, False, found)
     exact = all(map(_is_returned, found.rows.results)) and not found.must_be_whole
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
     return LossProgram(loss, exact, found.must_be_whole or cause)
+
+
+def _alone(loss: StepLoss, found: Any) -> LossProgram:
+    """How a loss runs on one device, of its ``Proof`` or ``_TracedRows``, or why there is none."""
+    whole = "" if isinstance(found, str) else found.must_be_whole
+    return LossProgram(loss, not whole, whole or "one device has all rows")
 
 
 def _is_planned_for_all(

@@ -19,6 +19,7 @@ from sharding.collectives._sparse_rows import (
     in_rounds,
     unique_lookups,
 )
+from sharding.loss._declared_rows import keeps_rows_apart
 from sharding.loss._marks import with_handles
 from sharding.placement._on_mesh import over_other_axes
 from sharding.placement._specs import of_last_dims
@@ -68,13 +69,15 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     if not ids.size:
         return jnp.zeros((*ids.shape, *shape[1:]), table.dtype)
     num_rows = shape[0]
-    at = ids.astype(jnp.int32 if ids.dtype.itemsize < 4 else ids.dtype).ravel()
+    at = ids.astype(jnp.int32 if ids.dtype.itemsize < 4 else ids.dtype)
     at = jnp.where(at < 0, at + num_rows, at)
     inside = (at >= 0) & (at < num_rows)
     at = at.astype(jnp.int32)
-    if shuffled:
-        at = RowHash(num_rows).apply(jnp.where(inside, at, 0))
-    at = jnp.where(inside, at, num_rows)
+    if shuffled:  # by a loop that ends for all numbers at once
+        shuffle = RowHash(num_rows).apply
+        shuffle = keeps_rows_apart(shuffle, in_dims=0, out_dims=0) if at.ndim else shuffle
+        at = shuffle(jnp.where(inside, at, 0))
+    at = jnp.where(inside, at, num_rows).ravel()
     rows = with_handles(_rows_of, table, at, by_rows=True)
     return rows.reshape(*ids.shape, *rows.shape[1:])
 

@@ -150,10 +150,11 @@ class StateMethods:
 
         check_compiled()
         # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
-        types = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
+        make = _on_mesh(self, make)
+        types = _abstract_state(self, make, args, tx, param_specs)
         out_shardings = jax.tree.map(lambda x: x.sharding, types)
         with step_context(self._layout):
-            run = jax.jit(_on_mesh(self, make), out_shardings=out_shardings)
+            run = jax.jit(make, out_shardings=out_shardings)
             return run(*self._layout.replicate_foreign(args))
 
     def abstract_state(
@@ -171,10 +172,7 @@ class StateMethods:
         sizes.
         """
         check_makes("abstract_state", make_state, _OF_EXISTING)
-        with step_context(self._layout):
-            types = with_sync(self, jax.eval_shape(_on_mesh(self, make_state), *args), param_specs)
-        shardings = self.shardings(types, tx=tx, param_specs=param_specs)
-        types = jax.tree.map(lambda x, to: x.update(sharding=to, weak_type=False), types, shardings)
+        types = _abstract_state(self, _on_mesh(self, make_state), args, tx, param_specs)
         if sync_devices is None:
             return types
         plain, sync_state = split_sync_state(types)
@@ -354,16 +352,35 @@ def _in_host_memory(zero: Any, rows: Any, tree: Tree) -> list[Any]:
     ]
 
 
+def _abstract_state(
+    zero: Any, make: Callable[..., Any], args: Any, tx: Tx, param_specs: Tree
+) -> Any:
+    """The types, with shardings, of what a function of ``_on_mesh`` makes."""
+    with step_context(zero._layout):
+        types = with_sync(zero, jax.eval_shape(make, *args), param_specs)
+    shardings = zero.shardings(types, tx=tx, param_specs=param_specs)
+    return jax.tree.map(lambda x, to: x.update(sharding=to, weak_type=False), types, shardings)
+
+
 def _on_mesh(zero: Any, make_state: Callable[..., Any]) -> Callable[..., Any]:
     """A model may name axes of the mesh where it is made."""
     layout = zero._layout
     if not layout.explicit_axes:
         return make_state
+    made: list[Any] = []  # the structure as first traced, which that of another trace differs from
 
-    def replicated(out: Tree) -> Any:
-        return jax.tree.map(lambda _: layout.replicated, out)
+    def leaves_of(_: Layout, *args: Any) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(make_state(*args))
+        made.append(treedef)
+        return leaves
 
-    return on_mesh(layout, lambda _, *args: make_state(*args), replicated)
+    run = on_mesh(layout, leaves_of, lambda leaves: [layout.replicated] * len(leaves))
+
+    def make(*args: Any) -> Any:
+        leaves = run(*args)
+        return made[0].unflatten(leaves)
+
+    return make
 
 
 def _type_of(x: Array) -> Any:

@@ -106,8 +106,7 @@ class UpdateTraits(NamedTuple):
 UNREAD: dict[str, Any] = {"local_squared_norm": np.float32(0)}
 NO_LOCAL_NORM = (
     "the transformation reads local_squared_norm, the norms of the gradients of single devices, "
-    "which view='global' and update='backward' do not have. Use view='device' and update='after', "
-    "or leave out gradient_noise_scale."
+    "which update='backward' does not have. Use update='after', or leave out gradient_noise_scale."
 )
 
 
@@ -200,7 +199,7 @@ class _Updated(NamedTuple):
 def gather_updated(spec: StepSpec, shards: Tree, old: Tree, trained: Tree) -> Tree:
     """The trained parameters, gathered group by group into the memory of the old ones.
 
-    Runs on the partitioner's global view, inside ``on_mesh``. A compiler for GPUs would gather all
+    Runs on global arrays, inside ``on_mesh``. A compiler for GPUs would gather all
     before it copies the first one, and hold the parameters twice: here each group waits until the
     one before it is in place.
     """

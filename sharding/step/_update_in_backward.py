@@ -46,7 +46,8 @@ from sharding.step._update import gather_updated
 def check_alone(zero: Any, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
     asked = {
-        f"offload={zero.offload!r}": zero.offload == "optimizer",
+        "offload='optimizer'": zero.offload == "optimizer" and zero.update_on == "device",
+        "update_on='host'": zero.update_on == "host",
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
         "snapshot=": snapshot is not None,

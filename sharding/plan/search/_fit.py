@@ -64,10 +64,6 @@ _COMPILED = 5  # that are compiled for each of them
 _WIDER = 1.5  # planned bytes of these, beside those that fit
 _EVERY = 10**6  # plans of a search
 _NOT_COMPARED = "Pipelines are not compared, and tensor axes are those of the mesh of zero=."
-_OF_MICROBATCHES = (
-    "The loss of a step is the mean of its micro-batches': if yours is a sum, or couples examples, "
-    'give keep={"microbatches": 1}.'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -482,9 +478,7 @@ class _FitRequest:
         """The step of the first plan."""
         plan = proofs[0].plan
         made = self._made.get(plan) or self._made.setdefault(plan, self._make(plan))
-        several = plan.microbatches > 1 and not self.loss.weighted
         notes = (*notes, *self.model.about_layers(plan.update_in_backward), _NOT_COMPARED)
-        notes = (*notes, *[_OF_MICROBATCHES] * several)
         for proof in proofs:
             found, _ = self._audits.get(self.programs.get(proof.plan, 0), (None, 0.0))
             of_compiler = found.of_compiler if found else ()

@@ -280,7 +280,7 @@ def test_describe_says_how_the_loss_runs():
     zero = runs.zero_of(2, "four")
     state = zero.init(make, tx=TX)
     for loss, said in (
-        (masked, "per device: the loss is a sum over rows, its divisors of all rows"),
+        (masked, "per device: the loss is a ratio of sums over rows"),
         (contrastive, "partitioned: rows meet in dot_general: each row meets the others ("),
     ):
         step = zero.train_step(loss, tx=TX)
