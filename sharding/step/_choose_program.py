@@ -29,6 +29,7 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, only_axes
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._rng import microbatch_key
+from sharding.step.flax._modules import BlocksAreMissing
 
 _ASKED = "as the step asks"
 
@@ -259,6 +260,8 @@ def _trace_rows(
         try:
             with marking(per_device=True), jax.sharding.use_abstract_mesh(mesh):
                 rows = rows_of_loss(fn, typed, has_rows)
+        except BlocksAreMissing:
+            raise
         except Exception as error:  # of the user's function, or of what only a step gives it
             causes.append(f"it cannot be traced by itself ({type(error).__name__}: {error})")
         else:

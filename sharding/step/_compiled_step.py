@@ -78,7 +78,7 @@ class CompiledStep:
                 selected = layout.place_scalars(selected)
                 signature = self.signature(selected)
             copies = self.snapshot.copies(selected) if self.snapshot else None
-            which = signature, _types_of(batch), copies and copies.key
+            which = signature, _types_of((batch, model_state)), copies and copies.key
             if self.donates and not (known and which in self._programs):
                 others = {"batch": batch, "key": key, "model_state": model_state}
                 _checks.check_apart(selected, others, buffers=which not in self._programs)
@@ -146,7 +146,8 @@ class CompiledStep:
             model_state = layout.replicate_new(inputs.model_state)
             inputs = Inputs(self._placed(inputs.batch), inputs.key, model_state)
             copies = self.snapshot.planned_copies(selected) if self.snapshot else None
-            key = self.signature(selected), _types_of(inputs.batch), copies and copies.key
+            given = _types_of((inputs.batch, model_state))
+            key = self.signature(selected), given, copies and copies.key
             program = self._program(key, selected, inputs, copies)
         return program, (selected, *inputs, *([copies.arguments] if copies else []))
 

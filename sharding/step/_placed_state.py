@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from sharding._types import Array, Tree
 from sharding.offload._host_memory import copy_to, host_shardings, is_offloaded
@@ -363,14 +363,24 @@ def _abstract_state(
 
 
 def _on_mesh(zero: Any, make_state: Callable[..., Any]) -> Callable[..., Any]:
-    """A model may name axes of the mesh where it is made."""
+    """A model may name axes of the mesh where it is made, or, as Flax metadata do, others."""
     layout = zero._layout
+
+    def make_there(*args: Any) -> Any:
+        try:
+            return make_state(*args)
+        except ValueError as error:
+            if "is not found in mesh" not in str(error):
+                raise
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return make_state(*args)
+
     if not layout.explicit_axes:
-        return make_state
+        return make_there
     made: list[Any] = []  # the structure as first traced, which that of another trace differs from
 
     def leaves_of(_: Layout, *args: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(make_state(*args))
+        leaves, treedef = jax.tree.flatten(make_there(*args))
         made.append(treedef)
         return leaves
 

@@ -94,6 +94,10 @@ def matches(pattern: str, name: str, path: str) -> bool:
     return pattern == name or bool(path and re.search(pattern, path))
 
 
+class BlocksAreMissing(ValueError):
+    """A module of ``gathered_blocks`` that a loss does not call."""
+
+
 def check_found(
     blocks: Sequence[str], found: set[str], where: str, modules: Iterable[tuple[str, str]]
 ) -> None:
@@ -102,7 +106,7 @@ def check_found(
     if missing:
         others = ", ".join(f"{name} ({path or 'the model'})" for name, path in modules)
         others = others or "none, or is jitted and was traced before: then leave out that jit"
-        raise ValueError(
+        raise BlocksAreMissing(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of {where} "
             f"{others}. Name some of these; wrap layers that are functions in zero.gathered "
             "(docs: how_to/stage_3)."

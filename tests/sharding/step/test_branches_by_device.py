@@ -1,5 +1,6 @@
 """Branches and loops that devices take by their own data: gathered before, or an error."""
 
+import functools
 import warnings
 
 import flax.linen as nn
@@ -78,7 +79,7 @@ FORMS = {"switch": switch, "cond": condition, "while": while_loop, "scan": scann
 @pytest.mark.parametrize("form", FORMS)
 def test_each_device_takes_its_own_branch(form):
     """At stage 3, with blocks that gather their parameters: as on one device for each part."""
-    zero, x = model.zero_on(8, stage=3), batch()
+    zero, x = model.zero_on(8, stage=3, view="device"), batch()
     block = zero.gathered(layer)
 
     def loss(p, x, block=block):
@@ -101,7 +102,7 @@ def test_each_device_takes_its_own_branch(form):
 
 @pytest.mark.filterwarnings(WARNING)
 def test_evaluation_and_lookups():
-    zero, x = model.zero_on(8, stage=3), batch()
+    zero, x = model.zero_on(8, stage=3, view="device"), batch()
     state = zero.init(lambda: (params(), SGD.init(params())), tx=SGD)
     block = zero.gathered(layer)
     have = zero.eval_step(lambda p, x: switch(block, p, x))(state, zero.put(x))
@@ -120,7 +121,7 @@ def test_evaluation_and_lookups():
 
 
 def test_what_is_gathered_before_the_loss_is_named():
-    zero = model.zero_on(8, stage=3)
+    zero = model.zero_on(8, stage=3, view="device")
     block = zero.gathered(layer)
     loss = lambda p, x: jnp.mean(condition(block, p, x))  # noqa: E731
     with pytest.warns(UserWarning, match=r"uses 1 parameters, .* in a branch .* 'e0'"):
@@ -128,9 +129,12 @@ def test_what_is_gathered_before_the_loss_is_named():
 
 
 class OwnNorm(nn.Module):
+    axis: str | None = None  # of statistics
+
     @nn.compact
     def __call__(self, x):
-        norms = [nn.BatchNorm(use_running_average=False, name=f"n{i}") for i in range(2)]
+        options = {"use_running_average": False, "axis_name": self.axis}
+        norms = [nn.BatchNorm(**options, name=f"n{i}") for i in range(2)]
         if self.is_initializing():
             return [norm(x) for norm in norms]
         branches = [lambda _, y, n=norm: n(y) for norm in norms]
@@ -141,20 +145,20 @@ class OwnNorm(nn.Module):
 @pytest.mark.filterwarnings(WARNING)
 def test_a_collective_in_a_branch_raises(stage):
     """Statistics of all devices, of different layers."""
-    zero, x = model.zero_on(8, stage=stage), batch()
+    zero, x = model.zero_on(8, stage=stage, view="device"), batch()
     variables = OwnNorm().init(jax.random.key(0), x)
 
-    def loss(p, x, stats):
-        out, new = OwnNorm().apply({"params": p, **stats}, x, mutable=["batch_stats"])
+    def loss(p, x, stats, axis=None):
+        out, new = OwnNorm(axis).apply({"params": p, **stats}, x, mutable=["batch_stats"])
         return jnp.mean(out**3), new
 
     p, stats = variables["params"], {"batch_stats": variables["batch_stats"]}
     state = zero.init(lambda: (p, SGD.init(p)), tx=SGD)
     options = {"tx": SGD, "model_state": True}
-    with pytest.raises(ValueError, match=r"has a collective \(psum, .*sync_batch_norm=False"):
-        zero.train_step(loss, **options)(state, zero.put(x), model_state=stats)
-    step = zero.train_step(loss, sync_batch_norm=False, **options)
-    _, metrics = step(state, zero.put(x), model_state=stats)
+    synced = functools.partial(loss, axis="data")
+    with pytest.raises(ValueError, match=r"has a collective \(psum, .*Move it out of the branch"):
+        zero.train_step(synced, **options)(state, zero.put(x), model_state=stats)
+    _, metrics = zero.train_step(loss, **options)(state, zero.put(x), model_state=stats)
     alone = [loss(p, part, stats)[0] for part in np.split(x, 8)]
     np.testing.assert_allclose(metrics["loss"], np.mean(alone), rtol=1e-6)
 

@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import sharding as shd
 from sharding import sync
 
 from .. import runs
@@ -145,7 +146,9 @@ def prepare(way):
     zero = zero_of(stage, **options)
     lm = LM(zero.gathered if wrapped else None)
     state = zero.init(make_state(lm))
-    step = zero.train_step(loss_of(lm), rngs=True, has_aux=True, donate=False)
+    # Of each device: its blocks gather, and keys differ.
+    loss = shd.Loss(loss_of(lm), rngs=True, has_aux=True, per_device=True)
+    step = zero.train_step(loss, donate=False)
     return zero, state, step, step.lower(state, zero.put(batch(0)), jax.random.key(KEY)).as_text()
 
 
@@ -312,8 +315,9 @@ def test_metadata_that_names_the_own_axis_chooses_the_dim_of_stage_3():
     assert_same(found, expected)
     kernels = [layer["kernel"].value.sharding.spec for layer in state.params.values()]
     assert kernels == [P("model", "data"), P("data", "model")]
-    with pytest.raises(ValueError, match=r"at stage 1 .* Use stage 3, .* names of Flax metadata"):
-        zero_of(1, "tensor").specs(jax.eval_shape(make_fsdp))
+    # Below it parameters are replicated, whatever their names say.
+    specs = zero_of(1, "tensor").specs(jax.eval_shape(make_fsdp)).params.values()
+    assert [layer["kernel"].value for layer in specs] == [P("model"), P(None, "model")]
 
 
 def test_specs_of_metadata():

@@ -165,7 +165,9 @@ def test_attributes_without_a_hash_and_a_rate_set_between_steps():
         return lm, nnx.Optimizer(lm, optax.inject_hyperparams(optax.adam)(0.1), wrt=[nnx.Param])
 
     def loss_fn(lm, batch):
-        return jnp.mean((lm.cfg["scale"] * lm(batch["x"]) - batch["y"]) ** 2)
+        y = lm.cfg["scale"] * lm(batch["x"])
+        y = y / (1 + jnp.std(y)) if lm.cfg["scale"] > 1 else y  # rows meet
+        return jnp.mean((y - batch["y"]) ** 2)
 
     @nnx.jit
     def alone(lm, optimizer, batch):
@@ -187,8 +189,8 @@ def test_attributes_without_a_hash_and_a_rate_set_between_steps():
         else:
             losses.append(float(loss_fn(lm, batch(0))))
     np.testing.assert_allclose(*found.values(), rtol=TOLERANCE)
-    ((program, _),) = sharded._step._programs.values()
-    assert program._cache_size() == 2
+    # What a loss does with rows may depend on attributes: each is proven, and compiled, once.
+    assert [x.run._cache_size() for x in sharded._step._programs.values()] == [1, 1]
 
 
 def test_specs_of_metadata():
@@ -228,10 +230,10 @@ def dropped_units(devices, microbatches):
 def test_random_state_of_the_model():
     """Masks differ by step and micro-batch, and do not depend on how many devices there are."""
     start, lm, masks = dropped_units(8, 1)
-    assert len({mask.tobytes() for mask in masks.reshape(-1, WIDTH)}) == 16
-    for devices, microbatches in ((4, 2), (1, 8)):
-        np.testing.assert_array_equal(dropped_units(devices, microbatches)[2], masks)
-    assert not np.array_equal(dropped_units(4, 1)[2], masks)
+    for devices in (4, 1):
+        np.testing.assert_array_equal(dropped_units(devices, 1)[2], masks)
+    for found in (masks, dropped_units(4, 2)[2]):
+        assert len({mask.tobytes() for mask in found.reshape(-1, WIDTH)}) == 16
     # Keys stay those of the run, counts move on by one a step.
     keys = zip(*(jax.tree.leaves(nnx.state(m, nnx.RngKey)) for m in (lm, start)), strict=True)
     assert all((jax.random.key_data(a) == jax.random.key_data(b)).all() for a, b in keys)
@@ -297,7 +299,7 @@ def test_options_of_train_step():
     np.testing.assert_allclose(found["loss"], found["aux"]["losses"].mean(), rtol=1e-6)
     assert found["weight"] == ROWS
     assert found["grad_norm"] > 0
-    assert len(np.unique(found["aux"]["key"], axis=0)) == 8  # one for each device
+    assert len(found["aux"]["key"]) == 1  # that of one device
     assert jax.tree.structure(nnx.state(lm)) == before  # what the loss creates is dropped
     assert not clone.student.kernel[...].is_deleted()  # as it was not donated
     for key in (jax.random.key(1), None):  # folded by the step
@@ -305,8 +307,8 @@ def test_options_of_train_step():
         again, then = (step(lm, optimizer, *args)["aux"]["key"] for _ in range(2))
         of_step = jax.random.key(0) if key is None else key
         of_step = jax.random.fold_in(of_step, optimizer.step[...] - 1)
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(of_step, jnp.arange(8))
-        np.testing.assert_array_equal(then, jax.random.key_data(keys))
+        of_microbatch = jax.random.fold_in(of_step, 0)
+        np.testing.assert_array_equal(then[0], jax.random.key_data(of_microbatch))
         assert not np.array_equal(again, then)
 
 
