@@ -1,5 +1,7 @@
 """Losses that couple the examples of a batch: found, and exact once they are written so."""
 
+import dataclasses
+import re
 import types
 
 import jax
@@ -67,6 +69,7 @@ COUPLED = {
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_what_differs_is_named(name):
+    """Of the mean of the losses of each device's rows, where that is another loss."""
     loss_fn, options, gradient = COUPLED[name]
     args = [STATS] if "model_state" in options else []
     of = lambda batch: float(jax.tree.leaves(loss_fn(PARAMS, batch, *args))[0])  # noqa: E731
@@ -74,16 +77,22 @@ def test_what_differs_is_named(name):
     parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), BATCH)
     found = np.mean([of(jax.tree.map(lambda x, i=i: x[i], parts)) for i in range(count)])
     values = rf"8 devices .* loss \({found:.6g} for {of(BATCH):.6g}\), {gradient}"
-    remedy = r".*weighted=True, .*view='global'.*all_gather\(x, \('replica', 'data'\), tiled=True\)"
+    remedy = r".*With per_device=True.*all_gather\(x, \('replica', 'data'\), tiled=True\)"
+    zero = zero_of(2, "replicas")
+    of_devices = shd.Loss(loss_fn, model_state=bool(args), per_device=True)
     with pytest.raises(ValueError, match=f"{values}{remedy}"):
-        zero_of(2, "replicas").check_loss(loss_fn, (PARAMS, None), BATCH, **options)
+        zero.check_loss(of_devices, (PARAMS, None), BATCH, **options)
+    options = options | {"microbatches": 1}
+    assert zero.check_loss(loss_fn, (PARAMS, None), BATCH, **options) != "mean"
 
 
-def test_the_global_view_couples_all_rows_of_a_micro_batch():
-    zero = zero_of(2, "replicas", view="global")
-    zero.check_loss(contrastive, (PARAMS, None), BATCH)
-    with pytest.raises(ValueError, match="view='global' and omit microbatches"):
+def test_micro_batches_that_are_meant_differ():
+    zero = zero_of(2, "replicas")
+    with pytest.raises(ValueError, match="microbatches=2 would train another loss"):
         zero.check_loss(contrastive, (PARAMS, None), BATCH, microbatches=2)
+    meant = shd.Loss(contrastive, coupled="by_microbatch")
+    with pytest.raises(ValueError, match="differs .* with coupled='by_microbatch'"):
+        zero.check_loss(meant, (PARAMS, None), BATCH, microbatches=2)
 
 
 def test_the_remedies_equal_one_device():
@@ -95,16 +104,17 @@ def test_the_remedies_equal_one_device():
         every = lambda x: lax.all_gather(x, axes, tiled=True)  # noqa: E731
         return contrastive(params, batch, every), {"rows": len(batch["x"])}
 
-    zero.check_loss(gathered, state, BATCH, has_aux=True)
+    zero.check_loss(shd.Loss(gathered, has_aux=True, per_device=True), state, BATCH)
     synced = with_norm(lambda h: shd.batch_moments(h, axes))
-    zero.check_loss(synced, state, BATCH, model_state="stats")
-    run = zero.value_and_grad(synced, model_state=True)
+    of_devices = shd.Loss(synced, model_state="stats", per_device=True)
+    zero.check_loss(of_devices, state, BATCH)
+    run = zero.value_and_grad(dataclasses.replace(of_devices, model_state=True))
     expected = jax.jit(jax.value_and_grad(own_norm, has_aux=True))(PARAMS, BATCH, STATS)
     assert_close(run(PARAMS, BATCH, model_state=STATS), expected)
     assert_close(synced(PARAMS, BATCH, STATS), expected[0])  # outside of a step
     wrong = with_norm(lambda h: shd.batch_moments(h, "rows"))
     with pytest.raises(ValueError, match="axis 'rows' is not among the axes"):
-        zero.check_loss(wrong, state, BATCH, model_state=STATS)
+        zero.check_loss(dataclasses.replace(of_devices, fn=wrong), state, BATCH)
 
 
 def test_rounding_is_no_difference():
@@ -119,10 +129,9 @@ def test_rounding_is_no_difference():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
     options = {"precision": shd.Precision(gather=jnp.int8), "sync": shd.sync.qsgd(4)}
     zero, key = zero_of(3, **options), jax.random.key(1)
+    loss = shd.Loss(loss_fn, rngs="per_example", per_device=True)
     with pytest.warns(UserWarning, match="gathers no layer"):
-        zero.check_loss(loss_fn, (params, None), BATCH, key, rngs="per_example")
-    with pytest.raises(ValueError, match="got rngs=True, with which one device draws other"):
-        zero.check_loss(loss_fn, (params, None), BATCH, key, rngs=True)
+        zero.check_loss(loss, (params, None), BATCH, key)
 
 
 def test_what_is_proven_is_not_computed(monkeypatch):
@@ -130,10 +139,8 @@ def test_what_is_proven_is_not_computed(monkeypatch):
     zero, state = zero_of(2), (PARAMS, None)
     mean = lambda p, b: jnp.mean((b["x"] @ p["w"] - b["y"]) ** 2)  # noqa: E731
     joined = lambda p, b: (mean(p, b), {"x": jnp.tanh(b["x"]), "rows": mean(p, b)})  # noqa: E731
-    with pytest.raises(
-        ValueError, match=r"coupled: dot_general: each row meets the others .*py:\d"
-    ):
-        zero.check_loss(contrastive, state, BATCH)
+    said = zero.check_loss(contrastive, state, BATCH)
+    assert re.match(r"coupled: dot_general: each row meets the others .*py:\d", said)
     with pytest.raises(ValueError, match="must be one floating scalar"):
         zero.check_loss(joined, state, BATCH)  # without has_aux
     with pytest.raises(ValueError, match="microbatches must be at least 1"):

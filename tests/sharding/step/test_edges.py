@@ -193,14 +193,10 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
     zero = zero_of(kind=AUTO)
     step = zero.train_step(mean_loss, tx=TX)
     state, _ = step(zero.init(make_pair, tx=TX), zero.put(batch()))
-    messages = {
-        zero_of(stage=3): "'b' is sharded over axis 'data' already",
-        zero_of(): "'0/b' has the placement",
-    }
-    for other, message in messages.items():
+    for other in (zero_of(stage=3), zero_of()):
         elsewhere = jax.device_put(jax.device_get(state), other.shardings(make_pair(), tx=TX))
         for one in (step, zero.train_step(mean_loss, tx=TX)):
-            with pytest.raises(ValueError, match=message):
+            with pytest.raises(ValueError, match="'0/b' has the placement"):
                 one(elsewhere, zero.put(batch()))
     here = jax.device_put(jax.device_get(state), zero.shardings(make_pair(), tx=TX))
     step(here, zero.put(batch()))

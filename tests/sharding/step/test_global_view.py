@@ -576,21 +576,13 @@ def test_closures_aux_and_own_derivatives(kind):
 def test_what_it_cannot_do_is_refused():
     with pytest.raises(ValueError, match="view must be 'device', 'global' or None"):
         runs.zero_of(2, view="whole")
-    for more in (
-        {"sync": shd.sync.dense()},
-        {"stage": 3, "precision": shd.Precision(gather="int8")},
-    ):
-        with pytest.raises(ValueError, match="need view='device'"):
-            runs.zero_of(**({"stage": 2} | more), view="global")
     zero = runs.zero_of(2, view="global")
-    with pytest.raises(ValueError, match="sync_batch_norm=False"):
-        zero.train_step(contrastive, sync_batch_norm=False)
     with pytest.raises(ValueError, match="leave the collective out"):
         zero.value_and_grad(lambda p, b: lax.pmean(jnp.mean(b["x"] @ p["w"]), "data"))(
             zero.place(params()), zero.put(runs.batch(0))
         )
     tx = optax.chain(optax.chain(gradient_noise_scale(16), TX))
-    with pytest.raises(ValueError, match="norms of the gradients of single devices"):
+    with pytest.raises(ValueError, match="gradient_noise_scale needs gradients of single devices"):
         runs.train(zero, runs.make_train_state_of(params, tx), lambda p, b: masked_mean(p, b))
 
 

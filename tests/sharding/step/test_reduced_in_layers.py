@@ -53,7 +53,7 @@ def loss_per_example(params, batch, layer=lambda fn: fn, remat=False):
         x = dense({"w": params["shared"]}, x)
     x, _ = jax.lax.scan(lambda x, _: (dense({"w": params["looped"]}, x), None), x, length=2)
     branches = (lambda x: x, lambda x: dense({"w": params["branch"]}, x))
-    x = jax.lax.cond(batch["scale"][0] > 0, *branches, x)
+    x = jax.lax.cond(params["frozen"][0, 0, 0] < 100, *branches, x)
     small = wrap(lambda p, x: x.at[:, :7].add(jnp.tanh(x[:, :9] @ p.T)))
     x, _ = jax.lax.scan(lambda x, p: (small(p, x), None), x, params["by_layer"])
     logits = x @ params["embed"].T
