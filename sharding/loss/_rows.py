@@ -87,7 +87,7 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     count = max(2, *counts, 2)  # a single row looks as what is broadcast
 
     def traced(count: int) -> Graph:
-        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else _type(x) for x in leaves]
+        avals = [x if isinstance(x, jax.ShapeDtypeStruct) else plain_type(x) for x in leaves]
         types = [
             x.update(shape=(count, *x.shape[1:])) if has else x
             for x, has in zip(avals, rows, strict=True)
@@ -107,9 +107,13 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
     return _in_a_word(graph, _states(graph, twin, rows, count))
 
 
-def _type(x: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+def plain_type(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array, a number or a type, without a sharding."""
+    if not hasattr(x, "dtype"):
+        x = jnp.asarray(x)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    dtype = x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> dict[Value, State]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext.traced_graph import Graph, evaluate
@@ -24,9 +23,10 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
 from sharding.loss._marks import marking
 from sharding.loss._row_states import Coupled, Rows, Shared, State
-from sharding.loss._rows import LossRows, rows_of_loss
+from sharding.loss._rows import LossRows, plain_type, rows_of_loss
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, only_axes
+from sharding.step._device_pieces import DevicePiece
 from sharding.step._loss import Inputs, StepLoss, loss_args
 from sharding.step._rng import microbatch_key
 from sharding.step.flax._modules import BlocksAreMissing
@@ -42,12 +42,15 @@ class LossProgram(NamedTuple):
     why: str
     # What a micro-batch of the loss is a part of, of a batch.
     with_totals: Callable[[Batch], Batch] = lambda batch: batch
+    # The parts of a partitioned loss, some of which run per device; known once it is traced.
+    pieces: tuple[DevicePiece, ...] = ()
 
     def __str__(self) -> str:
-        return f"{'per device' if self.per_device else 'partitioned'}: {self.why}"
+        how = f"{'per device' if self.per_device else 'partitioned'}: {self.why}"
+        return "\n  ".join([how, *map(str, self.pieces)])
 
 
-class Proof(NamedTuple):
+class ProvenLoss(NamedTuple):
     """What is proven of a loss and of all that it returns."""
 
     rows: LossRows
@@ -115,22 +118,26 @@ def choose_program(
         return _alone(loss, proof)
     with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
     is_planned = hasattr(loss.fn, "computes")
-    if isinstance(proof, Proof) and not is_planned and (weights := _weights(proof, params, inputs)):
+    if (
+        isinstance(proof, ProvenLoss)
+        and not is_planned
+        and (weights := _weights(proof, params, inputs))
+    ):
         totals = _totals_of(zero, loss, params, inputs, proof, weights)
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
-        given = jax.eval_shape(with_totals, jax.tree.map(_type_of, inputs.batch))
+        given = jax.eval_shape(with_totals, jax.tree.map(plain_type, inputs.batch))
         proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
     cause = _cause(proof)
-    if isinstance(loss.fn, _Totals) and isinstance(proof, Proof) and proof.is_exact:
+    if isinstance(loss.fn, _Totals) and isinstance(proof, ProvenLoss) and proof.is_exact:
         cause = "the loss is a ratio of sums over rows, whose divisors are computed of all rows"
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
-    exact = isinstance(proof, Proof) and proof.is_exact and loss.per_device is None
+    exact = isinstance(proof, ProvenLoss) and proof.is_exact and loss.per_device is None
     if _is_planned_for_all(zero, loss, inputs, exact, cause):
         exact, cause = False, "it is planned for the rows of all devices"
-    if isinstance(proof, Proof) and proof.is_sum:
+    if isinstance(proof, ProvenLoss) and proof.is_sum:
         loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
-    if isinstance(proof, Proof) and exact:
+    if isinstance(proof, ProvenLoss) and exact:
         loss = dataclasses.replace(loss, reduction=proof.reduction)
     return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
 
@@ -147,7 +154,7 @@ def choose_evaluation(
         proof = prove(zero, loss, params, specs, inputs)
         if zero.num_devices == 1:
             return _alone(loss, proof)
-        exact = isinstance(proof, Proof) and proof.is_exact and not proof.is_sum
+        exact = isinstance(proof, ProvenLoss) and proof.is_exact and not proof.is_sum
         return LossProgram(loss, exact, _cause(proof))
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
     if zero.num_devices == 1:
@@ -160,7 +167,7 @@ def choose_evaluation(
 
 
 def _alone(loss: StepLoss, found: Any) -> LossProgram:
-    """How a loss runs on one device, of its ``Proof`` or ``_TracedRows``, or why there is none."""
+    """How a loss runs on one device, of its ``ProvenLoss`` or ``_TracedRows``, or why there is none."""
     whole = "" if isinstance(found, str) else found.must_be_whole
     return LossProgram(loss, not whole, whole or "one device has all rows")
 
@@ -180,7 +187,7 @@ def _is_planned_for_all(
     return planned == rows and zero.num_devices > 1
 
 
-def _cause(proof: Proof | str) -> str:
+def _cause(proof: ProvenLoss | str) -> str:
     if isinstance(proof, str):
         return proof
     return f"the loss is a {proof.rows.word} over rows" if proof.is_exact else proof.cause
@@ -197,9 +204,9 @@ def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
         )
 
 
-def _check_apart(loss: StepLoss, proof: Proof | str, cause: str) -> None:
+def _check_apart(loss: StepLoss, proof: ProvenLoss | str, cause: str) -> None:
     """Raises if the mean over micro-batches is not known to be the loss."""
-    if isinstance(proof, Proof) and (proof.is_apart(random=True) or proof.is_sum):
+    if isinstance(proof, ProvenLoss) and (proof.is_apart(random=True) or proof.is_sum):
         return
     raise ValueError(
         f"microbatches={loss.microbatches} would train another loss than that of the batch: "
@@ -211,7 +218,7 @@ def _check_apart(loss: StepLoss, proof: Proof | str, cause: str) -> None:
 # --- What is proven -------------------------------------------------------------------------------
 
 
-def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> Proof | str:
+def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> ProvenLoss | str:
     """What a loss does with rows, by its trace; or why that is not known."""
     counts: list[int] = []
     # A plan of what is computed again is for one number of rows.
@@ -234,7 +241,7 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         dtype = graph.types[graph.outputs[first + k]].dtype
         if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
             states[k] = Coupled("a model state that is not floating depends on rows")
-    return Proof(found.rows, total, weight, states, aux, found.must_be_whole)
+    return ProvenLoss(found.rows, total, weight, states, aux, found.must_be_whole)
 
 
 class _TracedRows(NamedTuple):
@@ -246,9 +253,9 @@ def _trace_rows(
     zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, specs: Tree, inputs: Inputs
 ) -> _TracedRows | str:
     """What a function of the arguments of a loss does with the rows of a batch, or why unknown."""
-    layout, batch = zero._layout, jax.tree.map(_type_of, inputs.batch)
+    layout, batch = zero._layout, jax.tree.map(plain_type, inputs.batch)
     rest = loss_args(loss, batch, inputs.model_state, _keys(loss, inputs, batch))
-    args = as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
+    args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
     has_rows = [False, True] + [False] * (len(args) - 2)
     has_rows[-1] |= loss.rngs == "per_example"
     causes = []
@@ -296,7 +303,7 @@ def _typed(mesh: Any, args: tuple[Any, ...], specs: Tree, explicit: Collection[s
 def as_in_loss(zero: Any, params: Tree) -> Any:
     """The types of parameters as a loss gets them."""
     of_loss = lambda x: jax.ShapeDtypeStruct(x.shape, zero.precision.of_loss(x.dtype))  # noqa: E731
-    return jax.tree.map(of_loss, jax.tree.map(_type_of, params))
+    return jax.tree.map(of_loss, jax.tree.map(plain_type, params))
 
 
 def _keys(loss: StepLoss, inputs: Inputs, batch: Batch) -> Any:
@@ -310,14 +317,6 @@ def _axes_named(jaxpr: Any) -> set[str]:
     given = (eqn.params.get("sharding") for eqn in all_equations(jaxpr))
     specs = [getattr(sharding, "spec", ()) for sharding in given]
     return {axis for spec in specs for entry in spec or () for axis in axes_of(entry)}
-
-
-def _type_of(x: Any) -> Any:
-    if not hasattr(x, "dtype"):
-        x = np.asarray(x)
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
-    dtype = x.dtype if is_key else jax.dtypes.canonicalize_dtype(x.dtype)
-    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
 def _adds_up(v: State, powers: tuple[int, ...], random: bool = False) -> bool:
@@ -345,7 +344,7 @@ def _is_random(v: State | None) -> bool:
 # --- Sums that a loss divides by ------------------------------------------------------------------
 
 
-def _weights(proof: Proof, params: Tree, inputs: Inputs) -> list[int]:
+def _weights(proof: ProvenLoss, params: Tree, inputs: Inputs) -> list[int]:
     """The values of a loss's graph that it divides sums by, if they can be computed before it.
 
     So they can if each is a scalar of the batch alone.
@@ -404,11 +403,11 @@ class _Totals:
 
 
 def _totals_of(
-    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: Proof, weights: list[int]
+    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: ProvenLoss, weights: list[int]
 ) -> _Totals:
     keys = _keys(loss, inputs, inputs.batch)
     rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
-    args = as_in_loss(zero, params), *jax.tree.map(_type_of, rest)
+    args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
     return _Totals(loss.fn, args, weights, _names_before(proof.rows.graph, weights))
 
 

@@ -12,6 +12,7 @@ from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _checks
 from sharding.step._choose_program import LossProgram
+from sharding.step._device_pieces import DevicePiece
 from sharding.step._loss import Inputs
 
 
@@ -24,13 +25,14 @@ class KnownState(NamedTuple):
     signature: Any
 
 
-class Program(NamedTuple):
+class StepProgram(NamedTuple):
     """A jitted function."""
 
     run: Any
     required: Tree  # the shardings of what it takes of a state; None for any
     layout: Layout  # with the choice of how the loss runs
     chosen: LossProgram
+    pieces: list[DevicePiece]  # of a partitioned loss, once that is traced
 
 
 class CompiledStep:
@@ -47,10 +49,10 @@ class CompiledStep:
     def __init__(self, zero: Any, microbatches: int = 1):
         self.zero, self.microbatches = zero, microbatches
         # By signature: the only cache of compiled steps.
-        self._programs: dict[Any, Program] = {}
+        self._programs: dict[Any, StepProgram] = {}
         self._known: KnownState | None = None
 
-    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         """The program for these placements, of ``(selected, batch, key, model_state)``."""
         raise NotImplementedError
 
@@ -135,10 +137,17 @@ class CompiledStep:
     def loss_program(
         self, state: Tree, batch: Batch, key: Any = None, model_state: Tree = None
     ) -> LossProgram:
-        """How the loss runs for real or abstract arguments: per device or partitioned, and why."""
-        return self._planned(state, Inputs(batch, key, model_state))[0].chosen
+        """How the loss runs for real or abstract arguments: per device or partitioned, and why.
 
-    def _planned(self, state: Tree, inputs: Inputs) -> tuple[Program, tuple[Any, ...]]:
+        Of a partitioned one its ``pieces``, which keep rows apart, run per device.
+        """
+        program, args = self._planned(state, Inputs(batch, key, model_state))
+        if not program.pieces:
+            with step_context(program.layout), with_remedies(program.layout):
+                program.run.eval_shape(*args)
+        return program.chosen._replace(pieces=tuple(program.pieces))
+
+    def _planned(self, state: Tree, inputs: Inputs) -> tuple[StepProgram, tuple[Any, ...]]:
         """The program for real or abstract arguments, and its own."""
         selected, layout = self.select(state), self.zero._layout
         with no_mesh(), with_remedies(layout):
@@ -157,7 +166,7 @@ class CompiledStep:
 
     def _program(
         self, key: Any, selected: Tree, inputs: Inputs, copies: StepCopies | None
-    ) -> Program:
+    ) -> StepProgram:
         if key not in self._programs:
             self._programs[key] = self.compile(selected, inputs, copies)
         return self._programs[key]

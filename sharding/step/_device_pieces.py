@@ -38,6 +38,10 @@ class DevicePiece(NamedTuple):
     per_device: bool  # or by the partitioner
     reason: str
 
+    def __str__(self) -> str:
+        how = "per device" if self.per_device else "partitioned"
+        return f"{how}: {self.what}" + f" ({self.where})" * bool(self.where) + f": {self.reason}"
+
 
 # --- Parameters in a piece ------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from sharding.step._choose_program import (
     choose_evaluation,
     choose_program,
 )
-from sharding.step._compiled_step import CompiledStep, Program, check_passed
+from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._global_gradients import eval_global
 from sharding.step._gradients import average_scalars, gradients, mark_scalars
 from sharding.step._loss import Inputs, StepLoss, loss_args
@@ -42,7 +42,7 @@ class EvalStep(CompiledStep):
     def select(self, state: Tree) -> Any:
         return params_of(state), model_state_of(state, self.loss.model_state)
 
-    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         params, fields = selected
         placed = self.zero._layout.place(params)
         given = inputs if inputs.model_state is not None else inputs._replace(model_state=fields)
@@ -53,10 +53,12 @@ class EvalStep(CompiledStep):
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
         untrained = jax.tree.map(lambda _: False, params)
-        spec = StepSpec(layout, self.zero.precision, placed, untrained, self.zero.sync)
+        options = self.zero.precision, placed, untrained, self.zero.sync
+        spec = StepSpec(layout, *options, pieces=[])
         ins = shardings, layout.batch_shardings(inputs.batch), None, layout.replicated
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
-        return Program(jax.jit(run, in_shardings=ins), shardings, layout, chosen)
+        jitted = jax.jit(run, in_shardings=ins)
+        return StepProgram(jitted, shardings, layout, chosen, spec.pieces)
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -128,13 +130,13 @@ class ValueAndGrad(CompiledStep):
 
     def _program(
         self, key: Any, selected: Tree, inputs: Inputs, copies: StepCopies | None
-    ) -> Program:
+    ) -> StepProgram:
         """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, inputs))):
             return self.compile(selected, inputs, copies)
         return super()._program(key, selected, inputs, copies)
 
-    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         sync, placed = self.zero.sync, self.zero._layout.place(selected, self.param_specs)
         program = choose_program(self.zero, self.loss, selected, placed.params, inputs)
         check_of_devices(program, self.zero.needs_devices)
@@ -145,7 +147,7 @@ class ValueAndGrad(CompiledStep):
                 "or sharding.sync.transformation in a shard_map of your own."
             )
         trained = resolve_trainable(selected, self.trainable)
-        spec = StepSpec(layout, self.zero.precision, placed, trained, sync)
+        spec = StepSpec(layout, self.zero.precision, placed, trained, sync, pieces=[])
         shardings = param_shardings(self.zero, selected, placed.shards)
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
@@ -162,4 +164,4 @@ class ValueAndGrad(CompiledStep):
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
         jitted = jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
-        return Program(jitted, None, layout, program)
+        return StepProgram(jitted, None, layout, program, spec.pieces)

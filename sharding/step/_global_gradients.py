@@ -122,7 +122,8 @@ class GlobalLoss:
     ):
         """With ``in_pieces`` what keeps rows apart runs per device; ``pieces`` says what did."""
         self.layout, self.fn, self._axes = spec.layout, fn, loss_axes(spec.layout)
-        self._in_pieces, self.pieces = in_pieces, list[DevicePiece]()
+        self._in_pieces = in_pieces
+        self.pieces: list[DevicePiece] = [] if spec.pieces is None else spec.pieces
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
         columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
@@ -195,7 +196,7 @@ class GlobalLoss:
             evaluator = Evaluator(self.layout.recomputes or hosted)
         outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
         if isinstance(evaluator, PiecesEvaluator):
-            self.pieces = evaluator.report
+            self.pieces[:] = evaluator.report
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
     def _evaluator(
@@ -210,7 +211,7 @@ class GlobalLoss:
         with marking():
             pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
         if isinstance(pieces, str):
-            self.pieces = [DevicePiece("the loss", "", False, pieces)]
+            self.pieces[:] = [DevicePiece("the loss", "", False, pieces)]
             return None
         return PiecesEvaluator(self.layout, pieces)
 

@@ -39,6 +39,7 @@ class StepSpec(NamedTuple):
     sync: GradientSync | None = None
     opt_specs: Any = None  # of the optimizer state
     blocks: tuple[str, ...] = ()  # names of layers that are to gather their own parameters
+    pieces: Any = None  # a list that gets the parts of a partitioned loss, once that is traced
 
 
 class ParamPlan(NamedTuple):

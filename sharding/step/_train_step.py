@@ -22,7 +22,7 @@ from sharding.recovery._replica_program import StepCopies
 from sharding.step import _update
 from sharding.step._checks import check_placed
 from sharding.step._choose_program import LossProgram, check_of_devices, choose_program
-from sharding.step._compiled_step import CompiledStep, Program, check_passed
+from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._gradients import gradients
 from sharding.step._loss import Inputs, StepLoss
 from sharding.step._placed_state import places
@@ -81,7 +81,7 @@ class TrainStep(CompiledStep):
             return found
         return dataclasses.replace(found, loss_program=str(self.loss_program(state, batch)))
 
-    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> Program:
+    def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
         chosen = self.choose(selected, placed.params, inputs)
@@ -89,7 +89,7 @@ class TrainStep(CompiledStep):
         trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
         zero = self.zero
         options = zero.precision, placed, trained, zero.sync, opt_specs, self.blocks
-        spec = StepSpec(layout, *options)
+        spec = StepSpec(layout, *options, pieces=[])
 
         def out_shardings(out: Tree) -> Any:
             metrics = layout.output_shardings(out[1])
@@ -107,7 +107,7 @@ class TrainStep(CompiledStep):
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
         jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-        return Program(jitted, shardings, layout, chosen)
+        return StepProgram(jitted, shardings, layout, chosen, spec.pieces)
 
     def choose(self, state: Tree, specs: Tree, inputs: Inputs) -> LossProgram:
         """How the loss runs, of a state and a batch, real or abstract."""

@@ -91,7 +91,7 @@ def test_micro_batches_that_are_meant_differ():
     with pytest.raises(ValueError, match="microbatches=2 would train another loss"):
         zero.check_loss(contrastive, (PARAMS, None), BATCH, microbatches=2)
     meant = shd.Loss(contrastive, coupled="by_microbatch")
-    with pytest.raises(ValueError, match="differs .* with coupled='by_microbatch'"):
+    with pytest.raises(ValueError, match=r"differs .* with coupled='by_microbatch'"):
         zero.check_loss(meant, (PARAMS, None), BATCH, microbatches=2)
 
 

@@ -284,7 +284,11 @@ def test_describe_says_how_the_loss_runs():
         (contrastive, "partitioned: rows meet in dot_general: each row meets the others ("),
     ):
         step = zero.train_step(loss, tx=TX)
-        assert f"the loss runs {said}" in str(step.describe(state, data(0)))
+        description = str(step.describe(state, data(0)))
+        assert f"the loss runs {said}" in description
+        assert ("\n  per device: " in description) == (loss is contrastive)  # of its parts
+        step.lower(state, data(0))
+        assert str(step.describe(state, data(0))) == description
         assert "the loss runs" not in str(step.describe(state))
 
 

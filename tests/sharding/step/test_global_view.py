@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-import sharding as shd
 from optax_ext import gradient_noise_scale
 from sharding.step._global_gradients import GlobalLoss
 
