@@ -14,7 +14,7 @@ from sharding._types import Array, Batch, Tree
 from sharding.loss._loss_options import Loss, take_loss
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step._choose_program import ProvenLoss, prove
+from sharding.step._choose_program import prove
 from sharding.step._loss import Inputs
 from sharding.step.flax._nnx import is_module, pure_loss
 
@@ -28,8 +28,8 @@ def check_loss(
     step = zero.value_and_grad(loss, **others)  # which checks them
     specs = zero._layout.place(inputs[0], others.get("param_specs")).params
     proof = prove(zero, step.loss, inputs[0], specs, Inputs(*inputs[1:]))
-    said = str(proof.rows) if isinstance(proof, ProvenLoss) else f"not known: {proof}"
-    if isinstance(proof, ProvenLoss) and proof.is_exact and not proof.is_sum:
+    said = str(proof.rows) if proof.rows else f"not known: {proof.must_be_whole}"
+    if proof.is_exact and not proof.is_sum:
         return said
     # What is lossy by request is no error of the loss.
     precision = dataclasses.replace(zero.precision, gather=None)

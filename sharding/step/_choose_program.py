@@ -53,7 +53,7 @@ class LossProgram(NamedTuple):
 class ProvenLoss(NamedTuple):
     """What is proven of a loss and of all that it returns."""
 
-    rows: LossRows
+    rows: LossRows | None  # None if nothing is, as ``must_be_whole`` says
     total: State
     weight: State | None
     model_state: list[State]
@@ -117,27 +117,21 @@ def choose_program(
     if parts == 1 and loss.per_device is None:
         return _alone(loss, proof)
     with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
-    is_planned = hasattr(loss.fn, "computes")
-    if (
-        isinstance(proof, ProvenLoss)
-        and not is_planned
-        and (weights := _weights(proof, params, inputs))
-    ):
-        totals = _totals_of(zero, loss, params, inputs, proof, weights)
+    if totals := _totals_of(zero, loss, params, inputs, proof):
         loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
         given = jax.eval_shape(with_totals, jax.tree.map(plain_type, inputs.batch))
         proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
     cause = _cause(proof)
-    if isinstance(loss.fn, _Totals) and isinstance(proof, ProvenLoss) and proof.is_exact:
+    if isinstance(loss.fn, _Totals) and proof.is_exact:
         cause = "the loss is a ratio of sums over rows, whose divisors are computed of all rows"
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
-    exact = isinstance(proof, ProvenLoss) and proof.is_exact and loss.per_device is None
+    exact = proof.is_exact and loss.per_device is None
     if _is_planned_for_all(zero, loss, inputs, exact, cause):
         exact, cause = False, "it is planned for the rows of all devices"
-    if isinstance(proof, ProvenLoss) and proof.is_sum:
+    if proof.is_sum:
         loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
-    if isinstance(proof, ProvenLoss) and exact:
+    if exact:
         loss = dataclasses.replace(loss, reduction=proof.reduction)
     return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
 
@@ -154,21 +148,19 @@ def choose_evaluation(
         proof = prove(zero, loss, params, specs, inputs)
         if zero.num_devices == 1:
             return _alone(loss, proof)
-        exact = isinstance(proof, ProvenLoss) and proof.is_exact and not proof.is_sum
-        return LossProgram(loss, exact, _cause(proof))
+        return LossProgram(loss, proof.is_exact and not proof.is_sum, _cause(proof))
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
     if zero.num_devices == 1:
         return _alone(loss, found)
-    if isinstance(found, str):
-        return LossProgram(loss, False, found)
-    exact = all(map(_is_returned, found.rows.results)) and not found.must_be_whole
+    results = found.rows.results if found.rows else ()
+    exact = all(map(_is_returned, results)) and not found.must_be_whole
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
     return LossProgram(loss, exact, found.must_be_whole or cause)
 
 
-def _alone(loss: StepLoss, found: Any) -> LossProgram:
-    """How a loss runs on one device, of its ``ProvenLoss`` or ``_TracedRows``, or why there is none."""
-    whole = "" if isinstance(found, str) else found.must_be_whole
+def _alone(loss: StepLoss, found: "ProvenLoss | _TracedRows") -> LossProgram:
+    """How a loss runs on one device."""
+    whole = found.must_be_whole if found.rows else ""
     return LossProgram(loss, not whole, whole or "one device has all rows")
 
 
@@ -187,10 +179,10 @@ def _is_planned_for_all(
     return planned == rows and zero.num_devices > 1
 
 
-def _cause(proof: ProvenLoss | str) -> str:
-    if isinstance(proof, str):
-        return proof
-    return f"the loss is a {proof.rows.word} over rows" if proof.is_exact else proof.cause
+def _cause(proof: ProvenLoss) -> str:
+    if proof.rows is None or not proof.is_exact:
+        return proof.cause
+    return f"the loss is a {proof.rows.word} over rows"
 
 
 def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
@@ -204,9 +196,9 @@ def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
         )
 
 
-def _check_apart(loss: StepLoss, proof: ProvenLoss | str, cause: str) -> None:
+def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
     """Raises if the mean over micro-batches is not known to be the loss."""
-    if isinstance(proof, ProvenLoss) and (proof.is_apart(random=True) or proof.is_sum):
+    if proof.is_apart(random=True) or proof.is_sum:
         return
     raise ValueError(
         f"microbatches={loss.microbatches} would train another loss than that of the batch: "
@@ -218,8 +210,8 @@ def _check_apart(loss: StepLoss, proof: ProvenLoss | str, cause: str) -> None:
 # --- What is proven -------------------------------------------------------------------------------
 
 
-def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> ProvenLoss | str:
-    """What a loss does with rows, by its trace; or why that is not known."""
+def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> ProvenLoss:
+    """What a loss does with rows, by its trace."""
     counts: list[int] = []
     # A plan of what is computed again is for one number of rows.
     fn = getattr(loss.fn, "computes", loss.fn)
@@ -230,8 +222,8 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         return total, weight if loss.weighted else None, *more
 
     found = _trace_rows(zero, loss, split, params, specs, inputs)
-    if isinstance(found, str):
-        return found
+    if not found.rows:
+        return ProvenLoss(None, Coupled(found.must_be_whole), None, [], [], found.must_be_whole)
     total, *more = found.rows.results
     weight = more.pop(0) if loss.weighted else None
     states, aux = more[: counts[0]], more[counts[0] :]
@@ -245,14 +237,14 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
 
 
 class _TracedRows(NamedTuple):
-    rows: LossRows
+    rows: LossRows | None
     must_be_whole: str
 
 
 def _trace_rows(
     zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, specs: Tree, inputs: Inputs
-) -> _TracedRows | str:
-    """What a function of the arguments of a loss does with the rows of a batch, or why unknown."""
+) -> _TracedRows:
+    """What a function of the arguments of a loss does with the rows of a batch."""
     layout, batch = zero._layout, jax.tree.map(plain_type, inputs.batch)
     rest = loss_args(loss, batch, inputs.model_state, _keys(loss, inputs, batch))
     args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
@@ -278,7 +270,7 @@ def _trace_rows(
             elif jaxpr.effects:
                 whole = "what it prints or calls back is of all rows"
             return _TracedRows(rows, whole)
-    return causes[0]
+    return _TracedRows(None, causes[0])
 
 
 def _mesh_of(layout: Layout, explicit: Collection[str]) -> Any:
@@ -349,9 +341,10 @@ def _weights(proof: ProvenLoss, params: Tree, inputs: Inputs) -> list[int]:
 
     So they can if each is a scalar of the batch alone.
     """
-    total, graph = proof.total, proof.rows.graph
-    if proof.weight is not None or not isinstance(total, Rows):
+    total = proof.total
+    if proof.rows is None or proof.weight is not None or not isinstance(total, Rows):
         return []
+    graph = proof.rows.graph
     weights = sorted({weight for _, weight in total.ratios}, key=str)
     first = len(jax.tree.leaves(params))
     of_batch = range(first, first + len(jax.tree.leaves(inputs.batch)))
@@ -403,8 +396,12 @@ class _Totals:
 
 
 def _totals_of(
-    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: ProvenLoss, weights: list[int]
-) -> _Totals:
+    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: ProvenLoss
+) -> _Totals | None:
+    """A loss of which these sums are computed before it, if there are any."""
+    weights = _weights(proof, params, inputs)
+    if proof.rows is None or not weights or hasattr(loss.fn, "computes"):
+        return None
     keys = _keys(loss, inputs, inputs.batch)
     rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
     args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
