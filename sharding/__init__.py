@@ -24,6 +24,7 @@ from sharding.plan.machine._devices import DeviceKind as DeviceKind
 from sharding.recovery._load_state import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._batch_moments import batch_moments as batch_moments
+from sharding.step._batch_rows import pad_rows as pad_rows
 from sharding.step._lookup import lookup as lookup
 from sharding.step._lookup import shuffle_rows as shuffle_rows
 from sharding.step._lookup import unshuffle_rows as unshuffle_rows

@@ -4,6 +4,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ Facts = tuple[int, ...]  # what processes compare of their rows, see ``_facts``
 _FAILED = (1, 0, 0, 0, 0)  # of a process that could not use its rows
 _DIFFERENCES = (  # by the place of a fact, after the first
     "all processes must give equally many rows; process {a} gives {x}, process {b} {y}. Fill up "
-    "the last batch (if weighted, by rows of weight 0), or leave it out (docs: how_to/clusters).",
+    "the last batch (shd.pad_rows), or leave it out (docs: how_to/log).",
     "the batches of processes {a} and {b} differ in names, dtypes or dims of their arrays.",
     "scalars of a batch are replicated; those of processes {a} and {b} differ. Give the same in "
     "all processes, or one for each row.",
@@ -40,6 +41,44 @@ def data_shard(layout: Layout) -> tuple[int, int]:
         f"process {me} has no device of the mesh, and no rows of a batch; those of "
         f"{_named(itertools.chain(*shards))} are in it."
     )
+
+
+def pad_rows(batch: Tree, rows: int) -> tuple[Any, np.ndarray]:
+    """A batch with as many rows as the others, such as a last one; and a mask of its own rows.
+
+    The last row is repeated, as a loss may not be finite for zeros. Every process pads its own rows
+    to those that it gives of any batch; one that has none left, to rows of weight 0 alone.
+
+    Args:
+      batch: a tree of arrays whose first dim is the batch; scalars stay.
+      rows: the number of rows to have.
+
+    Returns:
+      The tree, of NumPy arrays, and a mask (rows,) of float32: 1 for a row of the batch, else 0.
+
+    Raises:
+      ValueError: if the batch has more rows, or arrays of different numbers of rows.
+
+    Example:
+      >>> import numpy as np, sharding as shd
+      >>> padded, mask = shd.pad_rows({"x": np.array([[1.0], [2.0]])}, rows=4)
+      >>> padded["x"].ravel().tolist(), mask.tolist()
+      ([1.0, 2.0, 2.0, 2.0], [1.0, 1.0, 0.0, 0.0])
+    """
+    counts = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+    if len(counts) != 1 or max(counts) > rows:
+        raise ValueError(
+            f"pad_rows got arrays of {sorted(counts)} rows, to be padded to {rows}: they must "
+            f"agree, and be at most {rows}."
+        )
+    (count,) = counts
+
+    def pad(x: Array) -> np.ndarray:
+        x = np.asarray(x)
+        widths = [(0, rows - count)] + [(0, 0)] * (x.ndim - 1)
+        return np.pad(x, widths, mode="edge" if count else "constant") if x.ndim else x
+
+    return jax.tree.map(pad, batch), (np.arange(rows) < count).astype(np.float32)
 
 
 def describe_rows(layout: Layout) -> str:

@@ -46,7 +46,6 @@ from sharding.step._update import gather_updated
 def check_alone(zero: Any, snapshot: Any) -> None:
     """Raises on options of a step that its backward pass cannot update with."""
     asked = {
-        "offload='optimizer'": zero.offload == "optimizer" and zero.update_on == "device",
         "update_on='host'": zero.update_on == "host",
         "sync=": zero.sync is not None,
         "Precision(gather=...)": zero.precision.gather is not None,
@@ -134,7 +133,7 @@ class BackwardUpdate:
         for j, x in given.items():
             if on_host(x) and any(self.update.held[j][:1]):
                 raise ValueError(
-                    f"offload='all' leaves {self.update.names[j]!r} of shape {x.shape} in host "
+                    f"offload leaves {self.update.names[j]!r} of shape {x.shape} in host "
                     "memory, and its layers are on different devices, as ZeRO shards the longest "
                     "dim, while each device streams its shard of every layer. At stage 3 name "
                     "another dim (param_specs), raise offload_min_size above its size, or leave "

@@ -168,11 +168,20 @@ def test_aux_and_evaluations_are_those_of_all_rows(name):
 
 
 def test_a_last_batch_is_padded_and_masked():
+    """Of any number of rows, also of a process that has none left."""
     zero, batch = runs.zero_of(2, "flat"), data(0)
-    short = jax.tree.map(lambda x: x[:11], batch) | {"mask": np.ones(11)}
-    padded = jax.tree.map(lambda x: np.pad(x, [(0, 5)] + [(0, 0)] * (x.ndim - 1)), short)
-    found = zero.eval_step(masked)((zero.place(params()), None), zero.put(padded))
-    np.testing.assert_allclose(found, each(params(), short).mean(), rtol=1e-12)
+    evaluate, state = zero.eval_step(masked), (zero.place(params()), None)
+    for count in (ROWS, 11, 1):
+        short = jax.tree.map(lambda x, n=count: x[:n], batch)
+        padded, mask = shd.pad_rows(short, ROWS)
+        found = evaluate(state, zero.put(padded | {"mask": mask}))
+        np.testing.assert_allclose(found, each(params(), short).mean(), rtol=1e-12)
+    padded, mask = shd.pad_rows(jax.tree.map(lambda x: x[:0], batch), ROWS)
+    assert not mask.any()
+    assert np.isfinite(zero.eval_step(lambda p, b: each(p, b))(state, zero.put(padded))).all()
+    for wrong, rows in ((batch, ROWS - 1), (batch | {"x": batch["x"][1:]}, ROWS)):
+        with pytest.raises(ValueError, match="they must agree, and be at most"):
+            shd.pad_rows(wrong, rows)
 
 
 def test_what_is_printed_is_of_all_rows(capfd):
@@ -255,12 +264,18 @@ def test_options_imply_others():
     zero = runs.zero_of(2, "four", update_on="host")
     assert zero.offload == "optimizer"
     found = []
-    for options, update in (({}, "after"), ({}, "backward"), ({"offload": "all"}, "after")):
+    of_state = {"offload": "optimizer", "offload_min_size": 16}
+    for options, update in (
+        ({}, "after"),
+        ({}, "backward"),
+        ({"offload": "all"}, "after"),
+        (of_state, "backward"),
+    ):
         zero = runs.zero_of(2, "four", **options)
         state = model.run(zero, make, TX, contrastive, data, 2, update=update)
         found.append(zero.full_params(state))
-    model.assert_close(found[1], found[0], 1e-12)
-    model.assert_close(found[2], found[0], 1e-12)
+    for other in found[1:]:
+        model.assert_close(other, found[0], 1e-12)
 
 
 def test_views_are_deprecated():
