@@ -260,7 +260,7 @@ const WORDS = {
     what is zero, reduce scatter, ddp`,
   "understand/meaning": `
     batch norm, batchnorm, sync batch norm, batch statistics, batch_stats, mutable, running mean,
-    contrastive loss, clip loss, masked loss, padding tokens, loss mask, token weights,
+    contrastive loss, infonce, clip loss, masked loss, padding tokens, loss mask, token weights,
     ignore index, variable length, loss differs on several devices, wrong loss, check loss,
     wrong gradients, load balancing loss, global view, per device loss, shard_map, gspmd,
     global batch`,

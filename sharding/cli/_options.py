@@ -111,7 +111,7 @@ _PIPELINE = {
 
 _IN_BACKWARD = "update each layer once its gradient exists"
 _AND_LAYERS = "; with --update-in-backward, layers"
-_ON_HOST = {"--update-on-host": "with --offload, update the state on the CPU"}
+_ON_HOST = {"--update-on-host": "update the state on the CPU, offloaded as by --offload"}
 
 
 def plan_options(parser: ArgumentParser) -> None:

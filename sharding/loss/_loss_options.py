@@ -75,6 +75,13 @@ class Loss:
             raise ValueError(f"coupled must be 'by_microbatch' or None, got {self.coupled!r}.")
         if isinstance(self.fn, Loss):
             raise ValueError("fn is a Loss already: use that, or dataclasses.replace(loss, ...).")
+        # The function of what is a loss by itself, a ``Pipeline``, runs as that does. Unweighted,
+        # its two sums are results of an evaluation, which devices must not average.
+        owner = self.fn.__self__ if inspect.ismethod(self.fn) else None
+        if self.per_device is None and self.weighted and isinstance(owner, _HasLoss):
+            own = owner.as_loss()
+            if own.fn == self.fn:
+                object.__setattr__(self, "per_device", own.per_device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""

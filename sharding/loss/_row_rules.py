@@ -89,7 +89,12 @@ def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
         ins = _views(step, places, ins, k)
     if step.name in ("gather", "scatter", "scatter-add", "scatter-sub"):
         ins = _own_entries(step, places, ins)
-    out = combined(ins, rule.kind, places, [i for i in range(len(ins)) if i in rule.chosen_by])
+    read, places_read = ins, places
+    if step.name == "random_gamma":  # a key draws another number for each entry of other dims
+        drawn = _long_dims(step, k) - set(range(len(step.types[0].shape)))
+        read, places_read = [*ins, Shared(drawn, random=True)], [*places, places[-1]]
+    chosen_by = [i for i in range(len(ins)) if i in rule.chosen_by]
+    out = combined(read, rule.kind, places_read, chosen_by)
     out = _of_sizes(step, places, ins, out, k)
     if isinstance(out, Rows) and out.dims:
         summed = {d for d in out.dims if d < 0}

@@ -268,7 +268,7 @@ def _trace_rows(
             if _axes_named(jaxpr) & set(layout.data_axes):
                 whole = "it places arrays along the axes of the data"
             elif jaxpr.effects:
-                whole = "what it prints or calls back is of all rows"
+                whole = "what it prints, calls back or writes to references is of all rows"
             return _TracedRows(rows, whole)
     return _TracedRows(None, causes[0])
 

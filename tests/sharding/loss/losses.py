@@ -168,6 +168,10 @@ def dropped_by_split_keys(p, b):
     return dropped_by_keys(p, (*b, jax.random.split(KEY, len(b[0]))))
 
 
+def drawn_by_gamma(p, b, shape):
+    return errors(p, (b[0] * jax.random.gamma(KEY, shape), b[1])).mean()
+
+
 def mixed_up(p, b, order):
     x, y = (0.7 * v + 0.3 * order(v) for v in b)
     return errors(p, (x, y)).mean()
@@ -529,6 +533,9 @@ LOSSES = {
     "means by class": Case("weighted", counted_classes, batch=(X, Y, CLASSES)),
     "dropout": Case("random", dropped),
     "dropout by split keys": Case("random", dropped_by_split_keys),
+    "gamma draws": Case("random", lambda p, b: drawn_by_gamma(p, b, jnp.full(b[0].shape, 2.0))),
+    "gamma draws of rows": Case("random", lambda p, b: drawn_by_gamma(p, b, 1 + b[0] ** 2)),
+    "one gamma draw for all": Case("mean", lambda p, b: drawn_by_gamma(p, b, 2.0)),
     "dropout by keys of a loop": Case(
         "random", lambda p, b: over_rows(p, b, dropped_row, (KEY, 0.0))[0][1]
     ),

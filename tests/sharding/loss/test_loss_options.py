@@ -81,8 +81,8 @@ def test_steps_take_a_loss_and_keywords_alike(name):
     texts = []
     for fn, keywords in both_forms(options):
         # A gradient gets any model state by the call; a Loss may name that of a train state.
-        keywords |= {"model_state": True} if "model_state" in keywords else {}
-        run = zero.value_and_grad(fn, **keywords)
+        given = keywords | ({"model_state": True} if "model_state" in keywords else {})
+        run = zero.value_and_grad(fn, **given)
         more = keys, STATS if options.get("model_state") else None
         texts.append(run.lower(state.params, batch, *more).as_text())
     assert texts[0] == texts[1]
@@ -217,15 +217,12 @@ def test_the_plan_of_a_loss_is_a_loss(name):
             shd.remat.plan(loss, PARAMS, BATCH, "1GiB")
 
 
-@pytest.mark.parametrize("options", [{}, {"has_aux": True, "rngs": True}], ids=str)
-def test_a_pipeline_is_a_weighted_loss(options):
-    """Given itself, in place of its loss and keywords that say what it returns."""
-
+def pipeline_of(**options):
     def head(shared, x, batch, *key):
         sums = jnp.sum(x**2), x.shape[0]
         return (sums, jnp.sum(x)) if options else sums
 
-    pipeline = shd.Pipeline(
+    return shd.Pipeline(
         mesh_of(data=2, pipe=2),
         shd.pipeline.gpipe(2, 2),
         num_layers=2,
@@ -234,6 +231,12 @@ def test_a_pipeline_is_a_weighted_loss(options):
         head=head,
         **options,
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"has_aux": True, "rngs": True}], ids=str)
+def test_a_pipeline_is_a_weighted_loss(options):
+    """Given itself, in place of its loss and keywords that say what it returns."""
+    pipeline = pipeline_of(**options)
     loss = shd.Loss(pipeline.loss, weighted=True, per_device=True, **options)
     assert pipeline.as_loss() == loss
     zero = shd.Zero(pipeline.mesh)
@@ -241,6 +244,7 @@ def test_a_pipeline_is_a_weighted_loss(options):
     specs = pipeline.param_specs(params)
     state = zero.abstract_state(lambda: (params, TX.init(params)), tx=TX, param_specs=specs)
     given = [(pipeline, {}), (pipeline, {"weighted": True}), (loss, {})]
+    given += [(pipeline.loss, {"weighted": True} | options)]  # its function runs as it does
     texts = {
         zero.train_step(loss, tx=TX, **keywords)
         .lower(state, np.ones((8, 4), np.float32), key_of(options))
@@ -250,6 +254,29 @@ def test_a_pipeline_is_a_weighted_loss(options):
     assert len(texts) == 1
     with pytest.raises(ValueError, match=r"^a Pipeline has its options in it, and model_state="):
         zero.train_step(pipeline, tx=TX, model_state=True)
+
+
+def test_a_function_around_a_pipeline_is_the_loss_of_all_rows():
+    """So is an evaluation of its own function, which returns two sums."""
+    pipeline, x = pipeline_of(), np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+    around = shd.Loss(lambda params, batch: pipeline.loss(params, batch), weighted=True)
+    given = [shd.Loss(fn, weighted=True) for fn in (pipeline.loss, pipeline.sequential_loss)]
+    assert [loss.per_device for loss in (*given, around)] == [True, None, None]
+    assert shd.Loss(pipeline.loss, weighted=True, per_device=False).per_device is False
+    zero, weights = shd.Zero(pipeline.mesh), np.linspace(-1, 1, 32, dtype=np.float32)
+    params = pipeline.stack({"layers": weights.reshape(2, 4, 4)})
+    specs = pipeline.param_specs(params)
+    placed = zero.place(params, param_specs=specs)
+    run = zero.value_and_grad(around, param_specs=specs)
+    assert re.match("partitioned: .* writes to references", str(run.loss_program(placed, x)))
+    mean = lambda params: jnp.divide(*pipeline.sequential_loss(params, x))  # noqa: E731
+    want = jax.value_and_grad(mean)(params)
+    found = [zero.value_and_grad(fn, param_specs=specs)(placed, x) for fn in (pipeline, around)]
+    found.append((zero.eval_step(pipeline)((placed, None), x), want[1]))
+    for each in found:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), each, want)
+    sums = zero.eval_step(pipeline.loss)((placed, None), x)
+    np.testing.assert_allclose(sums, pipeline.sequential_loss(params, x), rtol=1e-6)
 
 
 # --- The value ------------------------------------------------------------------------------------

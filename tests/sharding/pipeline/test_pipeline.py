@@ -148,13 +148,7 @@ class Run:
             trainable["layers"]["query"] = {"kernel": True, "bias": True}
         state = zero.init(make, tx=tx, param_specs=specs)
         step = zero.train_step(
-            pipe.loss,
-            tx=tx,
-            weighted=True,
-            rngs=pipe.rngs,
-            microbatches=2 if "microbatches" in options else 1,
-            trainable=trainable,
-            has_aux=self.has_aux,
+            pipe, tx=tx, microbatches=2 if "microbatches" in options else 1, trainable=trainable
         )
         keys = [(model.step_key(i),) if pipe.rngs else () for i in range(model.STEPS)]
         compiled = step.lower(state, zero.put(model.batch(0)), *keys[0]).compile()

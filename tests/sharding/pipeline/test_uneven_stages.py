@@ -76,14 +76,14 @@ def test_equals_one_device(name, counts):
     specs = pipe.param_specs(jax.eval_shape(make)[0])
     of_layers = specs["layers"]["w"], specs["layers"]["odd"]
     assert of_layers == ((P(None, "pipe"), P()) if sum(counts) == 6 else (P("pipe"), P("pipe")))
-    state = model.run(zero, make, tx, pipe.loss, batch, UPDATES, specs, weighted=True)
+    state = model.run(zero, make, tx, pipe, batch, UPDATES, specs)
     want, _ = model.alone(model.make_of(lambda: params, tx), tx, loss, batch, UPDATES)
     model.assert_close(pipe.unstack(zero.full_params(state)), want[0], 1e-12)
     if name == "clip":  # sums a few norms alone
         planned = shd.plan.estimate(params, tx, zero, param_specs=specs, gathered_once="")
         one = jax.tree.map(lambda x: x[:8], batch(0))
         wire = planned.stage(planned.requested).wire + shd.plan.pipeline_wire(pipe, params, one)
-        step = model.lowered(zero, make, tx, pipe.loss, batch(0), specs, weighted=True)
+        step = model.lowered(zero, make, tx, pipe, batch(0), specs)
         assert 0 <= shd.audit(step.compile()).wire_bytes - wire <= 512
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from sharding import Zero
+from sharding import Loss, Zero
 from sharding.plan import NoPlanFits, fit
 from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
@@ -448,7 +448,7 @@ def test_a_target_is_found_before_jax_is_used(monkeypatch):
 
 @pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}}])
 def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
-    """In the global view and in that of each device, where a draw by rejection ends for all."""
+    """A draw by rejection, by the partitioner and on each device, where it ends for all."""
 
     def loss_fn(params, x, key):
         t = jax.random.beta(key, 1.5, 1.0, x.shape[:1])[:, None]
@@ -456,8 +456,11 @@ def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
 
     make_state = state_of({"w": jnp.ones((256, 512)) / 512, "v": jnp.ones((512, 64)) / 512})
     batch = jnp.ones((64, 256))
-    found = fit(loss_fn, make_state, batch, tx=TX, memory="64MiB", rngs=True, **more)
-    assert found.zero.view == ("device" if more else "global")
+    loss = Loss(loss_fn, rngs=True, per_device=True if more else None)  # quantized gradients
+    found = fit(loss, make_state, batch, tx=TX, memory="64MiB", **more)
+    program = found.step.loss_program(found.init(KEY), found.put(batch), KEY)
+    assert program.per_device == bool(more)
+    assert more or "random numbers depend on the index of a row" in program.why
     assert re.search(r"warning: stage .*: how often the loop %while\S* runs is unknown", str(found))
     assert "No layers were found in the loss" in str(found)
 
@@ -465,7 +468,7 @@ def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)"}, {"update_in_backward": True}])
 def test_a_loss_that_prints(more, recompute, capfd):
-    """In both views, whatever is computed again; what is printed joins no layers."""
+    """On all rows, and of each device's, whatever is computed again; prints join no layers."""
 
     def loss_fn(params, x):
         for i in range(3):
@@ -480,9 +483,8 @@ def test_a_loss_that_prints(more, recompute, capfd):
         return  # such an update computes each layer again
     make_state = state_of({f"block_{i}": jnp.ones((64, 64)) / 64 for i in range(3)})
     lossy = more.get("lossy", ())
-    found = fit(
-        loss_fn, make_state, jnp.ones((8, 64)), tx=TX, memory="1GiB", keep=keep, lossy=lossy
-    )
+    loss = Loss(loss_fn, per_device=True) if lossy else loss_fn
+    found = fit(loss, make_state, jnp.ones((8, 64)), tx=TX, memory="1GiB", keep=keep, lossy=lossy)
     found.step(found.init(KEY), found.put(jnp.ones((8, 64))))
     jax.effects_barrier()
     printed = capfd.readouterr().out

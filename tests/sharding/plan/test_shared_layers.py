@@ -61,7 +61,7 @@ def test_pipelines_of_shared_layers_are_exact():
     zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
     specs = pipeline.param_specs(pipeline.stack(GPT.abstract()), file.param_specs(GPT))
     make = models.make_of(lambda: pipeline.stack(make_params()), tx)
-    state = models.run(zero, make, tx, pipeline.loss, batch, STEPS, specs, weighted=True)
+    state = models.run(zero, make, tx, pipeline, batch, STEPS, specs)
     alone, _ = models.alone(models.make_of(make_params, tx), tx, GPT.make_loss(), batch, STEPS)
     params, expected = (
         x | {"layers": {k: v for k, v in x["layers"].items() if k != "key_bias"}}

@@ -76,7 +76,7 @@ def test_the_snapshot_is_the_state_before_the_step(run, monkeypatch):
 
     def counted(self, *args):
         found = original(self, *args)
-        compiled.append(found)
+        compiled.append(found.run)
         return found
 
     monkeypatch.setattr(_compiled_step.CompiledStep, "_program", counted)
