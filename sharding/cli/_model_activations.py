@@ -11,8 +11,8 @@ from sharding.plan._format import read_size, size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.search._traced_model import TracedModel
-from sharding.remat._loss_plan import LossPlan
 from sharding.remat._loss_search import LossSearch, PlannableLoss
+from sharding.remat._planned_loss import LossPlan
 
 
 def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tuple[LossPlan, str]:

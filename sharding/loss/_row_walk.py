@@ -20,7 +20,7 @@ from optax_ext.equations import Call, CustomDerivative, Remat, Scan, name_of, pa
 from optax_ext.user_line import line_of
 from sharding.loss._declared_rows import DECLARED, through_declared
 from sharding.loss._row_dims import RowStep
-from sharding.loss._row_rules import states_of
+from sharding.loss._row_equations import states_of
 from sharding.loss._row_states import (
     CLIPPED,
     SO_FAR,

@@ -7,7 +7,7 @@ from sharding.plan._format import NEED
 from sharding.plan.audit._audit import Audit
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.search._search import SearchResult
-from sharding.remat._loss_plan import LossPlan
+from sharding.remat._planned_loss import LossPlan
 
 # Parts of memory from the lowest, as ``by_part`` has them: their labels and colors.
 _PARTS = {

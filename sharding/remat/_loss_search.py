@@ -31,7 +31,7 @@ from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
-from sharding.remat._loss_plan import LossPlan, ratio
+from sharding.remat._planned_loss import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")

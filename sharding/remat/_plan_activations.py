@@ -14,8 +14,8 @@ from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
-from sharding.remat._loss_plan import LossPlan, ratio
 from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
+from sharding.remat._planned_loss import LossPlan, ratio
 from sharding.step._loss import loss_args
 from sharding.step._rng import microbatch_key
 

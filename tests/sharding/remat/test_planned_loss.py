@@ -179,7 +179,7 @@ def test_a_budget_is_kept():
         assert 0 <= found.at_least <= found.extra_time
         seconds.append(found.extra_time)
     assert seconds[0] == 0 < seconds[1] < seconds[2] < 0.5
-    assert "test_loss_plan.py:" in str(found)
+    assert "test_planned_loss.py:" in str(found)
     assert re.search(r"products again +[1-9][0-9.]+ MFLOP +of 1\d\d MFLOP", str(found)), str(found)
     for share in (0.01, 0.35):
         with pytest.raises(ValueError, match=r"the smallest takes .*, [\d,]+ bytes") as error:
@@ -739,11 +739,11 @@ def test_bad_input():
         return jnp.sum(jax.lax.scan(step, x, params)[0])
 
     for pattern, loss, args in (
-        (r"debug_print does, at .*test_loss_plan.py:[0-9]+", with_printing_rule, ()),
-        (r"debug_print does, at .*test_loss_plan.py:[0-9]+", with_scan, (STACKED, X)),
+        (r"debug_print does, at .*test_planned_loss.py:[0-9]+", with_printing_rule, ()),
+        (r"debug_print does, at .*test_planned_loss.py:[0-9]+", with_scan, (STACKED, X)),
         ("params/1: expected an array or a number, got 'relu'", large, ([X, "relu"], X)),
         ("callbacks and prints is not planned", with_callback, ()),
-        ("test_loss_plan.py:[0-9]+, would be done again", with_print, ()),
+        ("test_planned_loss.py:[0-9]+, would be done again", with_print, ()),
         ("refs is not planned", with_ref, ()),
         ("with collectives is not planned", lambda p, x: jax.lax.pmean(large(p, x), "data"), ()),
         ("Reverse-mode differentiation does not work", with_loop, ()),
@@ -772,7 +772,13 @@ def test_bad_input():
     for loss, params, kind, offload, pattern in (
         (large, LAYERS, "h100", ["nope"], "of which this has none"),
         (large, LAYERS, "v5e", True, "on TPUs or by name copies what loops store"),
-        (scanned, STACKED, "h100", ["nope"], "with values block_input, dot_general test_loss_plan"),
+        (
+            scanned,
+            STACKED,
+            "h100",
+            ["nope"],
+            "with values block_input, dot_general test_planned_loss",
+        ),
     ):
         with pytest.raises(ValueError, match=pattern):
             LossSearch(PlannableLoss(loss, params, X, device), KINDS[kind], offload)
