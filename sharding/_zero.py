@@ -227,8 +227,8 @@ class Zero(StateMethods, NnxMethods):
           has_aux: ``loss_fn`` returns ``(loss, aux)``. Of several micro-batches scalars of ``aux``
             are averaged; arrays, whose first dim is the batch, are concatenated.
           weighted: the loss is a pair ``(sum, weight)``; both are added over micro-batches and
-            divided once. A total weight of zero gives zeros. (A masked mean needs no pair, if what
-            it divides by depends on the batch alone.)
+            divided once, the weight as a constant. A total weight of zero gives zeros. (A masked
+            mean needs no pair, if what it divides by depends on the batch alone.)
           rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call (a pair
             needs a new one in each, a ``TrainState`` may have ``jax.random.key(0)``), folded by the
             step and by the number of the micro-batch. ``"per_example"``: an array of keys, one per

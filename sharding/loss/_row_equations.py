@@ -59,7 +59,8 @@ def _state_of(step: RowStep, ins: list[Any], k: int) -> Any:
     """The state of one result."""
     if step.name == "iota":
         dim = step.params["dimension"]
-        return Shared(frozenset([dim]) & _long_dims(step, k), counts=dim)
+        counts = dim if step.result_shape(k)[dim] > 1 else None  # a single 0 may be repeated
+        return Shared(frozenset([dim]) & _long_dims(step, k), counts=counts)
     if step.name == "select_n" and isinstance(ins[0], Shared) and ins[0].is_zero:
         return ins[1]
     if step.name == "lt" and all(isinstance(v, Shared) for v in ins):
@@ -90,6 +91,9 @@ def _by_dims(step: RowStep, ins: list[Any], k: int) -> Any:
     if step.name in ("gather", "scatter", "scatter-add", "scatter-sub"):
         ins = _own_entries(step, places, ins)
     read, places_read = ins, places
+    of_key = str(step.types[0].dtype) if step.types and step.name in RANDOM else ""
+    if of_key.startswith("key<") and of_key != "key<fry>" and isinstance(ins[0], Rows):
+        raise RowsMeet("under vmap all rows draw from the key of the first one, unless by threefry")
     if step.name == "random_gamma":  # a key draws another number for each entry of other dims
         drawn = _long_dims(step, k) - set(range(len(step.types[0].shape)))
         read, places_read = [*ins, Shared(drawn, random=True)], [*places, places[-1]]
@@ -111,7 +115,9 @@ def _rule_of(step: RowStep, ins: list[Any]) -> DimRule:
     rule, to = rule_of(step), step.result_types[0].dtype
     if step.name == "convert_element_type":
         of = step.types[0].dtype
-        is_exact = of in (to, bool) or (jnp.issubdtype(of, jnp.integer) and to.itemsize >= 4)
+        signs = [jnp.issubdtype(x, jnp.signedinteger) for x in (of, to)]
+        is_wide = to.itemsize >= max(4, of.itemsize) and signs[0] <= signs[1]
+        is_exact = of in (to, bool) or (jnp.issubdtype(of, jnp.integer) and is_wide)
         is_linear = is_exact or jnp.issubdtype(to, jnp.inexact)
     elif step.name == "div":
         is_by_sum = isinstance(ins[1], Rows) and ins[1].is_linear

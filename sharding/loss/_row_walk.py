@@ -30,6 +30,7 @@ from sharding.loss._row_states import (
     RowsMeet,
     Running,
     Shared,
+    Weight,
     added,
     combined,
     is_total,
@@ -149,6 +150,8 @@ class Walk:
         if step.name in _FUNCTIONS:
             name = _FUNCTIONS[step.name]
             return self.inside(step.params[name], step.twin and step.twin.params[name], ins)
+        if step.name == "linear_call":
+            raise RowsMeet("its transpose is one that its author wrote")
         if step.name == "custom_linear_solve":
             return self._linear_solve(step, ins)
         if isinstance(record, Scan):
@@ -181,8 +184,17 @@ class Walk:
         p, twin = step.params, step.twin and step.twin.params["jaxprs"].solve
         counts = p["const_lengths"]
         first = counts.matvec + counts.vecmat
-        given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
-        return self.inside(p["jaxprs"].solve, twin, given)
+        last = first + counts.solve
+        outs = self.inside(p["jaxprs"].solve, twin, [*ins[first:last], *ins[sum(counts) :]])
+        # Its derivatives run other functions of its author.
+        others = [("matvec", ins[: counts.matvec], outs)]
+        others += [("transpose_solve", ins[last : sum(counts)], outs)]
+        for name, consts, given in others:
+            fn = getattr(p["jaxprs"], name)
+            of_twin = step.twin and getattr(step.twin.params["jaxprs"], name)
+            found = self.inside(fn, of_twin, [*consts, *given]) if fn else []
+            outs = [v for v in found if isinstance(v, Coupled)][:1] * len(outs) or outs
+        return outs
 
     # --- Loops and branches -----------------------------------------------------------------------
 
@@ -271,6 +283,8 @@ class Walk:
         is_checked = is_checked or any(isinstance(v, Rows) for v in outs)
         if self._is_in_pullback or not is_checked:
             return
+        if any(isinstance(v, Weight) or (isinstance(v, Rows) and v.is_linear) for v in ins):
+            raise RowsMeet("a derivative that its author wrote may read a sum over rows")
         key = id(step.equation)
         if key not in self._traced:
             twin = step.twin and _pullback_of(step.twin)

@@ -21,6 +21,7 @@ is opaque, and so is a callback, unless ``keeps_rows_apart`` declares it.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -70,10 +71,14 @@ class LossRows:
         return f"{self.word}: {self.cause}" if self.cause else self.word
 
 
-def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence[bool]) -> LossRows:
+def rows_of_loss(
+    fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence[bool], parts: int = 1
+) -> LossRows:
     """What a loss does with the rows of those arguments that have rows, in their first dims.
 
     Arguments are trees of arrays, or of their types; scalars among them are shared by all rows.
+    The loss is traced with all rows, and with those of one of so many parts, as a device gets them;
+    of one part, with twice as many.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     given = zip(has_rows, args, strict=True)
@@ -85,6 +90,7 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
             "many; what is no batch is another argument."
         )
     count = max(2, *counts, 2)  # a single row looks as what is broadcast
+    of_twin = 2 * count if parts == 1 or count % parts else count // parts
 
     def traced(count: int) -> Graph:
         avals = [x if isinstance(x, jax.ShapeDtypeStruct) else plain_type(x) for x in leaves]
@@ -97,14 +103,14 @@ def rows_of_loss(fn: Callable[..., Any], args: Sequence[Any], has_rows: Sequence
 
     graph = traced(count)
     try:
-        twin = traced(2 * count)
+        twin = traced(of_twin)
     except Exception as error:  # of the user's function, whatever it raises
-        states = _states(graph, None, rows, count)
+        states = _states(graph, None, rows, count, 2)
         if not isinstance(states[graph.outputs[0]], Coupled):
-            reason = f"it cannot be traced with {2 * count} rows in place of {count}: {error}"
+            reason = f"it cannot be traced with {of_twin} rows in place of {count}: {error}"
             states = dict.fromkeys(graph.outputs, Coupled(reason))
         return _in_a_word(graph, states)
-    return _in_a_word(graph, _states(graph, twin, rows, count))
+    return _in_a_word(graph, _states(graph, twin, rows, count, Fraction(of_twin, count)))
 
 
 def plain_type(x: Any) -> jax.ShapeDtypeStruct:
@@ -116,8 +122,10 @@ def plain_type(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
 
-def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> dict[Value, State]:
-    """The states of all values of a graph, beside that of twice the rows."""
+def _states(
+    graph: Graph, twin: Graph | None, rows: list[bool], count: int, growth: Fraction | int
+) -> dict[Value, State]:
+    """The states of all values of a graph, beside that of ``growth`` times the rows."""
     states: dict[Value, State] = {
         value: Rows((0,), count) if has else unknown(graph.types[value])
         for value, has in enumerate(rows)
@@ -125,10 +133,11 @@ def _states(graph: Graph, twin: Graph | None, rows: list[bool], count: int) -> d
     if twin and graph.constants.keys() != twin.constants.keys():
         return dict.fromkeys(graph.outputs, Coupled(OTHER_PROGRAM))
     for value, number in graph.constants.items():
-        states[value] = constant(number, twin and twin.constants.get(value))
+        states[value] = constant(number, twin and twin.constants.get(value), growth)
     twins = (twin.equations, twin.types) if twin else (None, ())
     try:
-        Walk().run(steps_of(graph.equations, twins[0], graph.types, twins[1]), states)
+        steps = steps_of(graph.equations, twins[0], graph.types, twins[1], growth)
+        Walk(growth).run(steps, states)
     except RowsMeet as meet:
         return dict.fromkeys(graph.outputs, Coupled(str(meet)))
     return states

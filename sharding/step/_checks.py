@@ -82,7 +82,8 @@ def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
         path, shape = arrays[0]
         raise ValueError(
             f"batch array {path!r} of shape {shape}: its first dim does not divide by "
-            f"{devices} devices times {microbatches} micro-batches (docs: how_to/accumulate)."
+            f"{devices} devices times {microbatches} micro-batches (docs: how_to/accumulate). "
+            "shd.pad_rows fills up a last batch, and masks what it adds."
         )
 
 
@@ -93,9 +94,9 @@ def check_numbers(path: KeyPath, x: Array, keys: bool = True) -> None:
         if keys:
             return
         remedy = (
-            "which zero.put does not place. Put jax.random.key_data(keys) and call "
-            "jax.random.wrap_key_data in the loss, or leave it out and make the step with "
-            "rngs='per_example'"
+            "which zero.put does not place. Leave it out, make the step with rngs=True or "
+            "rngs='per_example', and call step(state, batch, key). Or put "
+            "jax.random.key_data(keys) of all rows, for jax.random.wrap_key_data in the loss"
         )
     elif dtype.kind in "biufcV":  # V: bfloat16 and narrower
         return

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
+from sharding.loss._loss_options import NUMBERED
 from sharding.loss._marks import marking
 from sharding.loss._row_states import Coupled, Rows, Shared, State
 from sharding.loss._rows import LossRows, plain_type, rows_of_loss
@@ -58,7 +59,10 @@ class ProvenLoss(NamedTuple):
     weight: State | None
     model_state: list[State]
     aux: list[State]
+    is_returned: bool  # whether devices can average or join their aux
     must_be_whole: str  # why, if no device can run it by itself, whatever it does with rows
+    in_turn: bool = False  # whether it reads a model state that it changes
+    error: Exception | None = None  # of the loss as it is traced
 
     def is_apart(self, random: bool = False) -> bool:
         """Whether the losses of parts of the rows add up, or average, to that of all."""
@@ -77,7 +81,7 @@ class ProvenLoss(NamedTuple):
             not self.must_be_whole
             and (self.is_apart() or (self.is_sum and not _is_random(self.total)))
             and all(_adds_up(v, (0,)) for v in self.model_state)
-            and all(map(_is_returned, self.aux))
+            and self.is_returned
         )
 
     def reduction(self, model_state: Tree) -> Any:
@@ -152,8 +156,8 @@ def choose_evaluation(
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
     if zero.num_devices == 1:
         return _alone(loss, found)
-    results = found.rows.results if found.rows else ()
-    exact = all(map(_is_returned, results)) and not found.must_be_whole
+    exact = found.rows is not None and not found.must_be_whole
+    exact = exact and _are_returned(found.rows, 0)
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
     return LossProgram(loss, exact, found.must_be_whole or cause)
 
@@ -198,12 +202,23 @@ def check_of_devices(program: LossProgram, options: dict[str, bool]) -> None:
 
 def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
     """Raises if the mean over micro-batches is not known to be the loss."""
-    if proof.is_apart(random=True) or proof.is_sum:
+    if proof.error is not None:
+        raise proof.error
+    is_random, has_keys = _is_random(proof.total) or _is_random(proof.weight), bool(loss.rngs)
+    is_apart = proof.is_apart(random=has_keys) or (proof.is_sum and (has_keys or not is_random))
+    if is_apart and not proof.in_turn:
         return
+    if proof.in_turn:
+        cause = "it reads a model state that each of them changes"
+    elif is_random and not has_keys:
+        cause += ", and all would draw the same (rngs=True gives each a key)"
+    names = ("has_aux", "weighted", "rngs", "model_state")
+    given = {name: getattr(loss, name) for name in names if loss.rngs is not NUMBERED}
+    said = "".join(f"{name}={value!r}, " for name, value in given.items() if value)
     raise ValueError(
         f"microbatches={loss.microbatches} would train another loss than that of the batch: "
         f"{cause}. Make the step with microbatches=1; or, if the mean over micro-batches is meant, "
-        "give shd.Loss(loss_fn, coupled='by_microbatch') (docs: understand/meaning)."
+        f"give shd.Loss(loss_fn, {said}coupled='by_microbatch') (docs: understand/meaning)."
     )
 
 
@@ -223,7 +238,8 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
 
     found = _trace_rows(zero, loss, split, params, specs, inputs)
     if not found.rows:
-        return ProvenLoss(None, Coupled(found.must_be_whole), None, [], [], found.must_be_whole)
+        why = found.must_be_whole
+        return ProvenLoss(None, Coupled(why), None, [], [], False, why, error=found.error)
     total, *more = found.rows.results
     weight = more.pop(0) if loss.weighted else None
     states, aux = more[: counts[0]], more[counts[0] :]
@@ -233,12 +249,24 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         dtype = graph.types[graph.outputs[first + k]].dtype
         if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
             states[k] = Coupled("a model state that is not floating depends on rows")
-    return ProvenLoss(found.rows, total, weight, states, aux, found.must_be_whole)
+    is_returned = _are_returned(found.rows, first + len(states))
+    values = graph.outputs[: first + len(states)]
+    args = jax.tree.leaves((params, inputs.batch, inputs.model_state))
+    old = range(len(args) - len(jax.tree.leaves(inputs.model_state)), len(args))
+    is_same = len(old) == len(states)  # of an nnx model parts of it return
+    both = zip(old, values[first:], strict=True) if is_same else ()
+    numbers = jnp.floating, jnp.signedinteger  # no keys, nor their counts
+    counted = {i for i in old if any(jnp.issubdtype(args[i].dtype, kind) for kind in numbers)}
+    changed = {i for i, new in both if i != new} & counted
+    in_turn = not changed.isdisjoint(graph.needed(values[:first], ())[1])
+    found_all = found.rows, total, weight, states, aux, is_returned
+    return ProvenLoss(*found_all, found.must_be_whole, in_turn)
 
 
 class _TracedRows(NamedTuple):
     rows: LossRows | None
     must_be_whole: str
+    error: Exception | None = None
 
 
 def _trace_rows(
@@ -250,19 +278,20 @@ def _trace_rows(
     args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
     has_rows = [False, True] + [False] * (len(args) - 2)
     has_rows[-1] |= loss.rngs == "per_example"
-    causes = []
+    errors: list[Exception] = []
     # As under jit where axes are Auto; or where the user's are Explicit, which the loss may name.
+    parts = zero.num_devices * loss.microbatches
     choices: list[frozenset[str]] = [frozenset(), layout.other_axes]
     for explicit in choices if layout.other_axes else choices[:1]:
         mesh = _mesh_of(layout, explicit)
         typed = _typed(mesh, args, specs, explicit) if explicit else args
         try:
             with marking(per_device=True), jax.sharding.use_abstract_mesh(mesh):
-                rows = rows_of_loss(fn, typed, has_rows)
+                rows = rows_of_loss(fn, typed, has_rows, parts)
         except BlocksAreMissing:
             raise
         except Exception as error:  # of the user's function, or of what only a step gives it
-            causes.append(f"it cannot be traced by itself ({type(error).__name__}: {error})")
+            errors.append(error)
         else:
             jaxpr, whole = rows.graph.jaxpr, ""
             if _axes_named(jaxpr) & set(layout.data_axes):
@@ -270,7 +299,8 @@ def _trace_rows(
             elif jaxpr.effects:
                 whole = "what it prints, calls back or writes to references is of all rows"
             return _TracedRows(rows, whole)
-    return _TracedRows(None, causes[0])
+    why = f"it cannot be traced by itself ({type(errors[0]).__name__}: {errors[0]})"
+    return _TracedRows(None, why, errors[0])
 
 
 def _mesh_of(layout: Layout, explicit: Collection[str]) -> Any:
@@ -317,16 +347,23 @@ def _adds_up(v: State, powers: tuple[int, ...], random: bool = False) -> bool:
     return isinstance(v, Rows | Shared) and (is_sum or isinstance(v, Shared)) and v.power in powers
 
 
-def is_joined(v: State) -> bool:
-    """Whether a value has rows in its first dim, as the results of devices are joined."""
-    is_apart = isinstance(v, Rows) and not (v.random or v.is_linear or v.power)
-    return is_apart and isinstance(v, Rows) and (v.dims, v.before, v.after) == ((0,), 1, 1)
+def _are_returned(rows: LossRows | None, first: int) -> bool:
+    """Whether results of a loss, averaged or joined over devices, are what all rows give.
 
-
-def _is_returned(v: State) -> bool:
-    """Whether what devices return, averaged or joined, is what all rows give."""
-    is_shared_array = isinstance(v, Shared) and bool(v.varies)
-    return (_adds_up(v, (0,)) and not is_shared_array) or is_joined(v)
+    Scalars are averaged, and arrays joined, which have to have rows in their first dim.
+    """
+    if rows is None:
+        return False
+    for value, v in list(zip(rows.graph.outputs, rows.results, strict=True))[first:]:
+        aval = rows.graph.types[value]
+        if aval.shape:
+            if not isinstance(v, Rows) or v.random or v.is_linear or v.power:
+                return False
+            if (v.dims, v.before, v.after, v.own) != ((0,), 1, 1, None):
+                return False
+        elif not (_adds_up(v, (0,)) and jnp.issubdtype(aval.dtype, jnp.floating)):
+            return False
+    return True
 
 
 def _is_random(v: State | None) -> bool:

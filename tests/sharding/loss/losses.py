@@ -55,6 +55,27 @@ def mlp(p, x):
     return jnp.tanh(x @ p["a"]) @ p["b"]
 
 
+@jax.custom_vjp
+def scaled_by(p, _):
+    return p
+
+
+scaled_by.defvjp(
+    lambda p, s: (p, s), lambda s, g: (jax.tree.map(lambda g: g * s, g), jnp.zeros_like(s))
+)
+
+
+def transposed_to_norm_1(w):
+    transpose = lambda _, ct: ct / jnp.linalg.norm(ct)  # noqa: E731
+    return jax.custom_derivatives.linear_call(lambda _, w: w * 1, transpose, (), w)
+
+
+def drawn_by_rbg(p, b):
+    key = jax.random.key(0, impl="rbg")
+    keys = jax.vmap(lambda x: jax.random.fold_in(key, x))(b[0][:, 0].astype(jnp.uint32))
+    return jnp.mean(errors(p, b) * jax.vmap(jax.random.uniform)(keys))
+
+
 def errors(p, b):
     """The loss of each row."""
     return jnp.mean((mlp(p, b[0]) - b[1]) ** 2, axis=-1)
@@ -694,6 +715,33 @@ LOSSES = {
     "cotangents of weights clipped": coupled(
         lambda p, b: gradient_of_weights_clipped(p, b, lambda g: g / jnp.linalg.norm(g)),
         cause="derivative",
+    ),
+    "vmap over keys that are not threefry's": coupled(drawn_by_rbg, cause="threefry"),
+    "a derivative that reads a sum": coupled(
+        lambda p, b: jnp.mean(errors(scaled_by({"a": p["a"] * 1, "b": p["b"]}, jnp.mean(b[0])), b)),
+        cause="may read a sum",
+    ),
+    "a transpose that is not linear": coupled(
+        lambda p, b: jnp.mean(errors({"a": transposed_to_norm_1(p["a"]), "b": p["b"]}, b)),
+        cause="linear_call",
+    ),
+    "a solution whose transpose couples": coupled(
+        lambda p, b: jnp.mean(
+            lax.custom_linear_solve(
+                lambda x: 2 * x, mlp(p, b[0]), lambda _, y: y / 2, lambda _, ct: ct - ct.mean(0)
+            )
+        ),
+        cause="sub",
+    ),
+    "one index for all": coupled(
+        lambda p, b: jnp.mean(mlp(p, b[0])[jnp.broadcast_to(jnp.arange(1), len(b[0])), b[1]]),
+        batch=(X, CLASSES),
+        cause="",
+    ),
+    "a sum that wraps": coupled(
+        lambda p, b: jnp.sum(b[1] - 3).astype(jnp.uint32).astype(float) * p["a"][0, 0],
+        batch=(X, CLASSES),
+        cause="",
     ),
     "cotangents that are not read": coupled(with_a_gradient_of_its_own, cause="derivative"),
     "over n - 1": coupled(

@@ -60,6 +60,14 @@ def masked(p, batch):
     return jnp.sum(each(p, batch) * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
 
 
+@jax.custom_vjp
+def scaled_by_itself(total):
+    return total
+
+
+scaled_by_itself.defvjp(lambda x: (x, x), lambda x, g: (g * x,))
+
+
 # Each with its program, and whether micro-batches are parts of it.
 LOSSES = {
     "mean": (lambda p, b: each(p, b).mean(), True, True),
@@ -91,6 +99,10 @@ LOSSES = {
         False,
         False,
     ),
+    # Python that reads the number of rows, which for a device is another.
+    "a length": (lambda p, b: each(p, b).sum() / max(len(b["x"]), 20), False, False),
+    "padded rows": (lambda p, b: jnp.pad(each(p, b), (0, -len(b["x"]) % 16)).mean(), False, False),
+    "own derivative of a sum": (lambda p, b: scaled_by_itself(each(p, b).mean()), False, False),
     "contrastive": (contrastive, False, False),
     "batch norm": (batch_norm, False, False),
     "variance": (lambda p, b: -jnp.log(each(p, b).std() + 1), False, False),
@@ -147,6 +159,13 @@ AUX = {
     "a masked mean": (masked, False),
     "an array of all": (lambda p, b: p["scale"] * 2, False),
     "a sum": (lambda p, b: each(p, b).sum(), False),
+    "a mean of each column": (lambda p, b: outputs(p, b).mean(0), False),
+    "a mean for each row": (lambda p, b: jnp.full(ROWS, each(p, b).mean()), False),
+    "a number": (lambda p, b: jnp.asarray(2**60 + 1), False),
+    "the index of a row": (
+        lambda p, b: jnp.stack([jnp.arange(ROWS), b["mask"].astype(int)], 1),
+        False,
+    ),
     "rows in another dim": (lambda p, b: outputs(p, b).T, False),
     "the rows reversed": (lambda p, b: each(p, b)[::-1], False),
 }
@@ -219,6 +238,25 @@ def test_micro_batches_of_a_coupled_loss_are_asked_for():
     parts = [jax.tree.map(lambda x, i=i: x[i], halves) for i in (0, 1)]
     mean = lambda p: sum(batch_norm(p, part) for part in parts) / 2  # noqa: E731
     model.assert_close(found, jax.value_and_grad(mean)(params()), 1e-12)
+
+
+def test_micro_batches_that_would_draw_the_same_or_take_turns():
+    zero = runs.zero_of(2, "four")
+    state, batch = zero.place(params()), zero.put(data(0))
+    noise = lambda key, x: x * jax.random.bernoulli(key, 0.5, x.shape)  # noqa: E731
+    drawn = lambda p, b: noise(jax.random.key(0), each(p, b)).mean()  # noqa: E731
+    with pytest.raises(ValueError, match=r"all would draw the same \(rngs=True gives each a key\)"):
+        zero.value_and_grad(drawn, microbatches=2)(state, batch)
+    keyed = lambda p, b, key: noise(key, each(p, b)).mean()  # noqa: E731
+    zero.value_and_grad(keyed, rngs=True, microbatches=2)(state, batch, jax.random.key(0))
+    turns = lambda p, b, old: (each(p, b).mean() * (1 + old), old + 1.0)  # noqa: E731
+    run = zero.value_and_grad(turns, model_state=True, microbatches=2)
+    with pytest.raises(ValueError, match=r"a model state that .* model_state=True, coupled="):
+        run(state, batch, model_state=zero.replicate(np.ones(())))
+    with pytest.raises(ValueError, match=r"a model state that each of them changes"):
+        run(state, batch, model_state=zero.replicate(np.ones((), int)))
+    with pytest.raises(KeyError, match="absent"):  # of the loss itself
+        zero.value_and_grad(lambda p, b: p["absent"], microbatches=2)(state, batch)
 
 
 def of_devices(loss, n):
