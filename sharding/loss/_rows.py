@@ -77,8 +77,8 @@ def rows_of_loss(
     """What a loss does with the rows of those arguments that have rows, in their first dims.
 
     Arguments are trees of arrays, or of their types; scalars among them are shared by all rows.
-    The loss is traced with all rows, and with those of one of so many parts, as a device gets them;
-    of one part, with twice as many.
+    The loss is traced with all rows, and with those of one of so many parts, as a device gets them
+    (with 2 in the place of 1); of one part, with twice as many.
     """
     leaves, treedef = jax.tree.flatten(tuple(args))
     given = zip(has_rows, args, strict=True)
@@ -90,7 +90,9 @@ def rows_of_loss(
             "many; what is no batch is another argument."
         )
     count = max(2, *counts, 2)  # a single row looks as what is broadcast
-    of_twin = 2 * count if parts == 1 or count % parts else count // parts
+    of_twin = max(2, count // parts)
+    if of_twin == count or count % parts:
+        of_twin = 2 * count
 
     def traced(count: int) -> Graph:
         avals = [x if isinstance(x, jax.ShapeDtypeStruct) else plain_type(x) for x in leaves]

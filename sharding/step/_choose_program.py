@@ -61,7 +61,6 @@ class ProvenLoss(NamedTuple):
     aux: list[State]
     is_returned: bool  # whether devices can average or join their aux
     must_be_whole: str  # why, if no device can run it by itself, whatever it does with rows
-    in_turn: bool = False  # whether it reads a model state that it changes
     error: Exception | None = None  # of the loss as it is traced
 
     def is_apart(self, random: bool = False) -> bool:
@@ -206,11 +205,9 @@ def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
         raise proof.error
     is_random, has_keys = _is_random(proof.total) or _is_random(proof.weight), bool(loss.rngs)
     is_apart = proof.is_apart(random=has_keys) or (proof.is_sum and (has_keys or not is_random))
-    if is_apart and not proof.in_turn:
+    if is_apart:
         return
-    if proof.in_turn:
-        cause = "it reads a model state that each of them changes"
-    elif is_random and not has_keys:
+    if is_random and not has_keys:
         cause += ", and all would draw the same (rngs=True gives each a key)"
     names = ("has_aux", "weighted", "rngs", "model_state")
     given = {name: getattr(loss, name) for name in names if loss.rngs is not NUMBERED}
@@ -250,17 +247,8 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
             states[k] = Coupled("a model state that is not floating depends on rows")
     is_returned = _are_returned(found.rows, first + len(states))
-    values = graph.outputs[: first + len(states)]
-    args = jax.tree.leaves((params, inputs.batch, inputs.model_state))
-    old = range(len(args) - len(jax.tree.leaves(inputs.model_state)), len(args))
-    is_same = len(old) == len(states)  # of an nnx model parts of it return
-    both = zip(old, values[first:], strict=True) if is_same else ()
-    numbers = jnp.floating, jnp.signedinteger  # no keys, nor their counts
-    counted = {i for i in old if any(jnp.issubdtype(args[i].dtype, kind) for kind in numbers)}
-    changed = {i for i, new in both if i != new} & counted
-    in_turn = not changed.isdisjoint(graph.needed(values[:first], ())[1])
     found_all = found.rows, total, weight, states, aux, is_returned
-    return ProvenLoss(*found_all, found.must_be_whole, in_turn)
+    return ProvenLoss(*found_all, found.must_be_whole)
 
 
 class _TracedRows(NamedTuple):

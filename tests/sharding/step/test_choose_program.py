@@ -240,7 +240,7 @@ def test_micro_batches_of_a_coupled_loss_are_asked_for():
     model.assert_close(found, jax.value_and_grad(mean)(params()), 1e-12)
 
 
-def test_micro_batches_that_would_draw_the_same_or_take_turns():
+def test_micro_batches_that_would_draw_the_same():
     zero = runs.zero_of(2, "four")
     state, batch = zero.place(params()), zero.put(data(0))
     noise = lambda key, x: x * jax.random.bernoulli(key, 0.5, x.shape)  # noqa: E731
@@ -249,12 +249,6 @@ def test_micro_batches_that_would_draw_the_same_or_take_turns():
         zero.value_and_grad(drawn, microbatches=2)(state, batch)
     keyed = lambda p, b, key: noise(key, each(p, b)).mean()  # noqa: E731
     zero.value_and_grad(keyed, rngs=True, microbatches=2)(state, batch, jax.random.key(0))
-    turns = lambda p, b, old: (each(p, b).mean() * (1 + old), old + 1.0)  # noqa: E731
-    run = zero.value_and_grad(turns, model_state=True, microbatches=2)
-    with pytest.raises(ValueError, match=r"a model state that .* model_state=True, coupled="):
-        run(state, batch, model_state=zero.replicate(np.ones(())))
-    with pytest.raises(ValueError, match=r"a model state that each of them changes"):
-        run(state, batch, model_state=zero.replicate(np.ones((), int)))
     with pytest.raises(KeyError, match="absent"):  # of the loss itself
         zero.value_and_grad(lambda p, b: p["absent"], microbatches=2)(state, batch)
 
