@@ -66,7 +66,8 @@ def ending_together() -> Iterator[None]:
         if not jax.distributed.is_initialized():
             raise
         cause = "most likely because another process was lost"
-        if not isinstance(error, jax.errors.JaxRuntimeError):
+        # Where jax compiles or dispatches, the collective's error is a ValueError.
+        if not isinstance(error, jax.errors.JaxRuntimeError) and "Gloo" not in str(error):
             cause = "because of an error of its own"
             traceback.print_exc()
         print(
