@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 import _results
 import jax
@@ -142,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--smoke", action="store_true")
     smoke = parser.parse_args().smoke
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_enable_compilation_cache", False)
     cases = [(name, stage) for name in MODELS for stage in (2, 3)]
     found = [rows(*case, 2 if smoke else 15, smoke) for case in cases[-1 if smoke else 0 :]]
