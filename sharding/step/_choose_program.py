@@ -66,8 +66,7 @@ class ProvenLoss(NamedTuple):
     def is_apart(self, random: bool = False) -> bool:
         """Whether the losses of parts of the rows add up, or average, to that of all."""
         parts = [self.total] + ([] if self.weight is None else [self.weight])
-        powers: list[int] = [0] if self.weight is None else [0, 1]
-        return any(all(_adds_up(v, (power,), random) for v in parts) for power in powers)
+        return any(all(_adds_up(v, (power,), random) for v in parts) for power in (0, 1))
 
     @property
     def is_sum(self) -> bool:
@@ -78,7 +77,7 @@ class ProvenLoss(NamedTuple):
         """Whether each device may compute its own rows, and all that is returned is the same."""
         return (
             not self.must_be_whole
-            and (self.is_apart() or (self.is_sum and not _is_random(self.total)))
+            and self.is_apart()
             and all(_adds_up(v, (0,)) for v in self.model_state)
             and self.is_returned
         )
@@ -155,8 +154,7 @@ def choose_evaluation(
     found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
     if zero.num_devices == 1:
         return _alone(loss, found)
-    exact = found.rows is not None and not found.must_be_whole
-    exact = exact and _are_returned(found.rows, 0)
+    exact = not found.must_be_whole and _are_returned(found.rows, 0)
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
     return LossProgram(loss, exact, found.must_be_whole or cause)
 
@@ -203,11 +201,10 @@ def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
     """Raises if the mean over micro-batches is not known to be the loss."""
     if proof.error is not None:
         raise proof.error
-    is_random, has_keys = _is_random(proof.total) or _is_random(proof.weight), bool(loss.rngs)
-    is_apart = proof.is_apart(random=has_keys) or (proof.is_sum and (has_keys or not is_random))
-    if is_apart:
+    has_keys = bool(loss.rngs)
+    if proof.is_apart(random=has_keys):
         return
-    if is_random and not has_keys:
+    if not has_keys and (_is_random(proof.total) or _is_random(proof.weight)):
         cause += ", and all would draw the same (rngs=True gives each a key)"
     names = ("has_aux", "weighted", "rngs", "model_state")
     given = {name: getattr(loss, name) for name in names if loss.rngs is not NUMBERED}
@@ -247,8 +244,7 @@ def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) 
         if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
             states[k] = Coupled("a model state that is not floating depends on rows")
     is_returned = _are_returned(found.rows, first + len(states))
-    found_all = found.rows, total, weight, states, aux, is_returned
-    return ProvenLoss(*found_all, found.must_be_whole)
+    return ProvenLoss(found.rows, total, weight, states, aux, is_returned, found.must_be_whole)
 
 
 class _TracedRows(NamedTuple):
@@ -267,8 +263,8 @@ def _trace_rows(
     has_rows = [False, True] + [False] * (len(args) - 2)
     has_rows[-1] |= loss.rngs == "per_example"
     errors: list[Exception] = []
-    # As under jit where axes are Auto; or where the user's are Explicit, which the loss may name.
     parts = zero.num_devices * loss.microbatches
+    # As under jit where axes are Auto; or where the user's are Explicit, which the loss may name.
     choices: list[frozenset[str]] = [frozenset(), layout.other_axes]
     for explicit in choices if layout.other_axes else choices[:1]:
         mesh = _mesh_of(layout, explicit)
