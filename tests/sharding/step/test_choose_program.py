@@ -163,7 +163,9 @@ AUX = {
     "a mean for each row": (lambda p, b: jnp.full(ROWS, each(p, b).mean()), False),
     "a number": (lambda p, b: jnp.asarray(2**60 + 1), False),
     "the index of a row": (
-        lambda p, b: jnp.stack([jnp.arange(ROWS), b["mask"].astype(int)], 1),
+        lambda p, b: jnp.concatenate(
+            [jnp.arange(len(b["x"]))[:, None], b["mask"].astype(int)[:, None]], 1
+        ),
         False,
     ),
     "rows in another dim": (lambda p, b: outputs(p, b).T, False),
@@ -297,10 +299,11 @@ def test_options_imply_others():
     assert zero.offload == "optimizer"
     found = []
     of_state = {"offload": "optimizer", "offload_min_size": 16}
+    of_layers = of_state | {"offload": "all"}
     for options, update in (
         ({}, "after"),
         ({}, "backward"),
-        ({"offload": "all"}, "after"),
+        (of_layers, "after"),
         (of_state, "backward"),
     ):
         zero = runs.zero_of(2, "four", **options)
