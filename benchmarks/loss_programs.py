@@ -43,7 +43,7 @@ def decoder(scan: bool, smoke: bool) -> tuple[Callable[[], Any], Loss, Any]:
 
 def towers(coupled: bool, smoke: bool) -> tuple[Callable[[], Any], Loss, Any]:
     """A stack of layers; a contrastive loss of its outputs, or a mean over rows that count."""
-    width = 64 if smoke else 512
+    width = 64 if smoke else 256
     rng = np.random.default_rng(0)
 
     def make() -> Any:
@@ -65,7 +65,7 @@ def towers(coupled: bool, smoke: bool) -> tuple[Callable[[], Any], Loss, Any]:
         losses = jnp.mean((outputs(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
         return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
 
-    n = 64 * DEVICES
+    n = 16 * DEVICES
     batch = {k: rng.normal(size=(n, width)).astype(np.float32) for k in "xy"}
     return make, contrastive if coupled else masked, batch | {"mask": np.arange(n) % 3 > 0}
 

@@ -5,8 +5,8 @@ moments (Rajbhandari et al., ZeRO, SC 2020, figure 1). Programs hold activations
 too. Nothing is run. Needs the compilers: pip install '.[aot]'.
 
   python benchmarks/zero_memory.py            # writes results/zero_memory.md
-  python benchmarks/zero_memory.py --only views     # one of its tables: of both programs of a loss,
-  python benchmarks/zero_memory.py --only backward  # of the update inside the backward pass
+  python benchmarks/zero_memory.py --only losses    # one of its tables: losses as jit has them,
+  python benchmarks/zero_memory.py --only backward  # the update inside the backward pass
   python benchmarks/zero_memory.py --smoke    # the CPU and one layer, prints only
 """
 
@@ -63,10 +63,10 @@ COLUMNS = {
     "/ theory": "{of_theory:.3f}",
     "compiled in, s": "{seconds:.0f}",
 }
-# Models in both programs: their length, and for each target its numbers of micro-batches.
-VIEWED = {
-    "gpt2-small": (512, dict.fromkeys(("h100x8", "v5e:2x4", "v5e:4x4", "v5p:2x2x2"), (1, 4))),
-    "llama2-7b": (1024, {"h100x8": (1, 4), "v5e:4x4": (1,), "v5p:2x2x2": (1,)}),
+# Losses of a model, as `jit` computes them: their length, targets, and numbers of micro-batches.
+LOSSES = {
+    "gpt2-small": (512, ("h100x8", "v5e:2x4", "v5e:4x4", "v5p:2x2x2"), (1, 4)),
+    "llama2-7b": (1024, ("h100x8", "v5e:4x4", "v5p:2x2x2"), (1,)),
 }
 
 
@@ -74,6 +74,57 @@ def paper_bytes(params: float, stage: int, devices: int) -> float:
     """Bytes of one device in the paper's figure 1, without activations."""
     shards = [devices if stage >= least else 1 for least in (3, 2, 1)]
     return params * sum(n / s for n, s in zip((2, 2, 12), shards, strict=True))
+
+
+def loss_of(name: str, model: Decoder, zero: shd.Zero) -> Any:
+    """A loss of ``LOSSES``, each layer computed again; or one of layers that ``zero`` gathers."""
+    if name == "gathered":
+        layer = zero.gathered(model.apply_layer)
+        return model.make_loss(layer if zero.stage == 3 else jax.checkpoint(layer))
+    if name == "batch norm":
+
+        def normalized(params: Any, x: jax.Array) -> jax.Array:
+            y = model.apply_layer(params, x).astype(jnp.float32)
+            mean, variance = jnp.mean(y, axis=(0, 1)), jnp.var(y, axis=(0, 1))
+            return ((y - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype)
+
+        return model.make_loss(jax.checkpoint(normalized))
+    if name == "contrastive":
+        layer = jax.checkpoint(model.apply_layer)
+
+        def contrastive(params: Any, tokens: jax.Array) -> jax.Array:
+            """Of the first half of each sequence and its second half."""
+            x = model.embed(params, tokens)
+            x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
+            half = x.shape[1] // 2
+            first, second = jnp.mean(x[:, :half], axis=1), jnp.mean(x[:, half:], axis=1)
+            logits = first.astype(jnp.float32) @ second.astype(jnp.float32).T
+            labels = jnp.arange(len(logits))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        return contrastive
+    whole = model.make_loss(jax.checkpoint(model.apply_layer))
+    return shd.Loss(whole, per_device=False) if name == "mean, partitioned" else whole
+
+
+def jitted_step(loss: Any, tx: Any) -> Any:
+    """A user's step by ``jit`` and shardings alone, whose results stay where the state is."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    class Step:
+        @staticmethod
+        def lower(state: Any, batch: Any) -> Any:
+            of_state = jax.tree.map(lambda x: x.sharding, state)
+            return jax.jit(step, donate_argnums=0, out_shardings=(of_state, None)).lower(
+                state, batch
+            )
+
+    return Step
 
 
 def compiled(
@@ -84,7 +135,8 @@ def compiled(
     replicas: int = 1,
     microbatches: int = 1,
     length: int = LENGTH,
-    per_device: bool = True,
+    loss: str = "gathered",
+    jit: bool = False,
 ) -> dict[str, float]:
     """Figures of one device in GiB: a sequence a micro-batch, every layer computed again."""
     model = dataclasses.replace(model, length=length)
@@ -120,13 +172,14 @@ def compiled(
         params = model.init(dtype)
         return params, tx.init(params)
 
-    # What is partitioned is the loss of plain jit.
-    layer = zero.gathered(model.apply_layer) if per_device else model.apply_layer
-    gathers_again = stage == 3 and per_device
-    loss = model.make_loss(layer if gathers_again else jax.checkpoint(layer))
-    whole = shd.Loss(loss, per_device=None if per_device else False)
-    step = zero.train_step(whole, tx=tx, microbatches=microbatches)
+    function = loss_of(loss, model, zero)
+    step: Any = jitted_step(function, tx) if jit else None
+    if step is None:
+        step = zero.train_step(function, tx=tx, microbatches=microbatches)
     tokens = model.batch(zero.num_devices * microbatches)
+    if jit:
+        rows = jax.NamedSharding(zero.mesh, jax.P(tuple(MESHES[target])))
+        tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=rows)
     lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
     start = time.perf_counter()
     program = lowered.compile()
@@ -185,22 +238,25 @@ def large_rows() -> Iterator[str]:
                 yield line(name, target, about, **case, weights="plain", replicas=replicas)
 
 
-def view_rows(smoke: bool) -> Iterator[str]:
-    """Stages 2 and 3 in both programs, without masters."""
-    cases: Any = {"tiny": (32, {"cpu:8": (1,)})} if smoke else VIEWED
+def loss_rows(smoke: bool) -> Iterator[str]:
+    """Losses at stages 2 and 3, without masters: by ``jit`` alone, and by a step of ours."""
+    cases: Any = {"tiny": (32, ("cpu:8",), (1,))} if smoke else LOSSES
     models = {**MODELS, "tiny": Decoder(2, 64, 4, 4, 128, 96)}
-    for name, (length, targets_of) in cases.items():
-        for target, counts in targets_of.items():
-            for stage, k in itertools.product((3,) if smoke else (2, 3), counts):
-                case: Any = {"model": models[name], "length": length, "weights": "plain"}
-                case |= {"target": target, "stage": stage, "microbatches": k}
-                found = [if_it_fits(**case, per_device=x) for x in (True, False)]
-                figures = [
-                    f"{x[key]:{form}}" if x else "does not fit"
-                    for key, form in (("of_theory", ".3f"), ("temporaries", ".2f"))
-                    for x in found
-                ]
-                yield f"| {' | '.join((name, target, str(stage), str(k), *figures))} |"
+    losses = "mean", "mean, partitioned", "contrastive", "batch norm"
+    for name, (length, names, counts) in cases.items():
+        for target, loss, stage, k in itertools.product(names, losses, (2, 3), counts):
+            if k > 1 and not loss.startswith("mean"):
+                continue  # Their rows meet.
+            case: Any = {"model": models[name], "length": length, "weights": "plain"}
+            case |= {"target": target, "stage": stage, "microbatches": k, "loss": loss}
+            by_jit = k == 1 and loss != "mean, partitioned"
+            found = [if_it_fits(**case, jit=True) if by_jit else {}, if_it_fits(**case)]
+            figures = [
+                "does not fit" if x is None else f"{x[key]:{form}}" if x else ""
+                for key, form in (("of_theory", ".3f"), ("temporaries", ".2f"))
+                for x in found
+            ]
+            yield f"| {' | '.join((name, target, loss, str(stage), str(k), *figures))} |"
 
 
 BY_LAYER = optax_ext.by_path(
@@ -361,22 +417,22 @@ def header(*columns: str) -> str:
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
 
 
-def write_views(smoke: bool) -> None:
-    """Prints the table of both programs; writes that of full size into the file of all tables."""
-    programs = "per device", "partitioned"
-    columns = [f"{what}: {program}" for what in ("/ theory", "GiB") for program in programs]
-    names = "model", "target", "stage", "micro-batches"
-    views = _results.table(header(*names, *columns), view_rows(smoke))
+def write_losses(smoke: bool) -> None:
+    """Prints the table of losses; writes that of full size into the file of all tables."""
+    columns = [f"{what}: {step}" for what in ("/ theory", "GiB") for step in ("jit", "step")]
+    names = "model", "target", "loss", "stage", "micro-batches"
+    found = _results.table(header(*names, *columns), loss_rows(smoke))
     if not smoke:
         _results.write_section(
             "zero_memory",
-            "Two programs of a loss",
-            "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Per "
-            "device: `zero.gathered` layers. Partitioned: `per_device=False`, `jax.checkpoint` "
-            "around a layer. 1,024 tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded "
-            "tokens instead of reducing that of the table, if it is larger.",
-            views,
-            script="zero_memory.py --only views",
+            "Losses as jit computes them",
+            "AdamW in bfloat16; bytes sent over the planner's, and temporaries. Every loss is that "
+            "of plain `jit`, with `jax.checkpoint` around a layer. Jit: shardings of the state "
+            "alone. Step: `zero.train_step(loss)`; partitioned with `per_device=False`. 1,024 "
+            "tokens, GPT-2 512. Below 1: XLA gathers gradients of embedded tokens instead of "
+            "reducing that of the table, if it is larger.",
+            found,
+            script="zero_memory.py --only losses",
         )
 
 
@@ -384,7 +440,7 @@ def main() -> None:
     """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model, the CPU alone; no file")
-    tables = {"views": write_views, "backward": write_backward}
+    tables = {"losses": write_losses, "backward": write_backward}
     parser.add_argument("--only", choices=tables, help="one table alone")
     options = parser.parse_args()
     smoke = options.smoke
@@ -395,7 +451,7 @@ def main() -> None:
         return
     small = _results.table(header("model", "target", "stage", "paper", *COLUMNS), small_rows(smoke))
     if smoke:
-        write_views(smoke)
+        write_losses(smoke)
         write_backward(smoke)
         return
     large = _results.table(header("model", "target", "stage", *COLUMNS), large_rows())
@@ -411,7 +467,7 @@ def main() -> None:
         "## Large models\n\nAdamW in bfloat16. Hybrid: two replicas.",
         large,
     )
-    write_views(smoke)
+    write_losses(smoke)
     write_backward(smoke)
 
 
