@@ -1,0 +1,149 @@
+"""Forms: what is stored of a parameter, and what a loss sees of it.
+
+A form is a node of the parameters' tree in the place of an array. Its parts have the leading dims
+of that, such as one of layers, so that a loop over layers takes slices of the parts.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext.low_precision._formats import Quantized
+from optax_ext.low_precision._quantize import dequantize
+
+
+class Form:
+    """What stands for an array in a tree of parameters."""
+
+    dtype: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what the loss sees."""
+        raise NotImplementedError
+
+    @property
+    def stacked(self) -> int:
+        """How many leading dims stack arrays that are stored alike, and can be sliced."""
+        raise NotImplementedError
+
+    def decode(self) -> jax.Array:
+        """What the loss sees."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts, over all devices."""
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def over_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
+    """A function of one array or form, over leading dims of a stack."""
+    for _ in range(dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+def decoded(x: Any) -> Any:
+    """What the loss sees of a parameter, a form or not."""
+    return x.decode() if isinstance(x, Form) else x
+
+
+def is_form(x: Any) -> bool:
+    return isinstance(x, Form)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Coded(Form):
+    """A stack of arrays in a format of ``optax_ext``, such as ``Linear(4)`` or ``Float8()``."""
+
+    quantized: Quantized  #: whose ``shape`` is that of one array of the stack
+    dtype: Any = dataclasses.field(metadata={"static": True})  #: of what the loss sees
+
+    @property
+    def stacked(self) -> int:
+        return len(self.quantized.codes.shape) - len(self.quantized.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.quantized.codes.shape[: self.stacked], *self.quantized.shape)
+
+    def decode(self) -> jax.Array:
+        return over_stack(dequantize, self.stacked)(self.quantized).astype(self.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted(Form):
+    r"""A frozen parameter and a low-rank addition, which is trained.
+
+    .. math:: W = W_0 + s\,A B
+
+    References:
+      Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, arXiv 2106.09685.
+    """
+
+    base: Any  #: W_0 (stack..., rows..., columns...): an array or a form
+    a: jax.Array  #: (stack..., rows..., rank)
+    b: jax.Array  #: (stack..., rank, columns...)
+    scale: float = dataclasses.field(metadata={"static": True})  #: alpha / rank
+    columns: int = dataclasses.field(default=1, metadata={"static": True})  #: dims of columns
+
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        return self.base.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def stacked(self) -> int:
+        return len(self.b.shape) - self.columns - 1
+
+    @property
+    def rows(self) -> int:
+        """The number of dims of rows."""
+        return len(self.a.shape) - self.stacked - 1
+
+    def frozen(self) -> jax.Array:
+        """W_0, decoded."""
+        return jax.lax.stop_gradient(decoded(self.base))
+
+    def decode(self) -> jax.Array:
+        product = over_stack(lambda ab: jnp.tensordot(*ab, 1), self.stacked)
+        low = self.scale * product((self.a, self.b))
+        base = self.frozen()
+        return base + low.astype(base.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Masked(Form):
+    """A pruned parameter: zero wherever the mask is, whatever the optimizer does."""
+
+    values: jax.Array  #: trained
+    kept: jax.Array  #: bool, of the same shape
+
+    @property
+    def dtype(self) -> Any:  # type: ignore[override]
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def stacked(self) -> int:
+        return len(self.values.shape)
+
+    def decode(self) -> jax.Array:
+        return jnp.where(self.kept, self.values, 0)

@@ -1,0 +1,241 @@
+"""From arrays to forms and back: few bits, adapters, masks; by the paths of parameters."""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_ext import Dynamic, Float8, Linear
+from optax_ext.low_precision._quantize import quantize
+from sharding._types import Tree
+from sharding.placement._specs import check_patterns, leaf_names, plain_path
+from sharding.stored import _normal_float
+from sharding.stored._forms import Adapted, Coded, Form, Masked, decoded, is_form, over_stack
+
+# From an array, or the form that a step before made of it, to a form: ``(x, path, key)``.
+Step = Callable[[Any, str, jax.Array | None], Any]
+CodedFormat = Dynamic | Float8 | Linear
+
+
+def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
+    """A parameter that is stored in few bits, and has neither a gradient nor a state.
+
+    Args:
+      bits: 4 is NF4 with scales in 8 bits (4.127 bits an element), of which the last dim must be a
+        multiple of 64; 8 is ``Dynamic(8)``; or a format, such as ``Linear(4)`` or ``Float8()``.
+      dims: how many last dims are one array, with scales of its own; those before it, such as one
+        of layers, stack arrays.
+
+    Raises:
+      ValueError: if ``bits`` is none of these.
+    """
+    if not isinstance(bits, CodedFormat) and bits not in (4, 8):
+        raise ValueError(f"frozen takes 4 or 8 bits, or a format of optax_ext, got {bits!r}.")
+    fmt = Dynamic(8) if bits == 8 else bits
+
+    def coded(x: jax.Array) -> Any:
+        return quantize(x.astype(jnp.float32), fmt, signed=True)  # type: ignore[arg-type]
+
+    def step(x: Any, path: str, key: Any) -> Form:
+        del key
+        _check_array(x, path, "frozen")
+        if fmt != 4:
+            return Coded(_by_array(coded, x, dims), x.dtype)
+        if x.shape[-1] % _normal_float.BLOCK:
+            raise ValueError(
+                f"{path} has shape {tuple(x.shape)}, and NF4 needs rows of a multiple of "
+                f"{_normal_float.BLOCK} elements. Give it frozen(8), or leave it out."
+            )
+        encoded: Form = _by_array(_normal_float.encode, x, dims)
+        return encoded
+
+    return step
+
+
+def lora(
+    rank: int, alpha: float | None = None, *, rows: int = 1, columns: int = 1, dtype: Any = None
+) -> Step:
+    """A low-rank addition ``alpha / rank * A B`` to a parameter, which is then frozen itself.
+
+    A is drawn from U(-1/sqrt(n), 1/sqrt(n)), n the number of rows, and B is zero.
+
+    Args:
+      rank: columns of A and rows of B.
+      alpha: None for ``rank``, a scale of 1.
+      rows: how many dims are rows, as two in a kernel (heads, head_dim, width).
+      columns: how many last dims are columns.
+      dtype: of A and B; None for the parameter's.
+
+    Raises:
+      ValueError: if the rank is not below the rows and columns.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"lora: the rank must be an integer of at least 1, got {rank!r}.")
+
+    def step(x: Any, path: str, key: Any) -> Form:
+        if not is_form(x):
+            _check_array(x, path, "lora")
+        shape, first, last = tuple(x.shape), len(x.shape) - rows - columns, len(x.shape) - columns
+        if isinstance(x, Adapted | Masked) or first < 0:
+            raise ValueError(
+                f"{path} of shape {shape} cannot get an adapter of {rows + columns} dims: it needs "
+                "an array, or frozen codes, of so many dims at least."
+            )
+        num_rows = int(np.prod(shape[first:last]))
+        if rank > min(num_rows, int(np.prod(shape[last:]))):
+            raise ValueError(f"lora: rank {rank} is above a dim of {path}, of shape {shape}.")
+        if key is None:
+            raise ValueError("lora draws A: give store(..., key).")
+        bound = num_rows**-0.5
+        of_a = (*shape[:last], rank)
+        a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound).astype(dtype or x.dtype)
+        b = jnp.zeros((*shape[:first], rank, *shape[last:]), a.dtype)
+        return Adapted(x, a, b, (rank if alpha is None else alpha) / rank, columns)
+
+    return step
+
+
+def masked(sparsity: float) -> Step:
+    """A pruned parameter: the share ``sparsity`` of its smallest magnitudes is zero, and stays so.
+
+    Raises:
+      ValueError: if the share is not at least 0 and below 1.
+    """
+    if not 0 <= sparsity < 1:
+        raise ValueError(f"masked: the sparsity must be at least 0 and below 1, got {sparsity!r}.")
+
+    def step(x: Any, path: str, key: Any) -> Form:
+        del key
+        _check_array(x, path, "masked")
+        size = jnp.abs(jnp.asarray(x))
+        return Masked(jnp.asarray(x), size >= jnp.quantile(size.astype(jnp.float32), sparsity))
+
+    return step
+
+
+def store(
+    params: Tree, forms: Mapping[str, Step | Sequence[Step]], key: jax.Array | None = None
+) -> Any:
+    """Parameters, of which some are stored in forms.
+
+    Args:
+      params: a tree of arrays. Those in host memory, such as of a safetensors file that is mapped
+        into memory, are encoded an array of a stack at a time, and stay there.
+      forms: by a regular expression of a path, such as ``"layers/.*/kernel"``, what is done to the
+        array: one of ``frozen``, ``lora`` and ``masked``, or ``(frozen(4), lora(16))``. The first
+        expression found in a path counts.
+      key: of the adapters.
+
+    Raises:
+      ValueError: if an expression matches no parameter, or a form does not suit one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = {"layers": jnp.ones((3, 128, 256), jnp.bfloat16), "norm": jnp.ones(128)}
+      >>> params = stored.store(params, {"layers": stored.frozen(4)})
+      >>> params["layers"].shape, params["layers"].nbytes * 8 / (3 * 128 * 256)
+      ((3, 128, 256), 4.1279296875)
+    """
+    check_patterns("store", forms)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
+    paths = _paths(params)
+    used: set[str] = set()
+
+    def form_of(path: str, x: Any) -> Any:
+        pattern = next((pattern for pattern in forms if re.search(pattern, path)), None)
+        if pattern is None:
+            return x
+        used.add(pattern)
+        steps = forms[pattern]
+        for number, step in enumerate(steps if isinstance(steps, Sequence) else [steps]):
+            x = step(x, path, None if key is None else _key_of(key, path, number))
+        return x
+
+    made = list(map(form_of, paths, leaves))
+    if unused := sorted(forms.keys() - used):
+        raise ValueError(
+            f"store: {', '.join(map(repr, unused))} matches no parameter that an expression before "
+            f"it does not; there are {', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}."
+        )
+    return treedef.unflatten(made)
+
+
+def _paths(params: Tree) -> list[str]:
+    return list(map(plain_path, leaf_names(params, is_leaf=is_form)))
+
+
+def trained(params: Tree) -> Any:
+    """Which parts are trained, for ``trainable`` and ``optax.masked``: adapters, masked values."""
+
+    def of(x: Any) -> Any:
+        if isinstance(x, Adapted):
+            off = jax.tree.map(lambda _: False, x)
+            return Adapted(off.base, True, True, x.scale, x.columns)  # type: ignore[arg-type]
+        if isinstance(x, Masked):
+            return Masked(True, False)  # type: ignore[arg-type]
+        return jax.tree.map(lambda _: False, x)
+
+    return jax.tree.map(of, params, is_leaf=is_form)
+
+
+def merged(params: Tree) -> Any:
+    """Parameters as the loss sees them, without forms; adapters are added to their matrices."""
+    return jax.tree.map(decoded, params, is_leaf=is_form)
+
+
+def adapters(params: Tree) -> dict[str, Adapted]:
+    """The adapted parameters, by their paths."""
+    named = zip(_paths(params), jax.tree.leaves(params, is_leaf=is_form), strict=True)
+    return {path: x for path, x in named if isinstance(x, Adapted)}
+
+
+def peft(
+    params: Tree, name_of: Callable[[str, tuple[int, ...]], str] | None = None
+) -> dict[str, np.ndarray]:
+    """Adapters by the names, and in the form, that Hugging Face's peft reads.
+
+    Args:
+      params: parameters, of which some are adapted.
+      name_of: from a path and an index in its stack to the name of a module, such as
+        ``"model.layers.3.self_attn.q_proj"``; None joins both by dots.
+
+    Returns:
+      ``base_model.model.<name>.lora_A.weight`` (rank, rows) and ``lora_B.weight`` (columns, rank).
+    """
+    found = {}
+    for path, form in adapters(params).items():
+        rank, stack = form.b.shape[form.stacked], form.shape[: form.stacked]
+        for index in np.ndindex(*stack):
+            name = ".".join([*path.split("/"), *map(str, index)])
+            name = name if name_of is None else name_of(path, index)
+            a, b = np.asarray(form.a[index]), np.asarray(form.b[index])
+            # peft has the same alpha for all: what a scale lacks goes into B.
+            found[f"base_model.model.{name}.lora_A.weight"] = a.reshape(-1, rank).T
+            found[f"base_model.model.{name}.lora_B.weight"] = b.reshape(rank, -1).T
+    return found
+
+
+def _by_array(encode: Callable[[Any], Any], x: Any, dims: int) -> Any:
+    """What a stack is encoded to, each array by itself; in host memory if that has ``x``."""
+    stack = x.shape[: max(len(x.shape) - dims, 0)]
+    if not isinstance(x, np.ndarray):
+        return over_stack(encode, len(stack))(x)
+    run = jax.jit(encode)
+    parts = [jax.tree.map(np.asarray, run(jnp.asarray(x[index]))) for index in np.ndindex(*stack)]
+    return jax.tree.map(lambda *arrays: np.stack(arrays).reshape(*stack, *arrays[0].shape), *parts)
+
+
+def _check_array(x: Any, path: str, what: str) -> None:
+    if is_form(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        kind = type(x).__name__ if is_form(x) else f"an array of {x.dtype}"
+        raise ValueError(f"{what} takes an array of floating numbers, and {path} is {kind}.")
+
+
+def _key_of(key: jax.Array, path: str, number: int) -> jax.Array:
+    """The key of a parameter, the same in every process."""
+    return jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(path.encode())), number)

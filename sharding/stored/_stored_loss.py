@@ -1,0 +1,166 @@
+"""A loss of forms: an unmodified loss, traced, that decodes one layer at a time.
+
+A loop over stacked parameters takes the parts of a form as its slices, and decodes in its body. The
+backward pass decodes again. A product with an adapted matrix is two narrow ones beside the frozen
+one, so that no gradient of a full matrix exists:
+
+    x W = x W_0 + s (x A) B
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_ext.equations import trace
+from optax_ext.traced_graph import bind
+from sharding._types import Tree
+from sharding.loss._evaluate import Evaluator, Param, is_cast, is_param
+from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding.stored._forms import Adapted, Form, is_form
+
+
+def loss(given: AnyLoss) -> Loss:
+    """The loss of parameters of which some are stored in forms.
+
+    It is the given loss of what the forms decode to, whatever framework that is written in, and is
+    itself a loss like any other: ``Zero`` gathers codes, ``offload`` streams them.
+
+    Args:
+      given: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
+
+    Returns:
+      A ``Loss`` with the same options.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = {"w": jnp.ones((64, 64)), "v": jnp.ones(64)}
+      >>> params = stored.store(params, {"w": (stored.frozen(4), stored.lora(4))}, jax.random.key(0))
+      >>> fn = stored.loss(lambda params, x: jnp.sum(x @ params["w"] * params["v"]))
+      >>> float(fn(params, jnp.ones((1, 64))))
+      4096.0
+    """
+    inner = as_loss(given)
+
+    def fn(params: Tree, *args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
+        if not any(map(is_form, leaves)):
+            return inner(params, *args)
+        rest, rest_treedef = jax.tree.flatten(args)
+
+        def flat(*values: Any) -> Any:
+            own, others = values[: len(leaves)], values[len(leaves) :]
+            return inner(treedef.unflatten(own), *rest_treedef.unflatten(others))
+
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x for x in leaves]
+        closed, results = trace(flat, *types, *rest)
+        held = [_param(i, x) if is_form(x) else x for i, x in enumerate(leaves)]
+        evaluator = Evaluator(recompute=True, equations={lax.dot_general_p: _product})
+        return jax.tree.unflatten(jax.tree.structure(results), evaluator(closed, [*held, *rest]))
+
+    return dataclasses.replace(inner, fn=fn)
+
+
+def _param(number: int, form: Form) -> Param:
+    return Param(number, StoredRule(), form, None, {})
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredRule:
+    """How a loss reads a form; its parts are differentiated as they are."""
+
+    by_use = False
+    again = True
+
+    def fetch(self, held: Any) -> jax.Array:
+        decoded: jax.Array = held.decode()
+        return decoded
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        raise AssertionError("a form has no tap")
+
+    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
+        """Casts of a whole stack, and its layers, before it is decoded."""
+        if is_cast(eqn):
+            return [x.moved_by(eqn)]
+        if rest or not all(map(is_cast, x.moves)):
+            return None
+        form, name, params = x.held, eqn.primitive.name, eqn.params
+        if name == "squeeze" and params["dimensions"] == (0,) and form.stacked:
+            return [x._replace(held=jax.tree.map(lambda part: part[0], form), fetched={})]
+        if name == "slice" and form.stacked and params["strides"] is None:
+            starts, limits = params["start_indices"], params["limit_indices"]
+            if not any(starts[1:]) and limits[1:] == form.shape[1:]:
+                part = jax.tree.map(lambda part: part[starts[0] : limits[0]], form)
+                return [x._replace(held=part, fetched={})]
+        return None
+
+    def stack(self, x: Param) -> Param | None:
+        return x if x.held.stacked and all(map(is_cast, x.moves)) else None
+
+    def layer(self, x: Param) -> Param:
+        return x
+
+
+def _product(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    """A product of matrices, of which one may be a form."""
+    stored = [i for i, x in enumerate(operands) if is_param(x) and all(map(is_cast, x.moves))]
+    if len(stored) != 1:
+        return bind(eqn, list(map(evaluator.full, operands)))
+    (at,) = stored
+    x: Param = operands[at]
+    other = evaluator.full(operands[1 - at])
+
+    def product(form: Any, other: jax.Array) -> jax.Array:
+        def times(matrix: jax.Array) -> jax.Array:
+            for cast in x.moves:
+                (matrix,) = bind(cast, [matrix])
+            (out,) = bind(eqn, [matrix, other] if at == 0 else [other, matrix])
+            return out
+
+        dims = _low_rank_dims(form, eqn.params["dimension_numbers"], at)
+        if dims is None:
+            return times(form.decode())
+        return times(form.frozen()) + _low_rank(form, dims, other, eqn, at)
+
+    # Within a checkpoint of the user's all is computed again, but for what its policy stores.
+    run: Callable[..., Any] = product if x.in_layer else jax.checkpoint(product)
+    return [run(x.held, other)]
+
+
+def _low_rank_dims(form: Any, dimension_numbers: Any, at: int) -> bool | None:
+    """Whether a product is over the columns of an adapted matrix; None if not over one side."""
+    contracted, batch = dimension_numbers
+    if not isinstance(form, Adapted) or any(batch) or form.stacked:
+        return None
+    over = tuple(sorted(contracted[at]))
+    rows = form.rows
+    if over == tuple(range(rows)):
+        return False
+    return True if over == tuple(range(rows, form.ndim)) else None
+
+
+def _low_rank(
+    form: Adapted, over_columns: bool, other: jax.Array, eqn: Any, at: int
+) -> jax.Array:
+    """A product with s A B, first with the side that the product is over."""
+    options = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
+    contracted, _ = eqn.params["dimension_numbers"]
+    own, of_other = contracted[at], contracted[1 - at]
+    a, b = form.a.astype(other.dtype), form.b.astype(other.dtype)
+    first, own, second, of_rank = a, contracted[at], b, 0
+    if over_columns:
+        own = tuple(d - form.rows + 1 for d in contracted[at])
+        first, second, of_rank = b, a, form.rows
+
+    def dot(matrix: jax.Array, x: jax.Array, dims: Any, of_x: Any) -> jax.Array:
+        both, numbers = ((matrix, x), (dims, of_x)) if at == 0 else ((x, matrix), (of_x, dims))
+        return lax.dot_general(*both, (numbers, ((), ())), **options)
+
+    # What is not summed of the matrix comes first if that is the first operand, else last.
+    narrow = dot(first, other, own, contracted[1 - at]).astype(other.dtype)
+    return form.scale * dot(second, narrow, (of_rank,), (0 if at == 0 else narrow.ndim - 1,))
