@@ -96,9 +96,11 @@ class Adapted(Form):
     b: jax.Array  #: (stack..., rank, columns...)
     scale: float = dataclasses.field(metadata={"static": True})  #: alpha / rank
     columns: int = dataclasses.field(default=1, metadata={"static": True})  #: dims of columns
+    key: Any = None  #: keys (stack...) of the dropout before A, in a loss that has it
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})  #: its rate
 
     @property
-    def dtype(self) -> Any:  # type: ignore[override]
+    def dtype(self) -> Any:
         return self.base.dtype
 
     @property
@@ -114,12 +116,25 @@ class Adapted(Form):
         """The number of dims of rows."""
         return len(self.a.shape) - self.stacked - 1
 
+    def dropped(self, x: jax.Array) -> jax.Array:
+        """What A is multiplied with."""
+        if not self.dropout:
+            return x
+        kept = jax.random.bernoulli(self.key, 1 - self.dropout, x.shape)
+        return jnp.where(kept, x / (1 - self.dropout), 0)
+
     def frozen(self) -> jax.Array:
         """W_0, decoded."""
         return jax.lax.stop_gradient(decoded(self.base))
 
     def decode(self) -> jax.Array:
-        product = over_stack(lambda ab: jnp.tensordot(*ab, 1), self.stacked)
+        if self.dropout:
+            raise ValueError(
+                f"dropout is before A, and the loss uses the adapted parameter of shape "
+                f"{self.shape} elsewhere than in a product with its rows. Leave dropout out, or "
+                "that adapter."
+            )
+        product = over_stack(lambda ab: jnp.tensordot(ab[0], ab[1], axes=1), self.stacked)
         low = self.scale * product((self.a, self.b))
         base = self.frozen()
         return base + low.astype(base.dtype)
@@ -134,7 +149,7 @@ class Masked(Form):
     kept: jax.Array  #: bool, of the same shape
 
     @property
-    def dtype(self) -> Any:  # type: ignore[override]
+    def dtype(self) -> Any:
         return self.values.dtype
 
     @property

@@ -8,6 +8,8 @@
 """
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -30,9 +32,9 @@ LEVELS = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NormalFloat4(Form):
-    """A stack of matrices in NF4 with scales in 8 bits; 4.127 bits an element.
+    r"""A stack of matrices in NF4 with scales in 8 bits; 4.127 bits an element.
 
-    .. math:: w = q[c] \\, (o + s_8 \\, s_{32} / 127)
+    .. math:: w = q_c \, (o + s_8 \, s_{32} / 127)
 
     Element j of a row shares a byte with element j + m / 2, where m is the row's length.
 
@@ -72,8 +74,9 @@ def encode(w: jax.Array) -> NormalFloat4:
     # Codes by the scales as they are read.
     read = _scales(scale, group, offset)
     x = x * jnp.where(read > 0, 1 / jnp.where(read > 0, read, 1), 0)[:, None]
-    middles = [(low + high) / 2 for low, high in zip(LEVELS, LEVELS[1:], strict=False)]
-    codes = sum((x > middle).astype(jnp.uint8) for middle in middles).reshape(w.shape)
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(LEVELS)]
+    above = [(x > middle).astype(jnp.uint8) for middle in middles]
+    codes = functools.reduce(jnp.add, above).reshape(w.shape)
     low, high = jnp.split(codes, 2, axis=-1)
     return NormalFloat4(low | (high << 4), scale, group, offset, w.dtype)
 

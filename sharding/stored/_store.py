@@ -1,5 +1,6 @@
 """From arrays to forms and back: few bits, adapters, masks; by the paths of parameters."""
 
+import dataclasses
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -175,7 +176,7 @@ def trained(params: Tree) -> Any:
     def of(x: Any) -> Any:
         if isinstance(x, Adapted):
             off = jax.tree.map(lambda _: False, x)
-            return Adapted(off.base, True, True, x.scale, x.columns)  # type: ignore[arg-type]
+            return dataclasses.replace(off, a=True, b=True)
         if isinstance(x, Masked):
             return Masked(True, False)  # type: ignore[arg-type]
         return jax.tree.map(lambda _: False, x)

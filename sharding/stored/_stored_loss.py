@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.equations import trace
@@ -20,10 +19,10 @@ from optax_ext.traced_graph import bind
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_cast, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
-from sharding.stored._forms import Adapted, Form, is_form
+from sharding.stored._forms import Adapted, is_form
 
 
-def loss(given: AnyLoss) -> Loss:
+def loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
     """The loss of parameters of which some are stored in forms.
 
     It is the given loss of what the forms decode to, whatever framework that is written in, and is
@@ -31,25 +30,38 @@ def loss(given: AnyLoss) -> Loss:
 
     Args:
       given: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
+      dropout: the rate before A of each adapter. The loss then takes a key.
 
     Returns:
       A ``Loss`` with the same options.
+
+    Raises:
+      ValueError: if the rate is not at least 0 and below 1, or the loss takes keys of examples.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from sharding import stored
       >>> params = {"w": jnp.ones((64, 64)), "v": jnp.ones(64)}
-      >>> params = stored.store(params, {"w": (stored.frozen(4), stored.lora(4))}, jax.random.key(0))
+      >>> forms = {"w": (stored.frozen(4), stored.lora(rank=4))}
+      >>> params = stored.store(params, forms, jax.random.key(0))
       >>> fn = stored.loss(lambda params, x: jnp.sum(x @ params["w"] * params["v"]))
       >>> float(fn(params, jnp.ones((1, 64))))
       4096.0
     """
     inner = as_loss(given)
+    if not 0 <= dropout < 1 or (dropout and inner.rngs == "per_example"):
+        raise ValueError(
+            "dropout must be at least 0 and below 1, of a loss that takes no keys of examples, got "
+            f"{dropout!r} with rngs={inner.rngs!r}."
+        )
 
     def fn(params: Tree, *args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
         if not any(map(is_form, leaves)):
             return inner(params, *args)
+        if dropout:
+            leaves = _with_keys(leaves, dropout, args[-1])
+            args = args if inner.rngs else args[:-1]
         rest, rest_treedef = jax.tree.flatten(args)
 
         def flat(*values: Any) -> Any:
@@ -62,10 +74,20 @@ def loss(given: AnyLoss) -> Loss:
         evaluator = Evaluator(recompute=True, equations={lax.dot_general_p: _product})
         return jax.tree.unflatten(jax.tree.structure(results), evaluator(closed, [*held, *rest]))
 
-    return dataclasses.replace(inner, fn=fn)
+    return dataclasses.replace(inner, fn=fn, rngs=inner.rngs or bool(dropout))
 
 
-def _param(number: int, form: Form) -> Param:
+def _with_keys(leaves: list[Any], dropout: float, key: jax.Array) -> list[Any]:
+    """Parameters, of which each adapted array of a stack has a key of its own."""
+    leaves = list(leaves)
+    for i, x in enumerate(leaves):
+        if isinstance(x, Adapted):
+            keys = jax.random.split(jax.random.fold_in(key, i), x.shape[: x.stacked])
+            leaves[i] = dataclasses.replace(x, key=keys, dropout=dropout)
+    return leaves
+
+
+def _param(number: int, form: Any) -> Param:
     return Param(number, StoredRule(), form, None, {})
 
 
@@ -89,7 +111,8 @@ class StoredRule:
             return [x.moved_by(eqn)]
         if rest or not all(map(is_cast, x.moves)):
             return None
-        form, name, params = x.held, eqn.primitive.name, eqn.params
+        form: Any = x.held
+        name, params = eqn.primitive.name, eqn.params
         if name == "squeeze" and params["dimensions"] == (0,) and form.stacked:
             return [x._replace(held=jax.tree.map(lambda part: part[0], form), fetched={})]
         if name == "slice" and form.stacked and params["strides"] is None:
@@ -100,7 +123,8 @@ class StoredRule:
         return None
 
     def stack(self, x: Param) -> Param | None:
-        return x if x.held.stacked and all(map(is_cast, x.moves)) else None
+        form: Any = x.held
+        return x if form.stacked and all(map(is_cast, x.moves)) else None
 
     def layer(self, x: Param) -> Param:
         return x
@@ -144,13 +168,10 @@ def _low_rank_dims(form: Any, dimension_numbers: Any, at: int) -> bool | None:
     return True if over == tuple(range(rows, form.ndim)) else None
 
 
-def _low_rank(
-    form: Adapted, over_columns: bool, other: jax.Array, eqn: Any, at: int
-) -> jax.Array:
+def _low_rank(form: Adapted, over_columns: bool, other: jax.Array, eqn: Any, at: int) -> jax.Array:
     """A product with s A B, first with the side that the product is over."""
     options = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
     contracted, _ = eqn.params["dimension_numbers"]
-    own, of_other = contracted[at], contracted[1 - at]
     a, b = form.a.astype(other.dtype), form.b.astype(other.dtype)
     first, own, second, of_rank = a, contracted[at], b, 0
     if over_columns:
@@ -161,6 +182,8 @@ def _low_rank(
         both, numbers = ((matrix, x), (dims, of_x)) if at == 0 else ((x, matrix), (of_x, dims))
         return lax.dot_general(*both, (numbers, ((), ())), **options)
 
+    if not over_columns:
+        other = form.dropped(other)
     # What is not summed of the matrix comes first if that is the first operand, else last.
     narrow = dot(first, other, own, contracted[1 - at]).astype(other.dtype)
     return form.scale * dot(second, narrow, (of_rank,), (0 if at == 0 else narrow.ndim - 1,))

@@ -1,0 +1,302 @@
+"""Parameters in few bits, adapted or masked, against the same loss of what they decode to."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from sharding import stored
+
+from .. import model
+
+LAYERS, WIDTH, HIDDEN, WORDS, STEPS = 3, 64, 128, 64, 3
+KEY = jax.random.key(0)
+NF4_LORA = stored.frozen(4), stored.lora(4, alpha=8)
+
+
+def is_form(x):
+    return isinstance(x, stored.Form)
+
+
+def arrays(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[-2] ** -0.5, dtype)  # noqa: E731
+    layers = {"up": draw(LAYERS, WIDTH, HIDDEN), "down": draw(LAYERS, HIDDEN, WIDTH)}
+    layers["scale"] = jnp.ones((LAYERS, WIDTH), dtype)
+    return {"embed": draw(WORDS, WIDTH), "layers": layers, "head": draw(WIDTH, WORDS)}
+
+
+def trained_b(params):
+    """With B that is not zero, as in the middle of a training run."""
+
+    def of(x):
+        if not isinstance(x, stored.Adapted):
+            return x
+        noise = np.random.default_rng(x.b.size).normal(size=x.b.shape) / 10
+        return dataclasses.replace(x, b=jnp.asarray(noise, x.b.dtype))
+
+    return jax.tree.map(of, params, is_leaf=is_form)
+
+
+def layer(x, p):
+    return x + jnp.tanh((x * p["scale"][None, None]) @ p["up"]) @ p["down"]
+
+
+def scanned(params, batch):
+    x = params["embed"][batch[:, :-1]]
+    x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+    logits = x @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+def checkpointed(params, batch):
+    x = params["embed"][batch[:, :-1]]
+    step = jax.checkpoint(lambda x, p: (layer(x, p), None))
+    x, _ = jax.lax.scan(step, x, params["layers"])
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def numbered(params, batch):
+    """Layers of a stack by their indices, and casts of all of it."""
+    x = params["embed"][batch[:, :-1]]
+    layers = jax.tree.map(lambda w: w.astype(jnp.result_type(float)), params["layers"])
+    for i in range(LAYERS):
+        x = layer(x, jax.tree.map(lambda w, i=i: w[i], layers))
+    return jnp.mean((x @ params["head"]) ** 2)
+
+
+def tied(params, batch):
+    """A table that is looked up, and a product with its rows; products with the form first."""
+    x = params["embed"][batch[:, :-1]]
+    for i in range(LAYERS):
+        up, down = (params["layers"][name][i] for name in ("up", "down"))
+        x = x + jnp.einsum("dh,btd->bth", up, jnp.einsum("hd,bth->btd", down, x @ up))[..., :WIDTH]
+    return jnp.mean((x @ params["embed"].T) ** 2)
+
+
+def batch(step=0):
+    return np.random.default_rng(step).integers(0, WORDS, (16, 9))
+
+
+def differentiable(loss, params):
+    """A loss of what is trained alone."""
+    mask = stored.trained(params)
+    chosen = jax.tree.map(lambda m, x: x if m else None, mask, params)
+
+    def of_chosen(chosen, batch):
+        full = jax.tree.map(
+            lambda m, x, y: y if m else x, mask, params, chosen, is_leaf=lambda x: x is None
+        )
+        return loss(full, batch)
+
+    return of_chosen, chosen
+
+
+def of_decoded(loss):
+    return lambda params, batch: loss(stored.merged(params), batch)
+
+
+FORMS = {
+    "NF4": {"layers/(up|down)": stored.frozen(4), "head": stored.lora(4)},
+    "QLoRA": {"layers/(up|down)|embed": NF4_LORA, "head": stored.frozen(8)},
+    "linear": {"layers/(up|down)": (stored.frozen(optax_ext.Linear(4)), stored.lora(4))},
+    "fp8": {"layers/(up|down)|head": (stored.frozen(optax_ext.Float8()), stored.lora(4))},
+    "masked": {"layers/up|head": stored.masked(0.5), "layers/down": stored.lora(4)},
+}
+
+
+@pytest.mark.parametrize("loss", [scanned, checkpointed, numbered, tied])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_value_and_gradients_are_those_of_what_is_decoded(loss, forms, x64):
+    params = trained_b(stored.store(arrays(), forms, KEY))
+    found, chosen = differentiable(stored.loss(loss), params)
+    expected, _ = differentiable(of_decoded(loss), params)
+    found = jax.jit(jax.value_and_grad(found))(chosen, batch())
+    model.assert_close(found, jax.jit(jax.value_and_grad(expected))(chosen, batch()), 1e-12)
+
+
+@pytest.mark.parametrize("loss", [scanned, checkpointed, numbered])
+def test_one_layer_is_decoded_at_a_time(loss):
+    """No loop of the gradient takes or gives the stack as the loss sees it, nor its gradient."""
+    params = stored.store(arrays(np.float32), FORMS["QLoRA"], KEY)
+    fn, chosen = differentiable(stored.loss(loss), params)
+    compiled = jax.jit(jax.grad(fn)).lower(chosen, batch()).compile()
+    for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)):
+        for dtype in ("f32", "u8", "s8", "pred"):
+            assert f"{dtype}[{LAYERS},{shape[0]},{shape[1]}]" not in compiled.as_text()
+
+
+TX = optax.masked(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), stored.trained)
+
+
+@pytest.mark.parametrize(
+    ("stage", "update", "microbatches"),
+    [(0, "after", 1), (2, "after", 2), (3, "after", 1), (3, "backward", 2)],
+)
+def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
+    zero = model.zero_on(8, stage=stage)
+    params = trained_b(stored.store(arrays(), FORMS["QLoRA"], KEY))
+    state = zero.init(lambda: (params, TX.init(params)), tx=TX)
+    step = zero.train_step(
+        stored.loss(scanned),
+        tx=TX,
+        trainable=stored.trained,
+        update=update,
+        microbatches=microbatches,
+    )
+    alone, opt_state = params, TX.init(params)
+    for i in range(STEPS):
+        state, metrics = step(state, zero.put(batch(i)))
+        fn, chosen = differentiable(of_decoded(scanned), alone)
+        value, grads = jax.value_and_grad(fn)(chosen, batch(i))
+        found, treedef = iter(jax.tree.leaves(grads)), jax.tree.structure(alone)
+        both = zip(jax.tree.leaves(stored.trained(alone)), jax.tree.leaves(alone), strict=True)
+        grads = treedef.unflatten(next(found) if m else jnp.zeros_like(x) for m, x in both)
+        updates, opt_state = TX.update(grads, opt_state, alone)
+        alone = optax.apply_updates(alone, updates)
+        np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
+    model.assert_close(state, (alone, opt_state), 1e-11)
+    # Codes are sharded at stage 3, and neither they nor their scales have a state.
+    codes = state[0]["layers"]["up"].base.codes
+    assert codes.addressable_shards[0].data.size * (8 if stage == 3 else 1) == codes.size
+    sizes = {x.shape for x in jax.tree.leaves(state[1]) if x.ndim}
+    assert sizes == {x.shape for x in jax.tree.leaves(differentiable(scanned, params)[1])}
+
+
+# --- Forms ----------------------------------------------------------------------------------------
+
+
+def nf4(w):
+    """NF4 of one matrix in NumPy: QLoRA's quantiles, scales less their mean, in 8 bits."""
+    quantile = jax.scipy.stats.norm.ppf
+    offset = (1 - 1 / 32 + 1 - 1 / 30) / 2
+    levels = [*quantile(np.linspace(offset, 0.5, 9)[:-1]), 0]
+    levels = np.sort([*levels, *-quantile(np.linspace(offset, 0.5, 8)[:-1])])
+    levels = levels / levels.max()
+    blocks = np.asarray(w, np.float64).reshape(-1, 64)
+    largest = np.abs(blocks).max(-1)
+    mean = largest.mean()
+    padded = np.pad(largest - mean, (0, -len(largest) % 256)).reshape(-1, 256)
+    unit = np.maximum(np.abs(padded).max(-1, keepdims=True) / 127, 1e-300)
+    scale = ((np.round(padded / unit) * unit).reshape(-1)[: len(largest)] + mean).clip(0)
+    nearest = np.abs(blocks[..., None] - scale[:, None, None] * levels).argmin(-1)
+    return (levels[nearest] * scale[:, None]).reshape(w.shape)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (5, 192), (300, 128)])
+def test_nf4_is_that_of_the_paper(shape, x64):
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=shape) * 10.0 ** rng.uniform(-2, 0, (shape[0], 1))
+    found = stored.store({"w": jnp.asarray(w)}, {"w": stored.frozen(4)})["w"]
+    np.testing.assert_allclose(found.decode(), nf4(w), rtol=0, atol=1e-6 * np.abs(w).max())
+    assert found.shape == shape
+    assert not np.asarray(
+        stored.store({"w": jnp.zeros(shape)}, {"w": stored.frozen(4)})["w"].decode()
+    ).any()
+
+
+def test_a_stack_is_encoded_array_by_array_on_the_host_or_a_device():
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(2, 3, 64, 128)).astype(np.float32)
+    for form in (stored.frozen(4), stored.frozen(8), stored.frozen(optax_ext.Linear(4))):
+        on_device = stored.store({"w": jnp.asarray(w)}, {"w": form})["w"]
+        on_host = stored.store({"w": w}, {"w": form})["w"]
+        assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(on_host))
+        # Compiled, a few codes round to the level beside.
+        codes = jax.tree.leaves(on_host)[0], jax.tree.leaves(on_device)[0]
+        assert np.mean(codes[0] != codes[1]) < 1e-3
+        alone = stored.store({"w": jnp.asarray(w[1, 2])}, {"w": form})["w"]
+        np.testing.assert_array_equal(on_device.decode()[1, 2], alone.decode())
+        assert on_device.shape == w.shape
+        assert on_device.nbytes == sum(x.nbytes for x in jax.tree.leaves(on_host))
+
+
+def test_kernels_of_more_dims_have_adapters_of_two():
+    """As those of attention in nnx and linen: (width, heads, head_dim) and its inverse."""
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(32, 4, 64)), "out": rng.normal(size=(4, 64, 32))}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    forms = {"in": stored.lora(2, columns=2), "out": stored.lora(2, rows=2)}
+    made = trained_b(stored.store(params, forms, KEY))
+
+    def loss(p, x):
+        return jnp.sum(jnp.einsum("bhk,hkd->bd", jnp.einsum("bd,dhk->bhk", x, p["in"]), p["out"]))
+
+    x = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
+    np.testing.assert_allclose(stored.loss(loss)(made, x), loss(stored.merged(made), x), rtol=1e-4)
+    products = str(jax.make_jaxpr(stored.loss(loss))(made, x))
+    assert "f32[2,4,64]" in products  # B of the first, which no sum is formed with
+
+
+def test_adapters_have_the_names_of_peft():
+    params = trained_b(stored.store(arrays(np.float32), FORMS["QLoRA"], KEY))
+    named = stored.peft(params, lambda path, index: ".".join(["model", *map(str, index), path]))
+    x = np.random.default_rng(0).normal(size=(5, WIDTH))
+    prefix = "base_model.model.model.1.layers/up"
+    a, b = (named[f"{prefix}.lora_{part}.weight"] for part in "AB")
+    up = params["layers"]["up"]
+    assert (a.shape, b.shape) == ((4, WIDTH), (HIDDEN, 4))
+    added = (stored.merged(params)["layers"]["up"] - up.base.decode())[1]
+    np.testing.assert_allclose(8 / 4 * (x @ a.T) @ b.T, x @ added, rtol=1e-4, atol=1e-5)
+    assert len(named) == 2 * (2 * LAYERS + 1)
+
+
+def test_dropout_is_of_the_input_of_an_adapter(x64):
+    """With the same keys it is what it says, and each layer has its own mask."""
+    params = trained_b(stored.store(arrays(), FORMS["linear"], KEY))
+    fn = stored.loss(scanned, dropout=0.5)
+    assert fn.rngs
+    keys = jax.random.split(KEY, 200)
+    values = jax.lax.map(lambda key: fn(params, batch(), key), keys)
+    without = stored.loss(scanned)(params, batch())
+    assert np.std(values) > 1e-4
+    assert abs(np.mean(values) - without) < 0.1 * abs(without)
+    np.testing.assert_array_equal(fn(params, batch(), KEY), fn(params, batch(), KEY))
+
+
+def test_pruned_values_stay_zero():
+    params = stored.store(arrays(np.float32), {"head": stored.masked(0.75)})
+    head = params["head"]
+    assert np.mean(head.decode() == 0) == 0.75
+    fn, chosen = differentiable(stored.loss(checkpointed), params)
+    grads = jax.grad(fn)(chosen, batch())
+    assert not np.any(np.asarray(grads["head"].values)[~np.asarray(head.kept)])
+
+
+@pytest.mark.parametrize(
+    ("forms", "message"),
+    [
+        ({"layrs": stored.frozen(4)}, "'layrs' matches no parameter"),
+        ({"head": stored.lora(65)}, "rank 65 is above a dim of head"),
+        ({"ids": stored.frozen(4)}, "ids is an array of int"),
+        ({"head": (stored.frozen(4), stored.frozen(4))}, "head is NormalFloat4"),
+        ({"odd": stored.frozen(4)}, "NF4 needs rows of a multiple of 64"),
+        ({"head": (stored.masked(0.5), stored.lora(4))}, "cannot get an adapter"),
+        ({"scale": stored.lora(4, rows=2)}, "needs an array, or frozen codes, of so many dims"),
+        ({"[": stored.frozen(4)}, "not a regular expression"),
+    ],
+)
+def test_bad_forms_raise(forms, message):
+    params = arrays(np.float32) | {"ids": jnp.arange(8), "odd": jnp.ones((4, 65))}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stored.store(params, forms, KEY)
+
+
+def test_bad_options_raise():
+    for call, message in (
+        (lambda: stored.frozen(5), "frozen takes 4 or 8 bits"),
+        (lambda: stored.lora(0), "an integer of at least 1"),
+        (lambda: stored.masked(1.0), "at least 0 and below 1"),
+        (
+            lambda: stored.store(arrays(np.float32), {"head": stored.lora(4)}),
+            "give store(..., key)",
+        ),
+        (lambda: stored.loss(scanned, dropout=1.0), "dropout must be"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
