@@ -187,9 +187,8 @@ def _steps(
         device = opts.device_of(options)
 
         def audit_step(batch: int) -> Audit:
-            made = make(mesh, batch) if options.find_batch else make(mesh)
-            lowered, pipeline = made if isinstance(made, tuple) else (made, None)
-            return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
+            lowered = make(mesh, batch) if options.find_batch else make(mesh)
+            return audit(lowered, mesh=mesh, device=device)
 
         return None, {options.step: _Step(audit_step)}, int(options.batch or 1), 1
     setup = opts.setup_of(options)

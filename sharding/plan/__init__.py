@@ -8,8 +8,6 @@ from sharding.plan._plot import plot_search as plot_search
 from sharding.plan.audit._audit import audit as audit
 from sharding.plan.audit._find_batch import FoundBatch as FoundBatch
 from sharding.plan.audit._find_batch import find_batch as find_batch
-from sharding.plan.audit._pipeline_audit import PipelineAudit as PipelineAudit
-from sharding.plan.audit._pipeline_audit import StoredSlots as StoredSlots
 from sharding.plan.cost._estimate import Plan as Plan
 from sharding.plan.cost._estimate import estimate as estimate
 from sharding.plan.cost._lost_time import CheckpointLoss as CheckpointLoss

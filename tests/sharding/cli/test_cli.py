@@ -372,30 +372,6 @@ def test_audit_of_a_step(run, figures, module, tmp_path):
     assert "warning: the step needs" in out
 
 
-def test_audit_of_a_pipeline(run, figures, module):
-    module("""
-        import jax, jax.numpy as jnp, sharding as shd
-
-        def lowered(mesh):
-            pipeline = shd.Pipeline(
-                mesh,
-                shd.pipeline.one_f_one_b(stages=4, microbatches=4),
-                num_layers=4,
-                embed=lambda shared, x: x @ shared["in"],
-                block=lambda w, x, _: x + jnp.tanh(x @ w),
-                head=lambda shared, x, _: (jnp.sum(x**2), 1.0),
-            )
-            params = {"in": jnp.ones((8, 16)), "layers": jnp.ones((4, 16, 16))}
-            grad = jax.jit(jax.grad(pipeline.loss, has_aux=True))
-            return grad.lower(jax.eval_shape(lambda: params), jnp.ones((8, 8))), pipeline
-    """)
-    line = f"audit {AUDITED} --mesh data=2,pipe=4"
-    _, out, _ = run(line)
-    assert re.search(r"permutes +20 +20 +2.50 KiB", out)
-    found = figures(line)["plans"][0]["program"]["pipeline"]
-    assert (found["permutes"], found["live"]) == (20, [4, 4, 3, 1])
-
-
 def test_plan_of_several_hosts(text):
     """What leaves a host has a row and a time; without an axis of hosts the plan says so."""
     line = "plan --model gpt2-small --target h100x16"
