@@ -108,11 +108,9 @@ def test_only_public_interfaces():
 LAYERS = (
     *("_types", "_jaxprs", "_own_gradient", "_traced_types", "_user_line", "placement"),
     *("collectives", "sync", "offload", "loss", "recovery", "step", "_zero", "pipeline", "plan"),
-    "remat",
-    *("plan.search", "plan._plot"),
-    *("cli", "__main__"),
+    *("remat", "plan.search", "cli", "__main__"),
 )
-PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search", "_plot")
+PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """What a configuration costs: planned before anything is compiled, audited once it is."""
 
 from sharding.plan._format import show as show
-from sharding.plan._plot import plot_audits as plot_audits
-from sharding.plan._plot import plot_frontiers as plot_frontiers
-from sharding.plan._plot import plot_plans as plot_plans
-from sharding.plan._plot import plot_search as plot_search
 from sharding.plan.audit._audit import audit as audit
 from sharding.plan.audit._find_batch import FoundBatch as FoundBatch
 from sharding.plan.audit._find_batch import find_batch as find_batch
