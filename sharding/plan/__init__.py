@@ -6,9 +6,6 @@ from sharding.plan.audit._find_batch import FoundBatch as FoundBatch
 from sharding.plan.audit._find_batch import find_batch as find_batch
 from sharding.plan.cost._estimate import Plan as Plan
 from sharding.plan.cost._estimate import estimate as estimate
-from sharding.plan.cost._lost_time import CheckpointLoss as CheckpointLoss
-from sharding.plan.cost._lost_time import LostTime as LostTime
-from sharding.plan.cost._lost_time import lost_time as lost_time
 from sharding.plan.cost._parallel_plan import ParallelPlan as ParallelPlan
 from sharding.plan.cost._pipeline_schedules import bubble_share as bubble_share
 from sharding.plan.cost._pipeline_schedules import lockstep_seconds as lockstep_seconds
