@@ -110,7 +110,7 @@ LAYERS = (
     *("collectives", "sync", "offload", "loss", "recovery", "step", "_zero", "pipeline", "plan"),
     *("remat", "plan.search", "cli", "__main__"),
 )
-PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search")
+PLAN_LAYERS = ("_format", "machine", "model", "cost", "audit", "search")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_imports_go_one_way(package, layers):
 
     folder = package.replace(".", "/")
     files = {name for name in SHARDING if name.startswith(f"{folder}/")}
-    assert len(files) > 40
+    assert len(files) > 30
     for name in files - {f"{folder}/__init__.py", "sharding/plan/__init__.py"}:  # public faces
         assert layer_of(name) in layers, f"{name} belongs to no layer"
         imports, own = module(name)[0], layers.index(layer_of(name))

@@ -28,21 +28,6 @@ from sharding.plan.model._layer_costs import activations_of as activations_of
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
-from sharding.plan.partition._balanced_stages import GroupedStages as GroupedStages
-from sharding.plan.partition._balanced_stages import StagePartition as StagePartition
-from sharding.plan.partition._balanced_stages import balanced_stages as balanced_stages
-from sharding.plan.partition._balanced_stages import memory_aware_stages as memory_aware_stages
-from sharding.plan.partition._hetpipe import HetPipePlan as HetPipePlan
-from sharding.plan.partition._hetpipe import Node as Node
-from sharding.plan.partition._hetpipe import VirtualWorker as VirtualWorker
-from sharding.plan.partition._hetpipe import allocate_workers as allocate_workers
-from sharding.plan.partition._hetpipe import hetpipe as hetpipe
-from sharding.plan.partition._pipedream import PipeDreamPlan as PipeDreamPlan
-from sharding.plan.partition._pipedream import ReplicatedStage as ReplicatedStage
-from sharding.plan.partition._pipedream import TwoBWChoice as TwoBWChoice
-from sharding.plan.partition._pipedream import TwoBWPlan as TwoBWPlan
-from sharding.plan.partition._pipedream import pipedream_stages as pipedream_stages
-from sharding.plan.partition._pipedream import two_bw as two_bw
 from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
 from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan.search._fit import FittedPlan as FittedPlan
@@ -57,6 +42,6 @@ from sharding.plan.search._traced_model import TracedModel as TracedModel
 from sharding.plan.search._verify import Verification as Verification
 from sharding.plan.search._verify import verify as verify
 
-_INTERNAL = {"cost", "machine", "model", "partition"}  # modules
+_INTERNAL = {"cost", "machine", "model"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy
