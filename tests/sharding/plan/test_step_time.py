@@ -298,6 +298,7 @@ LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
         (ParallelPlan(pipe=4, microbatches=8, schedule="zb-h1"), "splits backward .* got 'full'"),
         (ParallelPlan(data=2, **LATE), "needs all 8 devices as stages, got data=2"),
         (ParallelPlan(weights="master", **LATE), "neither offload nor other weights"),
+        (ParallelPlan(**LATE | {"pipe": 3}), "as many layers on each of its 3 stages; .* has 4"),
         (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
         (ParallelPlan(data=8, offload=True), "the host link of an h100 is not known"),
