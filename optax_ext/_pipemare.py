@@ -203,7 +203,7 @@ def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params
     return leaves.unflatten(found)
 
 
-def _corrected(path: str, p: jax.Array, correction: jax.Array) -> jax.Array:
+def _corrected(path: str, p: jax.Array, correction: Any) -> jax.Array:
     if correction.shape != p.shape:
         raise ValueError(
             f"parameter {path!r} of shape {tuple(p.shape)} does not match the state of "

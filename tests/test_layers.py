@@ -134,6 +134,13 @@ def test_imports_go_one_way(package, layers):
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
 
 
+def test_the_planner_has_few_public_names():
+    """Types of results are not among them: its functions return them."""
+    imports = ast.parse(FILES["sharding/plan/__init__.py"].read_text()).body
+    names = [x.asname for node in imports if isinstance(node, ast.ImportFrom) for x in node.names]
+    assert len(names) <= 20
+
+
 def test_one_name_for_one_thing():
     """In ``sharding`` no two modules, and no two functions or classes, share a name."""
     modules = [name.split("/")[-1] for name in SHARDING if not name.endswith("/__init__.py")]

@@ -5,8 +5,9 @@ import re
 
 import pytest
 
-from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile, Verification
+from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile
 from sharding.plan.cost._parallel_plan import short
+from sharding.plan.search._verify import Verification
 
 SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
 # The plans of few layers on one kind of mesh: a search of them is quick.
