@@ -316,7 +316,7 @@ class PeerCheckpoints:
     # --- Describing and closing -----------------------------------------------------------------
 
     def describe(self, state: Tree = None) -> PeerDescription:
-        """Describes who stores whose shards, bytes, and the probability of recovery.
+        """Describes who stores whose shards, bytes, and how many lost machines cost no shard.
 
         ``state`` has arrays or types with shardings; None: that of the last ``save``.
 
