@@ -208,6 +208,7 @@ def audit(
     predicted: StepSeconds | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
+    loss_program: object = None,
 ) -> Audit:
     """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
 
@@ -227,6 +228,7 @@ def audit(
         default, arguments that no name matches but that come back from a training step are
         parameters if the loss reads them, else optimizer state, and a note names them.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
+      loss_program: ``step.loss_program(state, batch)``, for a note on what runs per device and why.
 
     Raises:
       ValueError: ``compiled`` is no program, or ``device`` names no known kind.
@@ -257,6 +259,7 @@ def audit(
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, sent, placed)
+    about += [f"the loss runs {loss_program}"] if loss_program is not None else []
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
