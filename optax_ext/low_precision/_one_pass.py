@@ -18,7 +18,13 @@ from optax_ext._types import Tree
 from optax_ext.kernels import Path, Shards
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, dequantize
-from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salted
+from optax_ext.low_precision._rounding import (
+    hashes_of_matrices,
+    next_key,
+    numbers_matrices,
+    salted,
+)
+from optax_ext.low_precision._stored_state import LowPrecisionState, flatten
 from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
 # Of the arrays that a pass reads and writes.
@@ -71,18 +77,19 @@ class OnePassUpdates:
     def __init__(
         self,
         inner_update: Callable[..., tuple[Any, Any]],  # of updates, float32 state and parameters
-        updates: Tree,
-        moments: Sequence[tuple[Path, Any]],  # the inner state
-        treedef: Any,  # its structure
-        key: jax.Array | None,  # of the step, for stochastic rounding
         rounding: str,
-        params: Any,
-        apply: bool,  # whether the passes update them, too
+        apply: bool,  # whether the passes update parameters, too
         shards: Shards,
+        updates: Tree,
+        state: LowPrecisionState,
+        params: Any,
     ):
         with_paths, updates_def = jax.tree.flatten_with_path(updates)
+        moments, treedef = flatten(state.inner_state)
         num = len(with_paths)
-        self._key, self._shards, self._rounding = key, shards, rounding
+        self._key = next_key(state.key)
+        self._shards = shards
+        self._rounding = rounding
         self._params = jax.tree.leaves(params) if apply else [None] * num
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
@@ -98,7 +105,7 @@ class OnePassUpdates:
         self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
         self._passes = {i: self._plan(i, path, stored) for i, (path, _) in enumerate(with_paths)}
         # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
-        number = itertools.count(num + (key is not None))
+        number = itertools.count(num + (self._key is not None))
         self._numbers = [[j] for j in range(num)]
         self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
 
@@ -310,11 +317,6 @@ def _is_sum(eqn: Equation, graph: Graph, ndim: int) -> bool:
 def sums_rows(eqn: Equation, shape: Sequence[int]) -> bool:
     """Whether a sum is over rows, and perhaps also over columns."""
     return len(shape) - 2 in eqn.params["axes"]
-
-
-def blocks_of_pass(update: OnePass) -> tuple[int, int]:
-    """Returns the rows and columns of a block."""
-    return blocks_of(next(iter(update.stored.values()))).rows_and_columns
 
 
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:

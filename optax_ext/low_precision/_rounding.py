@@ -33,8 +33,9 @@ def make_key(seed: int) -> jax.Array:
     return jnp.array([seed, 0], jnp.uint32)
 
 
-def next_key(key: jax.Array) -> jax.Array:
-    return key + jnp.array([0, 1], jnp.uint32)
+def next_key(key: jax.Array | None) -> Any:
+    """Returns the key of the next step; None if nothing is rounded stochastically."""
+    return None if key is None else key + jnp.array([0, 1], jnp.uint32)
 
 
 def salted(key: jax.Array, path: Any) -> jax.Array:
