@@ -112,7 +112,8 @@ class OnePassUpdates:
     def _plan(self, root: int, path: Path, stored: Any) -> tuple[list[int], list[OnePass]] | None:
         """Returns output ``root`` and all that share moments with it, and passes that make them."""
         graph = self._graph
-        reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
+        reads = graph.reads[graph.outputs[root]]
+        shape = graph.shape(graph.outputs[root])
         outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
         read = {i: q for i, q in stored.items() if reads >> i & 1}
         if not read or any(q.shape != shape or not has_blocks(q) for q in read.values()):
@@ -218,8 +219,10 @@ def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
     complete = _with_operands(update)
     if complete is None:
         return None
-    graph, sums = update.graph, {}
-    seen, pending = set(), [*needed, *complete.rows, *complete.columns, *complete.small]
+    graph = update.graph
+    sums = {}
+    seen = set()
+    pending = [*needed, *complete.rows, *complete.columns, *complete.small]
     while pending:
         value = pending.pop()
         if value in seen or not graph.reads[value]:
@@ -241,20 +244,24 @@ def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
 
 def _with_operands(update: OnePass) -> OnePass | None:
     """Adds what a pass computes and reads, from its outputs and sums back to the moments."""
-    graph, shape = update.graph, update.shape
+    graph = update.graph
+    shape = update.shape
     equations: set[int] = set()
     found: Any = {k: [] for k in ("full", "rows", "columns", "small", "literals")}
     made = [graph.outputs[j] for j in update.outputs]
     if any(graph.types[v].dtype not in _DTYPES for v in made):
         return None
-    seen, pending = set(update.stored), made + [eqn.operands[0] for eqn in update.sums]
+    seen = set(update.stored)
+    pending = made + [eqn.operands[0] for eqn in update.sums]
     while pending:
         value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
-        index, constant = graph.producer.get(value), graph.constants.get(value)
-        own, dtype = graph.shape(value), graph.types[value].dtype
+        index = graph.producer.get(value)
+        constant = graph.constants.get(value)
+        own = graph.shape(value)
+        dtype = graph.types[value].dtype
         if own == shape and index is not None and _is_local(graph, index):
             equations.add(index)
             pending += graph.equations[index].operands
@@ -327,7 +334,8 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     stored = dict(zip(update.stored, zip(operands.stored, stored_at, strict=True), strict=True))
     shape = operands.stored[0].codes.shape
     types: list[Any] = []
-    aliases, num = {}, 0
+    aliases = {}
+    num = 0
     like: Any
     for j in update.outputs:
         if j in stored:

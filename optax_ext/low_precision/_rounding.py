@@ -206,7 +206,8 @@ def stochastic_rounding(
         def difference(path: Any, u: Array, p: Any) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            new, old = _rounded_sum(path, p, u, key), p.astype(jnp.float32)
+            new = _rounded_sum(path, p, u, key)
+            old = p.astype(jnp.float32)
             return jnp.where(jnp.isinf(old) & (new == old), 0, new - old)  # inf - inf is NaN
 
         with jax.named_scope("stochastic_rounding"):

@@ -50,7 +50,9 @@ def describe_state(state: optax.OptState) -> str:
       inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128, rank1=True) signed  9,216 bytes
       others            int32, uint32                                                      12 bytes
     """
-    lines, others, dtypes = [], 0, set()
+    lines = []
+    others = 0
+    dtypes = set()
     for path, leaf in flatten(state)[0]:
         if isinstance(leaf, Quantized):
             sign = "signed" if leaf.signed else "unsigned"

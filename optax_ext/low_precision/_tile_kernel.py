@@ -52,7 +52,8 @@ def update_tiles(update: _one_pass.OnePass, operands: _one_pass.Operands) -> lis
         operands = operands._replace(places=operands.places[::-1], full=full, stored=stored)
         operands = operands._replace(rows=operands.columns, columns=operands.rows)
         update = update._replace(rows=update.columns, columns=update.rows)
-        shape, blocks = (*shape[:-2], shape[-1], shape[-2]), blocks[::-1]
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        blocks = blocks[::-1]
     tiling = _Tiling(shape, blocks, transposed)
     types, aliases = _one_pass.results_of(update, operands)
     leaves = _call(update, operands, tiling, types, aliases)
@@ -285,7 +286,9 @@ class _Tiling:
     """The tiles of a shard, taken as matrices of its last two dims."""
 
     def __init__(self, shape: tuple[int, ...], blocks: tuple[int, int], transposed: bool):
-        self.shape, self.blocks, self.transposed = shape, blocks, transposed
+        self.shape = shape
+        self.blocks = blocks
+        self.transposed = transposed
         *lead, rows, columns = shape
         block_rows, block_columns = blocks
         self.matrices = math.prod(lead), rows, columns  # their number and dims
@@ -346,7 +349,8 @@ class _SliceBlocks:
     """``Blocks`` of a slice, of which each lane has its value; ``memory`` is for a slice."""
 
     def __init__(self, blocks: tuple[int, int], memory: Any = None):
-        self._blocks, self._memory = blocks, memory
+        self._blocks = blocks
+        self._memory = memory
 
     def largest(self, x: jax.Array, signed: bool = True) -> jax.Array:
         """As ``Blocks.largest``, of floats: Mosaic has no maximum of uint32."""
@@ -380,7 +384,8 @@ class _SliceBlocks:
 
 def _spread(scale: jax.Array, blocks: tuple[int, int], out: Tree) -> None:
     """Writes the scales of a tile to every group of 8 rows and lane of their block in ``out``."""
-    groups, lanes = blocks[0] // BLOCK_ROWS, blocks[1]
+    groups = blocks[0] // BLOCK_ROWS
+    lanes = blocks[1]
     lane = jax.lax.broadcasted_iota(jnp.int32, (scale.shape[0], _LANES), 1)
     scale = jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % _LANES)))
     for place in range(out.shape[0]):
@@ -397,7 +402,8 @@ def _spread(scale: jax.Array, blocks: tuple[int, int], out: Tree) -> None:
 def _gather_up(spread: Any, blocks: tuple[int, int], out: Tree) -> None:
     """Inverts ``_spread``: collects the scales of 128 blocks from as many registers as lanes."""
     rows, width = out.shape
-    every, lanes = pl.ds(0, rows, stride=blocks[0] // BLOCK_ROWS), blocks[1]
+    every = pl.ds(0, rows, stride=blocks[0] // BLOCK_ROWS)
+    lanes = blocks[1]
     per_slice = _LANES // lanes  # blocks
     lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
     place, block = _quotient_and_remainder(lane, per_slice)  # register and block in it, of a lane
