@@ -53,14 +53,13 @@ _MOST = 4  # times as large as this may be that of the update
 def fields_of(state: Tree, flat: list[Any], params: Tree) -> list[Any]:
     """Returns the class and path of each array's field; None if it is not of a parameter."""
     shapes = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-
-    def field(path: Any, leaf: Array) -> Any:
-        for i in range(len(path) + 1):
-            if path[i:] in shapes and getattr(leaf, "shape", None) == shapes[path[i:]]:
-                return _class_of(state, path[:i]), path[:i]
-        return None
-
-    return [field(path, leaf) for path, leaf in flat]
+    fields = []
+    for path, leaf in flat:
+        shape = getattr(leaf, "shape", None)
+        ends = (i for i in range(len(path) + 1) if path[i:] in shapes and shapes[path[i:]] == shape)
+        end = next(ends, None)
+        fields.append(None if end is None else (_class_of(state, path[:end]), path[:end]))
+    return fields
 
 
 def _class_of(node: Any, path: Any) -> type | None:
@@ -197,22 +196,19 @@ class _Trial:
             grads = jax.tree.map(lambda r, m: (r[i] + m).astype(m.dtype), random, mean)
             updates, new = self._update(grads, state, params)
             moved = optax.apply_updates(params, updates)
-            leaves = map(jax.tree.leaves, (state, new, params, moved))
+            was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
+            arrays = [(was[i], now[i], before[j], after[j]) for _, i, j in self._arrays]
+            copied = [jnp.all(w == b) | jnp.all(x == b) | jnp.all(x == a) for w, x, b, a in arrays]
+            seen = _Seen(
+                negative=seen.negative | jnp.array([jnp.any(x < 0) for _, x, _, _ in arrays]),
+                copied=seen.copied | jnp.array(copied),
+                used=jnp.array([jnp.any(x != 0) for _, x, _, _ in arrays]),
+                still=jnp.array([jnp.all(x == w) & jnp.any(x != 0) for w, x, _, _ in arrays]),
+            )
             params = jax.tree.map(lambda a, b: jnp.where(noise > 0, a, b), moved, params)
-            return params, new, self._look(seen, *leaves)
+            return params, new, seen
 
         return jax.lax.fori_loop(0, steps, step, (params, state, _Seen(none, none, none, none)))
-
-    def _look(self, seen: _Seen, was: Any, now: Any, params: Any, moved: Any) -> _Seen:
-        """Adds what one step shows of the arrays: leaves of state and parameters, old and new."""
-        arrays = [(was[i], now[i], params[j], moved[j]) for _, i, j in self._arrays]
-        copied = [jnp.all(w == p) | jnp.all(x == p) | jnp.all(x == m) for w, x, p, m in arrays]
-        return _Seen(
-            negative=seen.negative | jnp.array([jnp.any(x < 0) for _, x, _, _ in arrays]),
-            copied=seen.copied | jnp.array(copied),
-            used=jnp.array([jnp.any(x != 0) for _, x, _, _ in arrays]),
-            still=jnp.array([jnp.all(x == w) & jnp.any(x != 0) for w, x, _, _ in arrays]),
-        )
 
     def _errors(self, params: Tree, state: Tree) -> jax.Array:
         """Returns the relative error of updates if each field in turn has one."""

@@ -197,7 +197,7 @@ class _Tile(NamedTuple):
             arrays = q.codes[place.here], (scales[place.blocks],), rest
             slices.append(Quantized(*arrays, q.shape, q.dtype, q.format, q.signed))
         full = [x[place.here] for x in self.inputs.full]
-        values = self._numbers() | self._vectors(rows, place)
+        values = self._values(rows, place)
         in_lanes = _SliceBlocks(self.tiling.blocks)
         news = _one_pass.update_slice(update, full, values, slices, _SLICE, in_lanes)
         num = len(update.outputs)
@@ -224,22 +224,16 @@ class _Tile(NamedTuple):
             inside = (row + _iota(0) < extents[0]) & (column + _iota(1) < extents[1])
         return _Place(here, (j, _window(i, _GROUPS[0])), [row, column], inside)
 
-    def _numbers(self) -> dict[int, jax.Array]:
-        """Returns the numbers of the pass by their numbers in the graph."""
-        places = {True: itertools.count(), False: itertools.count()}
-        made = {}
-        for v, like in zip(self.update.small, self.operands.small, strict=True):
-            is_float = _is_float(like)
-            ref = self.inputs.floats if is_float else self.inputs.integers
-            made[v] = _as_dtype(ref[next(places[is_float])], like.dtype)
-        return made
-
-    def _vectors(self, rows: list[jax.Array], place: _Place) -> dict[int, jax.Array]:
-        """Returns the values of rows and columns in a slice, likewise."""
+    def _values(self, rows: list[jax.Array], place: _Place) -> dict[int, jax.Array]:
+        """Returns numbers, rows and columns, as large as a slice, by their numbers in the graph."""
+        floats = (self.inputs.floats[k] for k in itertools.count())
+        integers = (self.inputs.integers[k] for k in itertools.count())
+        small = [next(floats if _is_float(x) else integers) for x in self.operands.small]
         columns = [jnp.broadcast_to(x[:, place.here[1]], _SLICE) for x in self.inputs.columns]
-        numbers = (*self.update.rows, *self.update.columns)
+        numbers = (*self.update.small, *self.update.rows, *self.update.columns)
         dtypes = [self.update.graph.types[v].dtype for v in numbers]
-        return dict(zip(numbers, map(_as_dtype, rows + columns, dtypes), strict=True))
+        arrays = map(_as_dtype, [*small, *rows, *columns], dtypes)
+        return dict(zip(numbers, arrays, strict=True))
 
     def _quantize(self, k: int, out: Any, new: jax.Array, place: _Place) -> None:
         """Writes stored array ``k`` of a slice; its scales to the memory for them."""

@@ -180,7 +180,9 @@ class Layout:
         if size < max(self.min_shard_size, 1):
             return None, f"unsharded: {size} elements, min_shard_size is {self.min_shard_size}"
         free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
-        counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
+        counts = [self.num_shards]
+        if self.shard_state_over_replicas:
+            counts.insert(0, self.num_devices)
         dim = choose_sharded_dim(shape, free, counts)
         none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
         return dim, none if dim is None else ""

@@ -190,10 +190,8 @@ def _mean_of_largest(
     size = sections.shape[-1]
     counts = [max(1, math.ceil(density * size)) for density in schedule.values()]
 
-    sends = [
-        functools.partial(_per_section, functools.partial(_send_largest, axes, count, max(counts)))
-        for count in counts
-    ]
+    send = functools.partial(_send_largest, axes, max(counts))
+    sends = [functools.partial(_per_section, functools.partial(send, count)) for count in counts]
     if len(schedule) == 1:
         return sends[0](sections)
     # One branch per density; the current one is the last whose step is reached.
@@ -202,7 +200,7 @@ def _mean_of_largest(
 
 
 def _send_largest(
-    axes: Axes, count: int, most: int, flat: jax.Array
+    axes: Axes, most: int, count: int, flat: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The mean of the ``count`` largest elements of all devices, and the indices of its own."""
     own = lax.top_k(jnp.abs(flat), count)[1]  # (count,)
@@ -214,8 +212,5 @@ def _send_largest(
 
 def _unsent(x: jax.Array, indices: jax.Array) -> jax.Array:
     """The array with zeros at the elements that were sent."""
-    return _array(_per_section(_zero_at, _sections(x), indices), x.shape)
-
-
-def _zero_at(flat: jax.Array, indices: jax.Array) -> jax.Array:
-    return flat.at[indices].set(0, mode="drop")
+    zero_at = lambda flat, indices: flat.at[indices].set(0, mode="drop")  # noqa: E731
+    return _array(_per_section(zero_at, _sections(x), indices), x.shape)
