@@ -58,7 +58,6 @@ class OnePass(NamedTuple):
     path: Path  # of the parameter
     shape: tuple[int, ...]  # of the parameter
     stored: dict[int, Quantized]  # inputs that it dequantizes
-    rounding: str
     interpret: bool  # whether a kernel is interpreted
     outputs: Sequence[int] = ()  # that it makes, as ``Quantized`` where the input is stored
     sums: Sequence[Equation] = ()  # over rows or columns, which the next pass needs
@@ -77,7 +76,6 @@ class OnePassUpdates:
     def __init__(
         self,
         inner_update: Callable[..., tuple[Any, Any]],  # of updates, float32 state and parameters
-        rounding: str,
         apply: bool,  # whether the passes update parameters, too
         shards: Shards,
         updates: Tree,
@@ -89,7 +87,6 @@ class OnePassUpdates:
         num = len(with_paths)
         self._key = next_key(state.key)
         self._shards = shards
-        self._rounding = rounding
         self._params = jax.tree.leaves(params) if apply else [None] * num
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
@@ -132,8 +129,7 @@ class OnePassUpdates:
         if any(graph.reads[v] & ~reads for v in values.values()):
             return None
         full = [j for j, v in values.items() if graph.shape(v) == shape]
-        how = self._rounding, self._shards.interpret
-        update = OnePass(graph, root, path, shape, read, *how, full)
+        update = OnePass(graph, root, path, shape, read, self._shards.interpret, full)
         passes = _with_sums(update, [v for j, v in values.items() if j not in full])
         return None if passes is None else (outputs, passes)
 

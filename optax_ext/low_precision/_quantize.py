@@ -240,6 +240,13 @@ def quantize(
     return Quantized(codes, scale, rest, tuple(x.shape), at_least_float32(x.dtype), fmt, signed)
 
 
+def rounding_of(q: Quantized, noise: Any) -> str:
+    """Returns the rounding of new codes in place of those that an array has."""
+    if q.rest is not None:
+        return "compensated"
+    return "nearest" if noise is None else "stochastic"
+
+
 def scales_of(x: jax.Array, fmt: Format, signed: bool, blocks: Any = None) -> tuple[Any, ...]:
     """Returns the scales with which ``quantize`` divides an array."""
     x = _clipped(x, signed)

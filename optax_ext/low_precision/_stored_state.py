@@ -13,7 +13,7 @@ from optax_ext._describe_factoring import aligned
 from optax_ext._leaves import at_least_float32, boxed, is_box, path_name, unboxed
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import codes_of, dequantize, scales_of
+from optax_ext.low_precision._quantize import codes_of, dequantize, rounding_of, scales_of
 from optax_ext.low_precision._rounding import salted, uniform
 
 # Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
@@ -121,9 +121,10 @@ def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | N
     """Quantizes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
-    rounding, noise = "nearest" if old.rest is None else "compensated", None
+    noise = None
     if old.rest is None and key is not None:
-        rounding, noise = "stochastic", _uniform(salted(key, path), old.shape)
+        noise = _uniform(salted(key, path), old.shape)
+    rounding = rounding_of(old, noise)
     scale = _scales_of(new, old.format, old.signed, blocks)
     codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding, blocks)
     dtype = at_least_float32(new.dtype)

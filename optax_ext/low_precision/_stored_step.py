@@ -39,7 +39,6 @@ class StoredStep(NamedTuple):
     """One step of a transformation whose state is stored in low precision."""
 
     inner_update: InnerUpdate  # of updates, dequantized state and parameters
-    rounding: str
     apply: bool  # whether the step returns new parameters, not their updates
     shards: kernels.Shards  # on which kernels run
 

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from optax_ext._types import Array, DType, Tree
 from optax_ext.low_precision import _one_pass
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import BLOCK_ROWS, quantize
+from optax_ext.low_precision._quantize import BLOCK_ROWS, quantize, rounding_of
 from optax_ext.low_precision._rounding import uniform_at
 
 _LANES, _ROWS = 128, 64  # of a slice: 8 registers of float32
@@ -237,12 +237,13 @@ class _Tile(NamedTuple):
 
     def _quantize(self, k: int, out: Any, new: jax.Array, place: _Place) -> None:
         """Writes stored array ``k`` of a slice; its scales to the memory for them."""
-        uniform = self._uniform(k, place) if self.operands.noise else None
+        old = self.inputs.stored[k]
+        uniform = self._uniform(k, place) if self.operands.noise and old.rest is None else None
         # Beyond the array elements are 0: they must not be the largest of a block.
         new = new if place.inside is None else jnp.where(place.inside, new, 0)
-        old = self.inputs.stored[k]
         in_lanes = _SliceBlocks(self.tiling.blocks, self.memory[k])
-        q = quantize(new, old.format, old.signed, self.update.rounding, uniform, in_lanes)
+        rounding = rounding_of(old, uniform)
+        q = quantize(new, old.format, old.signed, rounding, uniform, in_lanes)
         out.codes[place.here] = q.codes
         self.spread[k][place.blocks] = q.scale[0]
         if q.rest is not None:

@@ -188,7 +188,7 @@ class _Wrapper(NamedTuple):
         state = state._replace(inner_state=boxes_outside(state.inner_state))
         inner_update = functools.partial(_inner_update, self.inner, like, extra_args)
         shards = kernels.shards() or kernels.Shards()
-        step = StoredStep(inner_update, self.rounding, apply, shards)
+        step = StoredStep(inner_update, apply, shards)
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         compute = step.by_leaf if is_traced else step.at_once
