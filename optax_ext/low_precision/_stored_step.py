@@ -95,7 +95,7 @@ class StoredStep(NamedTuple):
             return jax.tree.unflatten(results, made)
 
         step = self._replace(inner_update=inner_update)
-        passes = OnePassUpdates(*step, updates, state, params)
+        passes = OnePassUpdates(inner_update, self.apply, self.shards, updates, state, params)
         return _scales_first(functools.partial(step.at_once, params=params), updates, state, passes)
 
 

@@ -1,5 +1,6 @@
 """``by_owner``: an optimizer of matrices whose matrices are each updated by one device."""
 
+import functools
 import math
 from typing import Any
 
@@ -84,13 +85,7 @@ def by_owner(
 
     def init(params: optax.Params) -> optax.OptState:
         rule = rule_for_tree(factoring, params)
-
-        def init_leaf(path: KeyPath, x: Array) -> optax.OptState:
-            p = _form_of(rule, path, x).to_matrices(x)
-            state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
-            return jax.tree.map(lambda s: _sharded_like(s, p), state)
-
-        return jax.tree.map_with_path(init_leaf, params)
+        return jax.tree.map_with_path(functools.partial(_init_leaf, tx, rule), params)
 
     def update(
         updates: Tree, state: OptState, params: Tree = None, **extra_args: Any
@@ -119,6 +114,12 @@ def by_owner(
         return treedef.unflatten(new), treedef.unflatten([s for _, s in results])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_leaf(tx: Any, rule: FactoringRule, path: KeyPath, x: Array) -> optax.OptState:
+    p = _form_of(rule, path, x).to_matrices(x)
+    state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
+    return jax.tree.map(lambda s: _sharded_like(s, p), state)
 
 
 def _form_of(rule: FactoringRule, path: KeyPath, x: Array) -> MatrixForm:
