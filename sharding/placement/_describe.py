@@ -121,10 +121,9 @@ class Description:
         """The long form: a line for each array, and the totals."""
         lines = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
         for row in self.rows:
-            size = row.bytes_per_device
             note = row.note if row.memory == "device" else _HOST
             cells = (row.part, row.path, str(row.shape), row.dtype, str(tuple(row.spec)))
-            lines.append((*cells, f"{size:,}", note))
+            lines.append((*cells, f"{row.bytes_per_device:,}", note))
         totals = self.bytes_per_device
         if self.host_bytes_per_device:
             totals["host"] = self.host_bytes_per_device

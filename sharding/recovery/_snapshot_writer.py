@@ -106,9 +106,7 @@ class SnapshotWriter:
     # The rank is that of this process among the mates on its machine.
     def __init__(self, folder: pathlib.Path, rank: int, num_mates: int, counts: SaveCounts):
         make_private(folder)
-        lock = folder / f"{rank}.lock"
-        text = _lock_text(-1)
-        self._lock, self._unlock = lock_file(lock, self, text)
+        self._lock, self._unlock = lock_file(folder / f"{rank}.lock", self, _lock_text(-1))
         self._folder = folder
         self._rank = rank
         self._num_mates = num_mates
