@@ -8,7 +8,8 @@ import numpy as np
 from sharding.recovery._machines import Holders, Machines
 from sharding.recovery._stored_leaf import BlockPlacement, StoredLeaf
 
-_SHOWN, _ALONE = 8, "on no other machine"  # machines that are listed; those without peers
+_SHOWN = 8  # machines that are listed
+_ALONE = "on no other machine"  # is said of those without peers
 
 
 def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool = False) -> Holders:
@@ -115,7 +116,8 @@ def describe_replicas(
     placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines
 ) -> PeerDescription:
     """Counts what each machine stores and sends, and finds which machines share a block."""
-    num, machine_of = len(machines.names), machines.of_device.tolist()
+    num = len(machines.names)
+    machine_of = machines.of_device.tolist()
     stored, sent = [0] * num, [0] * num
     sets: set[frozenset[int]] = set()
     for leaf, placement in placed:
