@@ -21,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import _results
 import jax
 import jax.numpy as jnp
+import matplotlib
 from _networks import NETWORKS, array, identity
 
 import sharding as shd
@@ -33,6 +34,9 @@ from sharding.plan.model._traced_work import Work, work_of
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import policy_of, wait_of
 from sharding.remat._plan_activations import device_of_target, loss_search
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
 GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))
@@ -226,7 +230,7 @@ def main():
         what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
         sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
         shown = {name: each for name, each in presets.items() if each.peak < math.inf}
-        figure = shd.plan.plot_frontiers(frontiers, shown)
+        figure = plot_frontiers(frontiers, shown)
         most = max(each.peak for each in shown.values())
         figure.axes[0].set_xlim(0, 1.1 * most / 2**30)  # what stores all is far beyond
         figure.savefig(_results.RESULTS / f"activation_memory{suffix}_{name}.png", dpi=150)
@@ -237,6 +241,26 @@ def main():
             *sections,
             script="activation_memory",
         )
+
+
+def plot_frontiers(frontiers, others):
+    """Bytes against time of activations: a line for each frontier, points for the other plans."""
+
+    def point(plan):
+        return plan.peak / 2**30, 100 * plan.extra_time
+
+    figure, axes = plt.subplots(figsize=(6.1, 3.6), layout="constrained")
+    for name, plans in frontiers.items():
+        line = {"drawstyle": "steps-post", "marker": "o", "markersize": 4, "label": name}
+        axes.plot(*zip(*map(point, plans), strict=True), **line)
+    for name, plan in others.items():
+        axes.plot(*point(plan), "x", color="black", markersize=5)
+        axes.annotate(name, point(plan), xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set(xlabel="peak of activations and temporaries, GiB", ylabel="extra time, % of a step")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    return figure
 
 
 ABOUT = """All layers in one scan, bfloat16, one device and its sequences; parameters, gradients

@@ -1,7 +1,7 @@
 """Where delayed updates train: asynchronous pipelines and PipeMare's corrections, on small models.
 
 A chain of tanh stages that learns another such chain, and residual blocks that classify. Each stage
-has the delay that a pipeline of P stages gives it; ``optax_ext`` applies the exact delayed update.
+has the delay that a pipeline of P stages gives it: its gradient is taken at earlier parameters.
 All variants train at all learning rates, with and without momentum, from the same seeds.
 
   python benchmarks/delayed_updates.py            # writes benchmarks/results/
@@ -142,36 +142,55 @@ def task_of(model: str, num_stages: int, steps: int, seed: int) -> Task:
 # --- Training -------------------------------------------------------------------------------------
 
 
-def delays_of(method: str, num_stages: int) -> optax_ext.delays_by_path:
-    """The forward delay of every parameter, with one micro-batch per update."""
-    forward, _ = optax_ext.pipeline_delays(num_stages, method=method)
-    return optax_ext.delays_by_path({"^input": forward[0], "^head": forward[-1]}, default=forward)
+def delays_of(method: str, num_stages: int, params: dict) -> dict:
+    """The forward delay of every parameter in updates, with one micro-batch per update."""
+    behind = np.arange(num_stages)[::-1]  # P - i
+    forward = {
+        "pipemare": 2 * behind + 1,
+        "pipedream": behind,
+        "pipedream_2bw": np.ones_like(behind),
+        "gpipe": np.zeros_like(behind),
+    }[method]
+    of = {"input": forward[0], "stages": {"w": forward}, "head": forward[-1]}
+    return {name: of[name] for name in params}
+
+
+def delayed(history: dict, delays: dict) -> dict:
+    """Each stage's parameters as they were its delay ago; ``history`` is newest first."""
+
+    def of(versions: jax.Array, delay: np.ndarray) -> jax.Array:  # versions: [age, stages, ...]
+        return versions[delay, np.arange(versions.shape[1])] if delay.ndim else versions[delay]
+
+    return jax.tree.map(of, history, delays)
 
 
 def final_loss(
     num_stages: int, variant: Variant, task: Task, rate: jax.Array, momentum: jax.Array
 ) -> jax.Array:
     """The held-out loss of the last parameters."""
-    delays, steps = delays_of(variant.method, num_stages), len(task.batches[0])
+    delays = delays_of(variant.method, num_stages, task.params)
+    steps, oldest = len(task.batches[0]), max(int(x.max()) for x in jax.tree.leaves(delays))
     parts = [optax.sgd(rate, momentum)]
     parts += [optax_ext.scale_by_delay(delays, max(steps // 3, 1))] if variant.divides else []
-    parts += [optax_ext.params_history(delays)]
     parts += [optax_ext.discrepancy_correction(delays)] if variant.backward == "corrected" else []
     tx = optax.chain(*parts)
 
     def step(carry: tuple, batch: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
-        params, state = carry
-        forward = optax_ext.delayed_params(params, state)
-        backward = params
+        params, history, state = carry
+        forward, backward = delayed(history, delays), params
         if variant.backward == "forward":
             backward = forward
         elif variant.backward == "corrected":
             backward = optax_ext.backward_params(params, state)
         grads = jax.grad(loss_of)(forward, backward, batch)
         updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
+        params = optax.apply_updates(params, updates)
+        history = jax.tree.map(lambda p, h: jnp.concatenate([p[None], h[:-1]]), params, history)
+        return (params, history, state), None
 
-    (params, _), _ = jax.lax.scan(step, (task.params, tx.init(task.params)), task.batches)
+    history = jax.tree.map(lambda p: jnp.stack([p] * (oldest + 1)), task.params)
+    begin = task.params, history, tx.init(task.params)
+    (params, *_), _ = jax.lax.scan(step, begin, task.batches)
     return loss_of(params, params, task.held_out)
 
 

@@ -28,7 +28,6 @@ import sharding as shd
 from sharding.plan import (
     MODELS,
     Decoder,
-    StagePlan,
     activations_of,
     audit,
     estimate,
@@ -37,6 +36,7 @@ from sharding.plan import (
     targets,
 )
 from sharding.plan.audit._audit import Audit
+from sharding.plan.cost._stage_plan import StagePlan
 
 MIB = 2**20
 LENGTH = 512

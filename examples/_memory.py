@@ -7,7 +7,6 @@ import jax
 from _report import human_bytes
 
 import sharding as shd
-from sharding.plan import StagePlan
 
 
 class PlannedLoss(NamedTuple):
@@ -37,7 +36,7 @@ def plan_loss(
     loss_fn: Callable[[Any, Any], Any],
     params: Any,
     windows: jax.ShapeDtypeStruct,
-    stage: StagePlan,
+    stage: Any,  # of a plan
     memory: float,
     device: jax.Device,
 ) -> PlannedLoss:

@@ -9,7 +9,7 @@ import jax
 from _model import CONFIGS
 
 import sharding as shd
-from sharding.plan import FittedPlan, ParallelPlan, PlanFile
+from sharding.plan import ParallelPlan, PlanFile
 
 # The names of the script for the schedules of plans.
 _NAMES = {"aligned": "1f1b"} | {name: name for name in ("gpipe", "interleaved", "zb-h1", "zb-v")}
@@ -35,7 +35,7 @@ def choose_plan(
     make_state: Callable[..., Any],
     batch: Any,
     folder: pathlib.Path,
-) -> FittedPlan:
+) -> Any:
     """The fastest step that fits the devices of a mesh, with what other options fix.
 
     Raises:

@@ -8,6 +8,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import rich.console
 import rich.panel
@@ -16,7 +17,7 @@ import rich.text
 
 from optax_ext import batch_advice
 from sharding import Audit
-from sharding.plan import Plan, show
+from sharding.plan import show
 
 # A log file gets plain lines of a fixed width, a terminal gets colors and a moving bar.
 console = rich.console.Console(width=None if sys.stdout.isatty() else 100, highlight=False)
@@ -146,7 +147,7 @@ def batch_note(noise_scale: float, windows: int) -> str:
     return f"batch {advice} the critical size, ~{noise_scale:,.1f} windows"
 
 
-def print_plan(plan: Plan, adamw: Plan, more: Sequence[str] = ()) -> None:
+def print_plan(plan: Any, adamw: Any, more: Sequence[str] = ()) -> None:
     """Prints the cost of each stage, with this run's stage marked, and of AdamW without ZeRO."""
     stages = (*plan.stages, dataclasses.replace(adamw.stages[0], name="adamw, no ZeRO"))
     marked = dataclasses.replace(plan, stages=stages, recommended=plan.requested)

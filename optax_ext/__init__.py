@@ -7,8 +7,6 @@ from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
-from optax_ext._delays import delays_by_path as delays_by_path
-from optax_ext._delays import pipeline_delays as pipeline_delays
 from optax_ext._describe_factoring import FactoringRow as FactoringRow
 from optax_ext._describe_factoring import FactoringTable as FactoringTable
 from optax_ext._describe_factoring import describe_factoring as describe_factoring
@@ -37,9 +35,6 @@ from optax_ext._master_weights import MasterWeightsState as MasterWeightsState
 from optax_ext._master_weights import master_weights as master_weights
 from optax_ext._parameter_masks import decay_mask as decay_mask
 from optax_ext._parameter_masks import hidden_matrices as hidden_matrices
-from optax_ext._params_history import ParamsHistoryState as ParamsHistoryState
-from optax_ext._params_history import delayed_params as delayed_params
-from optax_ext._params_history import params_history as params_history
 from optax_ext._pipemare import DiscrepancyCorrectionState as DiscrepancyCorrectionState
 from optax_ext._pipemare import ScaleByDelayState as ScaleByDelayState
 from optax_ext._pipemare import backward_params as backward_params

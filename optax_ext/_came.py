@@ -62,8 +62,8 @@ def confidence(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
         u, m = _average_updates(mu, args)
         return jnp.square(u - m), m if mu.dtype == m.dtype else None
 
-    args, weights = (leaf.g, leaf.factors, _weights(hyper, leaf.dtype)), (hyper.b3, 1 - hyper.b3)
-    options = hyper.eps_instability, weights, dims
+    args = leaf.g, leaf.factors, _weights(hyper, leaf.dtype)
+    options = hyper.eps_instability, (hyper.b3, 1 - hyper.b3), dims
     s, m = _moments.average(leaf.instability, squares, leaf.mu, args, *options)
     return leaf._replace(s=s, m=m)
 
@@ -79,8 +79,8 @@ def momentum(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     update = _moments.multiply(m, trust)  # (rows, cols)
     if dims.factored and hyper.debias_instability:
         update = update * jnp.sqrt(one_minus_power(hyper.b3, leaf.t, leaf.dtype))
-    g, mu = update.astype(leaf.g.dtype), m.astype(leaf.mu.dtype)
-    return Leaf(g, leaf.v.moment, leaf.t, mu, leaf.s.moment)
+    mu = m.astype(leaf.mu.dtype)
+    return Leaf(update.astype(leaf.g.dtype), leaf.v.moment, leaf.t, mu, leaf.s.moment)
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
@@ -157,7 +157,8 @@ def _scale(hyper: _Hyper, factoring: Any, mu_dtype: Any) -> optax.GradientTransf
     rule = check_rule("factoring", factoring)
 
     def init(params: optax.Params) -> ScaleByCameState:
-        leaves, count = Leaves.of(params), jnp.zeros([], jnp.int32)
+        leaves = Leaves.of(params)
+        count = jnp.zeros([], jnp.int32)
         dims = factorings(rule, leaves)
 
         def zeros(p: Any, own: Factoring) -> Leaf:

@@ -58,7 +58,8 @@ def _in_sizes(row: FactoringRow) -> str:
         split = split_of(tuple(row.shape[d] for d in free))
         best = Factoring(free[:split], free[split:], factoring.batch)
         times = _num_statistics(row.shape, factoring) / _num_statistics(row.shape, best)
-        words += f"; {times:.0f} times {sizes(best.rows)} x {sizes(best.cols)}" * (times > 4)
+        if times > 4:
+            words += f"; {times:.0f} times {sizes(best.rows)} x {sizes(best.cols)}"
     return words
 
 

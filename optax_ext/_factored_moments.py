@@ -112,7 +112,8 @@ def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
 
 def clip(hyper: Any, dims: Factoring, leaf: Leaf) -> Leaf:
     """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step."""
-    factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
+    factors = inverse_root(leaf.v, dims)
+    threshold = hyper.clipping_threshold
     if threshold is not None and leaf.g.size:
         u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors))
         factors += (1.0 / jnp.maximum(1.0, rms(u, dims) / threshold),)  # (1, 1)
@@ -143,7 +144,8 @@ def join(leaves: Leaves, dims: Sequence[Factoring], state: Any, *fields: str) ->
 
     The fields are those of ``Moment``, or the last two, where only factored leaves have one.
     """
-    name, num = fields[0].removesuffix("_row"), len(fields)
+    name = fields[0].removesuffix("_row")
+    num = len(fields)
     columns = [leaves.slots(field, getattr(state, field)) for field in fields]
     moments = [Moment(*[None] * (3 - num), *slots) for slots in zip(*columns, strict=True)]
     for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):

@@ -28,7 +28,8 @@ _Hyper = collections.namedtuple("_Hyper", "b1 b2 eps weight_decay")
 
 def moments(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Returns ``r + lambda w`` and the new averages; r is Adam's direction."""
-    b1, b2, g = hyper.b1, hyper.b2, leaf.u.astype(leaf.dtype)
+    b1, b2 = hyper.b1, hyper.b2
+    g = leaf.u.astype(leaf.dtype)
     mu = b1 * leaf.mu + (1 - b1) * g
     nu = b2 * leaf.nu + (1 - b2) * jnp.square(g)
     mu_hat = mu / one_minus_power(b1, leaf.t, leaf.dtype)

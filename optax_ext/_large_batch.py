@@ -201,7 +201,8 @@ def gradient_noise_scale(
             # Unbiased estimates of |G|^2 and of tr(Sigma) from this step.
             dtype = squared_norm.dtype
             others = jnp.asarray(jnp.where(enough, num_pieces, 2), dtype) - 1
-            size, local = _validate.hyperparameter(batch_size, dtype), local.astype(dtype)
+            size = _validate.hyperparameter(batch_size, dtype)
+            local = local.astype(dtype)
             norm = ((others + 1) * squared_norm - local) / others
             variance = (local - squared_norm) * (size / others)
             count = optax.safe_increment(state.count)

@@ -78,7 +78,8 @@ def lazy_rows(
     ) -> tuple[Tree, optax.OptState]:
         out, new = inner.update(updates, state, params, **extra_args)
         with jax.named_scope("lazy_rows"):
-            tables, paths = tables_of(updates).items(), _paths(updates)
+            tables = tables_of(updates).items()
+            paths = _paths(updates)
             used = {path: jnp.any(g != 0, axis=tuple(range(1, g.ndim))) for path, g in tables}
 
             def select(path: Key, new: Tree, old: Tree) -> Any:

@@ -51,7 +51,8 @@ def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array
     dtype = master.dtype
     # One value for both results: two fusions that each compute it may contract it differently.
     new = jax.lax.optimization_barrier(master + update.astype(dtype))
-    want, wide = _rounded(new, p.dtype), p.astype(dtype)
+    want = _rounded(new, p.dtype)
+    wide = p.astype(dtype)
     # The difference of two narrow values is exact, unless one is far below the other's last bit. A
     # value that rounds to -0 is not rounded: 0 + -0 is 0, and only negative values round to -0.
     u = jnp.where(want == 0, new, want) - wide

@@ -66,7 +66,8 @@ def hold(arrays: Any, after: Any = ()) -> Any:
     """Returns the arrays behind a barrier: none is available before all are, and ``after`` is."""
     leaves, treedef = jax.tree.flatten(arrays)
     # In a shard_map each waits for those that vary over no other axes, or its type would change.
-    axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
+    axes = list(map(_varying, leaves))
+    later = jax.tree.leaves(after)
     for own in dict.fromkeys(axes):
         members = [i for i, varying in enumerate(axes) if varying == own]
         others = [x for x in later if _varying(x) <= own]
@@ -211,7 +212,8 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
     """Returns the sum over ``dims``, and a value that is available once ``x`` has been read."""
     # Columns in two stages: with a barrier after the first, XLA on GPUs does not write x, and the
     # next pass does not wait for an all-reduce.
-    length, shards = x.shape[dims[0]], max(jax.typeof(x).sharding.mesh.size, 1)
+    length = x.shape[dims[0]]
+    shards = max(jax.typeof(x).sharding.mesh.size, 1)
     if x.ndim - 1 in dims or length % shards:
         total = jnp.sum(x, dims)
         return total, total

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_ext import _validate
-from optax_ext._delays import check_delays, delays_of, map_slots
-from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
+from optax_ext._leaves import Leaves, at_least_float32, states_of, unboxed, wide_zeros
 from optax_ext._types import Tree
 
 _DECAY = math.exp(-2)  # D of the paper
@@ -63,11 +63,11 @@ def scale_by_delay(
     References:
       Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124. The maximum with 1 is not in the paper.
     """
-    check_delays(delays)
+    _check_delays(delays)
     _validate.positive(anneal_steps=anneal_steps)
 
     def init(params: optax.Params) -> ScaleByDelayState:
-        delays_of(delays, Leaves.of(params))  # raises unless they fit
+        _delays_of(delays, Leaves.of(params))  # raises unless they fit
         return ScaleByDelayState(jnp.zeros([], jnp.int32))
 
     def update(
@@ -75,7 +75,7 @@ def scale_by_delay(
     ) -> tuple[Tree, ScaleByDelayState]:
         leaves = Leaves.of(updates)
         with jax.named_scope("scale_by_delay"):
-            pairs = zip(leaves.arrays, delays_of(delays, leaves), strict=True)
+            pairs = zip(leaves.arrays, _delays_of(delays, leaves), strict=True)
             out = [_divided(u, delay, state.count, anneal_steps) for u, delay in pairs]
         return leaves.unflatten(out), ScaleByDelayState(optax.safe_increment(state.count))
 
@@ -119,7 +119,7 @@ def discrepancy_correction(
 
     Args:
       delays: :math:`\tau`, in updates: a number; a tree of numbers like the parameters, or a prefix
-        of one; or ``delays_by_path``. An array broadcasts against the leading dims of its
+        of one. An array broadcasts against the leading dims of its
         parameter: (1, S) for parameters [V, S, ...] whose stages are dim 1.
       decay: D, the decay over the full delay, in [0, 1); exp(-2) in the paper.
 
@@ -141,11 +141,11 @@ def discrepancy_correction(
     References:
       Yang et al.: PipeMare, MLSys 2021, arXiv 1910.05124.
     """
-    check_delays(delays)
+    _check_delays(delays)
     _validate.unit_interval(decay=decay)
 
     def init(params: optax.Params) -> DiscrepancyCorrectionState:
-        delays_of(delays, Leaves.of(params))  # raises unless they fit
+        _delays_of(delays, Leaves.of(params))  # raises unless they fit
         return DiscrepancyCorrectionState(wide_zeros(params))
 
     def update(
@@ -155,7 +155,7 @@ def discrepancy_correction(
         old = leaves.averages_in("correction", state.correction)
         with jax.named_scope("discrepancy_correction"):
             average = functools.partial(_averaged, decay=decay)
-            new = list(map(average, old, leaves.arrays, delays_of(delays, leaves)))
+            new = list(map(average, old, leaves.arrays, _delays_of(delays, leaves)))
         return updates, DiscrepancyCorrectionState(leaves.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -179,9 +179,92 @@ def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params
       >>> print(optax_ext.backward_params(params - 2, state))  # those of one update ago
       10.0
     """
-    names, state_type = ("backward_params", "discrepancy_correction"), DiscrepancyCorrectionState
+    states = states_of(DiscrepancyCorrectionState, state)
+    if not states:
+        raise ValueError(
+            "backward_params reads the state of discrepancy_correction, of which this optimizer "
+            "state contains none. Put discrepancy_correction last in the chain."
+        )
+    leaves = Leaves.of_any_dtype(params)
+    found = list(leaves.arrays)
+    corrected = set[int]()
+    for own in states:
+        for i, slot in enumerate(leaves.slots("discrepancy_correction", own.correction)):
+            if not isinstance(slot, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+                _check_empty(slot)
+                continue
+            if i in corrected:
+                raise ValueError(
+                    "backward_params reads one state of discrepancy_correction for each parameter, "
+                    f"found several for {leaves.paths[i]!r}. Pass the part that contains one."
+                )
+            corrected.add(i)
+            found[i] = _corrected(leaves.paths[i], leaves.arrays[i], slot)
+    return leaves.unflatten(found)
 
-    def corrected(p: jax.Array, correction: jax.Array) -> jax.Array:
-        return (p.astype(correction.dtype) - correction).astype(p.dtype)
 
-    return map_slots(names, corrected, params, state, state_type, lambda own: own.correction)
+def _corrected(path: str, p: jax.Array, correction: Any) -> jax.Array:
+    if correction.shape != p.shape:
+        raise ValueError(
+            f"parameter {path!r} of shape {tuple(p.shape)} does not match the state of "
+            f"discrepancy_correction, where it has shape {tuple(correction.shape)}."
+        )
+    return (p.astype(correction.dtype) - correction).astype(p.dtype)
+
+
+def _check_empty(slot: Any) -> None:
+    """Raises unless the slot is that of a parameter that is masked out."""
+    if jax.tree.leaves(slot):
+        raise ValueError(
+            f"backward_params needs the arrays of discrepancy_correction, found "
+            f"{type(slot).__name__}. Put low_precision_state around the other transformations of "
+            "the chain alone."
+        )
+
+
+def _check_delays(delays: Any) -> None:
+    for value in jax.tree.leaves(delays):
+        if not isinstance(value, jax.core.Tracer):
+            _check_number(value)
+
+
+def _check_number(value: Any) -> None:
+    numeric = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    kinds = (jnp.integer, jnp.floating)
+    if not numeric or not any(jnp.issubdtype(np.asarray(value).dtype, k) for k in kinds):
+        raise ValueError(f"delays must be a number or an array, got {value!r}.")
+    array = np.asarray(value, np.float64)
+    if not (array >= 0).all():
+        raise ValueError(f"delays must not be negative, got {value}.")
+    if not np.isfinite(array).all():
+        raise ValueError(f"delays must be finite, got {value}.")
+
+
+def _delays_of(delays: Any, leaves: Leaves) -> list[Any]:
+    """Returns the delay of every leaf: a number, or an array of the leaf's rank."""
+    if not leaves.arrays:  # also the placeholder that optax's tree_map_params passes to init
+        return []
+    tree = leaves.unflatten(leaves.arrays)
+    try:
+        own = list(map(unboxed, leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))))
+    except ValueError as error:
+        raise ValueError(
+            "delays does not fit the parameters; it needs a number or an array for each of "
+            f"them, or for each subtree: {error}"
+        ) from None
+    shapes = [tuple(x.shape) for x in leaves.arrays]
+    return list(map(_fit, leaves.paths, own, shapes))
+
+
+def _fit(path: str, delay: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the delay with a dim of size 1 for each trailing dim of ``shape`` that it lacks."""
+    own = np.shape(delay)
+    if not own:
+        return delay
+    if len(own) > len(shape) or any(n not in (1, m) for n, m in zip(own, shape, strict=False)):
+        raise ValueError(
+            f"delays has an array of shape {own} for parameter {path!r} of shape {shape}; an array "
+            "must broadcast against the leading dims of its parameter. Give this one a delay of "
+            "its own, in a tree of delays like the parameters."
+        )
+    return delay.reshape(own + (1,) * (len(shape) - len(own)))

@@ -17,7 +17,9 @@ from optax_ext.traced_graph import Graph, evaluate
 
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
     """Returns groups of outputs in execution order: each root, with all that need no later one."""
-    groups, read, left = [], 0, set(range(len(graph.outputs)))
+    groups = []
+    read = 0
+    left = set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
         if root not in left:
             continue
@@ -32,7 +34,8 @@ class ScheduledRun:
     """One evaluation of a graph whose outputs replace its inputs, group by group."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
-        self.graph, self.inputs = graph, inputs  # as many outputs as inputs
+        self.graph = graph
+        self.inputs = inputs  # as many outputs as inputs
         self.values: dict[Any, Any] = dict(graph.constants)  # computed so far
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
         self.outputs: dict[int, Any] = {}  # computed so far

@@ -52,7 +52,10 @@ class Graph:
     ):
         types = [_matrix_passes.abstract(jax.typeof(x)) for x in inputs]
         closed, results = trace(fn, types)
-        self._portable, self._kept, self._exact, self._selects = portable, kept, exact, selects
+        self._portable = portable
+        self._kept = kept
+        self._exact = exact
+        self._selects = selects
         # The deferred inputs that a value depends on, as the bits of an int.
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
         self.out_treedef: Any = jax.tree.structure(results)
@@ -78,7 +81,8 @@ class Graph:
         self.outputs = self._inline(closed, [Value(i) for i in range(len(self.types))])
 
     def _inline(self, closed: Any, inputs: Sequence[Value], outer: str = "") -> list[Value]:
-        jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+        jaxpr = getattr(closed, "jaxpr", closed)
+        consts = getattr(closed, "consts", ())
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = self._constant(const, var.aval)
@@ -154,7 +158,10 @@ class Graph:
         self, values: Iterable[int], known: Container[int]
     ) -> tuple[list[Equation], list[Value]]:
         """Returns what ``values`` need beyond ``known``: equations, in order, and inputs."""
-        equations, inputs, seen, pending = set(), [], set(), list(values)
+        equations = set()
+        inputs = []
+        seen = set()
+        pending = list(values)
         while pending:
             value = pending.pop()
             if value in seen or value in known:

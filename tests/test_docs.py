@@ -50,12 +50,11 @@ def shows(text, printed):
     lines = {line.rstrip() for line in printed.splitlines()}
     assert shown or tables
     for line in "\n".join([*shown, *tables[:2]]).splitlines():
-        # Which results of branches are copied depends on the compiler.
-        assert line.rstrip() in lines or line.startswith("  copied in a tick"), line
+        assert line.rstrip() in lines, line
 
 
 # Pages that show what their blocks print.
-SHOWN = ("pipelines", "schedules", "lost_machines")
+SHOWN = ("schedules",)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +80,7 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
 def test_the_api_pages_have_every_public_name():
     inside = {  # further pages that have names of a module
         sharding: ("loss", "plan", "pipeline", "recovery"),
-        sharding.plan: ("search", "time", "partition"),
+        sharding.plan: ("search",),
         optax_ext: ("low_precision",),
     }
     modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)

@@ -108,11 +108,9 @@ def test_only_public_interfaces():
 LAYERS = (
     *("_types", "_jaxprs", "_own_gradient", "_traced_types", "_user_line", "placement"),
     *("collectives", "sync", "offload", "loss", "recovery", "step", "_zero", "pipeline", "plan"),
-    "remat",
-    *("plan.search", "plan._plot"),
-    *("cli", "__main__"),
+    *("remat", "plan.search", "cli", "__main__"),
 )
-PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search", "_plot")
+PLAN_LAYERS = ("_format", "machine", "model", "cost", "audit", "search")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +125,20 @@ def test_imports_go_one_way(package, layers):
 
     folder = package.replace(".", "/")
     files = {name for name in SHARDING if name.startswith(f"{folder}/")}
-    assert len(files) > 40
+    assert len(files) > 30
     for name in files - {f"{folder}/__init__.py", "sharding/plan/__init__.py"}:  # public faces
         assert layer_of(name) in layers, f"{name} belongs to no layer"
         imports, own = module(name)[0], layers.index(layer_of(name))
         assert not [i for i in imports if layer_of(i) in layers[own + 1 :]], name
         # The package itself imports every layer; imports are absolute.
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
+
+
+def test_the_planner_has_few_public_names():
+    """Types of results are not among them: its functions return them."""
+    imports = ast.parse(FILES["sharding/plan/__init__.py"].read_text()).body
+    names = [x.asname for node in imports if isinstance(node, ast.ImportFrom) for x in node.names]
+    assert len(names) <= 20
 
 
 def test_one_name_for_one_thing():

@@ -280,7 +280,6 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, d
     assert f"Pipeline: {first} 4 4 3 1." in outputs[0]
     assert "collective-permute" in outputs[0]  # the audit counts what stages send
     assert 0.98 < float(re.search(r"(\S+) of theory", outputs[0])[1]) < 1.02
-    assert re.search(r"permutes +20 +20 +\S+ KiB", outputs[0])
     assert "Pipeline: gpipe: 3 stages, 4 micro-batches" in outputs[1]
     counts = [re.search(r"(\S+) parameters on", text)[1] for text in outputs]
     assert counts[0] == counts[1]

@@ -224,7 +224,8 @@ class DynamicMap(_Map):
         y = y * self._largest if self.symmetric else y
         # y is multiplied by a power of ten that takes it to 0.1 ... 1, in steps of 4, 2 and 1
         # decades: fewer operations than a comparison with each power.
-        share, parts = y, jnp.full([], 2.0 ** (self.exponents - 1 + self._shift), y.dtype)
+        share = y
+        parts = jnp.full([], 2.0 ** (self.exponents - 1 + self._shift), y.dtype)
         highest = parts
         decades = 2 ** ((self.exponents - 1).bit_length() - 1)
         while decades:

@@ -18,7 +18,13 @@ from optax_ext._types import Tree
 from optax_ext.kernels import Path, Shards
 from optax_ext.low_precision._formats import Quantized
 from optax_ext.low_precision._quantize import BLOCK_ROWS, Blocks, dequantize
-from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salted
+from optax_ext.low_precision._rounding import (
+    hashes_of_matrices,
+    next_key,
+    numbers_matrices,
+    salted,
+)
+from optax_ext.low_precision._stored_state import LowPrecisionState, flatten
 from optax_ext.traced_graph import ELEMENTWISE, Equation, Graph, bind, evaluate
 
 # Of the arrays that a pass reads and writes.
@@ -52,7 +58,6 @@ class OnePass(NamedTuple):
     path: Path  # of the parameter
     shape: tuple[int, ...]  # of the parameter
     stored: dict[int, Quantized]  # inputs that it dequantizes
-    rounding: str
     interpret: bool  # whether a kernel is interpreted
     outputs: Sequence[int] = ()  # that it makes, as ``Quantized`` where the input is stored
     sums: Sequence[Equation] = ()  # over rows or columns, which the next pass needs
@@ -71,18 +76,17 @@ class OnePassUpdates:
     def __init__(
         self,
         inner_update: Callable[..., tuple[Any, Any]],  # of updates, float32 state and parameters
-        updates: Tree,
-        moments: Sequence[tuple[Path, Any]],  # the inner state
-        treedef: Any,  # its structure
-        key: jax.Array | None,  # of the step, for stochastic rounding
-        rounding: str,
-        params: Any,
-        apply: bool,  # whether the passes update them, too
+        apply: bool,  # whether the passes update parameters, too
         shards: Shards,
+        updates: Tree,
+        state: LowPrecisionState,
+        params: Any,
     ):
         with_paths, updates_def = jax.tree.flatten_with_path(updates)
+        moments, treedef = flatten(state.inner_state)
         num = len(with_paths)
-        self._key, self._shards, self._rounding = key, shards, rounding
+        self._key = next_key(state.key)
+        self._shards = shards
         self._params = jax.tree.leaves(params) if apply else [None] * num
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
@@ -98,14 +102,15 @@ class OnePassUpdates:
         self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
         self._passes = {i: self._plan(i, path, stored) for i, (path, _) in enumerate(with_paths)}
         # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
-        number = itertools.count(num + (key is not None))
+        number = itertools.count(num + (self._key is not None))
         self._numbers = [[j] for j in range(num)]
         self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
 
     def _plan(self, root: int, path: Path, stored: Any) -> tuple[list[int], list[OnePass]] | None:
         """Returns output ``root`` and all that share moments with it, and passes that make them."""
         graph = self._graph
-        reads, shape = graph.reads[graph.outputs[root]], graph.shape(graph.outputs[root])
+        reads = graph.reads[graph.outputs[root]]
+        shape = graph.shape(graph.outputs[root])
         outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
         read = {i: q for i, q in stored.items() if reads >> i & 1}
         if not read or any(q.shape != shape or not has_blocks(q) for q in read.values()):
@@ -124,8 +129,7 @@ class OnePassUpdates:
         if any(graph.reads[v] & ~reads for v in values.values()):
             return None
         full = [j for j, v in values.items() if graph.shape(v) == shape]
-        how = self._rounding, self._shards.interpret
-        update = OnePass(graph, root, path, shape, read, *how, full)
+        update = OnePass(graph, root, path, shape, read, self._shards.interpret, full)
         passes = _with_sums(update, [v for j, v in values.items() if j not in full])
         return None if passes is None else (outputs, passes)
 
@@ -211,8 +215,10 @@ def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
     complete = _with_operands(update)
     if complete is None:
         return None
-    graph, sums = update.graph, {}
-    seen, pending = set(), [*needed, *complete.rows, *complete.columns, *complete.small]
+    graph = update.graph
+    sums = {}
+    seen = set()
+    pending = [*needed, *complete.rows, *complete.columns, *complete.small]
     while pending:
         value = pending.pop()
         if value in seen or not graph.reads[value]:
@@ -234,20 +240,24 @@ def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
 
 def _with_operands(update: OnePass) -> OnePass | None:
     """Adds what a pass computes and reads, from its outputs and sums back to the moments."""
-    graph, shape = update.graph, update.shape
+    graph = update.graph
+    shape = update.shape
     equations: set[int] = set()
     found: Any = {k: [] for k in ("full", "rows", "columns", "small", "literals")}
     made = [graph.outputs[j] for j in update.outputs]
     if any(graph.types[v].dtype not in _DTYPES for v in made):
         return None
-    seen, pending = set(update.stored), made + [eqn.operands[0] for eqn in update.sums]
+    seen = set(update.stored)
+    pending = made + [eqn.operands[0] for eqn in update.sums]
     while pending:
         value = pending.pop()
         if value in seen:
             continue
         seen.add(value)
-        index, constant = graph.producer.get(value), graph.constants.get(value)
-        own, dtype = graph.shape(value), graph.types[value].dtype
+        index = graph.producer.get(value)
+        constant = graph.constants.get(value)
+        own = graph.shape(value)
+        dtype = graph.types[value].dtype
         if own == shape and index is not None and _is_local(graph, index):
             equations.add(index)
             pending += graph.equations[index].operands
@@ -312,11 +322,6 @@ def sums_rows(eqn: Equation, shape: Sequence[int]) -> bool:
     return len(shape) - 2 in eqn.params["axes"]
 
 
-def blocks_of_pass(update: OnePass) -> tuple[int, int]:
-    """Returns the rows and columns of a block."""
-    return blocks_of(next(iter(update.stored.values()))).rows_and_columns
-
-
 def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
     """Returns types of the outputs, and ``{leaf of (full, stored): leaf of types over it}``."""
     arrays = (operands.full, operands.stored)
@@ -325,7 +330,8 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     stored = dict(zip(update.stored, zip(operands.stored, stored_at, strict=True), strict=True))
     shape = operands.stored[0].codes.shape
     types: list[Any] = []
-    aliases, num = {}, 0
+    aliases = {}
+    num = 0
     like: Any
     for j in update.outputs:
         if j in stored:

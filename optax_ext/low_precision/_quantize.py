@@ -156,7 +156,8 @@ class _Scaled:
     def __init__(
         self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: DType, blocks: Any = None
     ):
-        self.signed, self.dtype = signed, dtype
+        self.signed = signed
+        self.dtype = dtype
         self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1
         self.map = _map(fmt, signed, self.rank1)
         self.expand = isinstance(fmt, Float8) and fmt.expand
@@ -167,7 +168,8 @@ class _Scaled:
             # 1 has no negative code: a block whose largest element is negative is stored negated.
             return (self.blocks.largest(x),)
         if self.rank1:
-            size, dims = jnp.abs(_finite(x)), range(x.ndim)
+            size = jnp.abs(_finite(x))
+            dims = range(x.ndim)
             return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
         size = jnp.abs(x)
         largest = self.blocks.largest(size, signed=False)
@@ -238,6 +240,13 @@ def quantize(
     return Quantized(codes, scale, rest, tuple(x.shape), at_least_float32(x.dtype), fmt, signed)
 
 
+def rounding_of(q: Quantized, noise: Any) -> str:
+    """Returns the rounding of new codes in place of those that an array has."""
+    if q.rest is not None:
+        return "compensated"
+    return "nearest" if noise is None else "stochastic"
+
+
 def scales_of(x: jax.Array, fmt: Format, signed: bool, blocks: Any = None) -> tuple[Any, ...]:
     """Returns the scales with which ``quantize`` divides an array."""
     x = _clipped(x, signed)
@@ -266,7 +275,8 @@ def codes_of(
     power = scaled.power(scale)
     position = scaled.position(jnp.abs(x), power)
     if rounding == "compensated":
-        level, lowest = jnp.round(position * 256), lowest << 8
+        level = jnp.round(position * 256)
+        lowest = lowest << 8
     else:
         # Clipped to the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
         level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
@@ -281,7 +291,8 @@ def codes_of(
     # has: those of NaN would change the other code of a byte.
     num_bits = fmt.bits + (8 if rounding == "compensated" else 0)
     bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + (2.0**23 + 1), jnp.uint32)
-    level, rest = (bits - 1) & (2**num_bits - 1), None
+    level = (bits - 1) & (2**num_bits - 1)
+    rest = None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
     codes = level.astype(jnp.uint8)
@@ -309,7 +320,8 @@ def dequantize(q: Quantized, blocks: Any = None) -> jax.Array:
     if q.format.bits == 4:
         dim = scaled.blocks.dims[0]
         codes = _unpack_4bit(codes, dim, q.shape[dim])
-    level, fine = codes.astype(jnp.int32), q.rest is not None
+    level = codes.astype(jnp.int32)
+    fine = q.rest is not None
     if q.rest is not None:
         level = (level << 8) | q.rest
     power = scaled.power(q.scale)

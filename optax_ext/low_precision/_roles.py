@@ -5,9 +5,10 @@ steps on parameters of at most 8 elements a dim.
 """
 
 import concurrent.futures
+import functools
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +50,35 @@ _ERROR = 2.0**-7  # relative, of a field
 _MOST = 4  # times as large as this may be that of the update
 
 
-def find_signs(inner: Any, params: Tree, fields: Iterable[Any]) -> dict[Any, bool]:
-    """Returns the fields, of classes and paths, that suit low precision, and if they are signed."""
+def fields_of(state: Tree, flat: list[Any], params: Tree) -> list[Any]:
+    """Returns the class and path of each array's field; None if it is not of a parameter."""
+    shapes = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    fields = []
+    for path, leaf in flat:
+        shape = getattr(leaf, "shape", None)
+        ends = (i for i in range(len(path) + 1) if path[i:] in shapes and shapes[path[i:]] == shape)
+        end = next(ends, None)
+        fields.append(None if end is None else (_class_of(state, path[:end]), path[:end]))
+    return fields
+
+
+def _class_of(node: Any, path: Any) -> type | None:
+    """Returns the class of which the last key of a path is an attribute."""
+    if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+        return None
+    for key in path[:-1]:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            node = getattr(node, key.name)
+        else:
+            node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
+    return type(node)
+
+
+def find_signs(inner: Any, structure: Any, types: Any, fields: Iterable[Any]) -> dict[Any, bool]:
+    """Returns the fields, of classes and paths, that suit low precision, and if they are signed.
+
+    ``types`` are shapes and dtypes of the parameters, whose tree has this ``structure``.
+    """
     # Left out: sums, which do not change where gradients are zero; copies of parameters; what moves
     # an update by several times its own error, as terms of a small difference; what fails.
     known, unknown = {}, []
@@ -59,7 +87,10 @@ def find_signs(inner: Any, params: Tree, fields: Iterable[Any]) -> dict[Any, boo
             known[path] = path[-1].name not in _AVERAGES[cls]
         elif cls not in _EXACT:
             unknown.append(path)
-    return known | (_tried(inner, params, unknown) if unknown else {})
+    if not unknown:
+        return known
+    params = structure.unflatten([jax.ShapeDtypeStruct(*each) for each in types])
+    return known | _tried(inner, params, unknown)
 
 
 def _tried(inner: Any, params: Tree, fields: list[Any]) -> dict[Any, bool]:
@@ -75,7 +106,7 @@ def _tried(inner: Any, params: Tree, fields: list[Any]) -> dict[Any, bool]:
         for extra_args in ({}, {"value": 1.0, "value_fn": value, "obj_fn": value}):
             try:
                 with jax.enable_x64(x64):
-                    return _signs(inner, params, fields, extra_args)
+                    return _Trial(inner, params, fields, extra_args).signs()
             except Exception as error:
                 errors.append(error)
         return errors[0]
@@ -88,93 +119,113 @@ def _tried(inner: Any, params: Tree, fields: list[Any]) -> dict[Any, bool]:
     warnings.warn(
         f"low_precision_state: {names} could not be tried on small arrays, and stay as they "
         f"are unless formats selects them: {type(signs).__name__}: {signs}",
-        stacklevel=5,
+        stacklevel=4,
     )
     return {}
 
 
-def _small(x: Array) -> tuple[int, ...]:
-    return tuple(min(_SIDE, n) for n in x.shape)
+class _Seen(NamedTuple):
+    """What steps have shown of each array of the state; each (arrays,), bool."""
+
+    negative: jax.Array  # it had negative elements
+    copied: jax.Array  # it was equal to its parameter
+    used: jax.Array  # it is not 0
+    still: jax.Array  # the last step has not changed it
 
 
-def _signs(inner: Any, params: Tree, fields: list[Any], extra_args: Any) -> dict[Any, bool]:
-    """Tries fields on small parameters: returns those that suit low precision, and if signed."""
-    shapes = {path: _small(x) for path, x in jax.tree.leaves_with_path(params)}
-    rng, num = np.random.default_rng(0), len(fields)
+class _Trial:
+    """A transformation of small parameters: which fields of its state suit low precision."""
 
-    def random(x: Array) -> jax.Array:
-        one, two = rng.normal(size=(2, *_small(x)))
-        return jnp.asarray(one * np.exp(2 * two), x.dtype)
+    def __init__(self, inner: Any, params: Tree, fields: list[Any], extra_args: dict[str, Any]):
+        rng = np.random.default_rng(0)
+        shapes = {
+            path: tuple(min(_SIDE, n) for n in x.shape)
+            for path, x in jax.tree.leaves_with_path(params)
+        }
 
-    params, mean, *noises = (jax.tree.map(random, params) for _ in range(2 + _RANDOM))
-    state = jax.jit(inner.init)(params)
-    # The arrays to look at: their fields, and where they are in the state; their parameters.
-    numbers = {path: i for i, path in enumerate(shapes)}
-    arrays = [
-        (field, i, numbers[path[len(field) :]])
-        for i, (path, x) in enumerate(jax.tree.leaves_with_path(state))
-        for field in fields
-        if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
-    ]
+        def random(path: Any, x: Array) -> jax.Array:
+            one, two = rng.normal(size=(2, *shapes[path]))
+            return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
-    def update(grads: Tree, state: Tree, params: Tree) -> Any:
-        more = {"grad": grads, **extra_args} if extra_args else {}
-        return inner.update(grads, state, params, **more)
+        trees = [jax.tree.map_with_path(random, params) for _ in range(2 + _RANDOM)]
+        self.params, self.mean, *self._noises = trees
+        self.state = jax.jit(inner.init)(self.params)
+        self._inner = inner
+        self._extra_args = extra_args
+        self._fields = fields
+        # The arrays to look at: the numbers of their fields, and of the leaves of the state and of
+        # the parameters.
+        numbers = {path: i for i, path in enumerate(shapes)}
+        self._arrays = [
+            (k, i, numbers[path[len(field) :]])
+            for i, (path, x) in enumerate(jax.tree.leaves_with_path(self.state))
+            for k, field in enumerate(fields)
+            if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
+        ]
 
-    @jax.jit
-    def advance(params: Tree, state: Tree, steps: Any, noise: Any, mean: Any) -> Any:
+    def signs(self) -> dict[Any, bool]:
+        """Returns the fields that suit low precision, and if they are signed."""
+        zeros = jax.tree.map(jnp.zeros_like, self.mean)
+        advance = jax.jit(self._advance)
+        errors = jax.jit(self._errors)
+        params, state, random = advance(self.params, self.state, _RANDOM, 1.0, zeros)
+        worst = errors(params, state)
+        params, state, equal = advance(params, state, _EQUAL, 0.0, self.mean)
+        worst = np.maximum(worst, errors(params, state))
+        _, _, zero = advance(zeros, state, _ZERO, 0.0, zeros)
+        fits = np.asarray(random.used & ~(random.copied | equal.copied) & ~zero.still)
+        negative = np.asarray(random.negative | equal.negative)
+        numbers = np.array([k for k, _, _ in self._arrays])
+        return {
+            field: bool(np.any(negative[numbers == k]))
+            for k, field in enumerate(self._fields)
+            if k in numbers and np.all(fits[numbers == k]) and worst[k] <= _MOST * _ERROR
+        }
+
+    def _update(self, grads: Tree, state: Tree, params: Tree) -> Any:
+        more = {"grad": grads, **self._extra_args} if self._extra_args else {}
+        return self._inner.update(grads, state, params, **more)
+
+    def _advance(self, params: Tree, state: Tree, steps: Any, noise: Any, mean: Any) -> Any:
         """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay."""
-        random = jax.tree.map(lambda *x: noise * jnp.stack(x), *noises)
-        none = jnp.zeros(len(arrays), bool)
+        random = jax.tree.map(lambda *x: noise * jnp.stack(x), *self._noises)
+        none = jnp.zeros(len(self._arrays), bool)
 
         def step(i: Any, carry: Any) -> Any:
-            params, state, (negative, copied, _) = carry
+            params, state, seen = carry
             grads = jax.tree.map(lambda r, m: (r[i] + m).astype(m.dtype), random, mean)
-            updates, new = update(grads, state, params)
+            updates, new = self._update(grads, state, params)
             moved = optax.apply_updates(params, updates)
             was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
-            each = [(now[i], was[i], before[j], after[j]) for _, i, j in arrays]
-            seen = (  # negative; copies of parameters; not changed by the last step
-                negative | jnp.array([jnp.any(x < 0) for x, _, _, _ in each]),
-                copied | jnp.array([jnp.all(x == b) | jnp.all(x == a) for x, _, b, a in each]),
-                jnp.array([jnp.all(x == w) & jnp.any(x != 0) for x, w, _, _ in each]),
+            arrays = [(was[i], now[i], before[j], after[j]) for _, i, j in self._arrays]
+            copied = [jnp.all(w == b) | jnp.all(x == b) | jnp.all(x == a) for w, x, b, a in arrays]
+            seen = _Seen(
+                negative=seen.negative | jnp.array([jnp.any(x < 0) for _, x, _, _ in arrays]),
+                copied=seen.copied | jnp.array(copied),
+                used=jnp.array([jnp.any(x != 0) for _, x, _, _ in arrays]),
+                still=jnp.array([jnp.all(x == w) & jnp.any(x != 0) for w, x, _, _ in arrays]),
             )
-            return jax.tree.map(lambda a, b: jnp.where(noise > 0, a, b), moved, params), new, seen
+            params = jax.tree.map(lambda a, b: jnp.where(noise > 0, a, b), moved, params)
+            return params, new, seen
 
-        return jax.lax.fori_loop(0, steps, step, (params, state, (none, none, none)))
+        return jax.lax.fori_loop(0, steps, step, (params, state, _Seen(none, none, none, none)))
 
-    @jax.jit
-    def errors(params: Tree, state: Tree) -> jax.Array:
+    def _errors(self, params: Tree, state: Tree) -> jax.Array:
         """Returns the relative error of updates if each field in turn has one."""
-
-        def updates(scales: jax.Array) -> list[jax.Array]:
-            flat = jax.tree.leaves(state)
-            for field, i, _ in arrays:
-                flat[i] = (flat[i] * scales[fields.index(field)]).astype(flat[i].dtype)
-            new = jax.tree.unflatten(jax.tree.structure(state), flat)
-            return jax.tree.leaves(update(mean, new, params)[0])
-
+        num = len(self._fields)
         worst = jnp.zeros(num)
-        for x in jax.lax.map(updates, 1 - _ERROR * jnp.eye(num + 1, num, -1)):
-            size, moved = jnp.max(jnp.abs(x[0])), jnp.abs(x[1:] - x[:1]).reshape(num, -1).max(1)
+        scales = 1 - _ERROR * jnp.eye(num + 1, num, -1)  # of no field, of each one
+        updates = functools.partial(self._scaled_update, params, state)
+        for x in jax.lax.map(updates, scales):
+            size = jnp.max(jnp.abs(x[0]))
+            moved = jnp.max(jnp.abs(x[1:] - x[:1]).reshape(num, -1), 1)
             told = (moved != 0) & jnp.isfinite(size)  # not where the gradients alone are too much
             worst = jnp.maximum(worst, jnp.where(told, moved / size, 0))
         return jnp.where(jnp.isnan(worst), jnp.inf, worst)
 
-    zeros, now, copies = jax.tree.map(jnp.zeros_like, mean), *map(jax.tree.leaves, (state, params))
-    copied = np.array([bool(jnp.all(now[i] == copies[j])) for _, i, j in arrays])
-    params, state, seen = advance(params, state, _RANDOM, 1.0, zeros)
-    used = [bool(jnp.any(jax.tree.leaves(state)[i] != 0)) for _, i, _ in arrays]
-    worst = errors(params, state)
-    params, state, equal = advance(params, state, _EQUAL, 0.0, mean)
-    worst = np.maximum(worst, errors(params, state))
-    _, _, still = advance(zeros, state, _ZERO, 0.0, zeros)
-    negative = np.asarray(seen[0] | equal[0])
-    copied |= np.asarray(seen[1] | equal[1])
-    fits = np.array(used) & ~copied & ~np.asarray(still[2])
-    out = {}
-    for field, error in zip(fields, worst, strict=True):
-        of = [n for n, (f, _, _) in enumerate(arrays) if f == field]
-        if of and all(fits[of]) and error <= _MOST * _ERROR:
-            out[field] = bool(any(negative[of]))
-    return out
+    def _scaled_update(self, params: Tree, state: Tree, scales: jax.Array) -> list[jax.Array]:
+        """Returns the update by ``mean`` after each field was multiplied with its scale."""
+        flat, treedef = jax.tree.flatten(state)
+        for k, i, _ in self._arrays:
+            flat[i] = (flat[i] * scales[k]).astype(flat[i].dtype)
+        return jax.tree.leaves(self._update(self.mean, treedef.unflatten(flat), params)[0])

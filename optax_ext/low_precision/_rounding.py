@@ -1,5 +1,6 @@
 """Stochastic rounding and its random bits, which fuse and do not depend on the mesh."""
 
+import functools
 import math
 import zlib
 from typing import Any, NamedTuple
@@ -33,8 +34,9 @@ def make_key(seed: int) -> jax.Array:
     return jnp.array([seed, 0], jnp.uint32)
 
 
-def next_key(key: jax.Array) -> jax.Array:
-    return key + jnp.array([0, 1], jnp.uint32)
+def next_key(key: jax.Array | None) -> Any:
+    """Returns the key of the next step; None if nothing is rounded stochastically."""
+    return None if key is None else key + jnp.array([0, 1], jnp.uint32)
 
 
 def salted(key: jax.Array, path: Any) -> jax.Array:
@@ -201,15 +203,8 @@ def stochastic_rounding(
         wide = jax.tree.map(_widen, params, params)
         out, inner_state = inner.update(grads, state.inner_state, wide, **extra_args)
         key = next_key(state.key)
-
-        def difference(path: Any, u: Array, p: Any) -> Any:
-            if p.dtype != jnp.bfloat16:
-                return u
-            new, old = _rounded_sum(path, p, u, key), p.astype(jnp.float32)
-            return jnp.where(jnp.isinf(old) & (new == old), 0, new - old)  # inf - inf is NaN
-
         with jax.named_scope("stochastic_rounding"):
-            out = jax.tree.map_with_path(difference, out, params)
+            out = jax.tree.map_with_path(functools.partial(_rounded_update, key), out, params)
         return out, StochasticRoundingState(key, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -218,6 +213,15 @@ def stochastic_rounding(
 def _widen(x: Array, p: Any) -> Any:
     """Returns a parameter or its gradient in the dtype that ``inner`` receives."""
     return jnp.asarray(x, jnp.float32) if p.dtype == jnp.bfloat16 else x
+
+
+def _rounded_update(key: jax.Array, path: Any, u: Array, p: Any) -> Any:
+    """Returns the difference of the rounded sum and the parameter."""
+    if p.dtype != jnp.bfloat16:
+        return u
+    new = _rounded_sum(path, p, u, key)
+    old = p.astype(jnp.float32)
+    return jnp.where(jnp.isinf(old) & (new == old), 0, new - old)  # inf - inf is NaN
 
 
 def _rounded_sum(path: Any, p: jax.Array, u: Array, key: jax.Array) -> jax.Array:

@@ -2,23 +2,19 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _matrix_passes
 from optax_ext._describe_factoring import aligned
 from optax_ext._leaves import at_least_float32, boxed, is_box, path_name, unboxed
 from optax_ext._types import Array, Tree
-from optax_ext.leaf_by_leaf import ScheduledRun
 from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._one_pass import OnePassUpdates
-from optax_ext.low_precision._quantize import codes_of, dequantize, scales_of
+from optax_ext.low_precision._quantize import codes_of, dequantize, rounding_of, scales_of
 from optax_ext.low_precision._rounding import salted, uniform
-from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Graph, called
 
 # Arrays of one shape, dtype and format share a trace of these, each one equation of a step's graph.
 dequantized = jax.jit(dequantize, static_argnums=1)
@@ -54,7 +50,9 @@ def describe_state(state: optax.OptState) -> str:
       inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128, rank1=True) signed  9,216 bytes
       others            int32, uint32                                                      12 bytes
     """
-    lines, others, dtypes = [], 0, set()
+    lines = []
+    others = 0
+    dtypes = set()
     for path, leaf in flatten(state)[0]:
         if isinstance(leaf, Quantized):
             sign = "signed" if leaf.signed else "unsigned"
@@ -123,9 +121,10 @@ def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | N
     """Quantizes a new value in the format of the old one, if that has one."""
     if not isinstance(old, Quantized):
         return new
-    rounding, noise = "nearest" if old.rest is None else "compensated", None
+    noise = None
     if old.rest is None and key is not None:
-        rounding, noise = "stochastic", _uniform(salted(key, path), old.shape)
+        noise = _uniform(salted(key, path), old.shape)
+    rounding = rounding_of(old, noise)
     scale = _scales_of(new, old.format, old.signed, blocks)
     codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding, blocks)
     dtype = at_least_float32(new.dtype)
@@ -184,66 +183,3 @@ def is_floating(leaf: Array) -> bool:
 def flatten(state: Tree) -> tuple[list[tuple[Any, Any]], Any]:
     """Flattens with paths; a ``Quantized`` is a leaf."""
     return jax.tree.flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
-
-
-# --- The order of a step with stored state: new scales before the codes that depend on them -------
-
-# Primitives that cost little more than reading their operands; not loops or matrix products.
-_CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
-
-
-class ScalesFirst(ScheduledRun):
-    """Computes scales first, discards the moments, and computes these again for the codes."""
-
-    def __init__(
-        self,
-        graph: Graph,  # the step
-        inputs: Sequence[Any],  # gradients and state
-        *,
-        scales: Container[int],  # the ids of those inputs that are scales
-        passes: OnePassUpdates | None = None,  # parameters that are updated in one pass instead
-    ):
-        super().__init__(graph, inputs)
-        self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
-        self._passes = passes
-
-    # Codes need the scales of entire blocks: XLA would write the float32 moments in between.
-    def run_group(self, outputs: list[int]) -> None:
-        if self._passes is not None:
-            for root in outputs:
-                made = set(self._passes.outputs_of(root))
-                if made and made <= set(outputs):
-                    self.outputs |= self._passes.run(root)
-                    outputs = [j for j in outputs if j not in made]
-        if outputs:
-            self._run_scales_first(outputs)
-            super().run_group(outputs)
-
-    def _run_scales_first(self, outputs: list[int]) -> None:
-        """Computes new scales, then reads codes again, where the moments are cheap to compute."""
-        graph = self.graph
-        replaced = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
-        scales = [value for j, value in replaced.items() if j in self._scales]
-        code_sizes = [
-            math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
-        ]
-        equations, _ = graph.needed(scales, self.values)
-        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
-        if scales and code_sizes and all(map(_is_cheap, twice)):
-            known = set(self.values)
-            self.compute(scales)
-            # Discard what was dequantized; the inputs among it are read a second time.
-            discarded = {
-                value: self.values.pop(value)
-                for value in self.values.keys() - known - set(scales)
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
-            }
-            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
-
-
-def _is_cheap(eqn: Any) -> bool:
-    inner = called(eqn)
-    if inner is None:
-        return eqn.primitive.name in _CHEAP
-    return all(map(_is_cheap, inner.eqns))

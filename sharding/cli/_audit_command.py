@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
 from sharding.cli._model_activations import planned_loss
-from sharding.cli._output import print_json, save
+from sharding.cli._output import print_json
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
-from sharding.plan._plot import plot_audits
 from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_batch, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan
@@ -41,7 +40,7 @@ class _Step(NamedTuple):
 
 
 def run_audit(options: Namespace) -> int:
-    """Audits, prints and plots; 2 where a step does not fit."""
+    """Audits and prints; 2 where a step does not fit."""
     target = opts.target_of(options)
     opts.compile_on_cpu(target)
     _check_options(options)
@@ -78,8 +77,6 @@ def run_audit(options: Namespace) -> int:
         print_json(options, document(rows, **machine, notes=notes), **asked)
     else:
         _show_audits(options, audits, searches)
-    if options.plot and audits:
-        save(plot_audits, audits, options.plot)
     fits = [found.fits for found in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
@@ -187,9 +184,8 @@ def _steps(
         device = opts.device_of(options)
 
         def audit_step(batch: int) -> Audit:
-            made = make(mesh, batch) if options.find_batch else make(mesh)
-            lowered, pipeline = made if isinstance(made, tuple) else (made, None)
-            return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
+            lowered = make(mesh, batch) if options.find_batch else make(mesh)
+            return audit(lowered, mesh=mesh, device=device)
 
         return None, {options.step: _Step(audit_step)}, int(options.batch or 1), 1
     setup = opts.setup_of(options)

@@ -208,8 +208,7 @@ def _add_machine(parser: ArgumentParser, helps: Mapping[str, str], **kinds: dict
 
 
 def _add_output(parser: ArgumentParser) -> None:
-    helps = {"--json": "everything, as JSON"}
-    _add(parser, "output", helps | {"--plot FILE": "a picture of the memory of one device"})
+    _add(parser, "output", {"--json": "everything, as JSON"})
 
 
 def _add(

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,11 +29,6 @@ def print_json(
     figures["machine"] = {"target": options.target} | figures["machine"]
     finite = json.loads(json.dumps(figures), parse_constant=lambda _: None)
     print(json.dumps(finite, indent=1))
-
-
-def save(plot: Callable[[Any], Any], figures: Any, path: str) -> None:
-    with writing("--plot", path):
-        plot(figures).savefig(path, dpi=150)
 
 
 @contextlib.contextmanager

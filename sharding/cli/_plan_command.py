@@ -17,9 +17,8 @@ from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import planned_loss
-from sharding.cli._output import print_json, save
+from sharding.cli._output import print_json
 from sharding.plan._format import show, size, with_article
-from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._parallel_plan import ParallelPlan, cells
 from sharding.plan.model._models import Decoder
@@ -28,7 +27,7 @@ from sharding.plan.search._traced_model import TracedModel
 
 
 def run_plan(options: Namespace) -> int:
-    """Plans, prints and plots; 2 where nothing fits."""
+    """Plans and prints; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
     _reject(options, _ONLY_HERE, "needs --pipeline")
@@ -80,8 +79,6 @@ def run_plan(options: Namespace) -> int:
         print_json(options, figures, params=setup.params, **asked)
     else:
         show(plan.tables(), plan.sentences)
-    if options.plot:
-        save(plot_plans, {"": plan}, options.plot)
     return 2 if plan.fits is False else 0
 
 
@@ -189,7 +186,7 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "no_remat")
 _NOT_HERE = (
-    *("mesh", "axis", "replica_axis", "remat", "plot", "compute_dtype", "reduce_dtype"),
+    *("mesh", "axis", "replica_axis", "remat", "compute_dtype", "reduce_dtype"),
     "update_on_host",
 )
 

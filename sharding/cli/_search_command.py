@@ -8,9 +8,8 @@ from typing import Any
 
 from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
-from sharding.cli._output import print_json, save, writing
+from sharding.cli._output import print_json, writing
 from sharding.plan._format import Table, show, size
-from sharding.plan._plot import plot_search
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
@@ -54,7 +53,6 @@ def run_search(options: Namespace) -> int:
         syncs=(None, *options.sync),
         headroom=options.headroom,
         top=max(options.top, options.verify),
-        frontier=bool(options.plot),
     )
     names = {name: getattr(options, name) for name in ("model", "optimizer", "target")}
     files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
@@ -87,8 +85,6 @@ def run_search(options: Namespace) -> int:
             file = dataclasses.replace(file, promised=file.promised | program)
         with writing("--write", options.write):
             file.write(options.write)
-    if options.plot:
-        save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         none = f"none of the first {len(files)} plans holds{unwritten}"

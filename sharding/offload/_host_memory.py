@@ -78,7 +78,9 @@ class HostStack:
 
     def begin(self, stack: Any, stored: list[Any]) -> None:
         """Begins a layer; ``stored`` are the layers of other stacks that were written before."""
-        self.stack, self.stored, self.loaded = stack, stored, None
+        self.stack = stack
+        self.stored = stored
+        self.loaded = None
 
     def __getitem__(self, layer: jax.Array) -> Any:
         if self.loaded is None:

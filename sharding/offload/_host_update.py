@@ -96,7 +96,8 @@ class HostRun(ScheduledRun):
         return eqn.primitive.name in _LOCAL
 
     def run(self, roots: Sequence[int]) -> list[Any]:
-        graph, cpu = self.graph, self._on_cpu
+        graph = self.graph
+        cpu = self._on_cpu
         for group in output_groups(graph, roots):
             few = max(map(self._size, group)) / _FEW
             cpu.update(j for j in group if on_host(self.inputs[j]) and self._size(j) > few)

@@ -36,7 +36,8 @@ def slice_layer(x: Array, layer: Any, dim: int) -> Any:
 
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
     """Along which dim each operand is sliced, or ``UNSLICED``; None if that is not known."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]
     out = graph.shape(eqn.results[0])
     if dim == UNSLICED or dim >= len(out):
@@ -93,7 +94,8 @@ def _dim_before_reshape(shape: tuple[int, ...], out: tuple[int, ...], dim: int) 
 
 def bind_to_layer(eqn: Equation, dim: int, operands: list[Any], layer: Any) -> Sequence[Any]:
     """The results of an equation for one layer, from operands that are sliced to it."""
-    name, params = eqn.primitive.name, dict(eqn.params)
+    name = eqn.primitive.name
+    params = dict(eqn.params)
     if name == "iota" and params["dimension"] == dim:
         shape = (*params["shape"][:dim], 1, *params["shape"][dim + 1 :])
         return [jnp.full(shape, layer, params["dtype"])]

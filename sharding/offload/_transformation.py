@@ -198,13 +198,16 @@ class LayerLoop:
         first_dim_free: Callable[[int], bool],
     ):
         graph = run.graph
-        self._run, self.outputs = run, outputs
+        self._run = run
+        self.outputs = outputs
         self._num_layers = graph.shape(stacks[0])[0]
         # The outputs that are written over the input of their number, as their types agree.
         self._in_place = [j for j in outputs if self._replaces_input(j, first_dim_free(j))]
-        values, mask = [graph.outputs[j] for j in outputs], sum(1 << i for i in stacks)
+        values = [graph.outputs[j] for j in outputs]
+        mask = sum(1 << i for i in stacks)
         self._layers = _layer_rules.LayerGraph(graph, values, run.values, mask)
-        inputs, needed_dims = self._layers.inputs, self._layers.needed_dims
+        inputs = self._layers.inputs
+        needed_dims = self._layers.needed_dims
 
         # Loaded layer by layer: the stacks, and smaller arrays with as many layers.
         self._sliced = [

@@ -80,7 +80,8 @@ def _run(
         of_rows = jax.tree.map(functools.partial(_without_replicas, pipeline), buffers.layer_grads)
         return totals, jax.tree.map(pipeline._rows.from_stage, of_rows), of_shared
 
-    nothing, on_stages = P(), functools.partial(jax.tree.map, pipeline._rows.spec)
+    nothing = P()
+    on_stages = functools.partial(jax.tree.map, pipeline._rows.spec)
     in_specs = on_stages(params[0]), nothing, nothing, nothing, P(None, None, pipeline.axis)
     of_layers = jax.tree.map(functools.partial(spec_of_layers, pipeline), layers)
     out_types = nothing, of_layers, jax.tree.map(lambda x: jax.typeof(x).sharding.spec, shared)

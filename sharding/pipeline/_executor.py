@@ -100,7 +100,9 @@ class Executor:
 
     def _tick(self, phase: Phase, column: Column) -> None:
         """One operation of this stage, then the messages of all stages."""
-        operations, buffers, no_message = self._operations(), self.buffers, self._no_message()
+        operations = self._operations()
+        buffers = self.buffers
+        no_message = self._no_message()
         # Zeros of all that some operation of the phase stores: branches return one type.
         zeros = {
             kind: [jnp.zeros(ref.shape[1:], ref.dtype) for ref in getattr(buffers, kind)]
@@ -142,7 +144,8 @@ class Executor:
         evaluating = self.schedule.forward_only
         if code.last and not evaluating:
             return None, {}  # the first half of its backward pass
-        scope, (params, shared) = self._scope(column), self._params(code, column)
+        scope = self._scope(column)
+        params, shared = self._params(code, column)
         with jax.named_scope("forward"):
             x = self._input(code, column, scope, shared)
             if code.last:
@@ -155,7 +158,8 @@ class Executor:
             return y, {"residuals": residuals}
 
     def _backward(self, code: Code, column: Column) -> Result:
-        scope, (params, shared) = self._scope(column), self._params(code, column)
+        scope = self._scope(column)
+        params, shared = self._params(code, column)
         if self.pipeline.recompute or code.last:
             with jax.named_scope("forward"):
                 x = self._input(code, column, scope, shared)
@@ -197,7 +201,8 @@ class Executor:
     def _weight(self, code: Code, column: Column) -> Result:
         with jax.named_scope("backward"):
             crossing = read(self.buffers.crossing, column["crossing"])
-            scope, (params, _) = self._scope(column), self._params(code, column)
+            scope = self._scope(column)
+            params, _ = self._params(code, column)
             self._add_layer_grads(column, self.stage.backward_weight(params, crossing, scope))
             return None, {}
 
@@ -233,7 +238,8 @@ class Executor:
     def _scope(self, column: Column) -> Scope:
         counts = np.array(self.pipeline.layer_counts, np.int32)
         starts = (np.cumsum(counts) - counts).astype(np.int32)
-        v, key = column["virtual_stage"], self.key
+        v = column["virtual_stage"]
+        key = self.key
         if key is not None:
             key = jax.random.fold_in(key, column["microbatch"])
         microbatch = read(self.microbatches, column["microbatch"])
@@ -301,7 +307,7 @@ class Executor:
 
     def _empty_buffers(self) -> Buffers:
         message, residuals, crossing, (sum_, (weight, aux)) = self._types
-        program, (layers, shared) = self.program, (self.layers.trained, self.shared.trained)
+        program = self.program
 
         def slots(types: Any, count: int) -> Any:
             return jax.tree.map(lambda t: jnp.zeros((count, *t.shape), t.dtype), types)
@@ -313,8 +319,8 @@ class Executor:
             slots(message, program.num_messages + 1),
             slots(residuals, program.num_residuals + 1) if program.num_residuals else [],
             slots(crossing, program.num_crossing + 1) if program.num_crossing else [],
-            jax.tree.map(zeros, layers),
-            jax.tree.map(zeros, shared),
+            jax.tree.map(zeros, self.layers.trained),
+            jax.tree.map(zeros, self.shared.trained),
             Totals(zeros(sum_), zeros(weight), slots(aux, self.schedule.num_microbatches)),
         )
 

@@ -35,7 +35,8 @@ def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
 
 def layer_of_row(virtual_stages: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """The layer of each row, [stages, rows], -1 for padding, of [stages, chunks] and all counts."""
-    size, starts = max(counts), np.concatenate([[0], np.cumsum(counts)])
+    size = max(counts)
+    starts = np.concatenate([[0], np.cumsum(counts)])
     rows = [
         starts[v] + i if i < counts[v] else -1 for v in virtual_stages.ravel() for i in range(size)
     ]
@@ -70,7 +71,8 @@ class StageRows:
         stages = len(self.layer)
         if len(self.order) % stages:
             return None
-        own, held = self.layer.copy(), len(self.order) // stages
+        own = self.layer.copy()
+        held = len(self.order) // stages
         for stage, layers in enumerate(own):
             layers[layers < 0] = stage * held  # padding, of which nothing is read
         # Rows sorted by their layers: those of padding, then one of each layer.
@@ -96,7 +98,8 @@ class StageRows:
         if self._moves is not None:
             to_stages, back = (sum(rows.shape[1] for _, rows in m.sends) for m in self._moves)
             return float(to_stages), float(back)
-        dim, (stages, rows) = self.dim(shape), self.layer.shape
+        dim = self.dim(shape)
+        stages, rows = self.layer.shape
         of_one = (stages - 1) / stages * rows
         return (0.0, of_one * stages) if dim is None else (of_one, of_one)
 
@@ -109,7 +112,8 @@ class StageRows:
         with jax.named_scope("layers_to_stages"):
             if self._moves is not None:
                 return self._moves[0](x, self.axis)
-            dim, rows = self.dim(like.shape), np.maximum(self.layer, 0)
+            dim = self.dim(like.shape)
+            rows = np.maximum(self.layer, 0)
             if dim is None:
                 return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
             # [layers, ..., shard] to [stages * rows, ..., shard], of which a stage gets its rows.
@@ -122,7 +126,8 @@ class StageRows:
         with jax.named_scope("layers_from_stages"):
             if self._moves is not None:
                 return self._moves[1](x, self.axis)
-            dim, rows = self.dim(x.shape), np.argsort(self.layer.ravel(), kind="stable")
+            dim = self.dim(x.shape)
+            rows = np.argsort(self.layer.ravel(), kind="stable")
             if dim is None:
                 x = lax.all_gather(x, self.axis, tiled=True)  # [stages * rows, ...]
             else:
@@ -147,7 +152,10 @@ class Moves(NamedTuple):
     def of(source: np.ndarray, held: int) -> "Moves":
         """Moves to [stages, rows] of these numbers, of which each stage holds ``held`` in a row."""
         stages = len(source)
-        home, take, sends, start = source // held, source % held, [], held
+        home = source // held
+        take = source % held
+        sends = []
+        start = held
         away = home - np.arange(stages)[:, None]  # [stages, rows]: how far its home is
         for distance in sorted({int(d) for d in away.ravel()} - {0}):
             receivers = [s for s in range(stages) if np.any(away[s] == distance)]

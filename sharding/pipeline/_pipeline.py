@@ -311,25 +311,28 @@ class Pipeline:
         return self._sequential_loss(params, batch, key)
 
     def _sequential_loss(self, params: Tree, batch: Batch, key: Any) -> Any:
-        layers, shared = self._parts(params)
-        total = sum(self.layer_counts)
-
-        def one(microbatch: Batch, number: Any) -> Any:
-            def keyed(i: int) -> tuple[Any, ...]:
-                if key is None:
-                    return (microbatch,)
-                return microbatch, jax.random.fold_in(jax.random.fold_in(key, number), i)
-
-            x = self.embed(shared, *keyed(total))
-            for i, row in enumerate(np.argsort(self._rows.order)):
-                x = self.block(jax.tree.map(lambda a, row=row: a[row], layers), x, *keyed(i))
-            out = self.head(shared, x, *keyed(total + 1))
-            return out if self.has_aux else (out, ())
-
+        parts = self._parts(params)
         microbatches = self._microbatches(batch)
-        numbers = range(self.schedule.num_microbatches)
-        out = [one(jax.tree.map(lambda x, m=m: x[m], microbatches), m) for m in numbers]
+        out = []
+        for number in range(self.schedule.num_microbatches):
+            microbatch = jax.tree.map(lambda x, number=number: x[number], microbatches)
+            own = None if key is None else jax.random.fold_in(key, number)
+            out.append(self._loss_of_microbatch(*parts, microbatch, own))
         sums, aux = jax.tree.map(lambda *x: jnp.stack(x), *out)
         sums = jax.tree.map(sum, sums)
         aux = jax.lax.stop_gradient(jax.tree.map(join_microbatches, aux))
         return (sums, aux) if self.has_aux else sums
+
+    def _loss_of_microbatch(self, layers: Tree, shared: Tree, microbatch: Batch, key: Any) -> Any:
+        total = sum(self.layer_counts)
+        x = self.embed(shared, *_keyed(microbatch, key, total))
+        for i, row in enumerate(np.argsort(self._rows.order)):
+            layer = jax.tree.map(lambda a, row=row: a[row], layers)
+            x = self.block(layer, x, *_keyed(microbatch, key, i))
+        out = self.head(shared, x, *_keyed(microbatch, key, total + 1))
+        return out if self.has_aux else (out, ())
+
+
+def _keyed(microbatch: Batch, key: Any, number: int) -> tuple[Any, ...]:
+    """A micro-batch, and the key of one of its functions if there is any."""
+    return (microbatch,) if key is None else (microbatch, jax.random.fold_in(key, number))

@@ -218,9 +218,9 @@ class Schedule:
     def lockstep_time(self, costs: Costs | None = None) -> float:
         """The time of a step in which every tick takes as long as its slowest stage, as in SPMD.
 
-        ``Pipeline`` runs both passes of the last virtual stage in one tick:
-        ``sharding.plan.lockstep_seconds`` has its time. ``costs`` None: forward passes take 1 and
-        full backward passes 2; where these are split, both halves take 1.
+        ``Pipeline`` runs both passes of the last virtual stage in one tick, which plans count.
+        ``costs`` None: forward passes take 1 and full backward passes 2; where these are split,
+        both halves take 1.
         """
         return float(self._tick_times(self._costs(costs)).sum())
 

@@ -71,7 +71,7 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
     units = [(m, 0) for m in range(microbatches)]
     warmups = [min(microbatches, (stages - 1 - s) * (2 if aligned else 1)) for s in range(stages)]
     orders = [one_f_one_b_order(warmup, units) for warmup in warmups]
-    name = "1f1b" + "-aligned" * aligned
+    name = "1f1b-aligned" if aligned else "1f1b"
     return Schedule.from_orders(name, orders, straight(stages), [0] * microbatches, aligned=aligned)
 
 

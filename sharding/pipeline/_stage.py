@@ -1,6 +1,7 @@
 """The layers of one virtual stage: their forward pass, and the backward pass, full or split."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -121,10 +122,7 @@ class Stage:
             if not self.uneven:
                 return run(carry, of_layer, layer_scope)
             _, types = jax.eval_shape(run, carry, of_layer, layer_scope)
-
-            def skip(carry: Any, *_: Any) -> tuple[Any, Any]:
-                return carry, jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
-
+            skip = functools.partial(_skip, types)
             return lax.cond(i < scope.num_layers, run, skip, carry, of_layer, layer_scope)
 
         indexed = (by_layer, jnp.arange(self.num_layers))
@@ -148,6 +146,10 @@ class Stage:
         treedef, sources = self._vjp
         known, residuals = _known(params, scope), iter(stored)
         return treedef.unflatten([next(residuals) if s is None else known[s] for s in sources])
+
+
+def _skip(types: Any, carry: Any, *_: Any) -> tuple[Any, Any]:
+    return carry, jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
 
 
 def split_backward(

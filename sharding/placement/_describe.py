@@ -121,9 +121,9 @@ class Description:
         """The long form: a line for each array, and the totals."""
         lines = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
         for row in self.rows:
-            size, note = row.bytes_per_device, row.note if row.memory == "device" else _HOST
+            note = row.note if row.memory == "device" else _HOST
             cells = (row.part, row.path, str(row.shape), row.dtype, str(tuple(row.spec)))
-            lines.append((*cells, f"{size:,}", note))
+            lines.append((*cells, f"{row.bytes_per_device:,}", note))
         totals = self.bytes_per_device
         if self.host_bytes_per_device:
             totals["host"] = self.host_bytes_per_device
@@ -149,7 +149,8 @@ def describe_tree(
 ) -> list[Row]:
     """A row per array of a tree; of state with the names of ``params``."""
     leaves, specs = jax.tree.leaves(tree), jax.tree.leaves(specs, is_leaf=is_spec)
-    names, notes = leaf_names(tree, params), notes or [""] * len(leaves)
+    names = leaf_names(tree, params)
+    notes = notes or [""] * len(leaves)
     rows = []
     for name, x, spec, note in zip(names, leaves, specs, notes, strict=True):
         size = math.prod(x.shape) * x.dtype.itemsize // num_shards(mesh, spec)
@@ -195,7 +196,7 @@ def _total_lines(description: Description) -> list[str]:
 def _parameters(description: Description) -> list[_Parameter]:
     """The parameters in their order, then other arrays, each by itself."""
     params: dict[str, _Parameter] = {}
-    others, mesh = [], description.mesh
+    others = []
     for row in description.rows:
         path = row.path if row.part in ("params", "grads") else None
         if row.part == "opt_state":
@@ -211,7 +212,9 @@ def _parameters(description: Description) -> list[_Parameter]:
             owner.row = dataclasses.replace(owner.row, note=row.note)
         # Of the arrays of its shape, the one over most devices: at stage 1 its optimizer state.
         if row.shape == owner.row.shape:
-            owner.spec = max(owner.spec, row.spec, key=functools.partial(num_shards, mesh))
+            owner.spec = max(
+                owner.spec, row.spec, key=functools.partial(num_shards, description.mesh)
+            )
     return [*params.values(), *others]
 
 
@@ -266,6 +269,7 @@ def _aligned(lines: Sequence[Sequence[str]], numbers: set[int]) -> list[str]:
     """Cells in columns; those of numbers to the right."""
     columns = []
     for i, column in enumerate(zip(*lines, strict=True)):
-        pad, width = str.rjust if i in numbers else str.ljust, max(map(len, column))
+        pad = str.rjust if i in numbers else str.ljust
+        width = max(map(len, column))
         columns.append([pad(cell, width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

@@ -53,9 +53,8 @@ class Layout:
     reshard_after_forward: bool = True
     per_device: bool = False  # whether devices run a loss, each of its own rows
     update_on: str = "device"
-    traced_axes: tuple[
-        str, ...
-    ] = ()  # in a trace on an Auto twin of the mesh: those not Auto there
+    # In a trace on an Auto twin of the mesh: those that are not Auto on it.
+    traced_axes: tuple[str, ...] = ()
 
     # --- Axes ---------------------------------------------------------------------------------
 
@@ -158,7 +157,8 @@ class Layout:
             )
         if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
             spec = self.other_spec(spec)
-        dim, reason = next(iter(on_data), None), ""
+        dim = next(iter(on_data), None)
+        reason = ""
         if self.stage and not on_data:
             dim, reason = self._shard_dim(path, leaf, spec)
         if dim is None:
@@ -175,11 +175,14 @@ class Layout:
         pattern = next((p for p in self.unsharded if re.search(p, path)), None)
         if pattern is not None:
             return None, f"unsharded: requested by unsharded={pattern!r}"
-        shape, size = tuple(leaf.shape), math.prod(leaf.shape)
+        shape = tuple(leaf.shape)
+        size = math.prod(leaf.shape)
         if size < max(self.min_shard_size, 1):
             return None, f"unsharded: {size} elements, min_shard_size is {self.min_shard_size}"
         free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
-        counts = [self.num_devices] * self.shard_state_over_replicas + [self.num_shards]
+        counts = [self.num_shards]
+        if self.shard_state_over_replicas:
+            counts.insert(0, self.num_devices)
         dim = choose_sharded_dim(shape, free, counts)
         none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
         return dim, none if dim is None else ""

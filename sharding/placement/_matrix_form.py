@@ -99,7 +99,8 @@ class MatrixForm(NamedTuple):
             layout, spec = self.on
             x = _moved(layout, x, spec, self.mergeable(spec, layout.mesh))
             return layout.constrain(self._replace(on=None).to_matrices(x), self.sharded_as)
-        sharding, out = jax.typeof(x).sharding, None
+        sharding = jax.typeof(x).sharding
+        out = None
         if any(sharding.spec):
             x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
             out = self.spec(sharding.spec, sharding.mesh)
@@ -114,7 +115,8 @@ class MatrixForm(NamedTuple):
             layout, spec = self.on
             x = self._replace(on=None).from_matrices(layout.constrain(x, self.sharded_as), x)
             return _moved(layout, x, self.mergeable(spec, layout.mesh), spec)
-        sharding, split = jax.typeof(like).sharding, None
+        sharding = jax.typeof(like).sharding
+        split = None
         if any(sharding.spec):
             entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
             split = P(*[entries.get(d) for d in self.order])

@@ -64,7 +64,9 @@ class NamedAxes:
 
     def __init__(self, axes: Iterable[str], errors: tuple[str, ...]):
         """``errors``: how jax rejects shardings in types where axes are Auto."""
-        self.axes, self.are_named, self._errors = tuple(axes), False, errors
+        self.axes = tuple(axes)
+        self.are_named = False
+        self._errors = errors
 
     def names_types(self, error: ValueError) -> bool:
         return bool(self.axes) and any(text in str(error) for text in self._errors)

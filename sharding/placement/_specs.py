@@ -190,7 +190,8 @@ def expand_specs(param_specs: Tree, params: Tree) -> Tree:
 
 
 def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Array, spec: PartitionSpec) -> None:
-    shape, which = tuple(leaf.shape), f"{spec} for {path_str(path)!r}"
+    shape = tuple(leaf.shape)
+    which = f"{spec} for {path_str(path)!r}"
     if len(spec) > len(shape):
         raise ValueError(f"{which} has more entries than its shape {shape}.")
     named = [axis for entry in spec for axis in axes_of(entry)]

@@ -139,7 +139,8 @@ def _specs_by_path(
     works = {i for i in range(len(leaves)) if init({i}) is not None}
     typed = init(works)
     if typed is None:
-        works, typed = set(), state
+        works = set()
+        typed = state
     others = (i for i in range(len(leaves)) if i not in works)
     left = {(leaves[i][0], leaves[i][1].shape): flat_specs[i] for i in others}
     warn(

@@ -1,71 +1,26 @@
 """What a configuration costs: planned before anything is compiled, audited once it is."""
 
 from sharding.plan._format import show as show
-from sharding.plan._plot import plot_audits as plot_audits
-from sharding.plan._plot import plot_frontiers as plot_frontiers
-from sharding.plan._plot import plot_plans as plot_plans
-from sharding.plan._plot import plot_search as plot_search
 from sharding.plan.audit._audit import audit as audit
-from sharding.plan.audit._find_batch import FoundBatch as FoundBatch
 from sharding.plan.audit._find_batch import find_batch as find_batch
-from sharding.plan.audit._pipeline_audit import PipelineAudit as PipelineAudit
-from sharding.plan.audit._pipeline_audit import StoredSlots as StoredSlots
-from sharding.plan.cost._estimate import Plan as Plan
 from sharding.plan.cost._estimate import estimate as estimate
-from sharding.plan.cost._lost_time import CheckpointLoss as CheckpointLoss
-from sharding.plan.cost._lost_time import LostTime as LostTime
-from sharding.plan.cost._lost_time import lost_time as lost_time
 from sharding.plan.cost._parallel_plan import ParallelPlan as ParallelPlan
-from sharding.plan.cost._pipeline_schedules import bubble_share as bubble_share
-from sharding.plan.cost._pipeline_schedules import lockstep_seconds as lockstep_seconds
-from sharding.plan.cost._pipeline_schedules import max_in_flight as max_in_flight
-from sharding.plan.cost._plan_costs import PipelineStage as PipelineStage
-from sharding.plan.cost._stage_plan import StagePlan as StagePlan
-from sharding.plan.cost._step_time import StepSeconds as StepSeconds
 from sharding.plan.cost._step_time import step_seconds as step_seconds
 from sharding.plan.cost._wire_and_flops import pipeline_wire as pipeline_wire
 from sharding.plan.machine import targets as targets
 from sharding.plan.machine._collective_time import Machine as Machine
-from sharding.plan.machine._collective_time import NodeGroup as NodeGroup
-from sharding.plan.machine._collective_time import TorusGroup as TorusGroup
-from sharding.plan.machine._collective_time import collective_seconds as collective_seconds
 from sharding.plan.machine._devices import kind_of as kind_of
-from sharding.plan.model._layer_costs import Activations as Activations
-from sharding.plan.model._layer_costs import Implementation as Implementation
-from sharding.plan.model._layer_costs import LayerCost as LayerCost
 from sharding.plan.model._layer_costs import activations_of as activations_of
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
-from sharding.plan.partition._balanced_stages import GroupedStages as GroupedStages
-from sharding.plan.partition._balanced_stages import StagePartition as StagePartition
-from sharding.plan.partition._balanced_stages import balanced_stages as balanced_stages
-from sharding.plan.partition._balanced_stages import memory_aware_stages as memory_aware_stages
-from sharding.plan.partition._hetpipe import HetPipePlan as HetPipePlan
-from sharding.plan.partition._hetpipe import Node as Node
-from sharding.plan.partition._hetpipe import VirtualWorker as VirtualWorker
-from sharding.plan.partition._hetpipe import allocate_workers as allocate_workers
-from sharding.plan.partition._hetpipe import hetpipe as hetpipe
-from sharding.plan.partition._pipedream import PipeDreamPlan as PipeDreamPlan
-from sharding.plan.partition._pipedream import ReplicatedStage as ReplicatedStage
-from sharding.plan.partition._pipedream import TwoBWChoice as TwoBWChoice
-from sharding.plan.partition._pipedream import TwoBWPlan as TwoBWPlan
-from sharding.plan.partition._pipedream import pipedream_stages as pipedream_stages
-from sharding.plan.partition._pipedream import two_bw as two_bw
-from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
-from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
-from sharding.plan.search._fit import FittedPlan as FittedPlan
-from sharding.plan.search._fit import Proof as Proof
 from sharding.plan.search._fit import fit as fit
 from sharding.plan.search._plan_file import PlanFile as PlanFile
-from sharding.plan.search._search import ChosenPlan as ChosenPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
-from sharding.plan.search._search import SearchResult as SearchResult
 from sharding.plan.search._search import search as search
 from sharding.plan.search._traced_model import TracedModel as TracedModel
-from sharding.plan.search._verify import Verification as Verification
 from sharding.plan.search._verify import verify as verify
 
-_INTERNAL = {"cost", "machine", "model", "partition"}  # modules
+_INTERNAL = {"cost", "machine", "model"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

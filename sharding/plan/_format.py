@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from optax_ext.equations import UnknownOperationError
 
-# To show tables and pictures.
+# To show tables.
 NEED = "pip install '.[cli]' in a checkout (docs: start/install)"
 
 

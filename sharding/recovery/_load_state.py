@@ -276,7 +276,8 @@ def _send(
         for link in zip(places[source], places[receiver], strict=True)
     )
     flat = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
-    permute, sharding = _permute(flat, links), NamedSharding(flat, P("all"))
+    permute = _permute(flat, links)
+    sharding = NamedSharding(flat, P("all"))
     chunk = min(_MOST, -(-largest // width))  # bytes of one device
     chunks = _chunks(outgoing, chunk)
     arrived: list[np.ndarray] = []
@@ -312,7 +313,8 @@ def _chunks(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
         while len(array):
             taken = min(size - filled, len(array))
             chunk[filled : filled + taken] = array[:taken]
-            array, filled = array[taken:], filled + taken
+            array = array[taken:]
+            filled = filled + taken
             if filled == size:
                 yield chunk
                 chunk, filled = np.zeros(size, np.uint8), 0

@@ -94,7 +94,8 @@ class PeerCheckpoints:
             raise ValueError(f"run_id must be the name of a folder, got {run_id!r}.")
         if interval < 1:
             raise ValueError(f"interval must be at least 1, got {interval}.")
-        self.mesh, self.interval = mesh, interval
+        self.mesh = mesh
+        self.interval = interval
         self.planned = is_compile_only(mesh)
         found = find_machines(mesh, machine, failure_domain)
         holders = place_replicas(found.domains, replicas, spread=found.domains != found.names)
@@ -113,7 +114,8 @@ class PeerCheckpoints:
 
     def _open(self) -> None:
         """Locks the folder, and finds what earlier attempts left in it; a collective."""
-        me, machine_of = jax.process_index(), self.machines.of_process
+        me = jax.process_index()
+        machine_of = self.machines.of_process
         mates = [p for p, machine in enumerate(machine_of) if machine == machine_of[me]]
         writer, problem = None, None
         try:
@@ -180,8 +182,10 @@ class PeerCheckpoints:
         for path, x in leaves:
             check_on_mesh(path, x, self.mesh)
         self._flush()
-        self._last_step, self._latest = step, None
-        self._pending, self._restored = _Pending(step, leaves, extra), None
+        self._last_step = step
+        self._latest = None
+        self._pending = _Pending(step, leaves, extra)
+        self._restored = None
 
     def _flush(self) -> None:
         """Copies a snapshot that no training step has copied."""
@@ -316,7 +320,7 @@ class PeerCheckpoints:
     # --- Describing and closing -----------------------------------------------------------------
 
     def describe(self, state: Tree = None) -> PeerDescription:
-        """Describes who stores whose shards, bytes, and the probability of recovery.
+        """Describes who stores whose shards, bytes, and how many lost machines cost no shard.
 
         ``state`` has arrays or types with shardings; None: that of the last ``save``.
 

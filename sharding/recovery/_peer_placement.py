@@ -1,8 +1,6 @@
-"""Which machines store the replicas of each machine's shards, and how likely all are lost."""
+"""Which machines store the replicas of each machine's shards, and how many may be lost."""
 
 import dataclasses
-import math
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
@@ -10,7 +8,8 @@ import numpy as np
 from sharding.recovery._machines import Holders, Machines
 from sharding.recovery._stored_leaf import BlockPlacement, StoredLeaf
 
-_SHOWN, _ALONE = 8, "on no other machine"  # machines that are listed; those without peers
+_SHOWN = 8  # machines that are listed
+_ALONE = "on no other machine"  # is said of those without peers
 
 
 def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool = False) -> Holders:
@@ -74,45 +73,6 @@ def _least_loaded(domains: Sequence[Hashable], replicas: int) -> Holders:
     return tuple(holders[machine] for machine in range(len(names)))
 
 
-def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lost: int) -> float:
-    """The exact probability that no shard is lost with ``lost`` machines, all equally likely.
-
-    >>> round(recovery_probability(place_replicas(range(16), 2), 16, 3), 3)
-    0.8
-    """
-    from scipy.sparse import lil_array
-    from scipy.sparse.csgraph import reverse_cuthill_mckee
-
-    if not 0 <= lost <= num_machines:
-        raise ValueError(f"lost must be 0 to {num_machines} machines, got {lost}.")
-    sets = list({frozenset(held) for held in holders})
-    sets = [s for s in sets if not any(other < s for other in sets)]
-    sets_of: list[list[int]] = [[] for _ in range(num_machines)]  # by machine
-    for i, members in enumerate(sets):
-        for machine in members:
-            sets_of[machine].append(i)
-    # Machines with common holders are close: few sets are begun at a time.
-    members_of = lil_array((len(sets), num_machines))
-    for i, members in enumerate(sets):
-        members_of[i, list(members)] = 1
-    order = reverse_cuthill_mckee((members_of.T @ members_of).tocsr(), symmetric_mode=True).tolist()
-    place = {machine: i for i, machine in enumerate(order)}
-    first, last = ([end(place[m] for m in members) for members in sets] for end in (min, max))
-    # By the begun sets whose machines were all lost so far: how many choices there are of each
-    # number of lost machines. [lost + 1], Python's integers, exact at any size.
-    choices = {frozenset[int](): np.array([1] + [0] * lost, object)}
-    for i, machine in enumerate(order):
-        after: dict[frozenset[int], np.ndarray] = defaultdict(lambda: np.zeros(lost + 1, object))
-        for doomed, counts in choices.items():
-            after[doomed.difference(sets_of[machine])] += counts  # this machine stays
-            begun = doomed.union(s for s in sets_of[machine] if first[s] == i)
-            if not any(last[s] == i for s in begun):
-                after[begun][1:] += counts[:-1]  # it is lost: one more
-        choices = after
-    (counts,) = choices.values()
-    return float(counts[lost] / math.comb(num_machines, lost))
-
-
 @dataclasses.dataclass(frozen=True)
 class PeerDescription:
     """Where replicas are, and what they cost."""
@@ -131,9 +91,10 @@ class PeerDescription:
         """Bytes of two snapshots on the machine that stores most."""
         return 2 * max(self.stored)
 
-    def recovery_probability(self, lost: int) -> float:
-        """The exact probability that no shard is lost with any ``lost`` machines."""
-        return recovery_probability(self.sets, len(self.machines), lost)
+    @property
+    def harmless(self) -> int:
+        """How many machines, whichever they are, can be lost at once without losing a shard."""
+        return min(map(len, self.sets), default=len(self.machines) + 1) - 1
 
     def __str__(self) -> str:
         num = len(self.machines)
@@ -146,8 +107,8 @@ class PeerDescription:
             lines.append(f"  {own}: {'also on ' + ', '.join(others) if others else _ALONE}")
         if num > _SHOWN:
             lines.append(f"  and {num - _SHOWN} more")
-        chances = [f"{k}: {self.recovery_probability(k):.1%}" for k in range(1, min(num, 4) + 1)]
-        lines.append(f"Recovers from lost machines: {', '.join(chances)}.")
+        some = f"Any {self.harmless} of the machines can be lost without a shard."
+        lines.append(some if self.harmless else "Each lost machine loses shards.")
         return "\n".join(lines)
 
 
@@ -155,7 +116,8 @@ def describe_replicas(
     placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines
 ) -> PeerDescription:
     """Counts what each machine stores and sends, and finds which machines share a block."""
-    num, machine_of = len(machines.names), machines.of_device.tolist()
+    num = len(machines.names)
+    machine_of = machines.of_device.tolist()
     stored, sent = [0] * num, [0] * num
     sets: set[frozenset[int]] = set()
     for leaf, placement in placed:

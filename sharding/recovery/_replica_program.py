@@ -68,7 +68,8 @@ class ReplicaProgram:
 
     def flags(self, committed: bool) -> Any:
         """Shows all devices whether this process committed the snapshot before: int32 [devices]."""
-        sharding, shape = NamedSharding(self.mesh, P(self.mesh.axis_names)), (self.mesh.size,)
+        sharding = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        shape = (self.mesh.size,)
         if is_compile_only(self.mesh):
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         flag = np.full(1, committed, np.int32)
@@ -83,7 +84,8 @@ class ReplicaProgram:
             limit //= _ON_TPUS
         bundles: dict[tuple[int, int], list[int]] = {}
         for i, (leaf, placement) in enumerate(zip(self.leaves, self.placements, strict=True)):
-            size, route = leaf.block_bytes, self.routes.index(placement.sends)
+            size = leaf.block_bytes
+            route = self.routes.index(placement.sends)
             if size > limit:
                 block = tuple(slice(0, n) for n in leaf.block_shape)
                 for box in _boxes(block, -(-size // limit)):

@@ -39,7 +39,8 @@ def make_private(folder: pathlib.Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    status, me = folder.lstat(), os.geteuid()
+    status = folder.lstat()
+    me = os.geteuid()
     if not stat.S_ISDIR(status.st_mode):
         problem = "is a link or a file"
     elif status.st_uid != me:
@@ -143,7 +144,8 @@ class Slot:
             self._memory = None
             file = open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
-                size, before = -(-size // _PAGE) * _PAGE, os.fstat(file).st_size
+                size = -(-size // _PAGE) * _PAGE
+                before = os.fstat(file).st_size
                 try:
                     os.posix_fallocate(file, 0, size)
                 except OSError:
@@ -178,7 +180,8 @@ class OpenSlot(NamedTuple):
 
     def block(self, number: int) -> np.ndarray:
         row = self.table.blocks[number]
-        leaf, start = self.table.leaves[row["leaf"]], int(row["offset"])
+        leaf = self.table.leaves[row["leaf"]]
+        start = int(row["offset"])
         raw = self.data[start : start + leaf.block_bytes]
         return raw.view(leaf.dtype).reshape(leaf.block_shape)
 

@@ -40,7 +40,8 @@ class SlotLayout:
     """Where in a slot this process writes each block of a program's snapshots."""
 
     def __init__(self, program: ReplicaProgram):
-        self.leaves, self.program = program.leaves, program
+        self.leaves = program.leaves
+        self.program = program
         self.num_bytes = self.received_bytes = 0  # of data, and of them what other machines sent
         self._places = {device: i for i, device in enumerate(program.mesh.devices.flat)}
         self._rows: dict[tuple[int, int, int], int] = {}  # by device, round and leaf
@@ -105,9 +106,10 @@ class SnapshotWriter:
     # The rank is that of this process among the mates on its machine.
     def __init__(self, folder: pathlib.Path, rank: int, num_mates: int, counts: SaveCounts):
         make_private(folder)
-        lock, text = folder / f"{rank}.lock", _lock_text(-1)
-        self._lock, self._unlock = lock_file(lock, self, text)
-        self._folder, self._rank, self._num_mates = folder, rank, num_mates
+        self._lock, self._unlock = lock_file(folder / f"{rank}.lock", self, _lock_text(-1))
+        self._folder = folder
+        self._rank = rank
+        self._num_mates = num_mates
         self._slots = [Slot(folder / f"{rank}-{i}.slot") for i in range(2)]
         self._counts = counts
         self.attempt = 0  # of the run, greater than those before it; set once it is known

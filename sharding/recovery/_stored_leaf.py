@@ -80,13 +80,16 @@ def block_placement(
     dims = [d for d, size in enumerate(sizes) if size and size % parts == 0]
     even = parts > 1 and len(set(seen.values())) == 1
     if even and dims and math.prod(sizes) * itemsize >= SPLIT_BYTES:
-        dim, stored = dims[0], np.ones(len(block), bool)
+        dim = dims[0]
+        stored = np.ones(len(block), bool)
         grid = (*grid[:dim], grid[dim] * parts, *grid[dim + 1 :])
         coordinates[dim] = coordinates[dim] * parts + part
         block = _block_numbers(coordinates, grid)
     else:
-        dim, stored = -1, part == 0
-        part, parts = np.zeros(len(block), int), 1
+        dim = -1
+        stored = part == 0
+        part = np.zeros(len(block), int)
+        parts = 1
     sends = _sends(block, stored, machines)
     return BlockPlacement(grid, dim, parts, part, block, stored, sends)
 
@@ -95,7 +98,8 @@ def _coordinates(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[Any, 
     """Counts the blocks in each dim, and numbers each device's block in each: [dims, devices]."""
     sizes = [max(size, 1) for size in sharding.shard_shape(shape)]
     grid = tuple(max(n // size, 1) for n, size in zip(shape, sizes, strict=True))
-    indices, devices = sharding.devices_indices_map(shape), sharding.mesh.devices.flat
+    indices = sharding.devices_indices_map(shape)
+    devices = sharding.mesh.devices.flat
     numbers = [
         [s.indices(n)[0] // size for s, n, size in zip(indices[d], shape, sizes, strict=True)]
         for d in devices
@@ -111,7 +115,8 @@ def _block_numbers(coordinates: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 
 def _sends(block: np.ndarray, stored: np.ndarray, machines: Machines) -> tuple[Pairs, ...]:
     """Pairs senders and receivers until as many failure domains hold a block as replicas."""
-    holders, replicas = machines.holders, len(machines.holders[0])
+    holders = machines.holders
+    replicas = len(machines.holders[0])
     sources: dict[int, dict[int, int]] = {}  # by block and machine: the device that stores it
     for device in np.flatnonzero(stored).tolist():
         machine = int(machines.of_device[device])

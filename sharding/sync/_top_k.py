@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,59 +92,72 @@ def top_k(
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
-    def init(x: Array) -> dict[str, jax.Array]:
-        if feedback == "ef21":
+    sent = _TopK(schedule, feedback, momentum, clip_norm)
+    method = Method(sent.init, sliced(sent.all_reduce), counts_steps=len(schedule) > 1)
+    small = dense_method()
+    if momentum is not None:
+        small = Method(sent.init_small, sliced(sent.all_reduce_small), in_full=True)
+    return by_size("top_k", method, small, min_size)
+
+
+class _TopK(NamedTuple):
+    """The arguments of ``top_k``, and what it does with one array."""
+
+    schedule: dict[int, float]  # the density from a step on
+    feedback: str | None
+    momentum: float | None
+    clip_norm: float | None
+
+    def init(self, x: Array) -> dict[str, jax.Array]:
+        if self.feedback == "ef21":
             return {"own": _zeros(x), "mean": _zeros(x)}
-        state = {} if momentum is None else {"momentum": _zeros(x)}
-        return state | ({"error": _zeros(x)} if feedback else {})
+        state = {} if self.momentum is None else self.init_small(x)
+        if self.feedback:
+            state["error"] = _zeros(x)
+        return state
 
-    def clip(x: jax.Array, axes: Axes) -> jax.Array:
-        x = to_sum_dtype(x)
-        if clip_norm is None:
-            return x
-        norm = jnp.sqrt(jnp.sum(x**2))
-        max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
-        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
+    def init_small(self, x: Array) -> dict[str, jax.Array]:
+        return {"momentum": _zeros(x)}
 
-    def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
-        full, new = clip(x, axes), {}  # all that could be sent, (*x.shape)
-        if momentum is not None:
-            full = new["momentum"] = momentum * state["momentum"] + full
-        if feedback == "ef21":
+    def all_reduce(self, x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
+        full = self._clip(x, axes)  # all that could be sent, (*x.shape)
+        new = {}
+        if self.momentum is not None:
+            full = new["momentum"] = self.momentum * state["momentum"] + full
+        if self.feedback == "ef21":
             full = full - state["own"]
-        elif feedback:
+        elif self.feedback:
             full = full + state["error"]
 
         # The mean of the largest elements of all devices, and which ones this device sent.
-        mean, indices = _mean_of_largest(schedule, context, full, axes)
+        mean, indices = _mean_of_largest(self.schedule, context, full, axes)
         mean = _array(mean, x.shape)
 
-        def unsent(y: jax.Array) -> jax.Array:
-            """The array with zeros at the elements that were sent."""
-            zero_at = lambda flat, indices: flat.at[indices].set(0, mode="drop")  # noqa: E731
-            return _array(_per_section(zero_at, _sections(y), indices), x.shape)
-
         # The new state.
-        if feedback == "ef21":
-            own = state["own"] + full - unsent(full)
+        if self.feedback == "ef21":
+            own = state["own"] + full - _unsent(full, indices)
             mean = state["mean"] + mean
             return mean, {"own": own, "mean": mean}
-        if feedback:
-            new["error"] = unsent(full)
-        if momentum is not None:
-            new["momentum"] = unsent(new["momentum"])
+        if self.feedback:
+            new["error"] = _unsent(full, indices)
+        if self.momentum is not None:
+            new["momentum"] = _unsent(new["momentum"], indices)
         return mean, new
 
-    def all_reduce_small(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
+    def all_reduce_small(
+        self, x: jax.Array, state: Tree, axes: Axes, context: StepContext
+    ) -> Reduced:
         """The full mean of a small array, with momentum."""
-        new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
+        new = self.momentum * state["momentum"] + dense_mean(self._clip(x, axes), axes)
         return new, {"momentum": new}
 
-    method = Method(init, sliced(all_reduce), counts_steps=len(schedule) > 1)
-    small = dense_method()
-    if momentum is not None:
-        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small), in_full=True)
-    return by_size("top_k", method, small, min_size)
+    def _clip(self, x: jax.Array, axes: Axes) -> jax.Array:
+        x = to_sum_dtype(x)
+        if self.clip_norm is None:
+            return x
+        norm = jnp.sqrt(jnp.sum(x**2))
+        max_norm = self.clip_norm / math.sqrt(lax.axis_size(axes))
+        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
 
 def _zeros(x: Array) -> jax.Array:
@@ -177,18 +190,27 @@ def _mean_of_largest(
     size = sections.shape[-1]
     counts = [max(1, math.ceil(density * size)) for density in schedule.values()]
 
-    def send(count: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-        def run(flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-            own = lax.top_k(jnp.abs(flat), count)[1]  # (count,)
-            values, indices = (all_gather_concat(part, axes) for part in (flat[own], own))
-            mean = jnp.zeros_like(flat).at[indices].add(values) / lax.axis_size(axes)
-            # Equally long for all densities; padding is out of range and dropped.
-            return mean, jnp.pad(own, (0, max(counts) - count), constant_values=size)
-
-        return functools.partial(_per_section, run)
-
+    send = functools.partial(_send_largest, axes, max(counts))
+    sends = [functools.partial(_per_section, functools.partial(send, count)) for count in counts]
     if len(schedule) == 1:
-        return send(counts[0])(sections)
+        return sends[0](sections)
     # One branch per density; the current one is the last whose step is reached.
     current = jnp.searchsorted(jnp.array(list(schedule)), context.step, side="right") - 1
-    return lax.switch(current, [send(count) for count in counts], sections)
+    return lax.switch(current, sends, sections)
+
+
+def _send_largest(
+    axes: Axes, most: int, count: int, flat: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The mean of the ``count`` largest elements of all devices, and the indices of its own."""
+    own = lax.top_k(jnp.abs(flat), count)[1]  # (count,)
+    values, indices = (all_gather_concat(part, axes) for part in (flat[own], own))
+    mean = jnp.zeros_like(flat).at[indices].add(values) / lax.axis_size(axes)
+    # Equally long for all densities; padding is out of range and dropped.
+    return mean, jnp.pad(own, (0, most - count), constant_values=flat.size)
+
+
+def _unsent(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """The array with zeros at the elements that were sent."""
+    zero_at = lambda flat, indices: flat.at[indices].set(0, mode="drop")  # noqa: E731
+    return _array(_per_section(zero_at, _sections(x), indices), x.shape)

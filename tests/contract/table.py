@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, by_path, delays_by_path, last_two_dims, two_largest_dims
+from optax_ext import Factoring, by_path, last_two_dims, two_largest_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,6 @@ class Row:
     rounds_parameters: bool = False
     # Keeps codes and scales of blocks, which have no parameter's shape or dtype.
     blocks: bool = False
-    # Keeps earlier parameters, in their own dtype.
-    keeps_parameters: bool = False
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -72,11 +70,6 @@ def discrepancy_correction(learning_rate, delays, decay):
     """After Adafactor: its updates, and their average."""
     last = optax_ext.discrepancy_correction(delays, decay)
     return optax.chain(unfactored(learning_rate), last)
-
-
-def params_history(learning_rate, delays):
-    """After Adafactor: its updates, and earlier parameters."""
-    return optax.chain(unfactored(learning_rate), optax_ext.params_history(delays))
 
 
 def is_table(x):
@@ -154,18 +147,13 @@ TRANSFORMATIONS = {
     "master_weights": Row(around_came(optax_ext.master_weights), CAME, rounds_parameters=True),
     "low_precision_state": Row(around_came(low_precision), CAME, blocks=True),
     "lazy_rows": Row(around_came(lazy_rows), CAME),
-    "scale_by_delay, a rule": Row(
+    "scale_by_delay": Row(
         scale_by_delay,
-        {"learning_rate": 0.1, "anneal_steps": 9, "delays": delays_by_path({"w": 3}, default=1.5)},
+        {"learning_rate": 0.1, "anneal_steps": 9, "delays": 3.0},
     ),
     "discrepancy_correction": Row(
         discrepancy_correction,
         {"learning_rate": 0.1, "delays": 3.0, "decay": 0.2},
-    ),
-    "params_history": Row(
-        params_history,
-        {"learning_rate": 0.1, "delays": delays_by_path({"w": 3}, default=1)},
-        keeps_parameters=True,
     ),
 }
 

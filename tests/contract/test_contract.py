@@ -58,7 +58,7 @@ def run(name, grads, params, wide=False):
 @every
 def test_one_program_for_all_steps(name):
     """Equal to eager steps, on donated states whose types stay, and after a checkpoint."""
-    row, tx = TRANSFORMATIONS[name], make(name)
+    tx = make(name)
     params, grads = tree(0), [tree(i) for i in range(1, 5)]
     start = tx.init(params)
     buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((start, params))]
@@ -79,9 +79,6 @@ def test_one_program_for_all_steps(name):
             # Copies: jax 0.11 does not donate what NumPy has read.
             saved = pickle.dumps(jax.tree.map(jnp.copy, (state, p)))
         donated = jax.tree.leaves((state, p))
-        if row.keeps_parameters:  # the oldest are for the loss, not the update
-            unread = jax.tree.leaves(optax.tree.get(state, "versions")[-1])
-            donated = [x for x in donated if all(x is not y for y in unread)]
         updates, state, p = step(g, state, p)
         assert all(x.is_deleted() for x in donated)
         assert_close(updates, u, rtol)
@@ -292,7 +289,6 @@ def test_narrow_parameters(name):
     stored = {row.arguments.get(k) for k in ("mu_dtype", "dtype_momentum")} - {None}
     allowed = {jnp.dtype(d) for d in ("float32", *stored)}
     allowed |= {jnp.dtype("uint8")} if row.blocks else set()
-    allowed |= {jnp.dtype(dtype)} if row.keeps_parameters else set()
     assert {x.dtype for x in jax.tree.leaves(found) if x.ndim} == allowed
 
     # What float32 makes of the same numbers, to the rounding of the updates' own dtype.

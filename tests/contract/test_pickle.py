@@ -23,7 +23,6 @@ VALUES = {
     "last_two_dims": optax_ext.last_two_dims(2, batch=(0,)),
     "two_largest_dims": optax_ext.two_largest_dims(),
     "by_path": optax_ext.by_path({"a": None, "b": optax_ext.last_two_dims()}),
-    "delays_by_path": optax_ext.delays_by_path({"a": 3.0}, default=1.0),
     "flax_transformer": optax_ext.flax_transformer(stack_dim=1),
     "describe_factoring": optax_ext.describe_factoring(optax_ext.flax_transformer(), PARAMS),
     "Precision": shd.Precision(),

@@ -23,7 +23,6 @@ SCHEMA = {
     "StochasticRoundingState": "key inner_state",
     "ScaleByDelayState": "count",
     "DiscrepancyCorrectionState": "correction",
-    "ParamsHistoryState": "versions",
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
@@ -55,9 +54,6 @@ LEAVES = {
     """,
     "scale_by_delay": ".count int32[]",
     "discrepancy_correction": ".correction[b] float32[4]  .correction[w] float32[6,4]",
-    "params_history": """
-        .versions[0][w] bfloat16[6,4]  .versions[1][b] float16[4]  .versions[1][w] bfloat16[6,4]
-    """,
 }
 
 MAKE = {
@@ -73,7 +69,6 @@ MAKE = {
     ),
     "scale_by_delay": lambda: optax_ext.scale_by_delay(3.0, 10),
     "discrepancy_correction": lambda: optax_ext.discrepancy_correction(3.0),
-    "params_history": lambda: optax_ext.params_history({"w": 2, "b": 1}),
 }
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
 EXAMPLES = ROOT / "examples"
-NAMES = ("many_hosts", "nnx_model", "scanned_stack", "supervise", "zero_checkpoint")
+NAMES = ("lost_time", "many_hosts", "nnx_model", "scanned_stack", "supervise", "zero_checkpoint")
 
 
 def losses(output):

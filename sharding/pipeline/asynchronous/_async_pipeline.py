@@ -19,7 +19,7 @@ from sharding.pipeline._executor import sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import LayerParams
-from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, PaddedOptimizer, Parts
+from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.placement._specs import only_axes, sharding_on
 
@@ -54,8 +54,8 @@ class AsyncPipeline:
     the state, pass one for each stage. :doc:`/understand/asynchronous` has an example.
 
     Raises:
-      ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or
-        ``tx`` is neither an optimizer nor a function.
+      ValueError: if the schedule has other stages than the pipeline, these have unequal numbers of
+        layers, gathers are in each tick, or ``tx`` is neither an optimizer nor a function.
       ScheduleError: if the schedule cannot run.
     """
 
@@ -87,6 +87,13 @@ class AsyncPipeline:
             raise ValueError(
                 "an asynchronous pipeline holds the full parameters of a stage: use gather='step'."
             )
+        counts = self.pipeline.layer_counts
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"an asynchronous pipeline needs as many layers on each stage, got {counts} on "
+                f"{len(counts)}. Give a number of layers that the stages divide, or train with "
+                "Pipeline, whose stages may differ."
+            )
         if not isinstance(self.tx, optax.GradientTransformation) and not callable(self.tx):
             raise ValueError(
                 "tx must be an optax gradient transformation, or a function that returns one, got "
@@ -113,8 +120,7 @@ class AsyncPipeline:
         params = jax.tree.map(self._place, params, specs)
         parts = self._parts(params)
 
-        def on_stage(shards: Tree, shared: Any) -> Any:
-            rows = jax.tree.map(self.pipeline._rows.to_stage, shards, parts[0])
+        def on_stage(rows: Tree, shared: Any) -> Any:
             return _with_stage(self._optimizer().init(self._to_tree(params, (rows, shared))))
 
         on_stages = P(self.pipeline.axis)
@@ -148,14 +154,10 @@ class AsyncPipeline:
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         to_tree = functools.partial(self._to_tree, state.params)
 
-        def on_stage(shards: Tree, shared: Any, opt_state: OptState, *args: Any) -> Any:
+        def on_stage(rows: Tree, shared: Any, opt_state: OptState, *args: Any) -> Any:
             batches, key, tables = args
-            rows, tx = jax.tree.map(pipeline._rows.to_stage, shards, layers), self._optimizer()
-            backward_params = self.backward_params
-            if backward_params is not None and isinstance(tx, PaddedOptimizer):
-                backward_params = functools.partial(tx.backward_params, backward_params)
             own = LayerParams(rows), LayerParams(shared), self._microbatches(batches), key
-            more = tx, to_tree, backward_params
+            more = self._optimizer(), to_tree, self.backward_params
             executor = AsyncExecutor(pipeline, self.schedule, program, *own, *more)
             stage = lax.axis_index(axis)
             owners = stages_of_shared(pipeline, shared, batches, key)
@@ -168,8 +170,7 @@ class AsyncPipeline:
                 owners,
             )
             out = sum_totals(totals, axis)
-            shards = jax.tree.map(pipeline._rows.from_stage, rows)
-            return shards, shared, _with_stage(opt_state), out
+            return rows, shared, _with_stage(opt_state), out
 
         specs = jax.tree.map(pipeline._rows.spec, layers)
         in_specs = specs, P(), on_stages, P(), P(), P(None, None, axis)
@@ -251,8 +252,7 @@ class AsyncPipeline:
                     "tx(forward=..., backward=...) must return an optax gradient transformation, "
                     f"got {type(tx).__name__}."
                 )
-        tx, rows = optax.with_extra_args_support(tx), self.pipeline._rows
-        return PaddedOptimizer(tx, rows, self.pipeline.layers) if rows.uneven else tx
+        return optax.with_extra_args_support(tx)
 
 
 def _with_stage(opt_state: OptState) -> Any:

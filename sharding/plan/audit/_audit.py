@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
 from sharding.plan._format import (
     Printed,
@@ -20,7 +19,6 @@ from sharding.plan._format import (
 )
 from sharding.plan.audit._hlo import PHASES, Program, phase_of, shortened
 from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
-from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
@@ -64,7 +62,6 @@ class Audit(Printed):
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
-    pipeline: PipelineAudit | None = None  #: the loops over its ticks, where one was given
     #: bytes sent by the cheapest branches, a sparse sync's unless its lists overflow
     least_wire: float = 0.0
     predicted: StepSeconds | None = None  #: what a step takes, by a plan; None where none was given
@@ -126,12 +123,8 @@ class Audit(Printed):
         slowest = max(self.seconds.values(), default=0.0)
         return self.tokens / slowest if self.tokens and slowest else None
 
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"pipeline": self.pipeline and self.pipeline.to_dict()}
-
     def tables(self) -> list[Table]:
-        pipeline = self.pipeline.tables() if self.pipeline else []
-        tables = [self._memory_table(), self._traffic_table(), *pipeline, self._work_table()]
+        tables = [self._memory_table(), self._traffic_table(), self._work_table()]
         return [table for table in tables if table.rows]
 
     @property
@@ -215,7 +208,7 @@ def audit(
     predicted: StepSeconds | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
-    pipeline: Pipeline | None = None,
+    loss_program: object = None,
 ) -> Audit:
     """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
 
@@ -235,8 +228,7 @@ def audit(
         default, arguments that no name matches but that come back from a training step are
         parameters if the loss reads them, else optimizer state, and a note names them.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
-      pipeline: the pipeline that the step runs, whose permutes and loops over ticks are then shown
-        beside its schedule.
+      loss_program: ``step.loss_program(state, batch)``, for a note on what runs per device and why.
 
     Raises:
       ValueError: ``compiled`` is no program, or ``device`` names no known kind.
@@ -259,8 +251,7 @@ def audit(
     if not isinstance(compiled, str):
         memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
     if mesh is None:
-        meshes = (x.mesh for x in placed if isinstance(x, NamedSharding))
-        mesh = next(meshes, pipeline.mesh if pipeline else None)
+        mesh = next((x.mesh for x in placed if isinstance(x, NamedSharding)), None)
 
     # Traffic, work by phase, and memory.
     sent, (work, unknown) = collectives(program, once=True), costs(program)
@@ -268,12 +259,11 @@ def audit(
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, sent, placed)
+    about += [f"the loss runs {loss_program}"] if loss_program is not None else []
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, sent, buffers, arguments, source)
     of_compiler = [f"how often the loop %{x} runs is unknown: counted once" for x in unknown]
-    of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
-    warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
         devices=program.num_devices,
         kind=_device_kind(device, mesh),
@@ -294,7 +284,6 @@ def audit(
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
-        pipeline=of_pipeline,
     )
     held = size(result.memory)
     if result.kind:

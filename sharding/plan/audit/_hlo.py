@@ -3,7 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 _MAX_TRIPS = 1 << 20
@@ -117,11 +117,9 @@ def _parse(name: str, text: str) -> Instruction:
     return Instruction(name, text[:split], op, operands, inside, text[closing:])
 
 
-def behind(
-    instr: Instruction, table: Table, renames: Collection[str] = ("bitcast",)
-) -> Instruction:
-    """The instruction that made what others rename."""
-    while instr.op in renames and instr.operands and instr.operands[0] in table:
+def behind(instr: Instruction, table: Table) -> Instruction:
+    """The instruction that made what bitcasts rename."""
+    while instr.op == "bitcast" and instr.operands and instr.operands[0] in table:
         instr = table[instr.operands[0]]
     return instr
 

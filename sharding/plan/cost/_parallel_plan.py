@@ -147,6 +147,11 @@ class ParallelPlan:
         if not self.asynchronous:
             return
         # Stages update their parameters without waiting for each other.
+        if model.layers % self.pipe:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs as many layers on each of its {self.pipe} "
+                f"stages; the model has {model.layers}."
+            )
         if self.data * self.tensor > 1:
             raise ValueError(
                 f"schedule {self.schedule!r} needs all {self.num_devices} devices as stages, got "

@@ -97,7 +97,7 @@ def pipeline_stages(
     layers, shared = rows * layer.param_bytes, first.param_bytes + last.param_bytes
     shared -= vocabulary * model.width * item if model.tied else 0
     # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
-    uneven = num_stages * chunks * rows > model.layers and not plan.asynchronous
+    uneven = num_stages * chunks * rows > model.layers
     moved = chunks * layers if uneven else 0.0
     to_stages, back = schedules.layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
@@ -266,7 +266,7 @@ class PlanCosts:
         # The update needs less than what it takes the place of: accumulated gradients are float32.
         counts = self.passes(plan).chunks
         placed = dataclasses.replace(_placed(plan), microbatches=1)
-        rows = max(counts) * plan.chunks if plan.asynchronous else self.model.layers / plan.pipe
+        rows = self.model.layers / plan.pipe
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
         held, options = self._rows(placed, rows), (self.dtype, self.machine.device)
         return pipeline_stages(self.model, plan, costs, counts, held, *options)

@@ -231,7 +231,8 @@ def passes(
     lockstep = functools.partial(
         schedules.lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks
     )
-    by_time = lockstep if implementation.lockstep and not plan.even else None
+    even = plan.even or plan.asynchronous
+    by_time = lockstep if implementation.lockstep and not even else None
     head = (head_forward + head_backward).seconds + sent_head
     counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
     most, last = max(counts[:-1] or counts), counts[-1]

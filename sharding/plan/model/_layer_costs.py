@@ -257,23 +257,6 @@ def activations_of(
     return Activations(stored, working, last.working_bytes + ahead, gradient)
 
 
-def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
-    """Raises unless each stage gets a layer, and every cost is a number of at least 0."""
-    if not layers:
-        raise ValueError("layers are empty; a pipeline needs at least one layer.")
-    for i, layer in enumerate(layers):
-        for name, value in dataclasses.asdict(layer).items():
-            if not 0 <= value < math.inf:
-                raise ValueError(f"layer {i}: {name} must be finite and at least 0, got {value}.")
-    if num_stages < 1:
-        raise ValueError(f"num_stages must be at least 1, got {num_stages}.")
-    if num_stages > len(layers):
-        raise ValueError(
-            f"{num_stages} stages were requested of {len(layers)} layers; each stage needs a "
-            f"layer, so that at most {len(layers)} stages are possible."
-        )
-
-
 @functools.lru_cache(maxsize=256)
 def _layer_bytes(
     model: Decoder, batch: int, length: int, dtype: DType, tensor: int

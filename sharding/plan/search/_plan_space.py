@@ -162,7 +162,8 @@ class PlanSpace:
             for chunks in range(first, min(last, self.model.layers // pipe) + 1):
                 yield {"schedule": schedule, "chunks": chunks}
         alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
-        if self.asynchronous and alone and microbatches >= 2 * pipe - 1:
+        fills = microbatches >= 2 * pipe - 1 and self.model.layers % pipe == 0
+        if self.asynchronous and alone and fills:
             for schedule in ASYNC_SCHEDULES:
                 yield {"schedule": schedule}
 

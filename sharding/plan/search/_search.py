@@ -253,7 +253,7 @@ def search(
       offload: whether optimizer state may be in host memory; ``"update"``: and also where the CPU
         updates it, ``Zero(update_on="host")``.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
-        are one update late (PipeDream-2BW), which is lossy.
+        are one update late (PipeDream-2BW), which is lossy; their stages have as many layers each.
       update_in_backward: whether each layer may be updated in the backward pass, where its gradient
         is made: ``train_step(update="backward")``, which not all transformations can; with
         ``offload`` layers are in host memory, too.

@@ -1,5 +1,6 @@
 """``by_owner``: an optimizer of matrices whose matrices are each updated by one device."""
 
+import functools
 import math
 from typing import Any
 
@@ -82,27 +83,9 @@ def by_owner(
     wire = _wire_dtype(wire_dtype)
     tx = optax.with_extra_args_support(tx)
 
-    def form_of(rule: FactoringRule, path: KeyPath, x: Array) -> MatrixForm:
-        name, shape = parameter_path(path), tuple(jnp.shape(x))
-        form = MatrixForm.of(rule, name, shape)
-        if form is None:
-            raise ValueError(
-                f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
-                f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
-                "such as those of optax_ext.hidden_matrices, to give it another transformation "
-                "(docs: how_to/muon)."
-            )
-        return form
-
     def init(params: optax.Params) -> optax.OptState:
         rule = rule_for_tree(factoring, params)
-
-        def init_leaf(path: KeyPath, x: Array) -> optax.OptState:
-            p = form_of(rule, path, x).to_matrices(x)
-            state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
-            return jax.tree.map(lambda s: _sharded_like(s, p), state)
-
-        return jax.tree.map_with_path(init_leaf, params)
+        return jax.tree.map_with_path(functools.partial(_init_leaf, tx, rule), params)
 
     def update(
         updates: Tree, state: OptState, params: Tree = None, **extra_args: Any
@@ -112,14 +95,15 @@ def by_owner(
         params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         # How a step of ``Zero`` shards parameters: from the context that kernels have, too, as an
         # extra argument would not pass through ``optax.MultiSteps``.
-        shards, on = kernels.shards(), {}
+        shards = kernels.shards()
+        on = {}
         if isinstance(shards, KernelShards):
             layout = shards.layout
             if layout.stage and layout.num_shards > 1:
                 on = {path: (layout, spec) for path, spec in shards.specs.items()}
 
         rule = rule_for_tree(factoring, updates)
-        forms = [form_of(rule, path, g)._replace(on=on.get(path)) for path, g in leaves]
+        forms = [_form_of(rule, path, g)._replace(on=on.get(path)) for path, g in leaves]
         stacks = []
         for form, (path, g), s, p in zip(forms, leaves, states, params_or_none, strict=True):
             trees = (form.to_matrices(g), s, form.to_matrices(p))
@@ -130,6 +114,26 @@ def by_owner(
         return treedef.unflatten(new), treedef.unflatten([s for _, s in results])
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _init_leaf(tx: Any, rule: FactoringRule, path: KeyPath, x: Array) -> optax.OptState:
+    p = _form_of(rule, path, x).to_matrices(x)
+    state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
+    return jax.tree.map(lambda s: _sharded_like(s, p), state)
+
+
+def _form_of(rule: FactoringRule, path: KeyPath, x: Array) -> MatrixForm:
+    name = parameter_path(path)
+    shape = tuple(jnp.shape(x))
+    form = MatrixForm.of(rule, name, shape)
+    if form is None:
+        raise ValueError(
+            f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
+            f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
+            "such as those of optax_ext.hidden_matrices, to give it another transformation "
+            "(docs: how_to/muon)."
+        )
+    return form
 
 
 def _wire_dtype(dtype: DType) -> Any:

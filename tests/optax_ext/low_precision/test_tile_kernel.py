@@ -94,6 +94,13 @@ def test_equals_the_form_of_xla(case):
     check_steps(jax.jit(tx.update), interpreted(tx.update), params, state, dtype)
 
 
+def test_the_state_says_how_it_is_rounded():
+    params = params_of({"w": (64, 128)})
+    state = jax.jit(low(optax.lion(1e-3)).init)(params)
+    tx = low(optax.lion(1e-3), rounding="nearest")
+    check_steps(jax.jit(tx.update), interpreted(tx.update), params, state, num_steps=2)
+
+
 @pytest.mark.parametrize(
     ("inner", "options", "shape"),
     [

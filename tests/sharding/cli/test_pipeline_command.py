@@ -6,7 +6,8 @@ import re
 import optax
 import pytest
 
-from sharding.plan import MODELS, estimate_pipeline
+from sharding.plan import MODELS
+from sharding.plan.search._estimate_pipeline import estimate_pipeline
 
 ALIGNED = "--schedule aligned --stage 1"
 

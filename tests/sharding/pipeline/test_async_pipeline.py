@@ -1,6 +1,7 @@
 """Asynchronous pipelines equal their papers' recursions.
 
-In NumPy, and on one device by ``params_history``, whose delays ``test_async_schedules.py`` tests.
+In NumPy, and on one device at earlier parameters, by the delays that ``test_async_schedules.py``
+tests.
 """
 
 import contextlib
@@ -181,17 +182,21 @@ def test_pipemare(stages, microbatches, aligned, recompute, scaled):
     model.assert_close(jax.device_get(state.params), chain.stacked(), 1e-12)
 
 
-# --- Against params_history on one device ---------------------------------------------------------
+# --- Against one device ---------------------------------------------------------------------------
 
 
 def train_with_history(schedule, tx, layers, keyed):
     """Two runs of plain JAX on one device: gradients at parameters of earlier steps."""
     microbatches = schedule.microbatches_per_update
-    delays, _ = schedule.delays()
-    rules = {"^layers/": np.repeat(delays, layers // len(delays)), "^in": delays[0]}
-    delays = optax_ext.delays_by_path(rules, default=delays[-1])
-    history = optax_ext.params_history(delays)
-    tx = optax.chain(tx, history)
+    delays = schedule.delays()[0].astype(int)
+    of_layers = np.repeat(delays, layers // len(delays))
+
+    def delayed(versions):
+        """Each stage's parameters as they were its delay ago."""
+        ago = [versions[max(len(versions) - 1 - n, 0)] for n in range(max(delays) + 1)]
+        stacked = jnp.stack([ago[n]["layers"]["w"][i] for i, n in enumerate(of_layers)])
+        ends = {"in": ago[delays[0]]["in"], "out": ago[delays[-1]]["out"]}
+        return ends | {"layers": {"w": stacked}}
 
     def one(params, batch, key):
         keys = [None if key is None else jax.random.fold_in(key, i) for i in range(layers + 2)]
@@ -201,7 +206,7 @@ def train_with_history(schedule, tx, layers, keyed):
         return squared_head(params, h, batch)
 
     @jax.jit
-    def step(params, opt_state, batch, first):
+    def step(params, late, opt_state, batch, first):
         def total(params):
             keys = None
             if keyed:
@@ -211,8 +216,7 @@ def train_with_history(schedule, tx, layers, keyed):
             sums, weights = jax.vmap(one, axes)(params, batch, keys)
             return jnp.sum(sums), jnp.sum(weights)
 
-        delayed = optax_ext.delayed_params(params, opt_state)
-        (loss, weight), grads = jax.value_and_grad(total, has_aux=True)(delayed)
+        (loss, weight), grads = jax.value_and_grad(total, has_aux=True)(late)
         grads = jax.tree.map(lambda g: g / weight, grads)
         out, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, out), opt_state, loss / weight
@@ -223,9 +227,11 @@ def train_with_history(schedule, tx, layers, keyed):
     for t in range(2 * schedule.num_updates):
         number = t % schedule.num_updates
         if number == 0:  # the pipeline is empty between two runs
-            opt_state = (opt_state[0], jax.jit(history.init)(params))
+            versions = [params]
         batch = {k: x[t] for k, x in batches.items()}
-        params, opt_state, loss = step(params, opt_state, batch, number * microbatches)
+        first = number * microbatches
+        params, opt_state, loss = step(params, delayed(versions), opt_state, batch, first)
+        versions.append(params)
         losses.append(float(loss))
     return params, losses
 
@@ -245,7 +251,7 @@ def hidden_embed(shared, batch):
         pytest.param(pipedream(4, 5, vertical_sync=True), EXPLICIT, True, marks=pytest.mark.slow),
     ],
 )
-def test_params_history_beside_a_data_axis(schedule, kind, keyed):
+def test_one_device_beside_a_data_axis(schedule, kind, keyed):
     """Two runs, an optimizer with a state, random numbers; embeddings within remat and branches."""
     layers, batches = 4, chain_batches(2 * schedule.num_updates)
     tx = optax.adamw(1e-3, weight_decay=0.1)

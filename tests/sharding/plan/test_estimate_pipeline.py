@@ -5,16 +5,10 @@ import random
 import optax
 import pytest
 
-from sharding.plan import (
-    estimate,
-    estimate_pipeline,
-    kind_of,
-    layer_costs,
-    search,
-    step_seconds,
-)
+from sharding.plan import estimate, kind_of, layer_costs, search, step_seconds
 from sharding.plan.cost._plan_costs import zero_of
 from sharding.plan.model._models import Decoder
+from sharding.plan.search._estimate_pipeline import estimate_pipeline
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import machine_of
 

@@ -61,7 +61,7 @@ PIPELINES = {
     "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
 }
 CASES = [*((plan, (3,)) for plan in PLANS), *PIPELINES.values()]
-OF_2BW = ParallelPlan(pipe=8, microbatches=15, schedule="2bw"), (1, 2, *[1] * 6)
+OF_2BW = ParallelPlan(pipe=8, microbatches=15, schedule="2bw"), (1,) * 8
 
 
 def some_of(*default):

@@ -23,7 +23,7 @@ from sharding.plan.cost._update_traffic import update_bytes
 from sharding.plan.cost._wire_and_flops import tensor_wire
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
-from sharding.plan.model._layer_costs import Implementation, head_work, layer_work
+from sharding.plan.model._layer_costs import Implementation, head_work, layer_costs, layer_work
 from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
@@ -298,6 +298,7 @@ LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
         (ParallelPlan(pipe=4, microbatches=8, schedule="zb-h1"), "splits backward .* got 'full'"),
         (ParallelPlan(data=2, **LATE), "needs all 8 devices as stages, got data=2"),
         (ParallelPlan(weights="master", **LATE), "neither offload nor other weights"),
+        (ParallelPlan(**LATE | {"pipe": 3}), "as many layers on each of its 3 stages; .* has 4"),
         (ParallelPlan(**LATE | {"microbatches": 6}), "needs 7 micro-batches to fill its 4 stages"),
         (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
         (ParallelPlan(data=8, offload=True), "the host link of an h100 is not known"),
@@ -310,3 +311,26 @@ def test_errors(plan, message):
     machine = Machine(dataclasses.replace(H100, host_link=None), 8)
     with pytest.raises(ValueError, match=message):
         step_seconds(SMALL, plan, machine)
+
+
+def test_layer_costs_sum_to_the_model():
+    """Their seconds are those of a step on one device; their bytes those of the parameters."""
+    device = kind_of("h100x8")
+    for name in ("gpt2-small", "llama2-7b"):
+        model = MODELS[name]
+        costs = layer_costs(model, device, batch=2, length=512)
+        plain = layer_costs(model, device, batch=2, length=512, recompute=False)
+        partly = layer_costs(model, device, batch=2, length=512, recompute="minimal")
+        for layers, form in ((costs, "full"), (plain, "none"), (partly, "minimal")):
+            plan = ParallelPlan(microbatch=2, recompute=form)
+            step = step_seconds(model, plan, Machine(device, 1), length=512)
+            seconds = sum(layer.forward + layer.backward for layer in layers)
+            assert seconds == pytest.approx(step.compute, rel=1e-12)
+        assert costs[-1].backward == plain[-1].backward  # nothing of the head is computed again
+        params = 2 * sum(x.size for x in jax.tree.leaves(model.abstract()))
+        tied = 2 * model.vocabulary * model.width if model.tied else 0
+        assert sum(layer.param_bytes for layer in costs) == params + tied
+        assert costs[1].activation_bytes == costs[1].output_bytes == 2 * 1024 * model.width
+        # A layer that is computed again has no more temporaries than it would store.
+        assert plain[1].activation_bytes > costs[1].working_bytes > 10 * costs[1].output_bytes
+        assert len(costs) == model.layers + 2

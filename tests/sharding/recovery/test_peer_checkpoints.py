@@ -345,7 +345,7 @@ def test_descriptions(make, open_store, monkeypatch):
     assert found.stored == (2 * 8 * 6 * 4 // 4 + 6 * 4,) * 4
     assert found.host_bytes == 2 * found.stored[0]
     assert "a: also on b" in str(found)
-    assert "Recovers from lost machines: 1: 100.0%, 2: 66.7%, 3: 0.0%, 4: 0.0%." in str(found)
+    assert "Any 1 of the machines can be lost without a shard." in str(found)
 
 
 def count_as(monkeypatch, committed):

@@ -2,27 +2,21 @@
 
 import itertools
 import math
+import runpy
+import types
 
-import jax
 import numpy as np
 import pytest
 
-from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import max_in_flight
-from sharding.plan.cost._step_time import step_seconds
-from sharding.plan.machine._collective_time import Machine
-from sharding.plan.machine._devices import kind_of
-from sharding.plan.model._layer_costs import LayerCost, layer_costs
-from sharding.plan.model._models import MODELS
-from sharding.plan.partition._balanced_stages import balanced_stages, memory_aware_stages
-from sharding.plan.partition._hetpipe import Node, allocate_workers, hetpipe
-from sharding.plan.partition._pipedream import pipedream_stages, two_bw
+from ..multiprocess.processes import ROOT
+
+of = types.SimpleNamespace(**runpy.run_path(str(ROOT / "examples" / "partitions.py")))
 
 
 def random_layers(rng, count, heavier=1):
     """Costs in whole numbers, so that sums are exact in any order; parameters may be heavier."""
     factors = np.array([1, 1, heavier, 1, 1, 1])
-    return [LayerCost(*map(float, factors * rng.integers(0, 9, 6))) for _ in range(count)]
+    return [of.Layer(*map(float, factors * rng.integers(0, 9, 6))) for _ in range(count)]
 
 
 def partitions(count, num_stages):
@@ -41,9 +35,9 @@ def compute_of(layers):
 
 def memory_of(layers, in_flight, factor):
     return (
-        factor * sum(layer.param_bytes for layer in layers)
-        + in_flight * sum(layer.activation_bytes for layer in layers)
-        + max(layer.working_bytes for layer in layers)
+        factor * sum(layer.params for layer in layers)
+        + in_flight * sum(layer.stored for layer in layers)
+        + max(layer.working for layer in layers)
     )
 
 
@@ -56,7 +50,7 @@ def brute_balanced(layers, speeds, links, limits, in_flight, factor, overlap):
         if any(x > limit for x, limit in zip(held, limits, strict=True)):
             continue
         compute = [compute_of(x) / speed for x, speed in zip(stages, speeds, strict=True)]
-        between = [2 * x[-1].output_bytes / b for x, b in zip(stages[:-1], links, strict=True)]
+        between = [2 * x[-1].output / b for x, b in zip(stages[:-1], links, strict=True)]
         if overlap:
             period = max(*compute, *between)
         else:
@@ -67,58 +61,37 @@ def brute_balanced(layers, speeds, links, limits, in_flight, factor, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "aligned"])
-def test_balanced_stages_equal_brute_force(schedule, overlap):
+def test_balanced_equals_brute_force(overlap):
     rng = np.random.default_rng(0)
     fitted = 0
-    for _ in range(150):
+    for _ in range(300):
         count = int(rng.integers(2, 9))
         stages = int(rng.integers(2, min(count, 4) + 1))
-        microbatches = int(rng.integers(1, 9))
         layers = random_layers(rng, count)
         speeds = (2.0 ** rng.integers(-1, 3, stages)).tolist()
         links = (2.0 ** rng.integers(-2, 3, stages - 1)).tolist()
         limits = rng.integers(20, 200, stages).astype(float).tolist()
-        in_flight = [max_in_flight(schedule, stages, s, microbatches) for s in range(stages)]
-        expected = brute_balanced(layers, speeds, links, limits, in_flight, 2.0, overlap)
-        kwargs = {"speeds": speeds, "links": links, "memory": limits, "schedule": schedule}
-        kwargs |= {"microbatches": microbatches, "param_factor": 2.0, "overlap": overlap}
-        if math.isinf(expected):
-            with pytest.raises(ValueError, match=r"no partition into .* fits"):
-                balanced_stages(layers, stages, **kwargs)
+        in_flight = sorted(rng.integers(1, 8, stages).tolist(), reverse=True)
+        given = (layers, speeds, links, limits, in_flight)
+        expected = brute_balanced(*given, 2.0, overlap)
+        found = of.balanced(*given, factor=2.0, overlap=overlap)
+        assert (found is None) == math.isinf(expected)
+        if found is None:
             continue
         fitted += 1
-        found = balanced_stages(layers, stages, **kwargs)
         assert found.period == expected
-        # The boundaries have this period, too, and the memory that is reported.
-        pieces = [layers[i:j] for i, j in ranges_of(found.boundaries)]
-        held = [memory_of(x, n, 2.0) for x, n in zip(pieces, in_flight, strict=True)]
-        assert found.memory == tuple(held)
+        # The bounds have this period, too, and the memory that is reported.
+        pieces = [layers[i:j] for i, j in ranges_of(found.bounds)]
+        assert found.memory == tuple(
+            memory_of(x, n, 2.0) for x, n in zip(pieces, in_flight, strict=True)
+        )
+        *between, _ = [2 * x[-1].output for x in pieces]
+        between = [x / link for x, link in zip(between, links, strict=True)]
         compute = [compute_of(x) / speed for x, speed in zip(pieces, speeds, strict=True)]
-        assert found.compute == tuple(compute)
-        ends = zip(pieces[:-1], links, strict=True)
-        assert found.transfers == tuple(2 * x[-1].output_bytes / link for x, link in ends)
-    assert 40 < fitted < 150
-
-
-GIB = 2.0**30
-BAD_QUESTIONS = [
-    ({"num_stages": 5}, "5 stages were requested of 4 layers"),
-    ({"layers": [LayerCost(1.0, math.nan)] * 4}, "layer 0: backward must be finite"),
-    ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
-    ({"schedule": "zb-v"}, "schedule must be 'gpipe', '1f1b' or 'aligned', got 'zb-v'"),
-    (
-        {"layers": [LayerCost(1.0, 1.0, 3 * GIB)] * 4, "memory": [10 * GIB, math.inf]},
-        r"needs 12.0 GiB on stage 0 and has 10.0 GiB, 2.00 GiB",
-    ),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "message"), BAD_QUESTIONS)
-def test_bad_questions(kwargs, message):
-    given = {"layers": [LayerCost(1.0, 1.0)] * 4, "num_stages": 2} | kwargs
-    with pytest.raises(ValueError, match=message):
-        balanced_stages(given.pop("layers"), given.pop("num_stages"), **given)
+        around = zip([0.0, *between], compute, [*between, 0.0], strict=True)
+        apart = max(map(sum, around))
+        assert found.period == (max(*compute, *between) if overlap else apart)
+    assert 80 < fitted < 300
 
 
 def groups_by_hand(loads, transfers, period):
@@ -132,7 +105,7 @@ def groups_by_hand(loads, transfers, period):
     return numbers[:0:-1][::2]
 
 
-def test_memory_aware_stages_equal_brute_force():
+def test_memory_aware_equals_brute_force():
     rng = np.random.default_rng(4)
     fitted = 0
     for _ in range(150):
@@ -144,7 +117,7 @@ def test_memory_aware_stages_equal_brute_force():
         for boundaries in partitions(count, stages):
             pieces = [layers[i:j] for i, j in ranges_of(boundaries)]
             loads = [compute_of(x) for x in pieces]
-            transfers = [2 * x[-1].output_bytes for x in pieces[:-1]]
+            transfers = [2 * x[-1].output for x in pieces[:-1]]
             least, total = max(*loads, *transfers, 0), sum(loads) + sum(transfers)
             for period in range(int(least), int(min(total, expected - 1)) + 1):
                 groups = groups_by_hand(loads, transfers, period)
@@ -152,22 +125,21 @@ def test_memory_aware_stages_equal_brute_force():
                 if all(memory_of(x, g, 2.0) <= limit for x, g, limit in held):
                     expected = period
                     break
-        if math.isinf(expected):
-            with pytest.raises(ValueError, match="even with one micro-batch in flight"):
-                memory_aware_stages(layers, stages, memory=limits, links=1.0, param_factor=2.0)
+        found = of.memory_aware(layers, limits, [1.0] * (stages - 1), factor=2.0)
+        assert (found is None) == math.isinf(expected)
+        if found is None:
             continue
         fitted += 1
-        found = memory_aware_stages(layers, stages, memory=limits, links=1.0, param_factor=2.0)
         assert found.period == expected
         assert all(x <= limit for x, limit in zip(found.memory, limits, strict=True))
-        pieces = [layers[i:j] for i, j in ranges_of(found.boundaries)]
-        held = zip(pieces, found.groups, strict=True)
+        pieces = [layers[i:j] for i, j in ranges_of(found.bounds)]
+        held = zip(pieces, found.stored, strict=True)
         assert found.memory == tuple(memory_of(x, g, 2.0) for x, g in held)
     assert 40 < fitted < 150
 
 
 def sync_of(layers, replicas, link):
-    return 2 * (replicas - 1) / replicas * sum(layer.param_bytes for layer in layers) / link
+    return 2 * (replicas - 1) / replicas * sum(layer.params for layer in layers) / link
 
 
 def brute_pipedream(layers, levels, memory, factor, overlap):
@@ -178,10 +150,9 @@ def brute_pipedream(layers, levels, memory, factor, overlap):
         return compute_of(layers[i:j]) if k < 0 else best(k, i, j, levels[k][0])
 
     def stage(k, i, j, replicas, left):
-        if memory is not None:
-            in_flight = math.ceil(left / replicas)
-            if memory_of(layers[i:j], in_flight, factor) > memory:
-                return math.inf
+        in_flight = math.ceil(left / replicas)
+        if memory < math.inf and memory_of(layers[i:j], in_flight, factor) > memory:
+            return math.inf
         sync = sync_of(layers[i:j], replicas, levels[k][1])
         inner = component(k - 1, i, j)
         return (max(inner, sync) if overlap else inner + sync) / replicas
@@ -189,7 +160,7 @@ def brute_pipedream(layers, levels, memory, factor, overlap):
     def best(k, i, j, left):
         found = stage(k, i, j, left, left)
         for s in range(i + 1, j):
-            sent = 2 * layers[s - 1].output_bytes / levels[k][1]
+            sent = 2 * layers[s - 1].output / levels[k][1]
             for replicas in range(1, left):
                 rest = best(k, s, j, left - replicas)
                 found = min(found, max(stage(k, i, s, replicas, left), sent, rest))
@@ -198,14 +169,18 @@ def brute_pipedream(layers, levels, memory, factor, overlap):
     return component(len(levels) - 1, 0, len(layers))
 
 
-def period_of(stages, layers, levels, overlap):
-    k, parts = len(levels) - 1, []
-    for stage in stages:
-        span = layers[stage.first : stage.last + 1]
-        inner = period_of(stage.inner, layers, levels[:-1], overlap) if k else compute_of(span)
-        sync = sync_of(span, stage.replicas, levels[k][1])
-        parts.append((max(inner, sync) if overlap else inner + sync) / stage.replicas)
-    return max(parts + [2 * layers[x.last].output_bytes / levels[k][1] for x in stages[:-1]])
+def period_of(found, layers, levels, overlap):
+    """By the stages that were found, and those within each."""
+    k, parts, ranges = len(levels) - 1, [], ranges_of(found.bounds)
+    for number, ((i, j), replicas) in enumerate(zip(ranges, found.replicas, strict=True)):
+        span = layers[i:j]
+        inner = compute_of(span)
+        if k:
+            inner = period_of(found.inner[number], layers, levels[:-1], overlap)
+            assert found.inner[number].bounds[:: len(found.inner[number].bounds) - 1] == (i, j)
+        sync = sync_of(span, replicas, levels[k][1])
+        parts.append((max(inner, sync) if overlap else inner + sync) / replicas)
+    return max(parts + [2 * layers[j - 1].output / levels[k][1] for _, j in ranges[:-1]])
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -218,26 +193,22 @@ def test_pipedream_equals_brute_force(levels, limited, overlap):
     num, several, fitted = 80 if limited else 30, 0, 0
     for _ in range(num):
         layers = random_layers(rng, int(rng.integers(1, 6)), heavier=1 if limited else 16)
-        memory = float(rng.integers(20, 100)) if limited else None
-        kwargs = {"memory": memory, "param_factor": 2.0, "overlap": overlap}
+        memory = float(rng.integers(20, 100)) if limited else math.inf
         expected = brute_pipedream(layers, levels, memory, 2.0, overlap)
-        if math.isinf(expected):
-            with pytest.raises(ValueError, match="no plan fits 4 workers"):
-                pipedream_stages(layers, levels, **kwargs)
+        found = of.pipedream(layers, levels, memory=memory, factor=2.0, overlap=overlap)
+        assert (found is None) == math.isinf(expected)
+        if found is None:
             continue
         fitted += 1
-        found = pipedream_stages(layers, levels, **kwargs)
         assert found.period == pytest.approx(expected, rel=1e-12)
-        assert period_of(found.stages, layers, levels, overlap) == pytest.approx(expected)
+        assert period_of(found, layers, levels, overlap) == pytest.approx(expected)
         left = levels[-1][0]
-        assert sum(stage.replicas for stage in found.stages) == left
-        held = [i for stage in found.stages for i in range(stage.first, stage.last + 1)]
-        assert held == list(range(len(layers)))
-        several += len(found.stages) > 1
-        for stage in found.stages if limited else ():
-            in_flight = math.ceil(left / stage.replicas)
-            assert memory_of(layers[stage.first : stage.last + 1], in_flight, 2.0) <= memory
-            left -= stage.replicas
+        assert sum(found.replicas) == left
+        assert found.bounds[:: len(found.replicas)] == (0, len(layers))
+        several += len(found.replicas) > 1
+        for (i, j), replicas in zip(ranges_of(found.bounds), found.replicas, strict=True):
+            assert memory_of(layers[i:j], math.ceil(left / replicas), 2.0) <= memory
+            left -= replicas
     assert several > 5
     assert (20 < fitted < num) if limited else fitted == num
 
@@ -266,11 +237,11 @@ def brute_two_bw(layers, n, batch, microbatches, memory, link, network, host, fa
                 periods = []
                 for s, (i, j) in enumerate(ranges_of(boundaries)):
                     span = layers[i:j]
-                    params = sum(x.param_bytes for x in span)
-                    stored = sum(x.activation_bytes for x in span) * b
-                    working = max(x.working_bytes for x in span) * b
-                    received = layers[i - 1].output_bytes * b if i else 0.0
-                    sent = layers[j - 1].output_bytes * b if j < len(layers) else 0.0
+                    params = sum(x.params for x in span)
+                    stored = sum(x.stored for x in span) * b
+                    working = max(x.working for x in span) * b
+                    received = layers[i - 1].output * b if i else 0.0
+                    sent = layers[j - 1].output * b if j < len(layers) else 0.0
                     seconds = sum((2 if recompute else 1) * x.forward + x.backward for x in span)
                     seconds *= b / efficiency(b)
                     held = factor * params + working
@@ -297,26 +268,18 @@ def test_two_bw_equals_brute_force():
         memory = float(rng.integers(60, 400))
         host = int(rng.choice([2, 4]))
         rate = [1.0, 1.3, 1.5, 1.6, 1.65]
-        args = (layers, n, batch, [1, 2, 4], memory, 8.0, 1.0, host, 3.0, rate.__getitem__)
-        expected = brute_two_bw(*args)
-        kwargs = {"global_batch": batch, "microbatches": [1, 2, 4], "memory": memory}
-        kwargs |= {"link": 8.0, "network": 1.0, "devices_per_host": host}
-        kwargs |= {"param_factor": 3.0, "efficiency": rate.__getitem__}
+        args = (layers, n, batch, [1, 2, 4], memory, 8.0, 1.0, host)
+        expected = brute_two_bw(*args, 3.0, rate.__getitem__)
+        configurations = of.two_bw(*args, factor=3.0, efficiency=rate.__getitem__)
+        found = {x.choice: x.rate for x in configurations}
+        assert len(found) == len(configurations)
+        assert found.keys() == expected.keys()
         if not expected:
-            with pytest.raises(ValueError, match=r"fits|no width x depth"):
-                two_bw(layers, n, **kwargs)
             continue
         fitted += 1
-        plan = two_bw(layers, n, **kwargs)
-        found = {
-            (x.width, x.depth, x.microbatch, x.recompute, x.inner): x.throughput
-            for x in plan.choices
-        }
-        assert len(found) == len(plan.choices)
-        assert max(each.memory for each in plan.choices) <= memory
-        assert found.keys() == expected.keys()
+        assert max(max(x.memory) for x in configurations) <= memory
         assert all(found[key] == pytest.approx(expected[key]) for key in found)
-        assert plan.best.throughput == pytest.approx(max(expected.values()))
+        assert configurations[0].rate == pytest.approx(max(expected.values()))
     assert fitted > 30
 
 
@@ -334,7 +297,7 @@ def brute_order(layers, nodes, network, order, number, factor):
             if s < len(order) - 1:
                 same = order[s] == order[s + 1]
                 link = nodes[order[s]].link if same else network
-                busy.append(2 * span[-1].output_bytes / link)
+                busy.append(2 * span[-1].output / link)
                 latency += busy[-1]
         if fits:
             slowest = max(*busy, latency / number)
@@ -347,14 +310,14 @@ def test_hetpipe_equals_brute_force():
     fitted, policies = 0, set()
     for _ in range(40):
         layers = random_layers(rng, int(rng.integers(4, 6)))
-        layers[0] = LayerCost(1.0, 1.0, 1.0, 1.0, 1.0)
+        layers[0] = of.Layer(1.0, 1.0, 1.0, 1.0, 1.0)
         nodes = [
-            Node(2, float(rng.integers(40, 160)), 2.0 ** int(rng.integers(0, 3)), 4.0)
+            of.Node(2, float(rng.integers(40, 160)), 2.0 ** int(rng.integers(0, 3)), 4.0)
             for _ in range(2)
         ]
         expected = {}
         for policy in ("node", "equal"):
-            allocation = allocate_workers(nodes, policy)
+            allocation = of.allocate(nodes, policy)
             for number in range(1, 2 * len(allocation[0]) + 1):
                 rates = [
                     max(
@@ -365,66 +328,37 @@ def test_hetpipe_equals_brute_force():
                 ]
                 expected[policy, number] = len(rates) * min(rates)
         most = max(expected.values())
-        kwargs = {"network": 1.0, "policies": ("node", "equal"), "param_factor": 2.0}
-        if not most:
-            with pytest.raises(ValueError, match="no policy has a plan"):
-                hetpipe(layers, nodes, **kwargs)
+        plan = of.hetpipe(layers, nodes, 1.0, policies=("node", "equal"), factor=2.0)
+        assert (plan is None) == (not most)
+        if plan is None:
             continue
         fitted += 1
-        plan = hetpipe(layers, nodes, **kwargs)
-        policies.add(plan.policy)
-        assert plan.throughput == pytest.approx(most)
+        policy, number = plan.choice
+        policies.add(policy)
+        assert plan.rate == pytest.approx(most)
         # Neither fewer minibatches in flight nor an earlier policy would do.
-        same = [
-            number
-            for (policy, number), x in expected.items()
-            if policy == plan.policy and x == pytest.approx(most)
-        ]
-        assert plan.num_concurrent == min(same)
-        rates = [worker.rate for worker in plan.workers]
-        assert plan.throughput == pytest.approx(len(rates) * min(rates))
+        same = [n for (p, n), x in expected.items() if p == policy and x == pytest.approx(most)]
+        assert number == min(same)
+        rates = [worker.rate for worker in plan.inner]
+        assert plan.rate == pytest.approx(len(rates) * min(rates))
     assert fitted > 20
     assert policies == {"node", "equal"}
 
 
 def test_policies_share_devices():
-    nodes = [Node(4, 1.0, speed=s) for s in (8.0, 4.0, 2.0, 1.0)]
-    assert allocate_workers(nodes, "node") == tuple((i,) * 4 for i in range(4))
-    assert allocate_workers(nodes, "equal") == ((0, 1, 2, 3),) * 4
-    assert allocate_workers(nodes, "hybrid") == ((0, 0, 3, 3),) * 2 + ((1, 1, 2, 2),) * 2
-    assert allocate_workers(nodes[:3], "hybrid") == ((0, 0, 2, 2),) * 2 + ((1,) * 4,)
-    with pytest.raises(ValueError, match="node 0 has 3 devices, which 2 virtual workers"):
-        allocate_workers([Node(3, 1.0), Node(2, 1.0)], "hybrid")
+    nodes = [of.Node(4, 1.0, speed=s) for s in (8.0, 4.0, 2.0, 1.0)]
+    assert of.allocate(nodes, "node") == tuple((i,) * 4 for i in range(4))
+    assert of.allocate(nodes, "equal") == ((0, 1, 2, 3),) * 4
+    assert of.allocate(nodes, "hybrid") == ((0, 0, 3, 3),) * 2 + ((1, 1, 2, 2),) * 2
+    assert of.allocate(nodes[:3], "hybrid") == ((0, 0, 2, 2),) * 2 + ((1,) * 4,)
+    assert of.allocate([of.Node(3, 1.0), of.Node(2, 1.0)], "hybrid") is None
 
 
 def test_staleness_of_waves():
     """s_local = N - 1; s_global = (D + 1)(s_local + 1) + s_local - 1."""
-    layers = [LayerCost(1.0, 1.0)] * 4
-    nodes = [Node(4, 100.0)]
-    plans = [hetpipe(layers, nodes, network=1.0, clock_distance=d) for d in (0, 1, 4)]
-    assert {plan.num_concurrent for plan in plans} == {4}
-    assert {plan.local_staleness for plan in plans} == {3}
-    assert [plan.global_staleness for plan in plans] == [6, 10, 22]
+    assert [of.staleness(4, distance) for distance in (0, 1, 4)] == [(3, 6), (3, 10), (3, 22)]
 
 
-def test_layer_costs_sum_to_the_model():
-    """Their seconds are those of a step on one device; their bytes those of the parameters."""
-    device = kind_of("h100x8")
-    for name in ("gpt2-small", "llama2-7b"):
-        model = MODELS[name]
-        costs = layer_costs(model, device, batch=2, length=512)
-        plain = layer_costs(model, device, batch=2, length=512, recompute=False)
-        partly = layer_costs(model, device, batch=2, length=512, recompute="minimal")
-        for layers, form in ((costs, "full"), (plain, "none"), (partly, "minimal")):
-            plan = ParallelPlan(microbatch=2, recompute=form)
-            step = step_seconds(model, plan, Machine(device, 1), length=512)
-            seconds = sum(layer.forward + layer.backward for layer in layers)
-            assert seconds == pytest.approx(step.compute, rel=1e-12)
-        assert costs[-1].backward == plain[-1].backward  # nothing of the head is computed again
-        params = 2 * sum(x.size for x in jax.tree.leaves(model.abstract()))
-        tied = 2 * model.vocabulary * model.width if model.tied else 0
-        assert sum(layer.param_bytes for layer in costs) == params + tied
-        assert costs[1].activation_bytes == costs[1].output_bytes == 2 * 1024 * model.width
-        # A layer that is computed again has no more temporaries than it would store.
-        assert plain[1].activation_bytes > costs[1].working_bytes > 10 * costs[1].output_bytes
-        assert len(costs) == model.layers + 2
+def test_it_prints_a_partition_of_each(capsys):
+    of.main()
+    assert capsys.readouterr().out.count("one every") == 4

@@ -1,1 +1,0 @@
-"""Layers to the stages of a pipeline: PipeDream, 2BW, HetPipe and 1F1B*."""
