@@ -23,11 +23,9 @@ from sharding.step._choose_program import (
 )
 from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._global_gradients import eval_global
-from sharding.step._gradients import average_scalars, gradients, mark_scalars
-from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import call_loss, inverse_weight
+from sharding.step._gradients import average_scalars, call_loss, gradients, mark_scalars
+from sharding.step._loss import Inputs, StepLoss, inverse_weight, loss_args, microbatch_key
 from sharding.step._placed_state import param_shardings
-from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
 

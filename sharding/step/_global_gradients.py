@@ -34,11 +34,15 @@ from sharding.placement._specs import (
     of_last_dims,
     only_axes,
 )
-from sharding.step import _model_state
-from sharding.step._device_pieces import DevicePiece, PieceRule, PiecesEvaluator, pieces_of
-from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import Sums, inverse_weight
-from sharding.step._rng import microbatch_key
+from sharding.step._device_pieces import DevicePiece, PiecesEvaluator, pieces_of
+from sharding.step._loss import (
+    Inputs,
+    StepLoss,
+    Sums,
+    inverse_weight,
+    loss_args,
+    microbatch_key,
+)
 from sharding.step._step_plan import StepSpec
 
 P = PartitionSpec
@@ -51,6 +55,7 @@ class GlobalRule(NamedTuple):
     held: P
     used: P
     shard: P
+    dim: int  # that devices have shards of, counted from the end; 0 if there is none
     ndim: int
     dtype: Any  # in which the loss gets it
     reduce_dtype: Any
@@ -59,6 +64,11 @@ class GlobalRule(NamedTuple):
     # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
     by_use: bool = True
     again: bool = False  # of layers with numbers
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices have shards of it, or of its gradient."""
+        return bool(self.dim) and (self.layout.stage == 3 or self.trained)
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
@@ -126,12 +136,12 @@ class GlobalLoss:
         self.pieces: list[DevicePiece] = [] if spec.pieces is None else spec.pieces
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
-        columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
+        columns = map(treedef.flatten_up_to, (*spec.placed[:3], spec.trained))
         self.leaves: list[GlobalRule] = []
         numbered = numbered_layers(leaf_names(params))
-        for layer, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
+        for layer, x, held, shard, dim, trained in zip(numbered, leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
-            of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
+            of_array = held, self.layout.other_spec(held), shard, dim, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
             again = layer != "" and self.layout.stage == 3 and not on_host(x)
             self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
@@ -205,7 +215,7 @@ class GlobalLoss:
         """That of a loss of which pieces keep rows apart; else None."""
         if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
             return None
-        if not any(PieceRule.of(leaf).is_sharded for leaf in self.leaves):
+        if not any(leaf.is_sharded for leaf in self.leaves):
             return None  # nothing is gathered or scattered
         params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
         with marking():
@@ -266,9 +276,7 @@ class _Batch:
         if self.loss.model_state:
             specs[1] = jax.tree.map(lambda _: P(), model_state)
         out = self.run(self.params, taps, args, tuple(specs))
-        total, weight, new, aux = self.loss.split(out)
-        if self.loss.model_state:
-            new, _ = _model_state.checked(model_state, new)
+        total, weight, new, aux = self.loss.split(out, model_state)
         divisor = lax.stop_gradient(weight) if self.divides_first else 1.0
         divisor = jnp.asarray(divisor, total.dtype)
         return total * inverse_weight(divisor), (weight, divisor, new, aux)

@@ -24,7 +24,7 @@ from sharding.loss._effects import Prints, has_prints
 from sharding.loss._evaluate import Evaluator
 from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._microbatches import inverse_weight
+from sharding.step._loss import inverse_weight
 from sharding.step._stack_backward import Microbatches, StackBackward, StackPasses, Take
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside stacks

@@ -14,9 +14,8 @@ from sharding._user_line import warn, warn_once
 from sharding.collectives._reduce_scatter import ArrayLayout
 from sharding.loss._evaluate import Evaluator, Fetch, Param, is_param
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._specs import axes_of, leaf_names
-from sharding.step._device_loss import DeviceLoss
-from sharding.step._gather_and_reduce import DeviceRule
+from sharding.placement._specs import axes_of, by_dim, leaf_names
+from sharding.step._gather_and_reduce import DeviceLoss, DeviceRule
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
@@ -58,6 +57,12 @@ class ParamPlan(NamedTuple):
     # others.
     reduced_in_layer: bool = False
     synced_by_rows: bool = False  # below stage 3, whether the derivative of ``lookup`` syncs it
+
+    def rule(self, loss: DeviceLoss, **options: Any) -> DeviceRule:
+        """How a device gets it, and reduces its gradient."""
+        entries = tuple(by_dim(self.shard.spec, len(self.shape)))
+        of_param = self.shard.dim, self.loss_dtype, self.loss_dtype
+        return DeviceRule(loss.layout, *of_param, entries=entries, apart=loss.apart, **options)
 
     @property
     def has_handle(self) -> bool:
@@ -168,7 +173,7 @@ def plan_step(
         )
     if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
-    uses = _Uses(traced, [param.shard.dim for param in plans], args)
+    uses = _Uses(plan, args)
     by_rows = _tables(plan, with_rows, uses)
     if layout.stage == 3:
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
@@ -186,14 +191,13 @@ def plan_step(
 class _Uses:
     """How a loss uses its parameters, found by evaluating it without values."""
 
-    def __init__(self, loss: DeviceLoss, dims: list[int], args: Any):
-        """Of parameters of which ``dims`` are sharded, counted from the end."""
+    def __init__(self, plan: StepPlan, args: Any):
+        loss = plan.loss
         self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
         self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
         def param(number: int, held: jax.Array, _: Any) -> Param:
-            rule = DeviceRule(loss, number, dims[number], held.dtype, held.dtype)
-            return Param(number, rule, held, None, {})
+            return Param(number, plan.params[number].rule(plan.loss), held, None, {})
 
         def run(held: list[Any], args: Any) -> None:
             self.fetches = loss.evaluate(param, held, held, args, self._call)[1]

@@ -1,6 +1,6 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
-``gradients`` runs the loss (``_microbatches``), which gathers parameters, and reduces gradients of
+``gradients`` runs the loss (``_gradients``), which gathers parameters, and reduces gradients of
 layers (``_gather_and_reduce``); it reduces or synchronizes others (``_reduce_later``).
 ``update`` then gathers new shards.
 """
@@ -24,10 +24,9 @@ from sharding.step._checks import check_placed
 from sharding.step._choose_program import LossProgram, check_of_devices, choose_program
 from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._gradients import gradients
-from sharding.step._loss import Inputs, StepLoss
+from sharding.step._loss import Inputs, StepLoss, step_key
 from sharding.step._placed_state import places
 from sharding.step._reduce_later import num_local_gradients
-from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
 from sharding.step._update_in_backward import check_alone, update_in_backward

@@ -28,7 +28,7 @@ from sharding.loss._stack import ParamNumber, Slot, cast_params, find_stacks, pa
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
-from sharding.step import _global_gradients, _model_state
+from sharding.step import _global_gradients
 from sharding.step._layer_updates import (
     OTHERWISE,
     StackUpdate,
@@ -288,9 +288,8 @@ def _trace_loss(layout: Layout, loss: StepLoss, params: Tree, args: Any) -> Grap
 
     def run(inputs: list[Any]) -> Any:
         params, *args = given.unflatten(inputs)
-        total, weight, new, aux = loss.split(loss.fn(params, *args))
-        if loss.model_state:
-            new, _ = _model_state.checked(args[1], new)
+        model_state = args[1] if loss.model_state else None
+        total, weight, new, aux = loss.split(loss.fn(params, *args), model_state)
         return total, jnp.asarray(weight), new, aux
 
     try:
