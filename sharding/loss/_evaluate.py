@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
 from optax_ext.equations import Call, Name, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation, bind
 from optax_ext.user_line import line_of
 from sharding._types import Tree
-from sharding.loss._effects import Prints, has_prints, printing_less
 from sharding.loss._marks import CALL, MARK
 
 # --- Rules of parameters --------------------------------------------------------------------------
@@ -195,17 +194,14 @@ class Evaluator:
     """One evaluation of a traced loss."""
 
     def __init__(
-        self,
-        recompute: bool = False,
-        prints: Prints = Prints.ALL,
-        equations: Mapping[Any, EquationRule] | None = None,
+        self, recompute: bool = False, equations: Mapping[Any, EquationRule] | None = None
     ):
         """With ``recompute`` loops fetch again in the backward pass, and store what is held.
 
         ``equations`` are rules of equations, by their primitives. They mark places as ``gather``
         does.
         """
-        self.recompute, self.prints, self.equations = recompute, prints, equations or {}
+        self.recompute, self.equations = recompute, equations or {}
         self.fetches: list[Fetch] = []
         self._eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
@@ -255,10 +251,8 @@ class Evaluator:
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
         """The results of an equation of a jaxpr or of a graph."""
-        prints_less = self.prints is not Prints.ALL and has_prints(eqn)
         has_params = any(map(is_param, operands))
-        has_mark = bool(self.equations) and self._has_mark(eqn)
-        if not (has_params or prints_less or has_mark):
+        if not has_params and not (self.equations and self._has_mark(eqn)):
             return bind(eqn, operands)
         self._eqn = eqn
         if eqn.primitive in self.equations:
@@ -270,17 +264,11 @@ class Evaluator:
         record = record_of(eqn)
         if isinstance(record, Call):
             return self.run(record.body.jaxpr, record.body.consts, operands, in_loop)
-        if isinstance(record, Remat) and prints_less:  # it is computed again: now
-            of_checkpoints = self.prints is Prints.OF_CHECKPOINTS
-            inside = Prints.ALL if of_checkpoints else self.prints
-            return call(ClosedJaxpr(record.body, ()), operands, inside)
         if isinstance(record, Remat):
             again = lambda args: self.run(record.body, (), args)  # noqa: E731
             return self._checkpoint(again, operands, **record.options)
         if isinstance(record, Scan):
             return self._scan(record, self._has_mark(eqn), operands)
-        if prints_less:
-            return printing_less(eqn, operands, functools.partial(call, prints=self.prints))
 
         # Equations that read what is fetched.
         if eqn.primitive is CALL:
@@ -392,10 +380,3 @@ def _with_shared(
         x._replace(is_shared=True) if is_param(x) and reads[v] > 1 else x
         for x, v in zip(operands, read, strict=True)
     ]
-
-
-def call(closed: ClosedJaxpr, args: Sequence[Any], prints: Prints) -> list[Any]:
-    """The results of a jaxpr, without parameters."""
-    if prints is Prints.ALL or not closed.jaxpr.effects:
-        return list(jaxpr_as_fun(closed)(*args))
-    return Evaluator(prints=prints)(closed, args)

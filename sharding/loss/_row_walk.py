@@ -293,12 +293,13 @@ class Walk:
         if key not in self._traced:
             twin = step.twin and _pullback_of(step.twin)
             self._traced[key] = step.equation, _pullback_of(step), twin
-        _, pullback, twin = self._traced[key]
+        (_, pullback, twin), types = self._traced[key], step.result_types
         if pullback is None:
             return
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
         try:
-            found = self.inside(pullback, twin, [*ins, *_cotangents_of(step, outs)])
+            cotangents = [_cotangent(outs[k], types[k]) for k in _inexact(types)]
+            found = self.inside(pullback, twin, [*ins, *cotangents])
         finally:
             self._is_in_pullback = False
         _check_cotangents(step, ins, found)
@@ -434,12 +435,8 @@ def _pullback_of(step: RowStep) -> Any:
         raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
 
 
-def _cotangents_of(step: RowStep, outs: list[Any]) -> list[Any]:
-    """The states of the cotangents of results."""
-    return [_cotangent(outs[k], step.result_types[k]) for k in _inexact(step.result_types)]
-
-
 def _cotangent(v: Any, aval: Any) -> Any:
+    """The state of the cotangent of a result."""
     if isinstance(v, Rows) and v.dims:
         return _of_rows(v)
     if isinstance(v, Rows | Shared):

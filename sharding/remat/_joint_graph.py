@@ -22,7 +22,7 @@ from sharding.plan.model._traced_work import (
     is_light,
     work_of_group,
 )
-from sharding.remat._schedule_search import ScheduleSearch, Step, Task, Value
+from sharding.remat._schedule_search import ScheduledTask, ScheduleSearch, Step, Value
 
 # A fused operation has no place in memory if what it reads is hardly larger.
 _LARGER = 1.1
@@ -210,7 +210,7 @@ class JointGraph:
             not all(map(is_light, equations)),
         )
 
-    def equations(self, tasks: Iterable[Task]) -> list[Equation]:
+    def equations(self, tasks: Iterable[ScheduledTask]) -> list[Equation]:
         """Of nodes that run."""
         nodes = (self.nodes[task.value] for task in tasks if not task.fetches)
         return [eqn for node in nodes for eqn in node.equations]

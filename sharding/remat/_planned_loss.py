@@ -19,7 +19,7 @@ from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import LoopForm, place_of
-from sharding.remat._schedule_search import LossSchedule, Task
+from sharding.remat._schedule_search import LossSchedule, ScheduledTask
 
 if TYPE_CHECKING:
     from sharding.remat._loss_search import PlannableLoss
@@ -122,7 +122,7 @@ class LossPlan:
         joint, graph, (stored, on_host) = self._graph, self._graph.graph, kept
         given = dict(enumerate(inputs))
         steps = enumerate(self._schedule.again, joint.forward)
-        order = [task for step, again in steps for task in (*again, Task(step))]
+        order = [task for step, again in steps for task in (*again, ScheduledTask(step))]
         on_cpu = self._loss.device.platform == "cpu"
         groups = _groups(joint, _late(joint, order), on_cpu)
         # What is complete before the next operation starts: first the last values that the forward
@@ -143,7 +143,7 @@ class LossPlan:
         return [known[v] for v in joint.grads]
 
     @property
-    def _tasks(self) -> list[Task]:
+    def _tasks(self) -> list[ScheduledTask]:
         """What is computed again, or fetched."""
         return [task for tasks in self._schedule.again for task in tasks]
 
@@ -213,10 +213,10 @@ class LossPlan:
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
 
 
-class _Group(NamedTuple):
+class _TaskGroup(NamedTuple):
     """Nodes without a barrier between them, which XLA fuses and runs in an order of its own."""
 
-    tasks: list[Task]
+    tasks: list[ScheduledTask]
     replaced: set[int]  # nodes of the loss in the place of whose values it writes
     later: set[int]  # values that are read behind it
 
@@ -239,7 +239,7 @@ class _OrderedRun:
             there, _ = barrier((fetched, self.after))
             self.values |= jax.device_put(there, jax.memory.Space.Device)
 
-    def compute(self, tasks: list[Task], group: _Group) -> None:
+    def compute(self, tasks: list[ScheduledTask], group: _TaskGroup) -> None:
         joint, graph = self.joint, self.joint.graph
         equations = joint.equations(tasks)
         read, made = set[int](), set[int]()
@@ -274,7 +274,7 @@ class _OrderedRun:
         self.values |= results
 
 
-def _late(joint: JointGraph, order: Sequence[Task]) -> list[Task]:
+def _late(joint: JointGraph, order: Sequence[ScheduledTask]) -> list[ScheduledTask]:
     """Each value is computed again in front of what reads it, if what it reads is there still."""
     late = [*order]
 
@@ -283,7 +283,7 @@ def _late(joint: JointGraph, order: Sequence[Task]) -> list[Task]:
         first = next((n for n, task in behind if task.value == k or _reads(task, k)), 0)
         return 0 if late[first].value == k else first
 
-    def _reads(task: Task, k: int) -> bool:
+    def _reads(task: ScheduledTask, k: int) -> bool:
         return not task.fetches and k in joint.nodes[task.value].reads
 
     for n, task in [*enumerate(order)][::-1]:
@@ -294,14 +294,14 @@ def _late(joint: JointGraph, order: Sequence[Task]) -> list[Task]:
     return late
 
 
-def _groups(joint: JointGraph, order: Sequence[Task], single: bool) -> list[_Group]:
+def _groups(joint: JointGraph, order: Sequence[ScheduledTask], single: bool) -> list[_TaskGroup]:
     """An order in groups.
 
     One ends in front of a node that is not fused where all that it makes would exceed the peak of
     the order, and in front of values that are fetched.
     """
     nodes, live = joint.nodes, set[int]()
-    rows, peak = list[tuple[Task, set[int], float, float]](), 0.0
+    rows, peak = list[tuple[ScheduledTask, set[int], float, float]](), 0.0
     for task in reversed(order):
         node = nodes[task.value]
         if task.fetches:
@@ -312,7 +312,7 @@ def _groups(joint: JointGraph, order: Sequence[Task], single: bool) -> list[_Gro
         held = sum(nodes[i].nbytes for i in live)
         peak = max(peak, held + new + node.inside)
         rows.append((task, over, new, held))
-    groups: list[tuple[list[Task], set[int]]] = []
+    groups: list[tuple[list[ScheduledTask], set[int]]] = []
     made = inside = 0.0
     for task, over, new, held in reversed(rows):
         node = nodes[task.value]
@@ -328,9 +328,9 @@ def _groups(joint: JointGraph, order: Sequence[Task], single: bool) -> list[_Gro
         is_step = task.value >= joint.forward
         if is_step and new < node.nbytes and held + node.nbytes + node.inside > peak:
             groups[-1][1].update(i for i in over if i < joint.forward)
-    later, out = set[int](joint.grads), list[_Group]()
+    later, out = set[int](joint.grads), list[_TaskGroup]()
     for tasks, replaced in reversed(groups):
-        out.append(_Group(tasks, replaced, later))
+        out.append(_TaskGroup(tasks, replaced, later))
         later = later | {v for eqn in joint.equations(tasks) for v in eqn.operands}
     return out[::-1]
 

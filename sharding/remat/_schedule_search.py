@@ -40,7 +40,7 @@ class Step(NamedTuple):
     own: float = 0.0  # bytes of its result
 
 
-class Task(NamedTuple):
+class ScheduledTask(NamedTuple):
     """What runs in front of a step: a value is computed again, or fetched from the host."""
 
     value: int
@@ -50,7 +50,7 @@ class Task(NamedTuple):
 class LossSchedule(NamedTuple):
     stored: tuple[int, ...]  # values that the forward pass leaves
     # For each step, in order, what runs in front of it; () if steps are as the compiler orders them
-    again: tuple[tuple[Task, ...], ...]
+    again: tuple[tuple[ScheduledTask, ...], ...]
     seconds: float  # of all that
     at_least: float  # seconds that any schedule takes: those of this one if it is optimal
 
@@ -217,7 +217,7 @@ class _Find:
     room: int = 1  # states that need not be left out
     exact: bool = True  # whether none was
     # What ran, from the last on: in front of which step, and ``last`` of the states it is from.
-    tasks: list[tuple[int, Task, np.ndarray]] = dataclasses.field(default_factory=list)
+    tasks: list[tuple[int, ScheduledTask, np.ndarray]] = dataclasses.field(default_factory=list)
 
     def run(self) -> LossSchedule | None:
         search, limit = self.search, self.limit
@@ -254,7 +254,7 @@ class _Find:
             new = search._compute(states, k, self.limit - step.before)
             if len(new):
                 used.update(value.reads)
-                self._add(new, t, Task(k), value.seconds)
+                self._add(new, t, ScheduledTask(k), value.seconds)
                 states = self._joined(states, self._with_fetched(new, t, value.reads))
         return states
 
@@ -263,11 +263,11 @@ class _Find:
             if self.search._values[k].fetch < math.inf:
                 new = states.where(states.masks[:, k])
                 self.search._remove(new, k)
-                self._add(new, t, Task(k, fetches=True), self.search._values[k].fetch)
+                self._add(new, t, ScheduledTask(k, fetches=True), self.search._values[k].fetch)
                 states = self._joined(states, new)
         return states
 
-    def _add(self, states: _States, t: int, task: Task, seconds: float) -> None:
+    def _add(self, states: _States, t: int, task: ScheduledTask, seconds: float) -> None:
         """A task of these states, in front of all that they had."""
         self.tasks.append((t, task, states.last.copy()))
         states.seconds += seconds
@@ -283,9 +283,9 @@ class _Find:
             self.room = self.growth * len(states)
         return states
 
-    def _tasks(self, last: np.ndarray) -> tuple[tuple[Task, ...], ...]:
+    def _tasks(self, last: np.ndarray) -> tuple[tuple[ScheduledTask, ...], ...]:
         """Those of each step, in order, of a state with this ``last``."""
-        again: list[list[Task]] = [[] for _ in range(self.search._num_steps)]
+        again: list[list[ScheduledTask]] = [[] for _ in range(self.search._num_steps)]
         while last[0]:
             t, task, before = self.tasks[int(last[0]) - 1]
             again[t].append(task._replace(value=self.search._large[task.value]))

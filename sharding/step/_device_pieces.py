@@ -76,11 +76,11 @@ def _in_piece(x: Param, held: jax.Array, tap: jax.Array | None) -> Param:
 
 
 class PiecesEvaluator(Evaluator):
-    """Evaluates a loss whose pieces run per device; ``report`` says how each part ran."""
+    """Evaluates a loss whose pieces run per device; ``report`` gets how each part ran."""
 
-    def __init__(self, layout: Layout, pieces: RowPieces):
+    def __init__(self, layout: Layout, pieces: RowPieces, report: list[DevicePiece]):
         super().__init__(layout.recomputes)
-        self.layout = layout
+        self.layout, self._report = layout, report
         self._pieces = dict[int, RowPieces]()  # by the id of a jaxpr
         self._found = dict[Any, DevicePiece]()
         self._parted = set[int]()  # ids of those of which some ran per device
@@ -89,10 +89,6 @@ class PiecesEvaluator(Evaluator):
             pieces = pending.pop()
             self._pieces[id(pieces.graph.jaxpr)] = pieces
             pending += pieces.inner.values()
-
-    @property
-    def report(self) -> list[DevicePiece]:
-        return list(self._found.values())
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], in_loop: bool = False
@@ -157,6 +153,7 @@ class PiecesEvaluator(Evaluator):
             what, reason = name_of(equations[first]), getattr(cause, "reason", cause)
         where = last_line(equations[: first + 1])
         self._found[id(pieces), turn] = DevicePiece(what, where, piece is not None, reason)
+        self._report[:] = self._found.values()
 
 
 def pieces_of(

@@ -1,6 +1,5 @@
 """Steps without an update: a function of parameters and a batch; loss and gradients alone."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -46,17 +45,15 @@ class EvalStep(CompiledStep):
         given = inputs if inputs.model_state is not None else inputs._replace(model_state=fields)
         of_loss = self.loss, self.is_loss, params, placed.params, given
         chosen = choose_evaluation(self.zero, *of_loss)
-        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
+        spec = self.spec_of(chosen, placed, jax.tree.map(lambda _: False, params))
+        layout = spec.layout
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
-        untrained = jax.tree.map(lambda _: False, params)
-        options = self.zero.precision, placed, untrained, self.zero.sync
-        spec = StepSpec(layout, *options, pieces=[])
         ins = shardings, layout.batch_shardings(inputs.batch), None, layout.replicated
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
         jitted = jax.jit(run, in_shardings=ins)
-        return StepProgram(jitted, shardings, layout, chosen, spec.pieces)
+        return StepProgram(jitted, shardings, chosen, spec)
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -138,14 +135,13 @@ class ValueAndGrad(CompiledStep):
         sync, placed = self.zero.sync, self.zero._layout.place(selected, self.param_specs)
         program = choose_program(self.zero, self.loss, selected, placed.params, inputs)
         check_of_devices(program, self.zero.needs_devices)
-        layout = dataclasses.replace(self.zero._layout, per_device=program.per_device)
-        if sync and sync_state_types(layout, sync, selected, placed) is not None:
+        if sync and sync_state_types(self.zero._layout, sync, selected, placed) is not None:
             raise ValueError(
                 "value_and_grad cannot return the state of the gradient sync; use train_step, "
                 "or sharding.sync.transformation in a shard_map of your own."
             )
-        trained = resolve_trainable(selected, self.trainable)
-        spec = StepSpec(layout, self.zero.precision, placed, trained, sync, pieces=[])
+        spec = self.spec_of(program, placed, resolve_trainable(selected, self.trainable))
+        layout = spec.layout
         shardings = param_shardings(self.zero, selected, placed.shards)
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
@@ -162,4 +158,4 @@ class ValueAndGrad(CompiledStep):
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
         jitted = jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
-        return StepProgram(jitted, None, layout, program, spec.pieces)
+        return StepProgram(jitted, None, program, spec)

@@ -311,11 +311,6 @@ class ParamHandle:
         return self.held.ndim
 
 
-def is_handle(x: Any) -> bool:
-    """Whether a tree's node is a handle."""
-    return isinstance(x, ParamHandle)
-
-
 def gather(tree: Tree) -> Any:
     """The tree with every handle gathered; the gradient is reduce-scattered in the backward pass.
 
@@ -323,7 +318,7 @@ def gather(tree: Tree) -> Any:
     """
 
     def gather_one(x: Any) -> Any:
-        if is_handle(x):
+        if isinstance(x, ParamHandle):
             if -x.rule.dim > x.ndim:
                 raise ValueError(
                     f"a parameter of shape {x.held.shape} is sharded along a dim that a loop over "
@@ -333,7 +328,7 @@ def gather(tree: Tree) -> Any:
         marked = is_marking() and isinstance(x, jax.Array | np.ndarray)
         return checkpoint_name(x, MARK) if marked else x
 
-    return jax.tree.map(gather_one, tree, is_leaf=is_handle)
+    return jax.tree.map(gather_one, tree, is_leaf=lambda x: isinstance(x, ParamHandle))
 
 
 # --- Layers that gather their own parameters, and free them after their forward pass --------------

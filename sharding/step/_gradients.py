@@ -112,7 +112,8 @@ def gradients(
         plan = plan_step(spec, params, has_state, loss.fn, *args, **more)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
         shards = list(map(_own_shard, leaves, shard_specs)) if early else None
-        if shards and not (plan.has_layers and plan.reduces_microbatches):
+        in_layers = any(param.reduced_in_layer for param in plan.params)
+        if shards and not (in_layers and plan.reduces_microbatches):
             # Before the loss: unsharded gradients will need the memory. The barrier is for the
             # batch, since parameters that pass through one are copied.
             shards, batch = lax.optimization_barrier((shards, inputs.batch))

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_ext.traced_graph import Equation, Graph, Value
+from optax_ext.traced_graph import Equation, Graph, Value, evaluate
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
-from sharding.loss._effects import Prints, has_prints
-from sharding.loss._evaluate import Evaluator
+from sharding.loss._effects import Prints, has_prints, printing_less
+from sharding.loss._evaluate import use
 from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
 from sharding.step._loss import inverse_weight
@@ -181,32 +181,47 @@ class LossPieces:
           each: of the micro-batches, stacked if there are several.
         """
         many = self.microbatches
-        if many.number == 1 or not many.in_turn:  # all of them in a piece, then the next one
-            args = many.each(lambda x: jax.tree.leaves(arguments(model_state, x)), each)
-            values, pieces = self._earlier(args, many)
-            each = {v: values[v] for v in self.pieces[-1].given}
-            values = self._kept(values)
+
+        def inputs_of(model_state: Any, x: Any) -> list[Any]:
+            return jax.tree.leaves(arguments(model_state, x))
+
+        def one(model_state: Any, x: Any) -> tuple[Any, Any]:
+            """A micro-batch: what the backward pass needs of earlier pieces; the last one."""
+            values, stored = self._earlier(inputs_of(model_state, x), many._replace(number=1))
+            return (self._kept(values), stored), self._last(values)
+
         if many.number == 1:
-            results, cotangents, grads = self._last(each)
-            return results, ForwardPass(values, pieces, cotangents, grads)
+            kept, (results, cotangents, grads) = one(model_state, each)
+        elif many.in_turn:
+            kept, (results, cotangents, grads) = self._summed(one, model_state, each)
+        else:  # all of them in a piece, then the next one
+            args = many.each(functools.partial(inputs_of, model_state), each)
+            values, stored = self._earlier(args, many)
+            given = {v: values[v] for v in self.pieces[-1].given}
+            last = lambda _, x: (None, self._last(x))  # noqa: E731
+            _, (results, cotangents, grads) = self._summed(last, model_state, given)
+            kept = self._kept(values), stored
+        values, stored = kept
+        return results, ForwardPass(values, stored, cotangents, grads)
+
+    def _summed(
+        self, one: Callable[[Any, Any], tuple[Any, Any]], model_state: Any, each: Any
+    ) -> tuple[Any, Any]:
+        """``one`` of all micro-batches, one after the other; gradients are summed, others stacked.
+
+        The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
+        """
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            (model_state, sums), kept = carry, None
-            if many.in_turn:
-                args = jax.tree.leaves(arguments(model_state, x))
-                x, pieces = self._earlier(args, many._replace(number=1))
-                kept = self._kept(x), pieces
-            (total, weight, model_state, more), cotangents, grads = self._last(x)
+            model_state, sums = carry
+            kept, ((total, weight, model_state, more), cotangents, grads) = one(model_state, x)
             for i, g in grads.items():
                 sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
-            return (model_state, sums), ((total, weight, more), cotangents, kept)
+            return (model_state, sums), (kept, (total, weight, more), cotangents)
 
-        zeros = self._by_param(self._taps(self.pieces[-1], many.sum_dtype))
-        carry, (results, cotangents, kept) = jax.lax.scan(step, (model_state, zeros), each)
+        zeros = self._by_param(self._taps(self.pieces[-1], self.microbatches.sum_dtype))
+        carry, (kept, results, cotangents) = jax.lax.scan(step, (model_state, zeros), each)
         (model_state, grads), (total, weight, more) = carry, results
-        if many.in_turn:
-            values, pieces = kept
-        # The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
         weights = to_sum_dtype(weight)  # (microbatch,)
         all_weights = jnp.sum(weights)
         share = weights * inverse_weight(all_weights)
@@ -216,7 +231,7 @@ class LossPieces:
 
         cotangents = {v: scale(x) for v, x in cotangents.items()}
         grads = {i: g * inverse_weight(all_weights).astype(g.dtype) for i, g in grads.items()}
-        return (total, weight, model_state, more), ForwardPass(values, pieces, cotangents, grads)
+        return kept, ((total, weight, model_state, more), cotangents, grads)
 
     def _kept(self, values: dict[Value, Any]) -> dict[Value, Any]:
         return {v: values[v] for piece in self.pieces[:-1] for v in piece.given}
@@ -262,7 +277,7 @@ class LossPieces:
         """What is differentiated in the place of parameters: zeros."""
         views = {v: self._views[v].param for v in piece.params if self._is_active(v)}
         return {
-            v: self.loss.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
+            v: self.loss.leaves[i].tap(self.held[i].shape, sum_dtype(self.held[i].dtype))
             for v, i in views.items()
         }
 
@@ -290,11 +305,11 @@ class LossPieces:
             view = self._views[v]
             cast = view.cast(held[view.param])
             # Layers gather what they slice.
-            values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
-        evaluator = Evaluator(prints=prints)
-        evaluator.evaluate(piece.equations, values)
-        if prints is Prints.ALL:
-            evaluator.evaluate(piece.printed, values)
+            leaf = self.loss.leaves[view.param]
+            values[v] = cast if v in sliced else use(leaf, cast, taps.get(v))
+        printed = piece.printed if prints is Prints.ALL else []
+        equations = (printing_less(eqn, prints) for eqn in [*piece.equations, *printed])
+        evaluate([eqn for eqn in equations if eqn is not None], values)
         return [values[v] for v in piece.values]
 
     def _operands(

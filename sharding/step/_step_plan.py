@@ -101,11 +101,6 @@ class StepPlan:
         return other and IN_PLACE and self.microbatches > 1 and not self.reduces_microbatches
 
     @property
-    def has_layers(self) -> bool:
-        """Whether the backward pass reduces or adds gradients layer by layer, below stage 3."""
-        return any(param.reduced_in_layer for param in self.params)
-
-    @property
     def divides_first(self) -> bool:
         """Whether the loss is divided before it is differentiated."""
         return self.precision.divides_first(param.dtype for param in self.trained)
