@@ -135,7 +135,7 @@ def test_a_loss_is_that_of_all_rows(name, stage, mesh, microbatches):
     np.testing.assert_allclose(value, loss(zero.full_params(found[0]), data(9)), rtol=1e-11)
 
 
-@pytest.mark.parametrize(("mesh", "traces"), [("one", 3), ("four", 6)])
+@pytest.mark.parametrize(("mesh", "traces"), [("one", 2), ("four", 4)])
 def test_how_often_a_first_call_traces_a_loss(mesh, traces):
     """On one device nothing is proven; a loss and its totals are proven by one pair of traces."""
     calls = []
