@@ -132,6 +132,7 @@ class DeviceRule(NamedTuple):
     sync: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None  # the sync of rows that were looked up, if there is one
     apart: frozenset[int] = frozenset()  # ids of equations by which devices go apart
+    is_part: bool = False  # whether it is a view, made of shards
     in_piece: bool = False  # of a partitioned loss
     by_use: bool = False
     again: bool = False  # of layers with numbers
@@ -188,7 +189,7 @@ class DeviceRule(NamedTuple):
         if name not in _MOVES:
             return None
         # What a loop or an index has sliced off has no other uses.
-        views = self._of_shards(eqn, x, rest) if x.is_part and not x.moves else None
+        views = self._of_shards(eqn, x, rest) if self.is_part and not x.moves else None
         return views or [x.moved_by(eqn)]
 
     def stack(self, x: Param) -> Param | None:
@@ -215,7 +216,7 @@ class DeviceRule(NamedTuple):
 
         held = of_shard(x.held)
         taps = [None] * len(held) if x.tap is None else of_shard(x.tap)
-        part = x._replace(rule=self._replace(dim=dim), is_part=True)
+        part = x._replace(rule=self._replace(dim=dim, is_part=True))
         return [part.of_held(*both) for both in zip(held, taps, strict=True)]
 
     def _dim_in_view(self, eqn: Any, shape: tuple[int, ...]) -> int | None:

@@ -273,8 +273,7 @@ class _Device:
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = to_sum_dtype(total), to_sum_dtype(jnp.asarray(weight))
         weight = weight.astype(jnp.promote_types(weight.dtype, total.dtype))  # counts, too
-        # At stage 3 the backward pass reduced them.
-        shards = _reduce_later.reduce_microbatch(plan, grads) if plan.layout.stage < 3 else grads
+        shards = _reduce_later.reduce_microbatch(plan, grads)
         if plan.divides_first:
             divisor = self.divisor(weight)
             total *= divisor

@@ -187,7 +187,6 @@ class _Uses:
     """How a loss uses its parameters, found by evaluating it without values."""
 
     def __init__(self, plan: StepPlan, args: Any):
-        loss = plan.loss
         self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
         self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
@@ -195,9 +194,9 @@ class _Uses:
             return Param(number, plan.params[number].rule(plan.loss), held, None, {})
 
         def run(held: list[Any], args: Any) -> None:
-            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
+            self.fetches = plan.loss.evaluate(param, held, held, args, self._call)[1]
 
-        jax.eval_shape(run, loss.types, args)
+        jax.eval_shape(run, plan.loss.types, args)
 
     def of(self, number: int) -> list[Fetch]:
         return [x for x in self.fetches if x.number == number]
@@ -210,7 +209,7 @@ class _Uses:
                 if by_rows:
                     self.not_tables.append(x.shape)
                 held.append(x)
-            elif by_rows and not (x.moves or x.is_part or x.rule.dtype != x.held.dtype):
+            elif by_rows and not (x.moves or x.rule.is_part or x.rule.dtype != x.held.dtype):
                 self.by_rows.setdefault(x.number, []).append(x.held.ndim)
                 held.append(x.held)
             else:
@@ -229,7 +228,7 @@ def _is_reduced_once(plan: StepPlan, number: int, uses: _Uses) -> bool:
     if number in uses.by_rows or len(places) != 1 or not param.trained:
         return False
     (place,) = places
-    if place.repeats or place.is_part or not place.in_layer or plan.loss.is_early(place):
+    if place.repeats or place.rule.is_part or not place.in_layer or plan.loss.is_early(place):
         return False
     return bool(param.shard.dim) if plan.reduces_microbatches else plan.adds(param)
 
