@@ -141,23 +141,6 @@ class ScheduleSearch:
         read = {k for _, step in self._steps for k in step.reads}
         return LossSchedule(self._stored(read), (), 0.0, 0.0)
 
-    def _require(self, states: _States, values: Sequence[int]) -> None:
-        lack = ~states.masks[:, values]
-        states.numbers[:, :2] += lack @ self._numbers[[*values]]
-        states.masks[:, values] = True
-
-    def _compute(self, states: _States, k: int, limit: float) -> _States:
-        """States in front of the computation of a value, of those that have it."""
-        states = states.where(states.masks[:, k])
-        self._require(states, self._values[k].reads)
-        states = states.where(states.nbytes + self._values[k].inside <= limit)
-        self._remove(states, k)
-        return states
-
-    def _remove(self, states: _States, k: int) -> None:
-        states.numbers[:, :2] -= self._numbers[k]
-        states.masks[:, k] = False
-
     def _with_later(self) -> Iterator[tuple[Step, set[int]]]:
         """The steps from the last one on, with what they and later ones read."""
         later = set[int]()
@@ -229,9 +212,9 @@ class _Find:
         # The forward pass computes all.
         masks = states.masks.copy()
         states.stored[:] = np.arange(len(states))
-        search._require(states, search._results)
+        self._require(states, search._results)
         for k in reversed(range(len(search._values))):
-            states = states.where(~states.masks[:, k]).joined(search._compute(states, k, limit))
+            states = states.where(~states.masks[:, k]).joined(self._compute(states, k, limit))
         if not len(states):
             return None
         best = states.take(np.argmin(states.seconds, keepdims=True))
@@ -243,7 +226,7 @@ class _Find:
         """The states in front of a step, and of what is computed again and fetched for it."""
         search = self.search
         replaced = ~states.masks[:, step.over] if step.over >= 0 else False
-        search._require(states, step.reads)
+        self._require(states, step.reads)
         states = states.where(states.nbytes + step.during - step.own * replaced <= self.limit)
         states = self._with_fetched(states, t, step.reads)
         # Of many values, those that the step, or what is computed in front of it, reads.
@@ -251,7 +234,7 @@ class _Find:
         for k, value in reversed([*enumerate(search._values)]):
             if used.isdisjoint((k, *value.reads)):
                 continue
-            new = search._compute(states, k, self.limit - step.before)
+            new = self._compute(states, k, self.limit - step.before)
             if len(new):
                 used.update(value.reads)
                 self._add(new, t, ScheduledTask(k), value.seconds)
@@ -262,7 +245,7 @@ class _Find:
         for k in reads:
             if self.search._values[k].fetch < math.inf:
                 new = states.where(states.masks[:, k])
-                self.search._remove(new, k)
+                self._remove(new, k)
                 self._add(new, t, ScheduledTask(k, fetches=True), self.search._values[k].fetch)
                 states = self._joined(states, new)
         return states
@@ -273,6 +256,23 @@ class _Find:
         states.seconds += seconds
         states.last[:, 0] = len(self.tasks)
         states.last[:, 1] = np.arange(len(states))
+
+    def _require(self, states: _States, values: Sequence[int]) -> None:
+        lack = ~states.masks[:, values]
+        states.numbers[:, :2] += lack @ self.search._numbers[[*values]]
+        states.masks[:, values] = True
+
+    def _compute(self, states: _States, k: int, limit: float) -> _States:
+        """States in front of the computation of a value, of those that have it."""
+        states = states.where(states.masks[:, k])
+        self._require(states, self.search._values[k].reads)
+        states = states.where(states.nbytes + self.search._values[k].inside <= limit)
+        self._remove(states, k)
+        return states
+
+    def _remove(self, states: _States, k: int) -> None:
+        states.numbers[:, :2] -= self.search._numbers[k]
+        states.masks[:, k] = False
 
     def _joined(self, states: _States, new: _States) -> _States:
         states = states.joined(new)
