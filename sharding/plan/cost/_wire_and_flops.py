@@ -21,7 +21,7 @@ from sharding.plan.machine._collective_time import Operation
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder, saved_parts
-from sharding.step._microbatches import split_microbatches
+from sharding.step._loss import split_microbatches
 from sharding.sync import GradientSync
 
 

@@ -49,8 +49,7 @@ from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.plan.search._traced_model import TracedModel
 from sharding.step._checks import check_batch
-from sharding.step._loss import loss_args
-from sharding.step._rng import microbatch_key
+from sharding.step._loss import loss_args, microbatch_key
 from sharding.step._train_step import TrainStep
 from sharding.step.flax._nnx import is_module
 
