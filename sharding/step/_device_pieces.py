@@ -4,10 +4,13 @@ In a piece a parameter is gathered, and its gradient reduce-scattered, by this l
 rows between pieces is left to the partitioner, and so is a piece without sharded parameters.
 """
 
+import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
@@ -41,23 +44,23 @@ class DevicePiece(NamedTuple):
 # --- Parameters in a piece ------------------------------------------------------------------------
 
 
-def _specs(x: Param) -> tuple[P, P | None]:
-    """On the data axes: of what is held of it, and of its tap."""
+def _specs(x: Param) -> tuple[P, P]:
+    """On the data axes: of what is held of it, and of its gradient."""
     held, shard = (
         x.rule.of_slice(x.rule.layout.manual_spec(spec), x.held.ndim)
         for spec in (x.rule.held, x.rule.shard)
     )
-    return held, None if x.tap is None else shard
+    return held, shard
 
 
-def _in_piece(x: Param, held: jax.Array, tap: jax.Array | None) -> Param:
-    """A parameter of the whole mesh, of which a device has this.
+def _rule_in_piece(x: Param) -> DeviceRule:
+    """How a device gets, and reduces, what it has of a parameter of the whole mesh.
 
     What is not sharded of its gradient is summed where it leaves the piece.
     """
     leaf, dtype = x.rule, x.held.dtype
     shard = by_dim(leaf.shard, leaf.ndim)
-    rule = DeviceRule(
+    return DeviceRule(
         leaf.layout,
         leaf.dim,
         dtype,
@@ -69,7 +72,22 @@ def _in_piece(x: Param, held: jax.Array, tap: jax.Array | None) -> Param:
         in_piece=True,
         again=leaf.again,
     )
-    return x.of_held(held, tap)._replace(rule=rule)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_devices(rule: DeviceRule, shard: P, tap: jax.Array) -> jax.Array:
+    """A tap (devices, ...) for what each device makes of a gradient; its sum is that of ``tap``."""
+    zeros = jnp.zeros((rule.layout.num_devices, *tap.shape), tap.dtype)
+    return rule.layout.constrain(zeros, P(entry_of(rule.layout.data_axes)))
+
+
+def _reduce_once(rule: DeviceRule, shard: P, _: None, grads: jax.Array) -> tuple[jax.Array]:
+    reduce = lambda grad: rule.reduce(grad[0], grad)  # noqa: E731
+    of_device = P(entry_of(rule.layout.data_axes))
+    return (over_data_axes(rule.layout, reduce, of_device, shard)(grads),)
+
+
+_of_devices.defvjp(lambda rule, shard, tap: (_of_devices(rule, shard, tap), None), _reduce_once)
 
 
 # --- A loss in pieces -----------------------------------------------------------------------------
@@ -99,20 +117,48 @@ class PiecesEvaluator(Evaluator):
             return super().run(jaxpr, consts, args, in_loop)
         graph, outer = pieces.graph, self._eqn
         values: dict[Any, Any] = dict(graph.constants) | dict(enumerate(args))
-        for turn, (piece, numbers) in pieces.in_turn(sharded).items():
+        turns = pieces.in_turn(sharded)
+        own = [numbers for piece, numbers in turns.values() if piece is not None]
+        summed = self._summed(pieces, own, values)
+        for turn, (piece, numbers) in turns.items():
             if piece is None:
                 self.evaluate([graph.equations[i] for i in numbers], values, in_loop)
             else:
-                self._run_piece(pieces, piece, numbers, values, in_loop)
+                self._run_piece(pieces, piece, numbers, values, summed, in_loop)
             self._say(pieces, turn, piece, numbers)
         self._eqn = outer
         self._parted.add(id(pieces))
         return [values[v] for v in graph.outputs]
 
+    def _summed(
+        self, pieces: RowPieces, own: list[list[int]], values: dict[Any, Any]
+    ) -> dict[Any, jax.Array]:
+        """Taps of what several pieces use, such as a table that is a head, too: sent once.
+
+        Not of stacks that loops use, of whose gradients one layer is in memory.
+        """
+        uses = collections.Counter(v for numbers in own for v in set(pieces.reads(numbers)))
+        equations = [pieces.graph.equations[i] for numbers in own for i in numbers]
+        in_loops = {
+            v for eqn in equations if isinstance(record_of(eqn), Scan) for v in eqn.operands
+        }
+        params = {v: values[v] for v, n in uses.items() if n > 1 and is_param(values.get(v))}
+        return {
+            v: _of_devices(_rule_in_piece(x), _specs(x)[1], x.tap)
+            for v, x in params.items()
+            if x.tap is not None and x.rule.dim and v not in in_loops
+        }
+
     def _run_piece(
-        self, pieces: RowPieces, p: int, own: list[int], values: dict[Any, Any], in_loop: bool
+        self,
+        pieces: RowPieces,
+        p: int,
+        own: list[int],
+        values: dict[Any, Any],
+        summed: dict[Any, jax.Array],
+        in_loop: bool,
     ) -> None:
-        """Adds what a piece returns to ``values``."""
+        """Adds what a piece returns to ``values``; of ``summed`` a device keeps its gradient."""
         equations = [pieces.twin.equations[i] for i in pieces.needs(own)]
         results = pieces.results(p, own)
         inputs = pieces.reads(own)
@@ -121,8 +167,11 @@ class PiecesEvaluator(Evaluator):
 
         def on_device(pairs: list[Any], arrays: list[Any]) -> list[Any]:
             known = pieces.numbers | dict(zip(others, arrays, strict=True))
-            for (v, x), pair in zip(params.items(), pairs, strict=True):
-                known[v] = _in_piece(x, *pair)
+            for (v, x), (held, tap) in zip(params.items(), pairs, strict=True):
+                rule = _rule_in_piece(x)
+                if v in summed:
+                    rule, tap = rule._replace(reduce_dtype=None), tap[0]
+                known[v] = x.of_held(held, tap)._replace(rule=rule)
             evaluator = Evaluator(self.recompute)
             evaluator.evaluate(equations, known, in_loop)
             return [evaluator.full(known[v]) for v in results]
@@ -131,8 +180,14 @@ class PiecesEvaluator(Evaluator):
             dim = pieces.row_dim(value)
             return P() if dim is None else P(*[None] * dim, entry_of(self.layout.data_axes))
 
-        pairs = [(x.held, x.tap) for x in params.values()]
-        in_specs = list(map(_specs, params.values())), [spec(v) for v in others]
+        def specs(v: Any, x: Param) -> tuple[P, P | None]:
+            held, shard = _specs(x)
+            if v in summed:
+                return held, P(entry_of(self.layout.data_axes))
+            return held, None if x.tap is None else shard
+
+        pairs = [(x.held, summed.get(v, x.tap)) for v, x in params.items()]
+        in_specs = [specs(v, x) for v, x in params.items()], [spec(v) for v in others]
         run = over_data_axes(self.layout, on_device, in_specs, [spec(v) for v in results])
         arrays = [self.full(values[v]) for v in others]
         values |= zip(results, run(pairs, arrays), strict=True)
