@@ -52,6 +52,9 @@ from sharding.plan.partition._pipedream import TwoBWChoice as TwoBWChoice
 from sharding.plan.partition._pipedream import TwoBWPlan as TwoBWPlan
 from sharding.plan.partition._pipedream import pipedream_stages as pipedream_stages
 from sharding.plan.partition._pipedream import two_bw as two_bw
+from sharding.plan.search._build import BuiltStep as BuiltStep
+from sharding.plan.search._build import build as build
+from sharding.plan.search._build import mesh_axes as mesh_axes
 from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
 from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan.search._fit import FittedPlan as FittedPlan

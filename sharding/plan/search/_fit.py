@@ -41,11 +41,10 @@ from sharding.plan._format import (
 from sharding.plan.audit._audit import Audit
 from sharding.plan.audit._find_batch import audited, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
-from sharding.plan.cost._plan_costs import transformation_of, zero_of
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.search._build import BuiltStep, build, mesh_axes
 from sharding.plan.search._fit_machine import FitMachine
-from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
 from sharding.plan.search._traced_model import TracedModel
 from sharding.step._checks import check_batch
@@ -79,22 +78,12 @@ class Proof:
 
 
 @dataclasses.dataclass(frozen=True)
-class FittedPlan(Printed):
+class FittedPlan(BuiltStep, Printed):
     """What ``fit`` chose; ``str()`` says what else was compiled, and why it was not taken."""
 
-    zero: Zero  #: how state and step are sharded
-    tx: Tx  #: of a state that is a pair, in the plan's format
-    make_state: Callable[..., Any]  #: makes the train state
-    step: TrainStep  #: the step that was compiled
     machine: FitMachine  #: the machine
-    param_specs: Tree  #: of the parameters on other axes of a mesh of one's own
     proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
     notes: tuple[str, ...] = ()  #: what else is worth knowing
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """How the step is shared."""
-        return self.proofs[0].plan
 
     @property
     def memory(self) -> float:
@@ -104,12 +93,7 @@ class FittedPlan(Printed):
     def init(self, *args: Any) -> Any:
         """The train state of the arguments of ``make_state``, such as a key; see ``Zero.init``."""
         self._check_here()
-        return self.zero.init(self.make_state, *args, tx=self.tx, param_specs=self.param_specs)
-
-    def abstract_state(self, *args: Any) -> Any:
-        """Its types and shardings, into which a checkpoint of any plan is restored."""
-        options = {"tx": self.tx, "param_specs": self.param_specs}
-        return self.zero.abstract_state(self.make_state, *args, **options)
+        return super().init(*args)
 
     def put(self, batch: Batch) -> Any:
         """Places a batch of all devices, as each process has it; see ``Zero.put``."""
@@ -460,9 +444,8 @@ class _FitRequest:
         if not isinstance(fitted.zero.mesh, jax.sharding.Mesh):
             return proof
         state = fitted.abstract_state(*self.args)
-        batch = self.model.batch(chosen.plan.sequences)
         try:
-            lowered = fitted.step.lower(state, batch, self.key)
+            lowered = fitted.step.lower(state, fitted.batch, self.key)
         except ValueError:
             if not chosen.plan.update_in_backward or "update_in_backward" in self.asked["keep"]:
                 raise
@@ -489,34 +472,28 @@ class _FitRequest:
         return dataclasses.replace(made, proofs=tuple(proofs), notes=notes)
 
     def _make(self, plan: ParallelPlan) -> FittedPlan:
-        file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
-        if self.model.zero:
-            zero = self.model.placed(zero_of(plan))
-        else:
-            zero = file.zero(self.machine.mesh(file.mesh_axes))
-        tx = transformation_of(plan, self.tx)
+        axes = mesh_axes(plan, self.machine.target)
 
-        def make_state(*args: Any) -> Any:
+        def make_state(tx: Any, *args: Any) -> Any:
             state = self.make_state(*args)
             if tx is self.tx:
                 return state
             opt_state = tx.init(params_of(state))
             return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
 
-        given = tx if self.pair else None
-        real = isinstance(zero.mesh, jax.sharding.Mesh)
-        device = zero.mesh.devices.flat[0] if real else None
-        planned = self.model.loss(file.recompute, self.loss.fn, device)
-        loss = dataclasses.replace(self.loss, fn=planned)
-        fixed: Any = {"tx": given, "microbatches": plan.microbatches}
-        fixed |= {"update": "backward" if plan.update_in_backward else "after"}
-        step = zero.train_step(loss, **fixed, **self.options)
-        return FittedPlan(zero, given, make_state, step, self.machine, self.model.param_specs, ())
+        built = build(
+            *(plan, self.model, self.tx, self.model.zero or self.machine.mesh(axes)),
+            loss=self.loss,
+            make_state=make_state,
+            tx_in_state=not self.pair,
+            **self.options,
+        )
+        return FittedPlan(**vars(built), machine=self.machine, proofs=())
 
     def measured(self, proof: Proof) -> Proof:
         """Runs the step of a plan on a state of its own."""
         fitted = self.fitted([proof])
-        batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
+        batch = fitted.put(_as_zeros(fitted.batch))
         state = fitted.init(*self.args)
 
         def run() -> float:

@@ -82,12 +82,6 @@ class TracedModel:
     def shards_of_tokens(self, shards: int) -> int:
         return shards
 
-    def placed(self, zero: Any) -> Any:
-        """The ``Zero`` of a plan, on the mesh of one's own if there is one."""
-        names = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")
-        fields = {name: getattr(zero, name) for name in names}
-        return dataclasses.replace(self.zero, **fields) if self.zero else zero
-
     def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
         return jax.eval_shape(lambda: self.init(dtype))
