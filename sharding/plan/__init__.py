@@ -55,8 +55,8 @@ from sharding.plan.partition._pipedream import two_bw as two_bw
 from sharding.plan.search._build import BuiltStep as BuiltStep
 from sharding.plan.search._build import build as build
 from sharding.plan.search._build import mesh_axes as mesh_axes
-from sharding.plan.search._estimate_pipeline import PipelinePlan as PipelinePlan
-from sharding.plan.search._estimate_pipeline import estimate_pipeline as estimate_pipeline
+from sharding.plan.search._compare import ComparedPlans as ComparedPlans
+from sharding.plan.search._compare import compare as compare
 from sharding.plan.search._fit import FittedPlan as FittedPlan
 from sharding.plan.search._fit import Proof as Proof
 from sharding.plan.search._fit import fit as fit

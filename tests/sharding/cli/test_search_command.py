@@ -210,9 +210,6 @@ SEARCHED = f"{SEARCH} {FEW} --top 2"
 LINES = {
     f"{SEARCHED} --plot PICTURE": {"layers", "utilization", "lossy", "change"},
     "plan --model gpt2-small --target h100x8 --batch 64": {"zero", "most_sequences"},
-    "plan --model gpt2-small --target h100x8 --pipeline": {
-        *("layers", "utilization", "lossy", "change", "stages", "bubble")
-    },
     "audit --model gpt2-small --target cpu:8 --length 16 --memory 4": {"program"},
 }
 
