@@ -17,8 +17,8 @@ from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
 from sharding.plan._plot import plot_audits
-from sharding.plan.audit._audit import Audit, audit
-from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_batch, needed
+from sharding.plan.audit._audit import Audit, audit, audit_or_bytes, needed
+from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM
@@ -53,7 +53,7 @@ def run_audit(options: Namespace) -> int:
     setup, steps, batch, unit = _steps(options, target)
     for name, step in steps.items():
         if not options.find_batch:
-            found, memory = audited(step.audit, batch, None, {})
+            found, memory = audit_or_bytes(functools.partial(step.audit, batch), None)
             if found is None:
                 raise ValueError(
                     "the step does not fit, so that its compiler gave up: it needs "

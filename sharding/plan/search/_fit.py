@@ -38,8 +38,7 @@ from sharding.plan._format import (
     size,
     users_code,
 )
-from sharding.plan.audit._audit import Audit
-from sharding.plan.audit._find_batch import audited, needed
+from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -454,7 +453,7 @@ class _FitRequest:
         # Where no parameter is large enough to be sharded, several stages are one program.
         program = self.programs[chosen.plan] = hash(lowered.as_text())
         if program not in self._audits:
-            self._audits[program] = audited(lambda _: lowered, 0, self.machine.kind, {})
+            self._audits[program] = audit_or_bytes(lambda: lowered, self.machine.kind)
         return dataclasses.replace(proof, memory=self._audits[program][1])
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
