@@ -57,9 +57,9 @@ from sharding.plan.search._build import build as build
 from sharding.plan.search._build import mesh_axes as mesh_axes
 from sharding.plan.search._compare import ComparedPlans as ComparedPlans
 from sharding.plan.search._compare import compare as compare
-from sharding.plan.search._fit import FittedPlan as FittedPlan
-from sharding.plan.search._fit import Proof as Proof
 from sharding.plan.search._fit import fit as fit
+from sharding.plan.search._fit_proof import FittedPlan as FittedPlan
+from sharding.plan.search._fit_proof import Proof as Proof
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import ChosenPlan as ChosenPlan
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
