@@ -125,62 +125,45 @@ def build(
     """
     zero = zero_on(plan, mesh)
     own = None if tx is None else transformation_of(plan, tx)
+    if plan.pipe > 1:
+        chosen = _pipeline(plan, zero.mesh, model, layers)
+    else:
+        chosen = _loss_of(plan, zero, model, loss)
+
+    def make_params() -> Any:
+        params = model.init(dtype)
+        return chosen.stack(params) if plan.pipe > 1 else params
 
     def make_pair(tx: Any) -> Any:
-        params = model.init(dtype)
-        return params, tx.init(params)
-
-    batch = model.batch(plan.sequences)
-    if plan.pipe > 1:
-        pipeline = _pipeline(plan, zero.mesh, model, layers)
-        return _build_pipeline(plan, zero, pipeline, model, own, batch, dtype, updates)
-    update = "backward" if plan.update_in_backward else "after"
-    chosen = _loss_of(plan, zero, model, loss)
-    given = None if tx_in_state else own
-    more: dict[str, Any] = {"microbatches": plan.microbatches, "update": update}
-    return BuiltStep(
-        plan=plan,
-        zero=zero,
-        tx=given,
-        make_state=functools.partial(make_state or make_pair, own),
-        loss=chosen,
-        step=zero.train_step(chosen, tx=given, **more, **options),
-        param_specs=_param_specs(plan, model),
-        batch=batch,
-    )
-
-
-def _build_pipeline(
-    plan: ParallelPlan,
-    zero: Zero,
-    pipeline: Pipeline,
-    model: AnyModel,
-    tx: Any,
-    batch: Any,
-    dtype: DType,
-    updates: int,
-) -> BuiltStep:
-    def make_params() -> Any:
-        return pipeline.stack(model.init(dtype))
-
-    def make_pair() -> Any:
         params = make_params()
         return params, tx.init(params)
 
-    specs = pipeline.param_specs(jax.eval_shape(make_params), _param_specs(plan, model))
-    common: dict[str, Any] = {"plan": plan, "zero": zero, "tx": tx, "loss": pipeline}
-    common |= {"param_specs": specs}
-    if not plan.asynchronous:
-        step = zero.train_step(pipeline, tx=tx)
-        return BuiltStep(make_state=make_pair, step=step, batch=batch, **common)
-    table = pipedream_2bw(plan.pipe, plan.microbatches, updates)
-    training = AsyncPipeline(pipeline, table, tx)
-    shape = (updates, plan.microbatches, plan.microbatch, *batch.shape[1:])
-    return BuiltUpdates(
-        make_state=lambda: training.init(make_params()),
-        step=jax.jit(training.run, donate_argnums=0),
-        batch=_typed_on(zero.mesh, batch.update(shape=shape), P()),
-        **common,
+    specs = _param_specs(plan, model)
+    if plan.pipe > 1:
+        specs = chosen.param_specs(jax.eval_shape(make_params), specs)
+    else:
+        options |= {"microbatches": plan.microbatches}
+        options |= {"update": "backward" if plan.update_in_backward else "after"}
+    fields: dict[str, Any] = {"plan": plan, "zero": zero, "loss": chosen, "param_specs": specs}
+    batch = model.batch(plan.sequences)
+    if plan.asynchronous:
+        table = pipedream_2bw(plan.pipe, plan.microbatches, updates)
+        training = AsyncPipeline(chosen, table, own)
+        shape = (updates, plan.microbatches, plan.microbatch, *batch.shape[1:])
+        return BuiltUpdates(
+            tx=own,
+            make_state=lambda: training.init(make_params()),
+            step=jax.jit(training.run, donate_argnums=0),
+            batch=_typed_on(zero.mesh, batch.update(shape=shape), P()),
+            **fields,
+        )
+    given = None if tx_in_state else own
+    return BuiltStep(
+        tx=given,
+        make_state=functools.partial(make_state or make_pair, own),
+        step=zero.train_step(chosen, tx=given, **options),
+        batch=batch,
+        **fields,
     )
 
 
