@@ -52,10 +52,7 @@ from sharding.plan.partition._pipedream import TwoBWChoice as TwoBWChoice
 from sharding.plan.partition._pipedream import TwoBWPlan as TwoBWPlan
 from sharding.plan.partition._pipedream import pipedream_stages as pipedream_stages
 from sharding.plan.partition._pipedream import two_bw as two_bw
-from sharding.plan.search._build import BuiltStep as BuiltStep
 from sharding.plan.search._build import build as build
-from sharding.plan.search._build import mesh_axes as mesh_axes
-from sharding.plan.search._compare import ComparedPlans as ComparedPlans
 from sharding.plan.search._compare import compare as compare
 from sharding.plan.search._fit import fit as fit
 from sharding.plan.search._fit_proof import FittedPlan as FittedPlan

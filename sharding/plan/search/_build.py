@@ -98,8 +98,9 @@ def build(
       plan: how the step is shared, as ``search`` found it.
       model: what is trained, a ``Decoder`` or a ``TracedModel``.
       tx: the transformation, without the format of the plan's state and its weights.
-      mesh: a mesh with ``mesh_axes(plan, target)``; or a ``Zero`` on a mesh of one's own, which
-        keeps its axes and dtypes.
+      mesh: a mesh with the plan's axes, such as ``PlanFile.mesh_axes``: ``"pipe"``, ``"replica"``
+        and ``"model"`` where a plan has them, all others are ZeRO's; or a ``Zero`` on a mesh of
+        one's own, which keeps its axes and dtypes.
       layers: of each chunk of a pipeline, from the first to the last.
       dtype: of the parameters.
       updates: of a step of a pipeline without a flush.
@@ -107,6 +108,10 @@ def build(
       make_state: ``make_state(tx, *args)`` makes the train state of a transformation; None: a pair.
       tx_in_state: whether the state holds its transformation, as a ``TrainState`` does.
       **options: others of ``Zero.train_step``.
+
+    Returns:
+      ``zero``, ``tx``, ``loss``, ``step``, ``param_specs`` and the types of a ``batch``; and
+      ``init()`` makes a state, ``abstract_state()`` its types, ``lower()`` the lowered step.
 
     Raises:
       ValueError: the model does not fit the plan, or the plan the mesh.

@@ -69,7 +69,7 @@ class PlanFile:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The sizes of the axes of its mesh; see ``sharding.plan.mesh_axes``."""
+        """The sizes of the axes of its mesh; from the furthest devices to the nearest."""
         return mesh_axes(self.plan, self.target)
 
     def build(self, model: AnyModel, tx: Tx, mesh: Any, **options: Any) -> BuiltStep:
