@@ -392,6 +392,21 @@ def test_one_of_equal_programs_is_run(stage):
     assert len(plan.proofs) == len(np.atleast_1d(stage))
 
 
+def test_a_plan_whose_program_needs_more_than_planned_is_not_chosen(monkeypatch):
+    first = []
+
+    def nbytes(proofs, fitted):
+        """The first program does not fit, though its plan does; others are as they are planned."""
+        first[:] = first or [fitted.plan]
+        return 2.0**31 if fitted.plan == first[0] else fitted.proofs[0].planned
+
+    monkeypatch.setattr(FitProofs, "_compiled_bytes", nbytes)
+    found = fit(*small(), tx=TX, memory=2.0**30)
+    assert found.plan != first[0]
+    assert found.memory <= found.machine.usable
+    assert {proof.plan: proof.memory for proof in found.proofs}[first[0]] == 2.0**31
+
+
 def test_the_largest_batch_that_fits():
     plan = fit(*small(), tx=TX, memory=5e6, largest=True)
     assert (plan.plan.microbatches, plan.memory <= plan.machine.usable) == (1, True)
