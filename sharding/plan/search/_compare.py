@@ -60,6 +60,9 @@ class ComparedPlans(Printed):
 def compare(*plans: ChosenPlan) -> ComparedPlans:
     """Plans that ``search`` chose, side by side, such as the fastest with and without a pipeline.
 
+    Args:
+      *plans: of one model and one machine, such as those of ``SearchResult.plans``.
+
     Raises:
       ValueError: there are none.
 
