@@ -246,8 +246,10 @@ def _loss_of(plan: ParallelPlan, zero: Zero, model: AnyModel, loss: Any) -> Any:
         if isinstance(loss, Loss):
             return dataclasses.replace(loss, fn=model.loss(recompute, loss.fn, device))
         return model.loss(recompute, loss, device)
-    if loss is not None or plan.update_in_backward:
-        return loss or model.make_loss()
+    if loss is not None:
+        return loss
+    if plan.update_in_backward:  # which computes layers again that are scanned
+        return model.make_loss(None if model.scan else jax.checkpoint(model.apply_layer))
     if plan.checkpoints_layers:
         layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=_policy(plan))
         return model.make_loss(layer)

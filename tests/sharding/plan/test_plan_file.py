@@ -198,6 +198,15 @@ def test_programs_send_and_compute_what_is_planned(request, plan, layers):
         assert "of the planned operations" in wrong.failures[0]
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_an_update_in_the_backward_pass_computes_layers_again(scan):
+    """Those that are scanned by itself, those with numbers by jax.checkpoint."""
+    model, plan = dataclasses.replace(SMALL, scan=scan), ParallelPlan(stage=0, microbatch=8)
+    file = file_of(dataclasses.replace(plan, update_in_backward=True), target="cpu:1")
+    found = verify(file, model, TX, memory=2.0**40, device=kind_of("h100"))
+    assert found.flops == pytest.approx(found.planned_flops, rel=0.01)
+
+
 LLAMA = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
 DEEP = Decoder(8, 512, 8, 8, 2048, 8192, 256)
 ON_FOUR = {"pipe": 4, "stage": 1, "recompute": "full", "microbatch": 2, "offload": False}
