@@ -1,7 +1,7 @@
 """What the options of a command say: target, device, mesh, dtypes, and a ``Setup`` of them all."""
 
-import bisect
 import dataclasses
+import functools
 import math
 import re
 from argparse import Namespace
@@ -15,6 +15,7 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
+from sharding.plan.audit._find_batch import largest
 from sharding.plan.cost._estimate import Plan, estimate, with_state_format
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts
@@ -185,20 +186,17 @@ class Setup:
         if self.device is None or one is None or two is None or self.activations is not None:
             return {}
         usable = (1 - HEADROOM) * self.device.memory
-        pairs = [*zip(one, two, strict=True)]
-
-        def most(stage: StagePlan) -> int:
-            """Sequences of a device in a micro-batch."""
-
-            def peak(batch: int) -> float:
-                activations = Activations(*(a + (batch - 1) * (b - a) for a, b in pairs))
-                more = (batch / self.batch - 1) * stage.batch
-                return stage.with_activations(activations).peak + more
-
-            return bisect.bisect_right(range(1, 2**30), usable, key=peak)
-
         unit = self.zero.num_devices * self.microbatches
-        return {stage.name: unit * most(stage) for stage in stages}
+
+        def peak(stage: StagePlan, batch: int) -> float:
+            """Bytes of a device with so many sequences in a micro-batch."""
+            pairs = zip(one, two, strict=True)
+            activations = Activations(*(a + (batch - 1) * (b - a) for a, b in pairs))
+            more = (batch / self.batch - 1) * stage.batch
+            return stage.with_activations(activations).peak + more
+
+        most = {x.name: largest(functools.partial(peak, x), usable) for x in stages}
+        return {name: unit * count for name, count in most.items()}
 
     def _estimated(self, batch: int) -> Activations | None:
         """The activations of so many sequences, where the layers of the model are known."""

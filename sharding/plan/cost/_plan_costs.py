@@ -429,11 +429,17 @@ def sync_change(plan: ParallelPlan, params: Tree) -> float:
     return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
-def zero_of(plan: ParallelPlan) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline."""
+_CHOSEN = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")
+
+
+def zero_of(plan: ParallelPlan, own: Zero | None = None) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
+
+    ``own`` is one of the user's, which keeps what plans do not choose, such as its mesh.
+    """
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
     sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
-    return Zero(
+    made = Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         stage=plan.stage,
         axis="data",
@@ -443,6 +449,9 @@ def zero_of(plan: ParallelPlan) -> Zero:
         update_on="host" if plan.offload == "update" else "device",
         sync=sync_of(plan.sync) if plan.sync else None,
     )
+    if own is None:
+        return made
+    return dataclasses.replace(own, **{name: getattr(made, name) for name in _CHOSEN})
 
 
 # Of a product, with those of element-wise operations beside it: as in the layers of decoders.
@@ -474,8 +483,7 @@ class TracedCosts(PlanCosts):
         return self.traced(sequences / self.machine.num_devices, "none").flops
 
     def zero(self, plan: ParallelPlan) -> Zero:
-        zero: Zero = self.model.placed(zero_of(plan))
-        return zero
+        return zero_of(plan, self.model.zero)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         names, devices = self.model.names, self.machine.num_devices

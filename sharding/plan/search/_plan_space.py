@@ -142,7 +142,11 @@ class PlanSpace:
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
+        """Numbers of stages, and of devices that share each layer."""
         model = self.model
+        if not isinstance(model, Decoder):  # its mesh says who shares a layer
+            yield 1, model.tensor
+            return
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
                 others = self.num_devices // pipe
@@ -150,7 +154,8 @@ class PlanSpace:
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
-        if pipe == 1:
+        model = self.model
+        if pipe == 1 or not isinstance(model, Decoder):
             yield {}
             return
         for schedule in SCHEDULES:
@@ -158,11 +163,11 @@ class PlanSpace:
                 continue
             first = last = chunks_of(schedule)
             if schedule == "interleaved":
-                first, last = 2, 0 if microbatches % pipe else self.model.layers
-            for chunks in range(first, min(last, self.model.layers // pipe) + 1):
+                first, last = 2, 0 if microbatches % pipe else model.layers
+            for chunks in range(first, min(last, model.layers // pipe) + 1):
                 yield {"schedule": schedule, "chunks": chunks}
-        alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
-        fills = microbatches >= 2 * pipe - 1 and self.model.layers % pipe == 0
+        alone = pipe == self.num_devices and not model.tied
+        fills = microbatches >= 2 * pipe - 1 and model.layers % pipe == 0
         if self.asynchronous and alone and fills:
             for schedule in ASYNC_SCHEDULES:
                 yield {"schedule": schedule}

@@ -6,17 +6,22 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from sharding.pipeline import pipedream_2bw
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost import _wire_and_flops as of_program
-from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._plan_costs import sync_change, sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
+from sharding.plan.search._build import BuiltStep
+from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 
+# Updates of an asynchronous pipeline in the program that is verified.
+LOWERED_UPDATES = 2
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
 # From what difference on memory is named: it is an estimate, which the program replaces.
@@ -106,69 +111,64 @@ def verify(
     >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
     ()
     """
-    plan = file.plan
-    tx = transformation_of(plan, tx)
+    plan, axes = file.plan, file.mesh_axes
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
-    axes = file.mesh_axes
-    mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
-    step = lowered_step(file, mesh, model, tx)
-    audited = audit(step.lowered, mesh=mesh, device=device or file.target)
+    mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
+    built = file.build(model, tx, mesh, updates=LOWERED_UPDATES)
+    audited = audit(built.lower(), mesh=built.zero.mesh, device=device or file.target)
     update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
     update_flops = audited.products.get("update", 0.0)
     return Verification(
         planned_memory=file.promised["memory"],
         memory=audited.memory,
-        planned_wire=planned_wire(file, mesh, model, tx),
+        planned_wire=planned_wire(file, built, model),
         wire=audited.wire_bytes - update_wire,
         planned_flops=planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
-        partitioned=not step.per_device,
+        partitioned=built.is_partitioned,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
         update_flops=0.0 if plan.asynchronous else update_flops,
     )
 
 
-def planned_wire(
-    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
-) -> float:
+def planned_wire(file: PlanFile, built: BuiltStep, model: AnyModel) -> float:
     """Bytes that one device sends in a step, without what optimizers send."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
-    if plan.asynchronous:
-        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
-        params = pipeline.stack(model.abstract(dtype))
-        return of_program.updates_wire(pipeline, updates, params, model.batch(plan.sequences))
-    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+    params, sent = model.abstract(dtype), 0.0
     if plan.pipe > 1:
-        pipeline = file.pipeline(mesh, model)
-        params = pipeline.stack(params)
-        specs = pipeline.param_specs(params, specs)
+        pipeline, params = built.loss, built.loss.stack(params)
         batch = model.batch(plan.microbatches * plan.microbatch)
-        sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
+        if plan.asynchronous:
+            updates = pipedream_2bw(plan.pipe, plan.microbatches, LOWERED_UPDATES)
+            return of_program.updates_wire(pipeline, updates, params, batch)
+        sent = of_program.pipeline_wire(pipeline, params, batch, specs=built.param_specs)
     if isinstance(model, Decoder) and plan.tensor > 1:
         sent += of_program.tensor_wire(
             *(model, plan),
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
-            schedule=file.schedule() if plan.pipe > 1 else None,
+            schedule=built.loss.schedule if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
     if plan.sync:
         sent += sync_change(plan, params)
-    options: Any = {"param_specs": specs, "gathered_once": ""}
+    options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
-    return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
+    return stage_plan(params, built.tx, built.zero, **options).wire + sent
 
 
 def planned_flops(file: PlanFile, model: AnyModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if isinstance(model, Decoder) and plan.pipe > 1:
-        updates = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else None
-        schedule = updates or file.schedule()
+        sizes = plan.pipe, plan.microbatches
+        schedule: Any = schedule_of(plan.schedule, *sizes, plan.chunks)
+        if plan.asynchronous:
+            schedule = pipedream_2bw(*sizes, LOWERED_UPDATES)
         return of_program.decoder_flops(model, plan, schedule, max(file.layers))
     by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
