@@ -1,8 +1,8 @@
 """A ledger of one step on one device: what it sends, computes and holds, and what that adds up to.
 
-Rows of ``WorkRow`` and ``HeldRow`` are made where their rule is known: those of ZeRO in ``_stage_plan``,
-those of pipelines and shared layers beside their schedules. Bytes sent, seconds, the least time and
-the fullest moment are folds of the same rows.
+Rows are made where their rule is known: those of ZeRO in ``_stage_plan``, those of pipelines and of
+shared layers beside their schedules. Bytes sent, seconds, the fullest moment and its parts are sums
+of the same rows.
 """
 
 import collections

@@ -21,9 +21,22 @@ from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import with_state_format
 from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
-from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
+from sharding.plan.cost._step_time import (
+    AVERAGE,
+    ParamBytes,
+    Passes,
+    StepSeconds,
+    passes,
+    with_state,
+)
 from sharding.plan.cost._update_traffic import update_bytes
-from sharding.plan.cost._wire_and_flops import SyncedArray, SyncWork, sync_of, sync_work
+from sharding.plan.cost._wire_and_flops import (
+    TENSOR_AXIS,
+    SyncedArray,
+    SyncWork,
+    sync_of,
+    sync_work,
+)
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -172,7 +185,6 @@ def pipeline_stages(
 _TOKEN = 4  # bytes
 # What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
 WRAPPERS = {"master": "master_weights", "stochastic": "stochastic_rounding"}
-TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
 
 
 class PlanCosts:
@@ -183,7 +195,7 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved", "_each"),
         *("fullest", "least"),
     )
 
@@ -211,6 +223,14 @@ class PlanCosts:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
         stage = self._stage(ParallelPlan(state_format=state_format, weights=weights))
         return (stage.opt_state + stage.master) / sum(self._sizes)
+
+    def each(self, plan: ParallelPlan) -> ParamBytes:
+        """What belongs to one parameter of a plan, on average."""
+        return self._each(plan.state_format, plan.weights)
+
+    def _each(self, state_format: str | None, weights: str) -> ParamBytes:
+        state = self.state_bytes_in(state_format, weights)
+        return ParamBytes(self.param_bytes, self.param_bytes, state)
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -289,13 +309,26 @@ class PlanCosts:
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         options: Any = {"length": self.length, "implementation": self.implementation}
+        options["each"] = AVERAGE._replace(param=self.param_bytes)
         return passes(self.model, plan, self.machine, ideal=ideal, **options)
 
-    def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
-        sync = self.sync(plan) if plan.sync else None
-        options: Any = {"products": self.products(plan), "ideal": ideal, "sync": sync}
-        moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
-        return with_state(plan, self.machine, work, moved=moved, **options)
+    def seconds(
+        self,
+        plan: ParallelPlan,
+        work: Passes,
+        *,
+        ideal: bool = False,
+        each: ParamBytes | None = None,
+    ) -> StepSeconds:
+        """A step of these passes; ``each`` in place of what belongs to a parameter."""
+        return with_state(
+            *(plan, self.machine, work),
+            sync=self.sync(plan) if plan.sync else None,
+            products=self.products(plan),
+            moved=0.0 if ideal else self._moved(plan.state_format, plan.weights),
+            ideal=ideal,
+            each=each or self.each(plan),
+        )
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         return self._synced(_placed(plan))
@@ -373,7 +406,6 @@ class PlanCosts:
 
 
 _NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}
-_NO_STATE |= {"state_bytes": 0.0}
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
@@ -416,17 +448,6 @@ def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
             nbytes = row.bytes_per_device * num_shards(zero.mesh, row.spec)
             arrays.append(SyncedArray(row.shape, nbytes, plan.stage > 0 and not row.note))
     return arrays
-
-
-def sync_change(plan: ParallelPlan, params: Tree) -> float:
-    """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
-    assert plan.sync
-    devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
-    dense = 0.0
-    for gradient in arrays:
-        times = plan.microbatches if plan.stage == 2 and gradient.scattered else 1
-        dense += gradient.nbytes * (times if gradient.scattered else 2) * (devices - 1) / devices
-    return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
 def zero_of(plan: ParallelPlan) -> Zero:

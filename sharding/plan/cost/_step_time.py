@@ -3,14 +3,16 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
+from sharding.plan.cost._ledger import Ledger, WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._wire_and_flops import SCALAR, SyncWork, tensor_sums
-from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
+from sharding.plan.cost._stage_plan import SentParams, zero_work
+from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
+from sharding.plan.machine._collective_time import Machine, collective_seconds
 from sharding.plan.machine._devices import DeviceKind, achieved
 from sharding.plan.model._layer_costs import (
     COMPILED,
@@ -102,10 +104,9 @@ class StepSeconds:
 _ITEM = 2  # bytes of an activation
 _GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 # The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
-_HOST_LINK = 0.88
 # The share of the bandwidth of host memory that CPUs reach: STREAM on a socket of DGX A100 by 32
 # threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
-_HOST_MEMORY = 0.72
+_HOST_SHARES = {"host_link": 0.88, "host_bandwidth": 0.72}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,20 +133,54 @@ class Passes:
         return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
 
 
-# Seconds of a collective: of its operation, its bytes, and the kind of parallelism.
-_Wire = Callable[[Operation, float, str], float]
+class ParamBytes(NamedTuple):
+    """Bytes that belong to one parameter, on average."""
+
+    param: float = 2.0  #: of itself, as it is gathered
+    grad: float = 2.0  #: of its gradient, as it is summed
+    state: float = 12.0  #: of optimizer state and master weights
 
 
-def _wire_of(plan: ParallelPlan, machine: Machine, ideal: bool) -> _Wire:
-    # Stages of a pipeline are where they are without replicas; these are further apart than shards.
-    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
-    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
-    groups = {"tensor": tensor, "shards": shards, "replicas": replicas, "data": data, "pipe": pipe}
+AVERAGE = ParamBytes()
 
-    def wire(operation: Operation, nbytes: float, over: str) -> float:
-        return collective_seconds(operation, nbytes, groups[over], machine.device, ideal=ideal)
 
-    return wire
+class _Clock:
+    """Seconds of rows on the devices of a plan."""
+
+    def __init__(self, plan: ParallelPlan, machine: Machine, ideal: bool):
+        self.device = machine.device
+        self.ideal = ideal
+        # Stages of a pipeline are where they are without replicas, further apart than shards.
+        tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
+        sizes = plan.tensor, plan.shards, plan.replicas, plan.pipe
+        _, shards, replicas, _ = machine.groups(sizes)
+        self.groups = {
+            (TENSOR_AXIS,): tensor,
+            ("shards",): shards,
+            ("replicas",): replicas,
+            ("shards", "replicas"): data,
+            ("pipe",): pipe,
+        }
+
+    def __call__(self, row: WorkRow) -> float:
+        group = self.groups.get(row.on)
+        if group is None:
+            return row.amount / self._speed(row.on[0])
+        op: Any = row.op
+        return collective_seconds(op, row.amount, group, self.device, ideal=self.ideal)
+
+    def total(self, rows: tuple[WorkRow, ...]) -> float:
+        return sum(row.times * self(row) for row in rows)
+
+    def _speed(self, unit: str) -> float:
+        """Bytes or operations a second."""
+        if unit == "flops":
+            return Roofline(self.device, COMPILED, ideal=self.ideal).flops
+        if unit == "memory":
+            share, figure = achieved(self.device).memory, self.device.bandwidth
+        else:
+            share, figure = _HOST_SHARES[unit], _host_figure(self.device, unit)
+        return figure * (1.0 if self.ideal else share)
 
 
 def step_seconds(
@@ -156,6 +191,7 @@ def step_seconds(
     length: int | None = None,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    each: tuple[float, float, float] = AVERAGE,
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
@@ -171,6 +207,8 @@ def step_seconds(
       length: tokens of a sequence; None: the model's.
       implementation: how the program computes a layer.
       ideal: whether everything reaches its peak without latency: for lower bounds.
+      each: bytes of a parameter as it is gathered, of its gradient as it is summed, and of its
+        optimizer state and master weights.
 
     Raises:
       ValueError: the plan does not fit the model or the number of devices.
@@ -187,9 +225,10 @@ def step_seconds(
             f"step_seconds does not know the shapes of gradients, of which the time of {plan.sync} "
             "depends: search does."
         )
-    options: Any = {"implementation": implementation, "ideal": ideal}
-    of_step = passes(model, plan, machine, length=length or model.length, **options)
-    return with_state(plan, machine, of_step, ideal=ideal)
+    options: Any = {"ideal": ideal, "each": ParamBytes(*each)}
+    length = length or model.length
+    of_step = passes(model, plan, machine, length=length, implementation=implementation, **options)
+    return with_state(plan, machine, of_step, **options)
 
 
 def passes(
@@ -200,19 +239,26 @@ def passes(
     length: int,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    each: ParamBytes = AVERAGE,
 ) -> Passes:
     """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
-    wire, device = _wire_of(plan, machine, ideal), machine.device
+    clock = _Clock(plan, machine, ideal)
     options: Any = {"microbatch": plan.microbatch, "length": length}
     options |= {"implementation": implementation, "ideal": ideal}
     layer = layer_work(
-        model, device, tensor=plan.tensor, sequence_parallel=plan.sequence_parallel, **options
+        *(model, machine.device),
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        **options,
     )
     head_forward, head_backward = head_work(
-        model, device, tensor=model.shards_of_tokens(plan.tensor), **options
+        model, machine.device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
     again = layer.again(plan.recompute, implementation)
-    sent, sent_back, sent_head = _tensor_seconds(model, plan, length, wire, implementation.lockstep)
+    sums = tensor_work(model, plan, length=length, compiled=implementation.lockstep)
+    sent, sent_back, sent_head = map(clock.total, (sums.forward, sums.backward, sums.head))
+    if plan.pipe == 1:
+        sent_head += clock.total(sums.lookup)
     if implementation.collective_matmul and plan.sequence_parallel:
         # Beside the products, but for the first shard of each; gradients are twice the products.
         products = sum(part.seconds for part in layer.products.values())
@@ -220,70 +266,122 @@ def passes(
         sent_back = max(sent_back / plan.tensor, sent_back - 2 * products - again.matmul)
 
     # Layers by chunk: the last chunk has the head, too.
-    launch = 0.0 if ideal else implementation.launch
     weight = layer.weight if plan.splits_backward else KernelSeconds()
+    backward = layer.backward - weight + again
     of_layer = schedules.LayerSeconds(
-        forward=layer.forward.seconds + sent,
-        backward=(layer.backward - weight + again).seconds + sent_back,
-        weight=weight.seconds,
+        layer.forward.seconds + sent, backward.seconds + sent_back, weight.seconds
     )
-    count, chunks = plan.microbatches, plan.chunks
-    lockstep = functools.partial(
-        schedules.lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks
-    )
+    sizes = plan.schedule, plan.pipe, plan.microbatches
+    lockstep = functools.partial(schedules.lockstep_seconds, *sizes, chunks=plan.chunks)
     by_time = lockstep if implementation.lockstep and not plan.even else None
     head = (head_forward + head_backward).seconds + sent_head
-    counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
-    most, last = max(counts[:-1] or counts), counts[-1]
-    parts = (layer.forward, sent), (layer.backward + again - weight, sent_back), (weight, 0.0)
-    of_most, of_last = (
-        [_launched(work * n, launch, wires * n) for work, wires in parts] for n in (most, last)
+    chunks = plan.pipe * plan.chunks
+    counts = schedules.layers_of_chunks(model.layers, chunks, of_layer, head, by_time)
+    launch = 0.0 if ideal else implementation.launch
+    parts = _Part(layer.forward, sent), _Part(backward, sent_back), _Part(weight, 0.0)
+    most = [part.of(max(counts[:-1] or counts), launch) for part in parts]
+    end = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
+    last = [_Part(end, sent_head), *(part.of(counts[-1], launch) for part in parts)]
+    found = _slowest(plan, most, last, lockstep, implementation.lockstep)
+    held, tables = _held_layers(model, plan, counts, ideal, implementation.lockstep)
+    message = float(_ITEM * plan.microbatch * length * model.width)
+    rows = [*_between_stages(plan, message, tables, implementation.lockstep)]
+    uneven = max(counts) * chunks > model.layers and not plan.asynchronous
+    if uneven and implementation.lockstep and not ideal:
+        rows.append(_moved_layers(model, plan, counts, each))
+    params = held * model.layer_elements / plan.tensor + tables
+    transfers = clock.total(tuple(rows))
+    return dataclasses.replace(
+        found, layers=held, params=params, chunks=counts, transfers=transfers, outside=tables
     )
-    of_head = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
 
-    # The device with most to do: of chunks like the slowest one, or with the last one.
-    work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
-    work_last = functools.reduce(operator.add, of_last, of_head)
-    wires_last = (sent + sent_back) * last + sent_head
-    first, second, third = (part.seconds for part in of_most)
-    first, second = first + sent * most, second + sent_back * most
-    final = of_last[0] + of_last[1] + of_head
-    in_last = final.seconds + wires_last, of_last[2].seconds
+
+class _Part(NamedTuple):
+    """Kernels of a chunk of layers, and seconds of collectives between them."""
+
+    work: KernelSeconds
+    wires: float
+
+    def of(self, layers: int, launch: float) -> "_Part":
+        """Those of so many layers."""
+        wires = self.wires * layers
+        return _Part(_launched(self.work * layers, launch, wires), wires)
+
+    @property
+    def seconds(self) -> float:
+        return self.work.seconds + self.wires
+
+
+def _slowest(
+    plan: ParallelPlan, most: list[_Part], last: list[_Part], lockstep: Any, one_program: bool
+) -> Passes:
+    """The device with most to do: of chunks like the slowest one, or with the last one.
+
+    Forward, backward and second backward passes of both; of the latter the head first.
+    """
+    count, chunks = plan.microbatches, plan.chunks
+    work = functools.reduce(operator.add, [part.work for part in most])
+    wires = sum(part.wires for part in most)
+    work_last = functools.reduce(operator.add, [part.work for part in last])
+    wires_last = sum(part.wires for part in last)
     if work_last.seconds + wires_last > work.seconds + wires:
-        work, wires = work * (chunks - 1) + work_last, wires * (chunks - 1) + wires_last
+        work = work * (chunks - 1) + work_last
+        wires = wires * (chunks - 1) + wires_last
     else:
-        work, wires = work * chunks, wires * chunks
-    bubble = transfers = 0.0
+        work = work * chunks
+        wires = wires * chunks
+    bubble = 0.0
     if plan.pipe > 1:
-        if implementation.lockstep:
-            taken = lockstep(first, second, weight=third, last=in_last)
+        first, second, third = (part.seconds for part in most)
+        if one_program:
+            head, forward, backward, weight = last
+            both = (forward.work + backward.work + head.work).seconds + wires_last
+            taken = lockstep(first, second, weight=third, last=(both, weight.seconds))
         else:
             taken = lockstep(first, second, weight=third)
             taken += count * max(0.0, work.seconds + wires - chunks * (first + second + third))
         bubble = taken - count * (work.seconds + wires)
-        message = float(_ITEM * plan.microbatch * length * model.width)
-        message /= 1 if implementation.lockstep else plan.tensor
-        ticks = schedules.num_ticks(plan.schedule, plan.pipe, count, chunks)
-        transfers = ticks * wire("permute", message, "pipe")
+    return Passes(work * count, 0.0, 0.0, tensor=count * wires, bubble=bubble)
 
-    # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
-    # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
-    # the fullest stage has at least, however layers are shared.
-    held = model.layers / plan.pipe if ideal else max(most, last) * chunks
+
+def _held_layers(
+    model: Decoder, plan: ParallelPlan, counts: tuple[int, ...], ideal: bool, one_program: bool
+) -> tuple[float, float]:
+    """Layers of the fullest device, and elements of its tables.
+
+    The first stage has the embedding; in one compiled program all stages have both tables, and
+    layers of unequal stages are shared equally. A bound takes what the fullest stage has at least.
+    """
+    held = model.layers / plan.pipe
     tables = 1 if model.tied else 2
-    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)  # parameters
-    if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
-        transfers += wire("all-reduce", _GRADIENT_SUM * tables * table, "pipe")
-        if held * plan.pipe > model.layers:  # unequal stages send each other their layers
-            there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
-            moved = plan.param_bytes * there + _GRADIENT_SUM * back
-            transfers += wire("permute", moved * (model.layer_elements / plan.tensor), "pipe")
-            held = model.layers / plan.pipe
-    elif plan.pipe > 1 and not implementation.lockstep:
+    if plan.pipe > 1 and not one_program:
         tables = 0 if ideal else 1
-    outside = tables * table
-    params = held * model.layer_elements / plan.tensor + outside
-    return Passes(work * count, held, params, counts, count * wires, bubble, transfers, outside)
+    if not ideal and (not one_program or plan.asynchronous or plan.pipe == 1):
+        held = max(counts) * plan.chunks
+    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+    return held, tables * table
+
+
+def _between_stages(
+    plan: ParallelPlan, message: float, tables: float, one_program: bool
+) -> Iterator[WorkRow]:
+    """Messages in each tick; in one program sums of gradients of tables, in 32 bits, too."""
+    if plan.pipe == 1:
+        return
+    message /= 1 if one_program else plan.tensor
+    sizes = plan.schedule, plan.pipe, plan.microbatches, plan.chunks
+    yield WorkRow("transfers", "permute", message, ("pipe",), schedules.num_ticks(*sizes))
+    if one_program and not plan.asynchronous:
+        yield WorkRow("transfers", "all-reduce", _GRADIENT_SUM * tables, ("pipe",))
+
+
+def _moved_layers(
+    model: Decoder, plan: ParallelPlan, counts: tuple[int, ...], each: ParamBytes
+) -> WorkRow:
+    """Layers of unequal stages of one program, and their gradients, between the stages."""
+    there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
+    moved = each.param * there + _GRADIENT_SUM * back
+    return WorkRow("transfers", "permute", moved * (model.layer_elements / plan.tensor), ("pipe",))
 
 
 def with_state(
@@ -295,6 +393,7 @@ def with_state(
     products: float = 0.0,
     moved: float = 0.0,
     ideal: bool = False,
+    each: ParamBytes = AVERAGE,
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
 
@@ -302,35 +401,22 @@ def with_state(
     parameter if these are more, and has ``products``. On the CPU it does so in host memory, which
     its share of the cores keeps busy; what goes back to the device for sums is not counted.
     """
-    wire, device = _wire_of(plan, machine, ideal), machine.device
-    work, params = step_passes.work, step_passes.params
-    data, hideable, exposed = _data_seconds(plan, step_passes.layers, params, wire)
-    over = "data" if plan.replicas == 1 else "replicas"  # of a compressed sync, which nothing hides
-    exposed += sum(wire(*each, over) for each in sync.sums) if sync else 0.0
-    shards = plan.shards_of_state
-    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
-    touched = touched if ideal else max(touched, moved)
-    on_cpu = plan.offload == "update"
-    update = 0.0 if on_cpu else params * touched / shards
-    update += sync.moved if sync and not ideal else 0.0
-    update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
-    update += products / Roofline(device, COMPILED, ideal=ideal).flops
-    # State from host memory, and back at the same time; streamed parameters once in the forward
-    # passes of all micro-batches and once where they are updated.
-    host = 0.0
-    if plan.offload:
-        speed = _host_figure(device, "host_link") * (1.0 if ideal else _HOST_LINK)
-        linked = params / shards * plan.state_bytes
-        if plan.update_in_backward:
-            read = 2 * plan.param_bytes
-            read /= plan.shards if plan.stage == 3 else 1
-            linked = (params - step_passes.outside) * (plan.state_bytes / shards + read)
-        if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
-            linked = params / shards * (plan.grad_bytes + plan.param_bytes) / (1 + ideal)
-        host = linked / speed
-    if on_cpu:
-        speed = _host_figure(device, "host_bandwidth") * (1.0 if ideal else _HOST_MEMORY)
-        host = (max if ideal else operator.add)(host, params * touched / shards / speed)
+    rows = (
+        *_of_zero(plan, step_passes, each, sync),
+        *_of_update(plan, step_passes, each, sync, products, moved, ideal),
+    )
+    seconds = Ledger(rows).seconds(_Clock(plan, machine, ideal))
+    # Gradients are reduced beside the last backward pass, at least.
+    last = 2 / 3 / plan.microbatches
+    shares = {"last backward": last, "backward": 2 / 3, "all": 1.0}
+    if plan.pipe > 1:
+        shares = dict.fromkeys(shares, last)
+    data = {beside: value for (part, beside), value in seconds.items() if part == "data"}
+    exposed = data.pop("", 0.0)
+    copies = seconds.get(("host", ""), 0.0)
+    on_cpu = seconds.get(("host", "copies"), 0.0)
+    update = seconds.get(("update", ""), 0.0)
+    work = step_passes.work
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -340,13 +426,65 @@ def with_state(
         tensor=step_passes.tensor,
         bubble=step_passes.bubble + waiting,
         transfers=step_passes.transfers,
-        data=data + exposed,
+        data=sum(data.values()) + exposed,
         exposed=exposed,
         update=update,
-        host=host,
-        hideable=hideable * work.seconds,
+        host=max(copies, on_cpu) if ideal else copies + on_cpu,
+        hideable=max((shares.get(x, 0.0) for x in data), default=0.0) * work.seconds,
         interference=not machine.torus,
     )
+
+
+def _of_zero(
+    plan: ParallelPlan, step_passes: Passes, each: ParamBytes, sync: SyncWork | None
+) -> Iterator[WorkRow]:
+    """What data parallelism sends: of a pipeline once in a step."""
+    if plan.data == 1:
+        return
+    stored = step_passes.params * each.param
+    sent = SentParams(
+        summed=step_passes.params * each.grad,
+        stored=stored,
+        gathered=stored,
+        layers=step_passes.layers,
+        spread=plan.spread,
+    )
+    replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
+    times = plan.microbatches if plan.pipe == 1 else 1
+    yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
+
+
+def _of_update(
+    plan: ParallelPlan,
+    step_passes: Passes,
+    each: ParamBytes,
+    sync: SyncWork | None,
+    products: float,
+    moved: float,
+    ideal: bool,
+) -> Iterator[WorkRow]:
+    """What the update touches and computes, and what moves between device and host."""
+    params = step_passes.params
+    shards = plan.shards_of_state
+    touched = 2 * (each.param + each.state) + each.grad
+    touched = params * (touched if ideal else max(touched, moved)) / shards
+    by_sync = sync.moved if sync and not ideal else 0.0
+    on_cpu = plan.offload == "update"
+    passes_of_update = by_sync if on_cpu else touched + by_sync
+    yield WorkRow("update", "passes", passes_of_update, ("memory",))
+    yield WorkRow("update", "products", products, ("flops",))
+    if not plan.offload:
+        return
+    # State from host memory, and back at the same time; streamed parameters once in the forward
+    # passes of all micro-batches and once where they are updated.
+    linked = params / shards * each.state
+    if plan.update_in_backward:
+        read = 2 * each.param / (plan.shards if plan.stage == 3 else 1)
+        linked = (params - step_passes.outside) * (each.state / shards + read)
+    if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
+        linked = params / shards * (each.grad + each.param) / (1 + ideal)
+        yield WorkRow("host", "passes", touched, ("host_bandwidth",), beside="copies")
+    yield WorkRow("host", "copies", linked, ("host_link",))
 
 
 def _host_figure(device: DeviceKind, name: str) -> float:
@@ -361,52 +499,3 @@ def _launched(work: KernelSeconds, launch: float, sent: float) -> KernelSeconds:
     """Kernels that the host issues no faster than it can, while collectives run, too."""
     waiting = max(0.0, work.kernels * launch - work.seconds - sent)
     return work._replace(overhead=work.overhead + waiting)
-
-
-def _tensor_seconds(
-    model: Decoder, plan: ParallelPlan, length: int, wire: _Wire, compiled: bool
-) -> tuple[float, float, float]:
-    """Collectives of devices that share layers: of a layer forward, backward, and of the ends."""
-    if plan.tensor == 1:
-        return 0.0, 0.0, 0.0
-    sums = tensor_sums(model, plan, compiled=compiled)
-    stream = float(_ITEM * plan.microbatch * length * model.width)
-    summed = wire("all-reduce", stream, "tensor")
-    ends = (sums.head + (sums.lookup if plan.pipe == 1 else 0)) * summed
-    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), "tensor")
-    if not plan.sequence_parallel:
-        return sums.forward * summed, sums.backward * summed, ends
-    gather = wire("all-gather", stream, "tensor")
-    forward = 2 * (wire("reduce-scatter", stream, "tensor") + gather)
-    backward = forward + 2 * gather
-    again = plan.recompute not in ("none", "selective")
-    return forward, backward + (forward if again else 0.0), ends
-
-
-def _data_seconds(
-    plan: ParallelPlan, layers: float, params: float, wire: _Wire
-) -> tuple[float, float, float]:
-    """Collectives of data parallelism, the share of computing beside them, and those after it."""
-    if plan.data == 1:
-        return 0.0, 0.0, 0.0
-    held, reduced = params * plan.param_bytes, params * plan.grad_bytes
-    times = plan.microbatches if plan.pipe == 1 else 1
-    last = 2 / 3 / plan.microbatches  # gradients are reduced beside the last backward pass
-    if plan.sync and plan.replicas == 1:  # which takes the place of the sums
-        return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0, 0.0
-    if plan.stage == 0:
-        return wire("all-reduce", reduced, "data"), last, 0.0
-    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, "replicas")
-    if plan.spread:
-        replicas = wire("reduce-scatter", reduced / plan.shards, "replicas")
-        replicas += wire("all-gather", held / plan.shards, "replicas")
-    scatter = wire("reduce-scatter", reduced, "shards")
-    if plan.stage == 3:
-        # A layer at a time, for the forward pass and for the backward pass.
-        gather = layers * wire("all-gather", held / layers, "shards")
-        scatter = layers * wire("reduce-scatter", reduced / layers, "shards")
-        return times * (2 * gather + scatter), 1.0 if plan.pipe == 1 else last, replicas
-    gather = wire("all-gather", held, "shards")
-    if plan.stage == 2 and plan.pipe == 1:  # reduces in every backward pass
-        return times * scatter + gather, 2 / 3, replicas
-    return scatter + gather, last, replicas

@@ -22,7 +22,8 @@ from sharding.pipeline._schedules import schedule_call
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
-from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
+from sharding.plan.cost._plan_costs import WRAPPERS, zero_of
+from sharding.plan.cost._wire_and_flops import TENSOR_AXIS
 from sharding.plan.machine import targets
 from sharding.plan.model._models import MODELS, PARTLY, PRESETS, Decoder
 from sharding.plan.search._search import ChosenPlan

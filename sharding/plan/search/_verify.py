@@ -9,7 +9,7 @@ import optax
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost import _wire_and_flops as of_program
-from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._plan_costs import sync_of_plan, transformation_of
 from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
@@ -101,7 +101,7 @@ def verify(
     >>> init = lambda dtype: {"w": jnp.zeros((256, 256), dtype)}
     >>> batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
     >>> model = TracedModel(lambda params, x: jnp.mean((x @ params["w"]) ** 2), init, batch)
-    >>> plan = ParallelPlan(microbatch=8, recompute="none", param_bytes=4, grad_bytes=4)
+    >>> plan = ParallelPlan(microbatch=8, recompute="none")
     >>> file = PlanFile("mine", "adam", "cpu:1", 1, "float32", (), plan, {"memory": 2**20})
     >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
     ()
@@ -155,9 +155,8 @@ def planned_wire(
             schedule=file.schedule() if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
-    if plan.sync:
-        sent += sync_change(plan, params)
     options: Any = {"param_specs": specs, "gathered_once": ""}
+    options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
     return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
