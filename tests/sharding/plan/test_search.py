@@ -154,7 +154,8 @@ def test_products_of_an_update_are_shared_as_the_state_is():
         (ParallelPlan(data=4, tensor=2, stage=0), 1, 2, 2),
     ):
         found, without = (
-            x.seconds(plan, x.passes(plan, ideal=True), ideal=True) for x in (muon, plain)
+            x.seconds(plan, x.passes(plan, ideal=True), ideal=True, each=plain.each(plan))
+            for x in (muon, plain)  # of equal states
         )
         added = found.update - without.update
         flops = ((products - of_tables) / stages + of_tables / of_table) / shards
