@@ -149,7 +149,7 @@ class Setup:
         leaves, precision = jax.tree.leaves(self.params), self.zero.precision
         sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         grad = sum(sums) / sum(x.size for x in leaves)
-        return self.costs.seconds(plan, passes, each=self.costs.each(plan)._replace(grad=grad))
+        return self.costs.seconds(plan, passes, grad=grad)
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""

@@ -5,15 +5,10 @@ shared layers beside their schedules. Bytes sent, seconds, the fullest moment an
 of the same rows.
 """
 
-import collections
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sharding.plan._format import memory_by_part
-
-# The fullest moment of the passes, which has gradients of all layers.
-LAYERS = "layers"
 # What is beside the arguments of a step, in the order of tables.
 _BESIDE = ("activations", "temporaries", "gathered", "gradients")
 
@@ -49,59 +44,78 @@ class HeldRow(NamedTuple):
 
     part: str  # ``"params"``, ``"state"``, ``"batch"``; or one of those beside the arguments
     nbytes: float
-    at: tuple[str, ...] = ()  # the moments at which it is there; empty: at all, an argument
+    at: str = ""  # the moment at which it is there; empty: all of them, an argument
     memory: str = "device"  # or ``"host"``
 
 
-class Ledger(NamedTuple):
-    """All rows of one device."""
+def held_at(**moments: tuple[float, float, float, float]) -> tuple[HeldRow, ...]:
+    """Rows of each moment: activations, temporaries, what is gathered, gradients."""
+    return tuple(
+        HeldRow(part, nbytes, moment)
+        for moment, parts in moments.items()
+        for part, nbytes in zip(_BESIDE, parts, strict=True)
+    )
 
-    work: tuple[WorkRow, ...] = ()
-    held: tuple[HeldRow, ...] = ()
+
+class Ledger:
+    """The rows of one device, and what they add up to."""
+
+    work: tuple[WorkRow, ...]  #: what is sent, by operation and mesh axes
+    sizes: Mapping[str, int]  #: of the mesh axes
+    far: tuple[str, ...]  #: those between hosts or slices; where there are none, of replicas
+
+    @property
+    def held(self) -> tuple[HeldRow, ...]:
+        """What takes memory, row by row."""
+        raise NotImplementedError
+
+    @property
+    def wire(self) -> float:
+        """Bytes sent per step, in the ring convention; without what optimizers send."""
+        return sum(row.sent(self.sizes) for row in self.work)
+
+    @property
+    def network(self) -> float:
+        """The part of ``wire`` that leaves a host or slice; without these, a replica."""
+        return sum(row.sent(self.sizes, self.far) for row in self.work)
 
     @property
     def arguments(self) -> float:
-        """Bytes in device memory at every moment."""
+        """Parameters, state and batch in device memory."""
         return sum(row.nbytes for row in self.held if not row.at and row.memory == "device")
 
     @property
     def moments(self) -> dict[str, dict[str, float]]:
-        """Bytes beside ``arguments`` at each moment, by what they are."""
+        """Bytes beside ``arguments`` at each moment that may be the fullest, by what they are.
+
+        In the backward pass of the last micro-batch: at the head, before any of its gradients is
+        there; and at the layers, where compilers hold those of all layers from the first one on.
+        Then the compressed sync, and the update.
+        """
         found: dict[str, dict[str, float]] = {}
         for row in self.held:
-            for moment in row.at:
-                parts = found.setdefault(moment, dict.fromkeys(_BESIDE, 0.0))
-                parts[row.part] += row.nbytes
+            if row.at:
+                found.setdefault(row.at, {})[row.part] = row.nbytes
         return found
 
     @property
     def peak(self) -> float:
         """``arguments``, and what is beside them at the fullest of ``moments``."""
-        beside = [sum(parts.values()) for parts in self.moments.values()]
-        return self.arguments + max(beside, default=0.0)
+        return self.arguments + max(sum(parts.values()) for parts in self.moments.values())
 
     def by_part(self, batch: float = 0.0) -> dict[str, float]:
-        """``peak`` by what it is, with ``batch`` more bytes of the batch."""
-        always: dict[str, float] = collections.defaultdict(float)
+        """``peak`` by what it is, with ``batch`` more bytes of the batch.
+
+        All that is neither an argument nor a gradient counts as activations.
+        """
+        parts = dict.fromkeys(("params", "grads", "state", "batch"), 0.0)
         for row in self.held:
             if not row.at and row.memory == "device":
-                always[row.part] += row.nbytes
-        grads = self.moments[LAYERS]["gradients"] if LAYERS in self.moments else 0.0
-        return memory_by_part(
-            self.peak + batch,
-            params=always["params"],
-            grads=grads,
-            state=always["state"],
-            batch=always["batch"] + batch,
-        )
-
-    def seconds(self, clock: Callable[[WorkRow], float]) -> dict[tuple[str, str], float]:
-        """Seconds by part of the step, and by what hides them."""
-        found: dict[tuple[str, str], float] = {}
-        for row in self.work:
-            key = row.part, row.beside
-            found[key] = found.get(key, 0.0) + row.times * clock(row)
-        return found
+                parts[row.part] += row.nbytes
+        parts["batch"] += batch
+        parts["grads"] = self.moments["layers"]["gradients"]
+        total = self.peak + batch
+        return parts | {"activations": total - sum(parts.values()), "total": total}
 
 
 def merged(rows: Iterable[WorkRow]) -> tuple[WorkRow, ...]:

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +19,7 @@ from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
-from sharding.plan.cost._ledger import LAYERS, HeldRow, Ledger, WorkRow, merged
+from sharding.plan.cost._ledger import HeldRow, Ledger, WorkRow, held_at, merged
 from sharding.plan.cost._wire_and_flops import SyncWork
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import padded_to_tiles
@@ -89,7 +88,7 @@ def zero_work(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StagePlan:
+class StagePlan(Ledger):
     """What one device holds and sends at one stage, all in bytes; see ``moments``."""
 
     name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
@@ -120,26 +119,11 @@ class StagePlan:
     head: float = 0.0  #: temporaries of what follows the layers, such as logits
     logits: float = 0.0  #: their gradient, until that of the output matrix is made of it
     copied: float = 0.0  #: parameters in another layout
-    work: tuple[WorkRow, ...] = ()  #: what is sent, by operation and mesh axes
-    sizes: Mapping[str, int]  #: of the mesh axes
-    far: tuple[str, ...]  #: those between hosts or slices; where there are none, of replicas
+    work: tuple[WorkRow, ...]
+    sizes: Mapping[str, int]
+    far: tuple[str, ...]
     host_wire: float  #: bytes that move to host memory and back per step
     moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
-
-    @property
-    def wire(self) -> float:
-        """Bytes sent per step, in the ring convention; without what optimizers send."""
-        return sum(row.sent(self.sizes) for row in self.work)
-
-    @property
-    def network(self) -> float:
-        """The part of ``wire`` that leaves a host or slice; without these, a replica."""
-        return sum(row.sent(self.sizes, self.far) for row in self.work)
-
-    @property
-    def arguments(self) -> float:
-        """Parameters, state and batch in device memory."""
-        return self.ledger.arguments
 
     @property
     def memory(self) -> float:
@@ -147,72 +131,42 @@ class StagePlan:
         return self.arguments + self.grads
 
     @property
-    def moments(self) -> dict[str, dict[str, float]]:
-        """Bytes beside ``arguments`` at each moment that may be the fullest, by what they are.
-
-        In the backward pass of the last micro-batch: at the head, before any of its gradients is
-        there; and at the layers, where compilers hold those of all layers from the first one on.
-        Then the compressed sync, and the update.
-        """
-        return self.ledger.moments
-
-    @property
-    def peak(self) -> float:
-        """``arguments``, and what is beside them at the fullest of ``moments``."""
-        return self.ledger.peak
-
-    def by_part(self, batch: float = 0.0) -> dict[str, float]:
-        """``peak`` by what it is, with ``batch`` more bytes of the batch."""
-        return self.ledger.by_part(batch)
-
-    @functools.cached_property
-    def ledger(self) -> Ledger:
-        """What is sent and held, in rows."""
+    def held(self) -> tuple[HeldRow, ...]:
         of_state = self.host - self.host_params
-        held = (
+        return (
             HeldRow("params", self.params - self.host_params),
             HeldRow("params", self.host_params, memory="host"),
             HeldRow("state", self.opt_state + self.master + self.sync - of_state),
             HeldRow("state", of_state, memory="host"),
             HeldRow("batch", self.batch),
+            *(self._streamed if self.in_backward else self._beside),
         )
-        return Ledger(self.work, held + (self._streamed if self.in_backward else self._beside))
 
     @property
     def _beside(self) -> tuple[HeldRow, ...]:
         """What is beside the arguments, if the update is after the backward pass."""
-        passes, copied = ("head", LAYERS), self.copied * self.share
+        stored, copied = self.activations or 0.0, self.copied * self.share
         gathers = self.share < 1
         outside = self.outside if gathers else 0.0
         gathered = max(self.layer, outside - self.working) if gathers else 0.0
         # Full gradients of what is outside of the layers have room for that of the logits.
-        logits = max(0.0, self.logits - (0.0 if gathers else self.outside))
-        return (
-            HeldRow("activations", self.activations or 0.0, passes),
-            HeldRow("temporaries", self.head + copied, ("head",)),
-            HeldRow("gathered", outside, ("head",)),
-            HeldRow("gradients", self.summed, ("head",)),
-            HeldRow("temporaries", self.working + logits + copied, (LAYERS,)),
-            HeldRow("gathered", gathered, (LAYERS,)),
-            HeldRow("gradients", self.grads + self.unreduced, (LAYERS,)),
-            HeldRow("gradients", self.synced, ("sync",)),
-            HeldRow("gathered", self.new_params, ("update",)),
-            HeldRow("gradients", self.updated, ("update",)),
+        working = self.working + max(0.0, self.logits - (0.0 if gathers else self.outside))
+        return held_at(
+            head=(stored, self.head + copied, outside, self.summed),
+            layers=(stored, working + copied, gathered, self.grads + self.unreduced),
+            sync=(0.0, 0.0, 0.0, self.synced),
+            update=(0.0, 0.0, self.new_params, self.updated),
         )
 
     @property
     def _streamed(self) -> tuple[HeldRow, ...]:
         """The same if each layer is updated as soon as its gradients exist."""
+        stored, grads = self.in_backward * (self.activations or 0.0), self.grads + self.unreduced
         read = self.layer if self.host else max(0.0, self.layer - self.working)
-        stored = self.in_backward * (self.activations or 0.0)
-        return (
-            HeldRow("activations", stored, ("head", LAYERS, "update")),
-            HeldRow("temporaries", self.head, ("head",)),
-            HeldRow("gradients", self.updated, ("head",)),
-            HeldRow("temporaries", self.working, (LAYERS,)),
-            HeldRow("gathered", read, (LAYERS,)),
-            HeldRow("temporaries", self.decoded, ("update",)),
-            HeldRow("gradients", self.grads + self.unreduced, (LAYERS, "update")),
+        return held_at(
+            head=(stored, self.head, 0.0, self.updated),
+            layers=(stored, self.working, read, grads),
+            update=(stored, self.decoded, 0.0, grads),
         )
 
     def to_dict(self) -> dict[str, Any]:

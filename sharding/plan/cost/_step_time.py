@@ -1,19 +1,20 @@
 """The time of one training step of a decoder under a plan, in closed form."""
 
+import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._ledger import Ledger, WorkRow
+from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
 from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
 from sharding.plan.machine._collective_time import Machine, collective_seconds
-from sharding.plan.machine._devices import DeviceKind, achieved
+from sharding.plan.machine._devices import achieved
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Implementation,
@@ -102,7 +103,6 @@ class StepSeconds:
 
 
 _ITEM = 2  # bytes of an activation
-_GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 # The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
 # The share of the bandwidth of host memory that CPUs reach: STREAM on a socket of DGX A100 by 32
 # threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
@@ -133,15 +133,15 @@ class Passes:
         return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
 
 
-class ParamBytes(NamedTuple):
-    """Bytes that belong to one parameter, on average."""
+class StateCosts(NamedTuple):
+    """What parameters and their update take, whatever the passes do; of one parameter bytes."""
 
-    param: float = 2.0  #: of itself, as it is gathered
-    grad: float = 2.0  #: of its gradient, as it is summed
-    state: float = 12.0  #: of optimizer state and master weights
-
-
-AVERAGE = ParamBytes()
+    param: float = 2.0  # of itself, as it is gathered
+    grad: float = 2.0  # of its gradient, as it is summed
+    state: float = 12.0  # of optimizer state and master weights
+    moved: float = 0.0  # that the update reads and writes, if more than all of these once
+    products: float = 0.0  # operations of the update on one device
+    sync: SyncWork | None = None  # in place of sums of gradients
 
 
 class _Clock:
@@ -169,18 +169,21 @@ class _Clock:
         op: Any = row.op
         return collective_seconds(op, row.amount, group, self.device, ideal=self.ideal)
 
-    def total(self, rows: tuple[WorkRow, ...]) -> float:
+    def total(self, rows: Iterable[WorkRow]) -> float:
         return sum(row.times * self(row) for row in rows)
 
     def _speed(self, unit: str) -> float:
         """Bytes or operations a second."""
+        device = self.device
         if unit == "flops":
-            return Roofline(self.device, COMPILED, ideal=self.ideal).flops
+            return Roofline(device, COMPILED, ideal=self.ideal).flops
         if unit == "memory":
-            share, figure = achieved(self.device).memory, self.device.bandwidth
-        else:
-            share, figure = _HOST_SHARES[unit], _host_figure(self.device, unit)
-        return figure * (1.0 if self.ideal else share)
+            return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
+        figure: float | None = getattr(device, unit)
+        if figure is None:
+            words, name = "the " + unit.replace("_", " "), with_article(device.name)
+            raise ValueError(f"{words} of {name} is not known; offload needs it.")
+        return figure * (1.0 if self.ideal else _HOST_SHARES[unit])
 
 
 def step_seconds(
@@ -191,7 +194,7 @@ def step_seconds(
     length: int | None = None,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
-    each: tuple[float, float, float] = AVERAGE,
+    each: tuple[float, float, float] = (2.0, 2.0, 12.0),
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
@@ -225,10 +228,9 @@ def step_seconds(
             f"step_seconds does not know the shapes of gradients, of which the time of {plan.sync} "
             "depends: search does."
         )
-    options: Any = {"ideal": ideal, "each": ParamBytes(*each)}
-    length = length or model.length
-    of_step = passes(model, plan, machine, length=length, implementation=implementation, **options)
-    return with_state(plan, machine, of_step, **options)
+    options: Any = {"implementation": implementation, "ideal": ideal}
+    of_step = passes(model, plan, machine, length=length or model.length, **options)
+    return with_state(plan, machine, of_step, StateCosts(*each), ideal=ideal)
 
 
 def passes(
@@ -239,9 +241,12 @@ def passes(
     length: int,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
-    each: ParamBytes = AVERAGE,
+    item: float = 2.0,
 ) -> Passes:
-    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
+    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone.
+
+    Parameters have so many bytes where stages send them.
+    """
     clock = _Clock(plan, machine, ideal)
     options: Any = {"microbatch": plan.microbatch, "length": length}
     options |= {"implementation": implementation, "ideal": ideal}
@@ -283,16 +288,38 @@ def passes(
     end = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
     last = [_Part(end, sent_head), *(part.of(counts[-1], launch) for part in parts)]
     found = _slowest(plan, most, last, lockstep, implementation.lockstep)
-    held, tables = _held_layers(model, plan, counts, ideal, implementation.lockstep)
-    message = float(_ITEM * plan.microbatch * length * model.width)
-    rows = [*_between_stages(plan, message, tables, implementation.lockstep)]
-    uneven = max(counts) * chunks > model.layers and not plan.asynchronous
-    if uneven and implementation.lockstep and not ideal:
-        rows.append(_moved_layers(model, plan, counts, each))
-    params = held * model.layer_elements / plan.tensor + tables
-    transfers = clock.total(tuple(rows))
+    # ZeRO and the update. The first stage has the embedding; in one compiled program all have both
+    # tables, and share layers equally. A bound takes what the fullest stage has at least.
+    one_program = implementation.lockstep
+    tables = 1 if model.tied else 2
+    if plan.pipe > 1 and not one_program:
+        tables = 0 if ideal else 1
+    held = model.layers / plan.pipe
+    if not ideal and (not one_program or plan.asynchronous):
+        held = float(max(counts) * plan.chunks)
+    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+    outside = tables * table
+    # What stages send each other: a message in each tick; and where they are one program that waits
+    # for all, gradients of tables, and layers of unequal stages with their gradients.
+    rows = []
+    if plan.pipe > 1:
+        message = float(_ITEM * plan.microbatch * length * model.width)
+        ticks = schedules.num_ticks(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+        message /= 1 if one_program else plan.tensor
+        rows.append(WorkRow("transfers", "permute", message, ("pipe",), ticks))
+    params_of_layer = model.layer_elements / plan.tensor
+    if plan.pipe > 1 and one_program and not plan.asynchronous:
+        uneven = counts if max(counts) * chunks > model.layers and not ideal else ()
+        rows += schedules.moved_params(
+            plan.schedule, plan.pipe, uneven, item * params_of_layer, params_of_layer, outside
+        )
     return dataclasses.replace(
-        found, layers=held, params=params, chunks=counts, transfers=transfers, outside=tables
+        found,
+        layers=held,
+        params=held * params_of_layer + outside,
+        chunks=counts,
+        transfers=clock.total(rows),
+        outside=outside,
     )
 
 
@@ -344,79 +371,26 @@ def _slowest(
     return Passes(work * count, 0.0, 0.0, tensor=count * wires, bubble=bubble)
 
 
-def _held_layers(
-    model: Decoder, plan: ParallelPlan, counts: tuple[int, ...], ideal: bool, one_program: bool
-) -> tuple[float, float]:
-    """Layers of the fullest device, and elements of its tables.
-
-    The first stage has the embedding; in one compiled program all stages have both tables, and
-    layers of unequal stages are shared equally. A bound takes what the fullest stage has at least.
-    """
-    held = model.layers / plan.pipe
-    tables = 1 if model.tied else 2
-    if plan.pipe > 1 and not one_program:
-        tables = 0 if ideal else 1
-    if not ideal and (not one_program or plan.asynchronous or plan.pipe == 1):
-        held = max(counts) * plan.chunks
-    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-    return held, tables * table
-
-
-def _between_stages(
-    plan: ParallelPlan, message: float, tables: float, one_program: bool
-) -> Iterator[WorkRow]:
-    """Messages in each tick; in one program sums of gradients of tables, in 32 bits, too."""
-    if plan.pipe == 1:
-        return
-    message /= 1 if one_program else plan.tensor
-    sizes = plan.schedule, plan.pipe, plan.microbatches, plan.chunks
-    yield WorkRow("transfers", "permute", message, ("pipe",), schedules.num_ticks(*sizes))
-    if one_program and not plan.asynchronous:
-        yield WorkRow("transfers", "all-reduce", _GRADIENT_SUM * tables, ("pipe",))
-
-
-def _moved_layers(
-    model: Decoder, plan: ParallelPlan, counts: tuple[int, ...], each: ParamBytes
-) -> WorkRow:
-    """Layers of unequal stages of one program, and their gradients, between the stages."""
-    there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
-    moved = each.param * there + _GRADIENT_SUM * back
-    return WorkRow("transfers", "permute", moved * (model.layer_elements / plan.tensor), ("pipe",))
-
-
 def with_state(
     plan: ParallelPlan,
     machine: Machine,
     step_passes: Passes,
+    costs: StateCosts,
     *,
-    sync: SyncWork | None = None,
-    products: float = 0.0,
-    moved: float = 0.0,
     ideal: bool = False,
-    each: ParamBytes = AVERAGE,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link.
-
-    The update reads and writes parameters, gradients and state once, or ``moved`` bytes for each
-    parameter if these are more, and has ``products``. On the CPU it does so in host memory, which
-    its share of the cores keeps busy; what goes back to the device for sums is not counted.
-    """
-    rows = (
-        *_of_zero(plan, step_passes, each, sync),
-        *_of_update(plan, step_passes, each, sync, products, moved, ideal),
-    )
-    seconds = Ledger(rows).seconds(_Clock(plan, machine, ideal))
+    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
+    clock, seconds = _Clock(plan, machine, ideal), collections.defaultdict[Any, float](float)
+    for row in _state_rows(plan, step_passes, costs, ideal):
+        seconds[row.part, row.beside] += row.times * clock(row)
     # Gradients are reduced beside the last backward pass, at least.
     last = 2 / 3 / plan.microbatches
     shares = {"last backward": last, "backward": 2 / 3, "all": 1.0}
     if plan.pipe > 1:
         shares = dict.fromkeys(shares, last)
     data = {beside: value for (part, beside), value in seconds.items() if part == "data"}
-    exposed = data.pop("", 0.0)
-    copies = seconds.get(("host", ""), 0.0)
-    on_cpu = seconds.get(("host", "copies"), 0.0)
-    update = seconds.get(("update", ""), 0.0)
-    work = step_passes.work
+    copies, on_cpu = seconds["host", ""], seconds["host", "copies"]
+    work, update = step_passes.work, seconds["update", ""]
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -426,8 +400,8 @@ def with_state(
         tensor=step_passes.tensor,
         bubble=step_passes.bubble + waiting,
         transfers=step_passes.transfers,
-        data=sum(data.values()) + exposed,
-        exposed=exposed,
+        data=sum(data.values()),
+        exposed=data.get("", 0.0),
         update=update,
         host=max(copies, on_cpu) if ideal else copies + on_cpu,
         hideable=max((shares.get(x, 0.0) for x in data), default=0.0) * work.seconds,
@@ -435,64 +409,41 @@ def with_state(
     )
 
 
-def _of_zero(
-    plan: ParallelPlan, step_passes: Passes, each: ParamBytes, sync: SyncWork | None
+def _state_rows(
+    plan: ParallelPlan, step_passes: Passes, costs: StateCosts, ideal: bool
 ) -> Iterator[WorkRow]:
-    """What data parallelism sends: of a pipeline once in a step."""
-    if plan.data == 1:
-        return
-    stored = step_passes.params * each.param
-    sent = SentParams(
-        summed=step_passes.params * each.grad,
-        stored=stored,
-        gathered=stored,
-        layers=step_passes.layers,
-        spread=plan.spread,
-    )
-    replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
-    times = plan.microbatches if plan.pipe == 1 else 1
-    yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
+    """What data parallelism sends, what an update touches and computes, what the host link moves.
 
-
-def _of_update(
-    plan: ParallelPlan,
-    step_passes: Passes,
-    each: ParamBytes,
-    sync: SyncWork | None,
-    products: float,
-    moved: float,
-    ideal: bool,
-) -> Iterator[WorkRow]:
-    """What the update touches and computes, and what moves between device and host."""
-    params = step_passes.params
-    shards = plan.shards_of_state
-    touched = 2 * (each.param + each.state) + each.grad
-    touched = params * (touched if ideal else max(touched, moved)) / shards
+    The update reads and writes parameters, gradients and state once, at least. On the CPU it does
+    so in host memory, which its share of the cores keeps busy; what goes back to the device for
+    sums is not counted.
+    """
+    params, sync = step_passes.params, costs.sync
+    if plan.data > 1:
+        stored = params * costs.param
+        sent = SentParams(
+            params * costs.grad, stored, stored, layers=step_passes.layers, spread=plan.spread
+        )
+        replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
+        times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
+        yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
+    shards, on_cpu = plan.shards_of_state, plan.offload == "update"
+    each = 2 * (costs.param + costs.state) + costs.grad
+    touched = params * (each if ideal else max(each, costs.moved)) / shards
     by_sync = sync.moved if sync and not ideal else 0.0
-    on_cpu = plan.offload == "update"
-    passes_of_update = by_sync if on_cpu else touched + by_sync
-    yield WorkRow("update", "passes", passes_of_update, ("memory",))
-    yield WorkRow("update", "products", products, ("flops",))
-    if not plan.offload:
-        return
+    yield WorkRow("update", "passes", by_sync + (0.0 if on_cpu else touched), ("memory",))
+    yield WorkRow("update", "products", costs.products, ("flops",))
     # State from host memory, and back at the same time; streamed parameters once in the forward
     # passes of all micro-batches and once where they are updated.
-    linked = params / shards * each.state
+    linked = params / shards * costs.state
     if plan.update_in_backward:
-        read = 2 * each.param / (plan.shards if plan.stage == 3 else 1)
-        linked = (params - step_passes.outside) * (each.state / shards + read)
+        read = 2 * costs.param / (plan.shards if plan.stage == 3 else 1)
+        linked = (params - step_passes.outside) * (costs.state / shards + read)
     if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
-        linked = params / shards * (each.grad + each.param) / (1 + ideal)
+        linked = params / shards * (costs.grad + costs.param) / (1 + ideal)
         yield WorkRow("host", "passes", touched, ("host_bandwidth",), beside="copies")
-    yield WorkRow("host", "copies", linked, ("host_link",))
-
-
-def _host_figure(device: DeviceKind, name: str) -> float:
-    figure: float | None = getattr(device, name)
-    if figure is None:
-        words = "the " + name.replace("_", " ")
-        raise ValueError(f"{words} of {with_article(device.name)} is not known; offload needs it.")
-    return figure
+    if plan.offload:
+        yield WorkRow("host", "copies", linked, ("host_link",))
 
 
 def _launched(work: KernelSeconds, launch: float, sent: float) -> KernelSeconds:
