@@ -11,6 +11,7 @@ from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
+from sharding.plan.cost._ledger import DIFFERS
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
@@ -63,7 +64,9 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            figures["plans"][i]["program"] = vars(beside) | {"failures": list(beside.failures)}
+            named = [row._asdict() for row in beside.differences]
+            program = vars(beside) | {"failures": [*beside.failures], "differences": named}
+            figures["plans"][i]["program"] = program
         figures["chosen"] = holding[0] if holding else None
         asked = {"sequences": result.sequences, "length": length}
         print_json(options, figures, params=model.abstract(dtype), **asked)
@@ -77,6 +80,13 @@ def run_search(options: Namespace) -> int:
         rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
         columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
         programs = [Table("compiled for the target", columns, rows)] if rows else []
+        others = [
+            (f"{i + 1}: {row.name}", size(row.planned), size(row.program))
+            for i, found in verified.items()
+            for row in found.differences
+        ]
+        title = f"of these more than {DIFFERS:.0%} from the plan"
+        programs += [Table(title, ("plan", "planned", "program"), others)] if others else []
         show(result.tables() + programs, notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")

@@ -125,3 +125,31 @@ def merged(rows: Iterable[WorkRow]) -> tuple[WorkRow, ...]:
         key = row._replace(amount=0.0)
         amounts[key] = amounts.get(key, 0.0) + row.amount
     return tuple(key._replace(amount=amount) for key, amount in amounts.items() if amount)
+
+
+DIFFERS = 0.03  # the share of a figure from which a difference is named
+
+
+class Difference(NamedTuple):
+    """A row that a program has otherwise than its plan."""
+
+    name: str  # such as ``"all-gather over data"``, or a part of the memory
+    planned: float  # bytes
+    program: float  # bytes
+
+
+def sent_over(op: str, axes: Collection[str], sizes: Mapping[str, int]) -> str:
+    """The name of all that one operation sends over the same axes."""
+    several = [axis for axis, size in sizes.items() if axis in axes and size > 1]
+    return f"{'collective-permute' if op == 'permute' else op} over {'+'.join(several) or '?'}"
+
+
+def differences(
+    planned: Mapping[str, float], program: Mapping[str, float]
+) -> tuple[Difference, ...]:
+    """Rows that differ by more than ``DIFFERS``, and by as much of a hundredth of their sum."""
+    least = 0.01 * sum(planned.values())
+    rows = (Difference(x, planned.get(x, 0.0), program.get(x, 0.0)) for x in {**planned, **program})
+    return tuple(
+        row for row in rows if abs(row.program - row.planned) > max(DIFFERS * row.planned, least)
+    )

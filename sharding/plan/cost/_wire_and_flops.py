@@ -91,43 +91,51 @@ def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree
     >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
     7552.0
     """
-    mesh, stages = pipeline.mesh, pipeline.schedule.num_stages
+    rows = pipeline_work(pipeline, params, batch, specs=specs)
+    return float(sum(row.sent(pipeline.mesh.shape) for row in rows))
+
+
+def pipeline_work(
+    pipeline: Pipeline,
+    params: Tree,
+    batch: Batch,
+    *,
+    specs: Tree = None,
+    updates: AsyncSchedule | None = None,
+) -> list[WorkRow]:
+    """What a device sends for a pipeline in one step, or for all ``updates`` without a flush.
+
+    These exchange parameters, not sums of gradients, before and after all.
+    """
+    mesh, axis = pipeline.mesh, pipeline.axis
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
-
-    def sent_of(x: Array, spec: Any, is_layers: bool) -> float:
-        own = num_bytes(x)  # and of the accumulated gradient
-        of_sum = num_bytes(jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
-        if not is_layers:
-            return 2 * (stages - 1) / stages * of_sum / num_shards(mesh, spec)
-        replicas = (own + of_sum) / num_shards(mesh, spec)
-        # Of unequal numbers of layers; other axes shard them.
-        others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {pipeline.axis}))
-        there, back = pipeline._rows.sent(x.shape)
-        moved = (there * own + back * of_sum) / x.shape[0] / others
-        return moved + (replicas if len(pipeline.schedule.routes) > 1 else 0.0)
-
+    program = instructions(updates or pipeline.schedule, pipeline.recompute)
     shared = {name: x for name, x in stacked.items() if name != pipeline.layers}
-    program = instructions(pipeline.schedule, pipeline.recompute)
-    sent = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
+    message = float(num_bytes(_message(pipeline, shared, batch)))
+    rows = [WorkRow("transfers", "permute", message, (axis,), num_permutes(program))]
+
+    def of_array(x: Array, spec: Any, is_layers: bool) -> None:
+        own = num_bytes(x)
+        back = own  # of a sum of gradients
+        if updates is None:
+            dtype = jnp.promote_types(x.dtype, jnp.float32)
+            back = num_bytes(jax.ShapeDtypeStruct(x.shape, dtype))
+        if not is_layers:
+            rows.append(WorkRow("transfers", "all-reduce", back / num_shards(mesh, spec), (axis,)))
+            return
+        # Of unequal numbers of layers, those that are elsewhere; other axes shard them.
+        others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {axis}))
+        to_stages, from_stages = pipeline._rows.sent(x.shape)
+        moved = (to_stages * own + from_stages * back) / x.shape[0] / others
+        if len(pipeline.schedule.routes) > 1:
+            moved += (own + back) / num_shards(mesh, spec)
+        rows.append(WorkRow("transfers", "permute", moved, (axis,)))
+
     for name, tree in stacked.items():
-        of = functools.partial(sent_of, is_layers=name == pipeline.layers)
-        sent += sum(jax.tree.leaves(jax.tree.map(of, tree, specs[name])))
-    return float(sent)
-
-
-def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Tree, batch: Batch) -> float:
-    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches.
-
-    Stages of unequal numbers of layers send each other what is elsewhere, before and after all.
-    """
-    shared = dict(jax.eval_shape(lambda: params))
-    layers = jax.tree.leaves(shared.pop(pipeline.layers))
-    permuted = num_permutes(instructions(schedule, pipeline.recompute))
-    stages = schedule.num_stages
-    sent = permuted * num_bytes(_message(pipeline, shared, batch))
-    moved = sum(sum(pipeline._rows.sent(x.shape)) * num_bytes(x) / x.shape[0] for x in layers)
-    return float(sent + 2 * (stages - 1) / stages * num_bytes(shared) + moved)
+        of = functools.partial(of_array, is_layers=name == pipeline.layers)
+        jax.tree.map(of, tree, specs[name])
+    return rows
 
 
 def num_permutes(program: Instructions) -> int:
@@ -206,7 +214,7 @@ def tensor_work(
     return TensorWork(forward, backward, (summed,), (summed, of_loss))
 
 
-def tensor_wire(
+def tensor_row(
     model: Decoder,
     plan: ParallelPlan,
     *,
@@ -214,15 +222,16 @@ def tensor_wire(
     adds_first: bool = True,
     schedule: Schedule | None = None,
     rows: int = 0,
-) -> float:
-    """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
+) -> WorkRow:
+    """These sums in a step, in bytes; chunks of a pipeline have ``rows`` layers."""
     work = tensor_work(model, plan, itemsize=itemsize, adds_first=adds_first)
-    sizes = {TENSOR_AXIS: plan.tensor}
-    forward, backward, lookup, head = (sum(x.sent(sizes) for x in part) for part in work)
+    forward, backward, lookup, head = (sum(x.amount * x.times for x in part) for part in work)
     if schedule is None:
-        return plan.microbatches * (model.layers * (forward + backward) + lookup + head)
-    passes = {Op.FORWARD: rows * forward, Op.BACKWARD: rows * backward}
-    return _over_ticks(schedule, passes, head, lookup)
+        nbytes = plan.microbatches * (model.layers * (forward + backward) + lookup + head)
+    else:
+        passes = {Op.FORWARD: rows * forward, Op.BACKWARD: rows * backward}
+        nbytes = _over_ticks(schedule, passes, head, lookup)
+    return WorkRow("tensor", "all-reduce", nbytes, (TENSOR_AXIS,))
 
 
 _WIDE = 4  # bytes: gradients are compressed in 32 bits

@@ -45,12 +45,14 @@ class PlanFile:
     dtype: str  #: of the parameters
     layers: tuple[int, ...]  #: of each chunk of a pipeline; of a ``TracedModel`` none
     plan: ParallelPlan  #: how a step is shared
-    promised: dict[str, float]  #: seconds, and bytes, the program's once it is compiled
+    #: seconds; bytes of memory, the program's once it is compiled, and their planned parts
+    promised: dict[str, float]
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
         """The file of a chosen plan; ``names`` are the other fields."""
         promised = {"memory": chosen.memory, "seconds": chosen.seconds.seconds}
+        promised |= {part: nbytes for part, nbytes in chosen.held.items() if part != "total"}
         return cls(layers=chosen.layers, plan=chosen.plan, promised=promised, **names)
 
     def write(self, path: str | pathlib.Path) -> None:

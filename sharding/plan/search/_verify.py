@@ -1,5 +1,6 @@
 """A plan beside the program of its step: memory, bytes sent and operations."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -8,9 +9,10 @@ import optax
 
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
-from sharding.plan.cost import _wire_and_flops as of_program
+from sharding.plan.cost._ledger import DIFFERS, Difference, WorkRow, differences, sent_over
 from sharding.plan.cost._plan_costs import sync_of_plan, transformation_of
 from sharding.plan.cost._stage_plan import stage_plan
+from sharding.plan.cost._wire_and_flops import decoder_flops, pipeline_work, tensor_row
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -19,8 +21,6 @@ from sharding.plan.search._traced_model import AnyModel, TracedModel
 
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
-# From what difference on memory is named: it is an estimate, which the program replaces.
-MEMORY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Verification:
     update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
     #: whether the compiler decides what is sent: 0.95 to 1.5 of what is planned
     partitioned: bool = False
+    #: what is sent by operation and axes, and memory by part, where they differ by more than 3 %
+    differences: tuple[Difference, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -58,7 +60,7 @@ class Verification:
     @property
     def correction(self) -> str:
         """What memory the program needs, if it is not that of the plan; else empty."""
-        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+        if abs(self.memory / self.planned_memory - 1) <= DIFFERS:
             return ""
         return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
 
@@ -114,12 +116,24 @@ def verify(
     mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
     step = lowered_step(file, mesh, model, tx)
     audited = audit(step.lowered, mesh=mesh, device=device or file.target)
-    update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
     update_flops = audited.products.get("update", 0.0)
+    sent: dict[str, float] = collections.defaultdict(float)
+    of_program: dict[str, float] = collections.defaultdict(float)
+    for work in planned_work(file, mesh, model, tx):
+        sent[sent_over(work.op, work.on, mesh.shape)] += work.sent(mesh.shape)
+    update_wire = 0.0
+    for row in audited.traffic:
+        if row.phase == "update":
+            update_wire += row.wire_bytes
+        else:
+            of_program[sent_over(row.op, row.axes, mesh.shape)] += row.wire_bytes
+    # The plan's memory by part, if its file has it.
+    held = {name: file.promised[name] for name in audited.by_part if name in file.promised}
+    parts = {name: audited.by_part[name] for name in held}
     return Verification(
         planned_memory=file.promised["memory"],
         memory=audited.memory,
-        planned_wire=planned_wire(file, mesh, model, tx),
+        planned_wire=sum(sent.values()),
         wire=audited.wire_bytes - update_wire,
         planned_flops=planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
@@ -128,38 +142,40 @@ def verify(
         partitioned=not step.per_device,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
         update_flops=0.0 if plan.asynchronous else update_flops,
+        differences=(*differences(sent, of_program), *differences(held, parts)),
     )
 
 
-def planned_wire(
+def planned_work(
     file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
-) -> float:
-    """Bytes that one device sends in a step, without what optimizers send."""
+) -> tuple[WorkRow, ...]:
+    """What one device sends in a step, without what optimizers send."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
-    if plan.asynchronous:
-        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
-        params = pipeline.stack(model.abstract(dtype))
-        return of_program.updates_wire(pipeline, updates, params, model.batch(plan.sequences))
-    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+    params, specs = model.abstract(dtype), file.param_specs(model)
+    rows: list[WorkRow] = []
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
         params = pipeline.stack(params)
         specs = pipeline.param_specs(params, specs)
+        updates = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else None
         batch = model.batch(plan.microbatches * plan.microbatch)
-        sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
+        rows += pipeline_work(pipeline, params, batch, specs=specs, updates=updates)
     if isinstance(model, Decoder) and plan.tensor > 1:
-        sent += of_program.tensor_wire(
+        row = tensor_row(
             *(model, plan),
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
             schedule=file.schedule() if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
+        rows.append(row)
+    if plan.asynchronous:
+        return tuple(rows)
     options: Any = {"param_specs": specs, "gathered_once": ""}
     options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
-    return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
+    return (*rows, *stage_plan(params, tx, file.zero(mesh), **options).work)
 
 
 def planned_flops(file: PlanFile, model: AnyModel) -> float:
@@ -168,9 +184,9 @@ def planned_flops(file: PlanFile, model: AnyModel) -> float:
     if isinstance(model, Decoder) and plan.pipe > 1:
         updates = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else None
         schedule = updates or file.schedule()
-        return of_program.decoder_flops(model, plan, schedule, max(file.layers))
+        return decoder_flops(model, plan, schedule, max(file.layers))
     by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
         traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)
         return plan.microbatches * traced.flops / plan.data + by_sync
-    return of_program.decoder_flops(model, plan) + by_sync
+    return decoder_flops(model, plan) + by_sync

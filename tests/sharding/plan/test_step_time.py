@@ -20,7 +20,7 @@ from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import passes, step_seconds
 from sharding.plan.cost._update_traffic import update_bytes
-from sharding.plan.cost._wire_and_flops import tensor_wire
+from sharding.plan.cost._wire_and_flops import tensor_row
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
 from sharding.plan.model._layer_costs import Implementation, head_work, layer_work
@@ -177,7 +177,8 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
     nbytes = 2 * (SMALL.layers * times + 2 * tables) * SMALL.width + 12 * tables
     assert found * A100.link == pytest.approx(tokens * nbytes * 2 * 7 / 8)
     if compiled:
-        assert found * A100.link == pytest.approx(tensor_wire(model, plan, itemsize=2))
+        row = tensor_row(model, plan, itemsize=2)
+        assert found * A100.link == pytest.approx(row.sent({"model": 8}))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
