@@ -147,7 +147,7 @@ def sent_over(op: str, axes: Collection[str], sizes: Mapping[str, int]) -> str:
 def differences(
     planned: Mapping[str, float], program: Mapping[str, float]
 ) -> tuple[Difference, ...]:
-    """Rows that differ by more than ``DIFFERS``, and by as much of a hundredth of their sum."""
+    """Rows that differ by more than ``DIFFERS``, and by more than 1 % of all that is planned."""
     least = 0.01 * sum(planned.values())
     rows = (Difference(x, planned.get(x, 0.0), program.get(x, 0.0)) for x in {**planned, **program})
     return tuple(

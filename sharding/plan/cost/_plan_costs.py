@@ -22,7 +22,6 @@ from sharding.plan.cost._ledger import HeldRow, Ledger, held_at
 from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StateCosts, StepSeconds, passes, with_state
-from sharding.plan.cost._update_traffic import update_bytes
 from sharding.plan.cost._wire_and_flops import (
     TENSOR_AXIS,
     SyncedArray,
@@ -45,6 +44,7 @@ from sharding.plan.model._layer_costs import (
 )
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import Traced, work_of
+from sharding.plan.model._update_traffic import update_bytes
 
 
 @dataclasses.dataclass(frozen=True)

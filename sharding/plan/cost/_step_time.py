@@ -103,8 +103,8 @@ class StepSeconds:
 
 
 _ITEM = 2  # bytes of an activation
-# The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
-# The share of the bandwidth of host memory that CPUs reach: STREAM on a socket of DGX A100 by 32
+# The shares that are reached. Of a PCIe link by copies 55 of 63 GB/s: Bekman, Machine Learning
+# Engineering. Of the bandwidth of host memory by CPUs, STREAM on a socket of DGX A100 by 32
 # threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
 _HOST_SHARES = {"host_link": 0.88, "host_bandwidth": 0.72}
 
@@ -288,35 +288,48 @@ def passes(
     end = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
     last = [_Part(end, sent_head), *(part.of(counts[-1], launch) for part in parts)]
     found = _slowest(plan, most, last, lockstep, implementation.lockstep)
-    # ZeRO and the update. The first stage has the embedding; in one compiled program all have both
-    # tables, and share layers equally. A bound takes what the fullest stage has at least.
-    one_program = implementation.lockstep
-    tables = 1 if model.tied else 2
+    return _with_stages(found, model, plan, clock, length, counts, implementation.lockstep, item)
+
+
+def _with_stages(
+    found: Passes,
+    model: Decoder,
+    plan: ParallelPlan,
+    clock: _Clock,
+    length: int,
+    counts: tuple[int, ...],
+    one_program: bool,
+    item: float,
+) -> Passes:
+    """The same with what a device holds, and what stages send each other.
+
+    The first stage has the embedding; in one compiled program all have both tables, and share
+    layers equally. A bound takes what the fullest stage has at least.
+    """
+    of_most = max(counts) * plan.chunks
+    held, tables = model.layers / plan.pipe, 1 if model.tied else 2
     if plan.pipe > 1 and not one_program:
-        tables = 0 if ideal else 1
-    held = model.layers / plan.pipe
-    if not ideal and (not one_program or plan.asynchronous):
-        held = float(max(counts) * plan.chunks)
-    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-    outside = tables * table
-    # What stages send each other: a message in each tick; and where they are one program that waits
-    # for all, gradients of tables, and layers of unequal stages with their gradients.
-    rows = []
+        tables = 0 if clock.ideal else 1
+    if not clock.ideal and (not one_program or plan.asynchronous):
+        held = float(of_most)
+    outside = tables * model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+    layer = model.layer_elements / plan.tensor
+    # A message in each tick; and where stages are one program that waits for all, gradients of
+    # tables, and layers of unequal stages with their gradients.
+    rows, sizes = [], (plan.schedule, plan.pipe)
     if plan.pipe > 1:
-        message = float(_ITEM * plan.microbatch * length * model.width)
-        ticks = schedules.num_ticks(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
-        message /= 1 if one_program else plan.tensor
-        rows.append(WorkRow("transfers", "permute", message, ("pipe",), ticks))
-    params_of_layer = model.layer_elements / plan.tensor
-    if plan.pipe > 1 and one_program and not plan.asynchronous:
-        uneven = counts if max(counts) * chunks > model.layers and not ideal else ()
-        rows += schedules.moved_params(
-            plan.schedule, plan.pipe, uneven, item * params_of_layer, params_of_layer, outside
+        message = (
+            _ITEM * plan.microbatch * length * model.width / (1 if one_program else plan.tensor)
         )
+        ticks = schedules.num_ticks(*sizes, plan.microbatches, plan.chunks)
+        rows.append(WorkRow("transfers", "permute", message, ("pipe",), ticks))
+    if plan.pipe > 1 and one_program and not plan.asynchronous:
+        uneven = counts if of_most * plan.pipe > model.layers and not clock.ideal else ()
+        rows += schedules.moved_params(*sizes, uneven, item * layer, layer, outside)
     return dataclasses.replace(
         found,
         layers=held,
-        params=held * params_of_layer + outside,
+        params=held * layer + outside,
         chunks=counts,
         transfers=clock.total(rows),
         outside=outside,

@@ -128,9 +128,13 @@ def pipeline_work(
         others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {axis}))
         to_stages, from_stages = pipeline._rows.sent(x.shape)
         moved = (to_stages * own + from_stages * back) / x.shape[0] / others
+        op = {0: "permute", None: "all-gather"}.get(pipeline._rows.dim(x.shape), "all-to-all")
+        if op != "permute":  # which count full arrays
+            moved *= mesh.shape[axis] / (mesh.shape[axis] - 1)
+        rows.append(WorkRow("transfers", op, moved, (axis,)))
         if len(pipeline.schedule.routes) > 1:
-            moved += (own + back) / num_shards(mesh, spec)
-        rows.append(WorkRow("transfers", "permute", moved, (axis,)))
+            replicas = (own + back) / num_shards(mesh, spec)
+            rows.append(WorkRow("transfers", "permute", replicas, (axis,)))
 
     for name, tree in stacked.items():
         of = functools.partial(of_array, is_layers=name == pipeline.layers)

@@ -72,7 +72,10 @@ class PlanFile:
             if figures.pop("version") != _VERSION:
                 raise ValueError(f"{path} is not of version {_VERSION}.")
             figures.pop("code")
-            plan = ParallelPlan(**figures.pop("plan"))
+            fields = figures.pop("plan")
+            for name in ("param_bytes", "grad_bytes", "state_bytes"):  # of earlier files
+                fields.pop(name, None)
+            plan = ParallelPlan(**fields)
             return cls(plan=plan, layers=tuple(figures.pop("layers")), **figures)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no plan that search wrote: {error}.") from error

@@ -19,12 +19,12 @@ from sharding.plan import MODELS, estimate, kind_of
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import passes, step_seconds
-from sharding.plan.cost._update_traffic import update_bytes
 from sharding.plan.cost._wire_and_flops import tensor_row
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
 from sharding.plan.model._layer_costs import Implementation, head_work, layer_work
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._update_traffic import update_bytes
 
 from ..pipeline.families import seconds_in_lockstep
 
