@@ -109,12 +109,18 @@ class Ledger:
         All that is neither an argument nor a gradient counts as activations.
         """
         parts = dict.fromkeys(("params", "grads", "state", "batch"), 0.0)
+        moments: dict[str, float] = {}
+        grads = 0.0
         for row in self.held:
-            if not row.at and row.memory == "device":
+            if row.at:
+                moments[row.at] = moments.get(row.at, 0.0) + row.nbytes
+            elif row.memory == "device":
                 parts[row.part] += row.nbytes
+            if row.at == "layers" and row.part == "gradients":
+                grads = row.nbytes
+        total = sum(parts.values()) + max(moments.values()) + batch
         parts["batch"] += batch
-        parts["grads"] = self.moments["layers"]["gradients"]
-        total = self.peak + batch
+        parts["grads"] = grads
         return parts | {"activations": total - sum(parts.values()), "total": total}
 
 

@@ -93,13 +93,18 @@ def moved_params(
     """
     rows = [WorkRow("transfers", "all-reduce", _WIDE * shared, ("pipe",))]
     if uneven:
-        stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(uneven))])
-        own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
-        placed = StageRows("pipe", layer_of_row(own, uneven))
-        there, back = placed.sent((sum(uneven), num_stages))
+        there, back = _layers_sent(schedule, num_stages, tuple(uneven))
         moved = layer_bytes * there + _WIDE * layer * back
         rows.append(WorkRow("transfers", "permute", moved, ("pipe",)))
     return rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _layers_sent(schedule: str, num_stages: int, counts: tuple[int, ...]) -> tuple[float, float]:
+    """How many layers a device sends others in a step, and gradients of layers."""
+    stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
+    own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
+    return StageRows("pipe", layer_of_row(own, counts)).sent((sum(counts), num_stages))
 
 
 def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:

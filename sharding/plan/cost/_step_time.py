@@ -116,11 +116,11 @@ class Passes:
     work: KernelSeconds  # of kernels
     layers: float  # that the device has, in as many parts ZeRO gathers and reduces
     params: float  # of the device
+    outside: float = 0.0  # of these, those that no layer has
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
     tensor: float = 0.0  # seconds of collectives among the devices that share a layer
     bubble: float = 0.0  # seconds, idle in a pipeline
     transfers: float = 0.0  # seconds of messages and sums of gradients between stages
-    outside: float = 0.0  # of the parameters, those that no layer has
 
     @property
     def least(self) -> float:
@@ -287,53 +287,64 @@ def passes(
     most = [part.of(max(counts[:-1] or counts), launch) for part in parts]
     end = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
     last = [_Part(end, sent_head), *(part.of(counts[-1], launch) for part in parts)]
-    found = _slowest(plan, most, last, lockstep, implementation.lockstep)
-    return _with_stages(found, model, plan, clock, length, counts, implementation.lockstep, item)
+    one_program = implementation.lockstep
+    work, wires, bubble = _slowest(plan, most, last, lockstep, one_program)
+    return Passes(
+        *(work * plan.microbatches, *_held_by(model, plan, clock.ideal, counts, one_program)),
+        chunks=counts,
+        tensor=plan.microbatches * wires,
+        bubble=bubble,
+        transfers=clock.total(
+            _between(model, plan, clock.ideal, length, counts, one_program, item)
+        ),
+    )
 
 
-def _with_stages(
-    found: Passes,
-    model: Decoder,
-    plan: ParallelPlan,
-    clock: _Clock,
-    length: int,
-    counts: tuple[int, ...],
-    one_program: bool,
-    item: float,
-) -> Passes:
-    """The same with what a device holds, and what stages send each other.
+def _held_by(
+    model: Decoder, plan: ParallelPlan, ideal: bool, counts: tuple[int, ...], one_program: bool
+) -> tuple[float, float, float]:
+    """Layers of a device, its parameters, and those of its tables.
 
     The first stage has the embedding; in one compiled program all have both tables, and share
     layers equally. A bound takes what the fullest stage has at least.
     """
-    of_most = max(counts) * plan.chunks
     held, tables = model.layers / plan.pipe, 1 if model.tied else 2
     if plan.pipe > 1 and not one_program:
-        tables = 0 if clock.ideal else 1
-    if not clock.ideal and (not one_program or plan.asynchronous):
-        held = float(of_most)
+        tables = 0 if ideal else 1
+    if not ideal and (not one_program or plan.asynchronous):
+        held = float(max(counts) * plan.chunks)
     outside = tables * model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-    layer = model.layer_elements / plan.tensor
-    # A message in each tick; and where stages are one program that waits for all, gradients of
-    # tables, and layers of unequal stages with their gradients.
-    rows, sizes = [], (plan.schedule, plan.pipe)
-    if plan.pipe > 1:
-        message = (
-            _ITEM * plan.microbatch * length * model.width / (1 if one_program else plan.tensor)
+    return held, held * model.layer_elements / plan.tensor + outside, outside
+
+
+def _between(
+    model: Decoder,
+    plan: ParallelPlan,
+    ideal: bool,
+    length: int,
+    counts: tuple[int, ...],
+    one_program: bool,
+    item: float,
+) -> list[WorkRow]:
+    """What stages send each other: a message in each tick.
+
+    Where they are one program that waits for all, also gradients of tables, and layers of unequal
+    stages with their gradients.
+    """
+    if plan.pipe == 1:
+        return []
+    message = _ITEM * plan.microbatch * length * model.width / (1 if one_program else plan.tensor)
+    ticks = schedules.num_ticks(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+    rows = [WorkRow("transfers", "permute", message, ("pipe",), ticks)]
+    if one_program and not plan.asynchronous:
+        uneven = max(counts) * plan.chunks * plan.pipe > model.layers and not ideal
+        layer = model.layer_elements / plan.tensor
+        tables = (1 if model.tied else 2) * model.vocabulary * model.width
+        rows += schedules.moved_params(
+            *(plan.schedule, plan.pipe, counts if uneven else (), item * layer, layer),
+            shared=tables / model.shards_of_tokens(plan.tensor),
         )
-        ticks = schedules.num_ticks(*sizes, plan.microbatches, plan.chunks)
-        rows.append(WorkRow("transfers", "permute", message, ("pipe",), ticks))
-    if plan.pipe > 1 and one_program and not plan.asynchronous:
-        uneven = counts if of_most * plan.pipe > model.layers and not clock.ideal else ()
-        rows += schedules.moved_params(*sizes, uneven, item * layer, layer, outside)
-    return dataclasses.replace(
-        found,
-        layers=held,
-        params=held * layer + outside,
-        chunks=counts,
-        transfers=clock.total(rows),
-        outside=outside,
-    )
+    return rows
 
 
 class _Part(NamedTuple):
@@ -354,8 +365,10 @@ class _Part(NamedTuple):
 
 def _slowest(
     plan: ParallelPlan, most: list[_Part], last: list[_Part], lockstep: Any, one_program: bool
-) -> Passes:
-    """The device with most to do: of chunks like the slowest one, or with the last one.
+) -> tuple[KernelSeconds, float, float]:
+    """Kernels and wires of the device with most to do in a micro-batch, and the bubble of a step.
+
+    Of chunks like the slowest one, or with the last one.
 
     Forward, backward and second backward passes of both; of the latter the head first.
     """
@@ -381,7 +394,7 @@ def _slowest(
             taken = lockstep(first, second, weight=third)
             taken += count * max(0.0, work.seconds + wires - chunks * (first + second + third))
         bubble = taken - count * (work.seconds + wires)
-    return Passes(work * count, 0.0, 0.0, tensor=count * wires, bubble=bubble)
+    return work, wires, bubble
 
 
 def with_state(
