@@ -149,7 +149,8 @@ class Setup:
         leaves, precision = jax.tree.leaves(self.params), self.zero.precision
         sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         grad = sum(sums) / sum(x.size for x in leaves)
-        return self.costs.seconds(plan, passes, grad=grad)
+        param, _, state = self.costs.each(plan)
+        return self.costs.seconds(plan, passes, each=(param, grad, state))
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""

@@ -337,14 +337,12 @@ class PlanCosts:
         work: Passes,
         *,
         ideal: bool = False,
-        grad: float | None = None,
+        each: tuple[float, float, float] | None = None,
     ) -> StepSeconds:
-        """A step of these passes; gradients of so many bytes each if they are cast for sums."""
+        """A step of these passes; ``each`` in place of the bytes that belong to a parameter."""
         moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
         sync = self.sync(plan) if plan.sync else None
-        costs = StateCosts(*self.each(plan), moved, self.products(plan), sync)
-        if grad is not None:
-            costs = costs._replace(grad=grad)
+        costs = StateCosts(*(each or self.each(plan)), moved, self.products(plan), sync)
         return with_state(plan, self.machine, work, costs, ideal=ideal)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:

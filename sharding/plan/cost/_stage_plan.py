@@ -173,7 +173,8 @@ class StagePlan(Ledger):
         """All figures, ready for JSON."""
         derived = ("arguments", "memory", "moments", "peak", "wire", "network")
         figures = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-        return figures | {"work": [row._asdict() for row in self.work]}
+        work = [row._asdict() | {"on": [*row.on]} for row in self.work]
+        return figures | {"work": work, "far": [*self.far]}
 
     def with_activations(self, found: Activations | None) -> Self:
         """The same with other activations."""
