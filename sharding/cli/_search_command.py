@@ -10,6 +10,7 @@ from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, writing
 from sharding.plan._format import Table, show, size
+from sharding.plan.cost._ledger import DIFFERS
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
@@ -57,7 +58,9 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            figures["plans"][i]["program"] = vars(beside) | {"failures": list(beside.failures)}
+            named = [row._asdict() for row in beside.differences]
+            program = vars(beside) | {"failures": [*beside.failures], "differences": named}
+            figures["plans"][i]["program"] = program
         figures["chosen"] = holding[0] if holding else None
         asked = {"sequences": result.sequences, "length": length}
         print_json(options, figures, params=model.abstract(dtype), **asked)
@@ -102,7 +105,16 @@ def _programs(verified: dict[int, Verification]) -> list[Table]:
         return []
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-    return [Table("compiled for the target", columns, rows)]
+    tables = [Table("compiled for the target", columns, rows)]
+    others = [
+        (f"{i + 1}: {row.name}", size(row.planned), size(row.program))
+        for i, found in verified.items()
+        for row in found.differences
+    ]
+    if others:
+        title = f"of these more than {DIFFERS:.0%} from the plan"
+        tables.append(Table(title, ("plan", "planned", "program"), others))
+    return tables
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
-from sharding.plan.cost._plan_costs import TENSOR_AXIS, transformation_of, zero_of
+from sharding.plan.cost._plan_costs import transformation_of, zero_of
+from sharding.plan.cost._wire_and_flops import TENSOR_AXIS
 from sharding.plan.machine import targets
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder
 from sharding.plan.search._traced_model import AnyModel, TracedModel

@@ -32,12 +32,14 @@ class PlanFile:
     dtype: str  #: of the parameters
     layers: tuple[int, ...]  #: of each chunk of a pipeline; of a ``TracedModel`` none
     plan: ParallelPlan  #: how a step is shared
-    promised: dict[str, float]  #: seconds, and bytes, the program's once it is compiled
+    #: seconds; bytes of memory, the program's once it is compiled, and their planned parts
+    promised: dict[str, float]
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
         """The file of a chosen plan; ``names`` are the other fields."""
         promised = {"memory": chosen.memory, "seconds": chosen.seconds.seconds}
+        promised |= {part: nbytes for part, nbytes in chosen.held.items() if part != "total"}
         return cls(layers=chosen.layers, plan=chosen.plan, promised=promised, **names)
 
     def write(self, path: str | pathlib.Path) -> None:
@@ -57,7 +59,10 @@ class PlanFile:
             if figures.pop("version") != _VERSION:
                 raise ValueError(f"{path} is not of version {_VERSION}.")
             figures.pop("code")
-            plan = ParallelPlan(**figures.pop("plan"))
+            fields = figures.pop("plan")
+            for name in ("param_bytes", "grad_bytes", "state_bytes"):  # of earlier files
+                fields.pop(name, None)
+            plan = ParallelPlan(**fields)
             return cls(plan=plan, layers=tuple(figures.pop("layers")), **figures)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is no plan that search wrote: {error}.") from error

@@ -99,7 +99,6 @@ class PlanSpace:
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""
-        param_bytes = self.costs.param_bytes if self.costs else 2.0
         for pipe, tensor in self._meshes():
             data = self.num_devices // (pipe * tensor)
             if self.sequences % data:
@@ -111,8 +110,6 @@ class PlanSpace:
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
                         **(schedule | {"even": even, "recompute": recompute}),
-                        param_bytes=param_bytes,
-                        grad_bytes=param_bytes,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -137,8 +134,7 @@ class PlanSpace:
                 # Left out, too, where it compresses no gradient.
                 if not possible or (self.costs and not self.costs.sync(plan).moved):
                     continue
-            state_bytes = self.costs.state_bytes_in(*form) if self.costs else 12.0
-            variants.append(variant | {"state_bytes": state_bytes})
+            variants.append(variant)
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """A plan beside the program of its step: memory, bytes sent and operations."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -9,10 +10,11 @@ import optax
 from sharding.pipeline import pipedream_2bw
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
-from sharding.plan.cost import _wire_and_flops as of_program
+from sharding.plan.cost._ledger import DIFFERS, Difference, WorkRow, differences, sent_over
 from sharding.plan.cost._pipeline_schedules import schedule_of
-from sharding.plan.cost._plan_costs import sync_change, sync_of_plan
+from sharding.plan.cost._plan_costs import sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
+from sharding.plan.cost._wire_and_flops import decoder_flops, pipeline_work, tensor_row
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -24,8 +26,6 @@ from sharding.plan.search._traced_model import AnyModel, TracedModel
 LOWERED_UPDATES = 2
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
-# From what difference on memory is named: it is an estimate, which the program replaces.
-MEMORY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Verification:
     update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
     #: whether the compiler decides what is sent: 0.95 to 1.5 of what is planned
     partitioned: bool = False
+    #: what is sent by operation and axes, and memory by part, where they differ by more than 3 %
+    differences: tuple[Difference, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -63,7 +65,7 @@ class Verification:
     @property
     def correction(self) -> str:
         """What memory the program needs, if it is not that of the plan; else empty."""
-        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+        if abs(self.memory / self.planned_memory - 1) <= DIFFERS:
             return ""
         return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
 
@@ -106,7 +108,7 @@ def verify(
     >>> init = lambda dtype: {"w": jnp.zeros((256, 256), dtype)}
     >>> batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
     >>> model = TracedModel(lambda params, x: jnp.mean((x @ params["w"]) ** 2), init, batch)
-    >>> plan = ParallelPlan(microbatch=8, recompute="none", param_bytes=4, grad_bytes=4)
+    >>> plan = ParallelPlan(microbatch=8, recompute="none")
     >>> file = PlanFile("mine", "adam", "cpu:1", 1, "float32", (), plan, {"memory": 2**20})
     >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
     ()
@@ -114,15 +116,28 @@ def verify(
     plan, axes = file.plan, file.mesh_axes
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
-    mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
-    built = file.build(model, tx, mesh, updates=LOWERED_UPDATES)
-    audited = audit(built.lower(), mesh=built.zero.mesh, device=device or file.target)
-    update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
+    devices = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
+    built = file.build(model, tx, devices, updates=LOWERED_UPDATES)
+    mesh = built.zero.mesh
+    audited = audit(built.lower(), mesh=mesh, device=device or file.target)
     update_flops = audited.products.get("update", 0.0)
+    sent: dict[str, float] = collections.defaultdict(float)
+    of_program: dict[str, float] = collections.defaultdict(float)
+    for work in planned_work(file, built, model):
+        sent[sent_over(work.op, work.on, mesh.shape)] += work.sent(mesh.shape)
+    update_wire = 0.0
+    for row in audited.traffic:
+        if row.phase == "update":
+            update_wire += row.wire_bytes
+        else:
+            of_program[sent_over(row.op, row.axes, mesh.shape)] += row.wire_bytes
+    # The plan's memory by part, if its file has it.
+    held = {name: file.promised[name] for name in audited.by_part if name in file.promised}
+    parts = {name: audited.by_part[name] for name in held}
     return Verification(
         planned_memory=file.promised["memory"],
         memory=audited.memory,
-        planned_wire=planned_wire(file, built, model),
+        planned_wire=sum(sent.values()),
         wire=audited.wire_bytes - update_wire,
         planned_flops=planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
@@ -131,34 +146,39 @@ def verify(
         partitioned=built.is_partitioned,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
         update_flops=0.0 if plan.asynchronous else update_flops,
+        differences=(*differences(sent, of_program), *differences(held, parts)),
     )
 
 
-def planned_wire(file: PlanFile, built: BuiltStep, model: AnyModel) -> float:
-    """Bytes that one device sends in a step, without what optimizers send."""
-    plan, dtype = file.plan, jnp.dtype(file.dtype)
-    params, sent = model.abstract(dtype), 0.0
+def planned_work(file: PlanFile, built: BuiltStep, model: AnyModel) -> tuple[WorkRow, ...]:
+    """What one device sends in a step, without what optimizers send."""
+    plan = file.plan
+    dtype = jnp.dtype(file.dtype)
+    params = model.abstract(dtype)
+    rows: list[WorkRow] = []
     if plan.pipe > 1:
         pipeline, params = built.loss, built.loss.stack(params)
-        batch = model.batch(plan.microbatches * plan.microbatch)
+        updates = None
         if plan.asynchronous:
             updates = pipedream_2bw(plan.pipe, plan.microbatches, LOWERED_UPDATES)
-            return of_program.updates_wire(pipeline, updates, params, batch)
-        sent = of_program.pipeline_wire(pipeline, params, batch, specs=built.param_specs)
+        batch = model.batch(plan.microbatches * plan.microbatch)
+        rows += pipeline_work(pipeline, params, batch, specs=built.param_specs, updates=updates)
     if isinstance(model, Decoder) and plan.tensor > 1:
-        sent += of_program.tensor_wire(
+        row = tensor_row(
             *(model, plan),
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
             schedule=built.loss.schedule if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
-    if plan.sync:
-        sent += sync_change(plan, params)
+        rows.append(row)
+    if plan.asynchronous:
+        return tuple(rows)
     options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
+    options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
-    return stage_plan(params, built.tx, built.zero, **options).wire + sent
+    return (*rows, *stage_plan(params, built.tx, built.zero, **options).work)
 
 
 def planned_flops(file: PlanFile, model: AnyModel) -> float:
@@ -169,9 +189,9 @@ def planned_flops(file: PlanFile, model: AnyModel) -> float:
         schedule: Any = schedule_of(plan.schedule, *sizes, plan.chunks)
         if plan.asynchronous:
             schedule = pipedream_2bw(*sizes, LOWERED_UPDATES)
-        return of_program.decoder_flops(model, plan, schedule, max(file.layers))
+        return decoder_flops(model, plan, schedule, max(file.layers))
     by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
         traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)
         return plan.microbatches * traced.flops / plan.data + by_sync
-    return of_program.decoder_flops(model, plan) + by_sync
+    return decoder_flops(model, plan) + by_sync
