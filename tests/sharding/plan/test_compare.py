@@ -7,10 +7,18 @@ import re
 import optax
 import pytest
 
-from sharding.plan import MODELS, NoPlanFits, compare, estimate, kind_of, search, step_seconds
+from sharding.plan import (
+    MODELS,
+    NoPlanFits,
+    compare,
+    estimate,
+    kind_of,
+    layer_costs,
+    search,
+    step_seconds,
+)
 from sharding.plan._format import seconds, size
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
-from sharding.plan.model._layer_costs import layer_costs
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import machine_of

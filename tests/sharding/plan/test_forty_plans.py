@@ -15,7 +15,8 @@ import optax
 import pytest
 
 from sharding.cli import main
-from sharding.plan import MODELS, NoPlanFits, ParallelPlan, audit, bubble_share, kind_of, search
+from sharding.plan import MODELS, NoPlanFits, ParallelPlan, audit, kind_of, search
+from sharding.plan.cost._pipeline_schedules import bubble_share
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.search._search import machine_of
 
