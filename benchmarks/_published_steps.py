@@ -49,6 +49,7 @@ class Published:
       overlap: whether the program overlaps collectives of data parallelism with computing.
       fitted: whether constants fit it.
       odd: whether its source contradicts it by a neighbouring row.
+      grad: bytes of a gradient as it is summed.
     """
 
     name: str
@@ -60,10 +61,14 @@ class Published:
     overlap: bool
     fitted: bool = False
     odd: bool = False
+    grad: float = 2.0
 
     def predicted(self) -> StepSeconds:
         """The prediction, by what it waits for."""
-        return step_seconds(self.model, self.plan, self.machine, implementation=self.implementation)
+        each = 2.0, self.grad, 12.0
+        return step_seconds(
+            self.model, self.plan, self.machine, implementation=self.implementation, each=each
+        )
 
     def prediction(self) -> float:
         """Seconds, with the overlap that the program has."""
@@ -219,7 +224,6 @@ def llm_foundry(*kinds: str) -> list[Published]:
                 microbatches=int(it["microbatches"]),
                 stage=int(it["stage"]),
                 recompute=it["recompute"],
-                grad_bytes=4.0 if recent else 2.0,
             )
             implementation = Implementation(
                 attention="fused",
@@ -232,6 +236,7 @@ def llm_foundry(*kinds: str) -> list[Published]:
                 *(f"MPT-{it['model']}", model, plan, Machine(device, devices)),
                 *(implementation, seconds, True),
                 odd=(it["device"], it["model"], length, devices) in _ODD,
+                grad=4.0 if recent else 2.0,
             )
             rows.append(row)
     return rows
@@ -275,11 +280,11 @@ def dgx_cloud() -> list[Published]:
                 schedule="interleaved" if chunks > 1 else "aligned",
                 chunks=chunks,
                 recompute="none",
-                grad_bytes=4.0 if "Nemo" in name else 2.0,
             )
             implementation = dataclasses.replace(OVERLAPPED, lockstep=False)
             machine = Machine(_H100, plan.num_devices)
-            rows.append(Published(name, model, plan, machine, implementation, seconds, True))
+            row = Published(name, model, plan, machine, implementation, seconds, True)
+            rows.append(dataclasses.replace(row, grad=4.0 if "Nemo" in name else 2.0))
     return rows
 
 
@@ -325,11 +330,13 @@ def maxtext_gpu() -> list[Published]:
             microbatch=4,
             stage=3,
             recompute="minimal_with_context",
-            grad_bytes=4.0,
         )
         seconds = llama.flops(4 * 4096, 4096) / rate
         rows.append(
-            Published("Llama2-7B", llama, plan, Machine(a3, 8 * nodes), FUSED, seconds, True)
+            Published(
+                *("Llama2-7B", llama, plan, Machine(a3, 8 * nodes), FUSED, seconds, True),
+                grad=4.0,
+            )
         )
     plan = ParallelPlan(data=8, microbatch=2, stage=3, recompute="minimal_with_context")
     rows.append(Published("Llama2-7B", llama, plan, Machine(_H100, 8), FUSED, 0.721, True))
@@ -375,13 +382,14 @@ def torchtitan() -> list[Published]:
             stage=3,
             sequence_parallel=tensor > 1,
             recompute={"selective": "save_dot_except_mlp"}.get(recompute, recompute),
-            grad_bytes=4.0,
         )
         if device is limited:
             how = dataclasses.replace(how, attention_share=0.5)  # FlashAttention-2
         seconds = plan.sequences * length / devices / rate
         machine = Machine(device, devices)
-        rows.append(Published(name, _llama(model, length), plan, machine, how, seconds, True))
+        rows.append(
+            Published(name, _llama(model, length), plan, machine, how, seconds, True, grad=4.0)
+        )
     return rows
 
 

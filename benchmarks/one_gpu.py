@@ -191,7 +191,6 @@ def predicted(row: dict[str, Any]) -> tuple[float, float] | None:
         microbatches=case.microbatches,
         offload="update" if case.host == "update" else case.host == "optimizer",
         update_in_backward=case.update == "backward",
-        state_bytes=costs.state_bytes_in(),
     )
     try:
         plan.check(model)

@@ -181,10 +181,12 @@ def compiled(
     step: Any = jitted_step(function, tx) if jit else None
     if step is None:
         step = zero.train_step(function, tx=tx, microbatches=microbatches)
-    tokens = model.batch(zero.num_devices * microbatches)
+    # With a row a device a contrastive loss is another program.
+    rows = 2 if loss == "contrastive" else 1
+    tokens = model.batch(zero.num_devices * microbatches * rows)
     if jit:
-        rows = jax.NamedSharding(zero.mesh, jax.P(tuple(MESHES[target])))
-        tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=rows)
+        placed = jax.NamedSharding(zero.mesh, jax.P(tuple(MESHES[target])))
+        tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=placed)
     lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
     start = time.perf_counter()
     program = lowered.compile()

@@ -17,7 +17,7 @@ import rich.text
 
 from optax_ext import batch_advice
 from sharding import Audit
-from sharding.plan import show
+from sharding.plan._format import show
 
 # A log file gets plain lines of a fixed width, a terminal gets colors and a moving bar.
 console = rich.console.Console(width=None if sys.stdout.isatty() else 100, highlight=False)

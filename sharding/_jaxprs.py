@@ -22,22 +22,35 @@ def is_checkpoint(eqn: Any) -> bool:
     return isinstance(record_of(eqn), Remat)
 
 
-def without_checkpoints(jaxpr: Any) -> Any:
-    """The same operations, in loops and branches, too, with no ``jax.checkpoint`` around them."""
+def rewritten(jaxpr: Any, change: Callable[[Any], Any]) -> Any:
+    """The same function, in loops and branches, too, with other equations; None leaves one out."""
     if type(jaxpr) in (list, tuple):
-        return type(jaxpr)(map(without_checkpoints, jaxpr))
+        return type(jaxpr)(rewritten(x, change) for x in jaxpr)
     inner = getattr(jaxpr, "jaxpr", jaxpr)  # of one that is closed; since jax 0.11 it is itself
     if not isinstance(inner, Jaxpr):
         return jaxpr
-    equations = []
-    for eqn in inner.eqns:
-        params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
-        if isinstance(record := record_of(eqn), Remat):
-            params = {"call_jaxpr": ClosedJaxpr(without_checkpoints(record.body), ())}
-            eqn = eqn.replace(primitive=primitives.closed_call_p)
-        equations.append(eqn.replace(params=params))
-    inner = inner.replace(eqns=equations)
+    equations = [new for new in map(change, inner.eqns) if new is not None]
+    before, after = ({x for eqn in eqns for x in eqn.effects} for eqns in (inner.eqns, equations))
+    inner = inner.replace(eqns=equations, effects=set(inner.effects) - (before - after))
     return jaxpr.replace(jaxpr=inner) if isinstance(jaxpr, ClosedJaxpr) else inner
+
+
+def call_of(body: Jaxpr) -> dict[str, Any]:
+    """Primitive and parameters of an equation that calls a function without constants."""
+    params = {"call_jaxpr": ClosedJaxpr(body, ())}
+    return {"primitive": primitives.closed_call_p, "params": params}
+
+
+def without_checkpoints(jaxpr: Any) -> Any:
+    """The same operations, with no ``jax.checkpoint`` around them."""
+
+    def change(eqn: Any) -> Any:
+        if isinstance(record := record_of(eqn), Remat):
+            return eqn.replace(**call_of(without_checkpoints(record.body)))
+        params = {name: without_checkpoints(value) for name, value in eqn.params.items()}
+        return eqn.replace(params=params)
+
+    return rewritten(jaxpr, change)
 
 
 def inputs_read(jaxpr: Jaxpr) -> list[bool]:

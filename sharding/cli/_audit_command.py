@@ -16,12 +16,13 @@ from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
-from sharding.plan.audit._audit import Audit, audit
-from sharding.plan.audit._find_batch import FoundBatch, Tried, audited, find_batch, needed
+from sharding.plan.audit._audit import Audit, audit, audit_or_bytes, needed
+from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS, Decoder
+from sharding.plan.search._build import build
 
 # Options about a named model, which a step of the user's own does not read.
 _OF_MODELS = (
@@ -51,7 +52,7 @@ def run_audit(options: Namespace) -> int:
     setup, steps, batch, unit = _steps(options, target)
     for name, step in steps.items():
         if not options.find_batch:
-            found, memory = audited(step.audit, batch, None, {})
+            found, memory = audit_or_bytes(functools.partial(step.audit, batch), None)
             if found is None:
                 raise ValueError(
                     "the step does not fit, so that its compiler gave up: it needs "
@@ -218,21 +219,10 @@ def _steps(
 
 def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    zero = setup.zero
+    zero, loss = setup.zero, None
     setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan, model = setup.plan(zero), setup.model
     assert isinstance(model, Decoder)
-    layer: Callable[..., jax.Array] = model.apply_layer
-    if not options.update_in_backward:
-        layer = zero.gathered(layer)
-    if zero.stage < 3 and setup.recompute:
-        layer = jax.checkpoint(layer)
-
-    def make_state() -> tuple[object, object]:
-        params = model.init(opts.dtype_of(options))
-        return params, setup.tx.init(params)
-
-    loss: Callable[..., Any] = model.make_loss(layer)
     if options.remat is not None:
         planned, about = planned_loss(options, setup, plan, plan.requested)
         loss = planned
@@ -240,17 +230,18 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         found: Any = {"activations": planned.peak, "extra_time": planned.extra_time}
         setup = dataclasses.replace(setup, **found)
         plan = setup.plan(zero)
-    step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches, update=setup.update)
+    shared = setup.parallel_plan(zero)
+    built = build(shared, model, setup.optimizer, zero, dtype=opts.dtype_of(options), loss=loss)
+    tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     expected = plan.stage(plan.requested)
     is_planned = expected.activations is not None
-    tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     found = audit(
-        step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens),
+        dataclasses.replace(built, batch=tokens).lower(),
         mesh=zero.mesh,
         device=setup.device,
         expected_wire=expected.wire,
         expected_memory=expected.peak if is_planned else None,
-        predicted=setup.seconds(setup.parallel_plan(zero)) if setup.timed else None,
+        predicted=setup.seconds(shared) if setup.timed else None,
         tokens=plan.tokens,
     )
     stored = [_STORED] * (setup.recompute and options.remat is None)

@@ -29,7 +29,6 @@ examples:
   {prog} plan --model llama2-7b --optimizer came --target v5e:16x16
   {prog} plan --model 7.5e9 --optimizer adam --master --target h100x64
   {prog} plan --model my_project.model:abstract_params --target v6e:8x8
-  {prog} plan --model llama2-13b --target h100x64 --pipeline 8 --microbatches 32
   {prog} plan --model llama2-7b --target h100x64 --batch 256 --remat auto
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
   {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch

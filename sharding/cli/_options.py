@@ -8,7 +8,6 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice, read_size
-from sharding.plan.cost._pipeline_schedules import SCHEDULES
 from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
@@ -50,7 +49,7 @@ def _one_of(known: Iterable[str]) -> dict[str, Any]:
     return {"type": _checked(check), "metavar": "|".join(known)}
 
 
-_TYPES: dict[str, Any] = dict.fromkeys(("N", "V", "TOKENS"), _number(int, 1))
+_TYPES: dict[str, Any] = dict.fromkeys(("N", "TOKENS"), _number(int, 1))
 _TYPES |= dict.fromkeys(("GIB", "GB/S"), _number(float, 1e-9)) | {"SHARE": _number(float, 0, 0.99)}
 _TYPES["BYTES"] = _checked(lambda text: text == "auto" or read_size(text))
 _STAGES = ["0", "1", "2", "3"]
@@ -98,17 +97,6 @@ _BATCH = {
     **_LENGTH,
 }
 _REMAT = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
-_PIPELINE = {
-    "--pipeline N": "the fastest pipeline without tensor axis that fits, of N stages or without N "
-    "of the fastest number, beside the fastest plan without one; --microbatches are those of the "
-    "pipeline (default: the fastest; of a --batch of four sequences a device)",
-    "--schedule": "of the pipeline (default: the fastest)",
-    "--chunks V": "groups of layers on each device of the pipeline (default: the fastest)",
-    "--stage": "of ZeRO over the replicas of the pipeline (default: the fastest)",
-    "--no-remat": "the pipeline keeps all activations of a layer",
-}
-
-
 _IN_BACKWARD = "update each layer once its gradient exists"
 _AND_LAYERS = "; with --update-in-backward, layers"
 _ON_HOST = {"--update-on-host": "update the state on the CPU, offloaded as by --offload"}
@@ -125,10 +113,7 @@ def plan_options(parser: ArgumentParser) -> None:
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
     _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=_one_of(STATE_FORMATS))
     _add_machine(parser, _TARGET | _MESH)
-    _add(parser, "batch", _BATCH | remat)
-    stages = {"nargs": "?", "const": 0}
-    kinds = {"schedule": _one_of(SCHEDULES), "stage": _one_of(_STAGES), "pipeline": stages}
-    _add(parser, "pipeline", _PIPELINE, **kinds)
+    _add(parser, "batch", _BATCH | remat, microbatches={"default": 1})
     _add_output(parser)
 
 

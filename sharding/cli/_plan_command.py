@@ -15,23 +15,16 @@ import optax
 import optax_ext
 from sharding._types import Tree
 from sharding.cli import _setup as opts
-from sharding.cli._load import model_of, optimizer_of
 from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
 from sharding.plan._format import show, size, with_article
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._parallel_plan import ParallelPlan, cells
-from sharding.plan.model._models import Decoder
-from sharding.plan.search._estimate_pipeline import estimate_pipeline
 from sharding.plan.search._traced_model import TracedModel
 
 
 def run_plan(options: Namespace) -> int:
     """Plans and prints; 2 where nothing fits."""
-    if options.pipeline is not None:
-        return run_pipeline(options)
-    _reject(options, _ONLY_HERE, "needs --pipeline")
-    options.microbatches = options.microbatches or 1
     setup = opts.setup_of(options)
     plan, shared = setup.compared_stages(options.state)
     planned = None
@@ -182,54 +175,3 @@ def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
         return ["No change that is known here makes it fit: shard it over a model axis, too."]
     before = "" if activations_counted(setup.plan(zero).stages) else ", before activations"
     return [f"Each of these makes it fit{before}: {'; '.join(fitting)}."]
-
-
-_ONLY_HERE = ("schedule", "chunks", "stage", "no_remat")
-_NOT_HERE = (
-    *("mesh", "axis", "replica_axis", "remat", "compute_dtype", "reduce_dtype"),
-    "update_on_host",
-)
-
-
-def run_pipeline(options: Namespace) -> int:
-    """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
-    _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
-    dtype, device, pipe = opts.dtype_of(options), opts.known_device(options), options.pipeline
-    _, model = model_of(options.model, dtype, options.length)
-    if not isinstance(model, Decoder):
-        raise ValueError(
-            f"--pipeline needs a model whose layers are known, one of --help's names or a Decoder "
-            f"as MODULE:NAME; --model {options.model} is not."
-        )
-    keep = {name: getattr(options, name) for name in ("schedule", "chunks", "microbatches")}
-    keep |= {"stage": int(options.stage) if options.stage else None, "offload": options.offload}
-    keep |= {"recompute": "none" if options.no_remat else None}
-    sequences = 4 * opts.target_of(options).num_devices
-    if options.microbatches and pipe:  # of one sequence
-        sequences = options.microbatches * max(1, sequences // 4 // pipe)
-    length = options.length or model.length
-    if options.batch:
-        sequences = opts.sequences_of(options.batch, length)
-    plan = estimate_pipeline(
-        *(model, optimizer_of(options.optimizer), options.target),
-        num_stages=pipe or None,
-        sequences=sequences,
-        keep={name: value for name, value in keep.items() if value is not None},
-        length=length,
-        dtype=dtype,
-        device=device,
-        state_formats=(options.state,),
-        weights=("master" if options.master else "plain",),
-    )
-    if options.json:
-        asked = {"sequences": sequences, "length": length}
-        print_json(options, plan.to_dict(), params=model.abstract(dtype), **asked)
-    else:
-        show(plan.tables(), plan.sentences)
-    return 0 if plan.recommended else 2
-
-
-def _reject(options: Namespace, names: tuple[str, ...], reason: str) -> None:
-    for name in names:
-        if getattr(options, name) not in (None, False):
-            raise ValueError(f"--{name.replace('_', '-')} {reason}.")

@@ -10,6 +10,8 @@ from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, writing
 from sharding.plan._format import Table, show, size
+from sharding.plan.cost._ledger import DIFFERS
+from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
@@ -20,12 +22,7 @@ from sharding.plan.search._verify import Verification, verify
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
     target, device = opts.target_of(options), opts.known_device(options)
-    if options.no_offload and options.update_on_host:
-        raise ValueError("--update-on-host is offload, and --no-offload none: give one of them.")
-    if options.verify and not target.compiles:
-        raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
-    if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
-        raise ValueError(f"{options.write} cannot be written: there is no such folder.")
+    _check_search_options(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
     in_backward = options.update_in_backward
@@ -61,21 +58,21 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            figures["plans"][i]["program"] = vars(beside) | {"failures": list(beside.failures)}
+            named = [row._asdict() for row in beside.differences]
+            program = vars(beside) | {"failures": [*beside.failures], "differences": named}
+            figures["plans"][i]["program"] = program
         figures["chosen"] = holding[0] if holding else None
         asked = {"sequences": result.sequences, "length": length}
         print_json(options, figures, params=model.abstract(dtype), **asked)
     else:
-        written = holding[0] if options.write and holding else None
-        plans = tuple(result.plans[i] for i in holding)
-        notes = list(dataclasses.replace(result, plans=plans).notes) if holding else []
+        notes: list[str] = []
+        if holding:
+            plans = tuple(result.plans[i] for i in holding)
+            notes = [*dataclasses.replace(result, plans=plans).notes]
         if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
-        notes += _compared(verified, written)
-        rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-        columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
-        programs = [Table("compiled for the target", columns, rows)] if rows else []
-        show(result.tables() + programs, notes)
+        notes += _compared(verified, holding[0] if options.write and holding else None)
+        show(result.tables() + _programs(verified), notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
@@ -90,6 +87,34 @@ def run_search(options: Namespace) -> int:
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
+
+
+def _check_search_options(options: Namespace, target: Target) -> None:
+    """Raises for options that contradict each other, and files that cannot be written."""
+    if options.no_offload and options.update_on_host:
+        raise ValueError("--update-on-host is offload, and --no-offload none: give one of them.")
+    if options.verify and not target.compiles:
+        raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
+    if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
+        raise ValueError(f"{options.write} cannot be written: there is no such folder.")
+
+
+def _programs(verified: dict[int, Verification]) -> list[Table]:
+    """Programs beside their plans."""
+    if not verified:
+        return []
+    columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
+    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
+    tables = [Table("compiled for the target", columns, rows)]
+    others = [
+        (f"{i + 1}: {row.name}", size(row.planned), size(row.program))
+        for i, found in verified.items()
+        for row in found.differences
+    ]
+    if others:
+        title = f"of these more than {DIFFERS:.0%} from the plan"
+        tables.append(Table(title, ("plan", "planned", "program"), others))
+    return tables
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the options of a command say: target, device, mesh, dtypes, and a ``Setup`` of them all."""
 
-import bisect
 import dataclasses
+import functools
 import math
 import re
 from argparse import Namespace
@@ -15,14 +15,14 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
-from sharding.plan.cost._estimate import Plan, estimate, with_state_format
+from sharding.plan.audit._find_batch import largest
+from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.cost._stage_plan import StagePlan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
-from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import SEARCHED, allows
@@ -146,18 +146,15 @@ class Setup:
             plan = dataclasses.replace(plan, recompute="none")
         passes = self.costs.passes(plan)
         passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
-        return self.costs.seconds(plan, passes)
+        # Gradients may be summed in another dtype.
+        leaves, precision = jax.tree.leaves(self.params), self.zero.precision
+        sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
+        grad = sum(sums) / sum(x.size for x in leaves)
+        param, _, state = self.costs.each(plan)
+        return self.costs.seconds(plan, passes, each=(param, grad, state))
 
     def parallel_plan(self, zero: Zero, state_format: str | None = None) -> ParallelPlan:
         """How a step of a ``Zero`` is shared, as ``search`` has it."""
-        leaves, weights = jax.tree.leaves(self.params), "master" if self.master else "plain"
-        num_params, precision = sum(x.size for x in leaves), zero.precision
-        if self.costs and self.timed:
-            state_bytes = self.costs.state_bytes_in(state_format, weights)
-        else:
-            state = jax.eval_shape(with_state_format(self.tx, state_format).init, self.params)
-            state_bytes = num_bytes(state) / num_params
-        sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         shards = zero.num_shards if zero.stage else zero.num_devices
         return ParallelPlan(
             data=zero.num_devices,
@@ -168,11 +165,8 @@ class Setup:
             spread=zero.shard_state_over_replicas,
             recompute="full" if self.recompute else "none",
             offload="update" if zero.update_on == "host" else zero.offload is not None,
-            param_bytes=num_bytes(leaves) / num_params,
-            grad_bytes=sum(sums) / num_params,
-            state_bytes=state_bytes,
             state_format=state_format,
-            weights=weights,
+            weights="master" if self.master else "plain",
             update_in_backward=self.update == "backward",
         )
 
@@ -185,20 +179,17 @@ class Setup:
         if self.device is None or one is None or two is None or self.activations is not None:
             return {}
         usable = (1 - HEADROOM) * self.device.memory
-        pairs = [*zip(one, two, strict=True)]
-
-        def most(stage: StagePlan) -> int:
-            """Sequences of a device in a micro-batch."""
-
-            def peak(batch: int) -> float:
-                activations = Activations(*(a + (batch - 1) * (b - a) for a, b in pairs))
-                more = (batch / self.batch - 1) * stage.batch
-                return stage.with_activations(activations).peak + more
-
-            return bisect.bisect_right(range(1, 2**30), usable, key=peak)
-
         unit = self.zero.num_devices * self.microbatches
-        return {stage.name: unit * most(stage) for stage in stages}
+
+        def peak(stage: StagePlan, batch: int) -> float:
+            """Bytes of a device with so many sequences in a micro-batch."""
+            pairs = zip(one, two, strict=True)
+            activations = Activations(*(a + (batch - 1) * (b - a) for a, b in pairs))
+            more = (batch / self.batch - 1) * stage.batch
+            return stage.with_activations(activations).peak + more
+
+        most = {x.name: largest(functools.partial(peak, x), usable) for x in stages}
+        return {name: unit * count for name, count in most.items()}
 
     def _estimated(self, batch: int) -> Activations | None:
         """The activations of so many sequences, where the layers of the model are known."""

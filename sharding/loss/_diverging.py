@@ -1,6 +1,6 @@
 """Branches, loops and slices of devices by their own data: predicates and places that differ."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
@@ -11,7 +11,7 @@ from optax_ext.equations import Scan, inner_jaxprs, record_of
 _COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
-def collective_in(jaxpr: Jaxpr, apart: set[int], inside: bool = False) -> str | None:
+def collective_in(jaxpr: Jaxpr, apart: Collection[int], inside: bool = False) -> str | None:
     """The name of a collective in an equation that diverges; some devices would wait in it."""
     for eqn in jaxpr.eqns:
         name: str | None = eqn.primitive.name

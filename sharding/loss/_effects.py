@@ -4,16 +4,17 @@ Such a part prints no more than under ``jit``: once, and once more where the los
 it is computed again, by ``jax.checkpoint``.
 """
 
+import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 
 from optax_ext.equations import Call, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation
 from optax_ext.user_line import line_of
+from sharding._jaxprs import call_of, rewritten
 
 _PRINT = "Debug"  # how JAX names the effect of a print whose order is free
 
@@ -32,25 +33,31 @@ def has_prints(eqn: Any) -> bool:
     return not results or any(jaxpr.effects for jaxpr in inner_jaxprs(eqn))
 
 
-def printing_less(
-    eqn: Any, operands: list[Any], run: Callable[[ClosedJaxpr, Sequence[Any]], list[Any]]
-) -> Sequence[Any]:
-    """The results of a branch or a loop, whose functions ``run`` runs; none of a print."""
-    params = eqn.params
-    if eqn.primitive.name == "cond":
-        branches = [lambda *x, f=f: run(f, x) for f in params["branches"]]
-        of_branch: list[Any] = lax.switch(operands[0], branches, *operands[1:])
-        return of_branch
-    if eqn.primitive.name != "while":
-        return []
-    first, second = params["cond_nconsts"], params["body_nconsts"]
-    of_cond, of_body = operands[:first], operands[first : first + second]
-    found: list[Any] = lax.while_loop(
-        lambda carry: run(params["cond_jaxpr"], [*of_cond, *carry])[0],
-        lambda carry: run(params["body_jaxpr"], [*of_body, *carry]),
-        operands[first + second :],
-    )
-    return found
+def printing_less(eqn: Any, prints: Prints) -> Any:
+    """An equation of a jaxpr or of a graph, with these prints alone; None if it has no results."""
+    if prints is Prints.ALL or not has_prints(eqn):
+        return eqn
+    record, is_of_graph = record_of(eqn), isinstance(eqn, Equation)
+    if not (eqn.results if is_of_graph else eqn.outvars):
+        return None
+    less = functools.partial(with_prints, prints=prints)
+    if isinstance(record, Remat):  # it is computed again: now
+        body = record.body if prints is Prints.OF_CHECKPOINTS else less(record.body)
+        new = call_of(body)
+    else:
+        new = {"params": {name: less(value) for name, value in eqn.params.items()}}
+    if is_of_graph:
+        return dataclasses.replace(eqn, **new)
+    eqn = eqn.replace(**new)
+    return eqn.replace(effects={x for inner in inner_jaxprs(eqn) for x in inner.effects})
+
+
+def with_prints(function: Any, prints: Prints) -> Any:
+    """A traced function, or several, with these prints alone."""
+    is_quiet = not getattr(getattr(function, "jaxpr", function), "effects", True)
+    if prints is Prints.ALL or is_quiet:
+        return function
+    return rewritten(function, functools.partial(printing_less, prints=prints))
 
 
 def check_effects(jaxpr: Jaxpr, otherwise: str, line: str = "") -> None:

@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 
 from optax_ext.equations import Call, Name, Remat, Scan, inner_jaxprs, name_of, record_of
 from optax_ext.traced_graph import Equation, bind
 from optax_ext.user_line import line_of
 from sharding._types import Tree
-from sharding.loss._effects import Prints, has_prints, printing_less
 from sharding.loss._marks import CALL, MARK
 
 # --- Rules of parameters --------------------------------------------------------------------------
@@ -90,17 +89,21 @@ def use(rule: Rule, held: jax.Array, tap: jax.Array | None) -> jax.Array:
 
 
 class Param(NamedTuple):
-    """A parameter in a loss that is evaluated, or a slice of one, before it is fetched."""
+    """A parameter in a loss that is evaluated, or a slice of one, before it is fetched.
+
+    A value, of which equations make others. What is fetched is shared by all that are made of the
+    same array, until a layer has an array of its own.
+    """
 
     number: int
     rule: Any  # a Rule
     held: jax.Array
     tap: jax.Array | None  # zeros, placed as the gradient, which they get; None if there is none
-    fetched: dict[Any, jax.Array]  # by rule, for all uses in a layer
+    fetched: dict[Any, jax.Array]  # by rule
     moves: tuple[Any, ...] = ()  # the equations that move it, once it is fetched
+    # Where it is read.
     in_layer: bool = False  # whether a loop, a checkpoint or ``gather`` ends what is fetched of it
     repeats: bool = False  # whether a loop fetches the same in each run
-    is_part: bool = False  # whether it is a view of the parameter
     is_shared: bool = False  # whether several equations read it
 
     def moved_by(self, eqn: Any) -> "Param":
@@ -170,9 +173,9 @@ class Fetch(NamedTuple):
     """A place where a loss gets a parameter, or a part of it."""
 
     number: int
+    rule: Any
     in_layer: bool  # or in what the backward pass computes again
     repeats: bool  # the same in each run of a loop
-    is_part: bool
     eqn: Any  # that uses it; None for an output
     encloses_mark: bool  # whether the equation has a layer in it, which ``gather`` marks
 
@@ -195,17 +198,14 @@ class Evaluator:
     """One evaluation of a traced loss."""
 
     def __init__(
-        self,
-        recompute: bool = False,
-        prints: Prints = Prints.ALL,
-        equations: Mapping[Any, EquationRule] | None = None,
+        self, recompute: bool = False, equations: Mapping[Any, EquationRule] | None = None
     ):
         """With ``recompute`` loops fetch again in the backward pass, and store what is held.
 
         ``equations`` are rules of equations, by their primitives. They mark places as ``gather``
         does.
         """
-        self.recompute, self.prints, self.equations = recompute, prints, equations or {}
+        self.recompute, self.equations = recompute, equations or {}
         self.fetches: list[Fetch] = []
         self._eqn: Any = None  # that is being evaluated
         self._marks: dict[int, bool] = {}  # by the id of a jaxpr, whether it has a mark
@@ -221,8 +221,7 @@ class Evaluator:
         if x.rule not in x.fetched:
             eqn = self._eqn
             inside = eqn is not None and self._has_mark(eqn) and not self._is_mark(eqn)
-            where = x.in_layer, x.repeats, x.is_part, eqn, inside
-            self.fetches.append(Fetch(x.number, *where))
+            self.fetches.append(Fetch(x.number, x.rule, x.in_layer, x.repeats, eqn, inside))
         return x.full()
 
     def run(
@@ -232,33 +231,36 @@ class Evaluator:
 
         ``in_loop`` says whether a loop stores what its backward pass needs of these values.
         """
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= zip(jaxpr.invars, args, strict=True)
-        outer, reads = self._eqn, collections.Counter[Any]()
-        if any(is_param(x) and x.rule.again for x in args):
-            reads = _num_reads(jaxpr)
-        for eqn in jaxpr.eqns:
-            operands = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
-            operands = _with_shared(operands, eqn.invars, reads)
-            env |= zip(eqn.outvars, self.results(eqn, operands, in_loop), strict=True)
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= zip(jaxpr.invars, args, strict=True)
+        outer = self._eqn
+        self._add([(eqn, eqn.invars, eqn.outvars) for eqn in jaxpr.eqns], values, in_loop)
         self._eqn = outer
-        return [np.asarray(x.val) if isinstance(x, Literal) else env[x] for x in jaxpr.outvars]
+        return [np.asarray(x.val) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
     def evaluate(
         self, equations: Sequence[Equation], values: dict[Any, Any], in_loop: bool = False
     ) -> None:
         """Adds the results of equations of a graph to ``values``, which has their operands."""
-        reads = collections.Counter(v for eqn in equations for v in eqn.operands)
-        for eqn in equations:
-            operands = _with_shared([values[v] for v in eqn.operands], eqn.operands, reads)
-            values |= zip(eqn.results, self.results(eqn, operands, in_loop), strict=True)
+        self._add([(eqn, eqn.operands, eqn.results) for eqn in equations], values, in_loop)
+
+    def _add(
+        self, equations: Sequence[tuple[Any, Any, Any]], values: dict[Any, Any], in_loop: bool
+    ) -> None:
+        """Adds the results of equations, each given with its operands and its results."""
+        given = (v for _, operands, _ in equations for v in operands)
+        reads = collections.Counter(v for v in given if not isinstance(v, Literal))
+        for eqn, operands, results in equations:
+            read = [v.val if isinstance(v, Literal) else values[v] for v in operands]
+            for k, x in enumerate(read):
+                if is_param(x) and reads[operands[k]] > 1:
+                    read[k] = x._replace(is_shared=True)
+            values |= zip(results, self.results(eqn, read, in_loop), strict=True)
 
     def results(self, eqn: Any, operands: list[Any], in_loop: bool = False) -> Sequence[Any]:
         """The results of an equation of a jaxpr or of a graph."""
-        prints_less = self.prints is not Prints.ALL and has_prints(eqn)
         has_params = any(map(is_param, operands))
-        has_mark = bool(self.equations) and self._has_mark(eqn)
-        if not (has_params or prints_less or has_mark):
+        if not has_params and not (self.equations and self._has_mark(eqn)):
             return bind(eqn, operands)
         self._eqn = eqn
         if eqn.primitive in self.equations:
@@ -270,17 +272,11 @@ class Evaluator:
         record = record_of(eqn)
         if isinstance(record, Call):
             return self.run(record.body.jaxpr, record.body.consts, operands, in_loop)
-        if isinstance(record, Remat) and prints_less:  # it is computed again: now
-            of_checkpoints = self.prints is Prints.OF_CHECKPOINTS
-            inside = Prints.ALL if of_checkpoints else self.prints
-            return call(ClosedJaxpr(record.body, ()), operands, inside)
         if isinstance(record, Remat):
             again = lambda args: self.run(record.body, (), args)  # noqa: E731
             return self._checkpoint(again, operands, **record.options)
         if isinstance(record, Scan):
             return self._scan(record, self._has_mark(eqn), operands)
-        if prints_less:
-            return printing_less(eqn, operands, functools.partial(call, prints=self.prints))
 
         # Equations that read what is fetched.
         if eqn.primitive is CALL:
@@ -376,26 +372,3 @@ class Evaluator:
         if id(jaxpr) not in self._marks:
             self._marks[id(jaxpr)] = any(map(self._has_mark, jaxpr.eqns))
         return self._marks[id(jaxpr)]
-
-
-def _num_reads(jaxpr: Any) -> collections.Counter[Any]:
-    """How many operands each value of a jaxpr is."""
-    operands = (x for eqn in jaxpr.eqns for x in eqn.invars)
-    return collections.Counter(x for x in operands if not isinstance(x, Literal))
-
-
-def _with_shared(
-    operands: list[Any], read: Sequence[Any], reads: collections.Counter[Any]
-) -> list[Any]:
-    """Operands, those marked that are parameters which several equations read."""
-    return [
-        x._replace(is_shared=True) if is_param(x) and reads[v] > 1 else x
-        for x, v in zip(operands, read, strict=True)
-    ]
-
-
-def call(closed: ClosedJaxpr, args: Sequence[Any], prints: Prints) -> list[Any]:
-    """The results of a jaxpr, without parameters."""
-    if prints is Prints.ALL or not closed.jaxpr.effects:
-        return list(jaxpr_as_fun(closed)(*args))
-    return Evaluator(prints=prints)(closed, args)

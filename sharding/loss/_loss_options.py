@@ -123,7 +123,7 @@ class _HasLoss(Protocol):
 AnyLoss: TypeAlias = Loss | _HasLoss | Callable[..., Any]
 
 # Options that are keywords beside a function, too: they say what it takes and returns.
-_KEYWORDS = {field.name: field for field in dataclasses.fields(Loss)[1:5]}
+KEYWORDS = {field.name: field for field in dataclasses.fields(Loss)[1:5]}
 
 
 def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:
@@ -138,7 +138,7 @@ def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:
         loss = given.as_loss()
     else:
         return _with_arguments(Loss(given, *options), first)
-    for (name, field), value in zip(_KEYWORDS.items(), options, strict=False):
+    for (name, field), value in zip(KEYWORDS.items(), options, strict=False):
         is_repeated = loss is not given and value == getattr(loss, field.name)
         if value != field.default and not is_repeated:
             raise ValueError(
@@ -150,8 +150,8 @@ def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:
 
 def take_loss(given: AnyLoss, options: dict[str, Any], **more: Any) -> tuple[Loss, dict[str, Any]]:
     """``as_loss`` with those of some options that are of a loss, and the other ones."""
-    own = [options.get(name, field.default) for name, field in _KEYWORDS.items()]
-    return as_loss(given, *own, **more), {k: x for k, x in options.items() if k not in _KEYWORDS}
+    own = [options.get(name, field.default) for name, field in KEYWORDS.items()]
+    return as_loss(given, *own, **more), {k: x for k, x in options.items() if k not in KEYWORDS}
 
 
 def as_pair(out: Tree, expected: str) -> Any:

@@ -6,7 +6,7 @@ over rows is read as ``vmap`` computes it: all iterations side by side.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -122,7 +122,10 @@ class Walk:
         self._traced: dict[Any, Any] = {}  # pullbacks and loops side by side, by their equations
         self._is_in_pullback = False
 
-    def run(self, steps: Sequence[RowStep], known: dict[Any, Any]) -> None:
+    def run(
+        self, steps: Sequence[RowStep], known: dict[Any, Any], given: Collection[Any] = ()
+    ) -> None:
+        """``given`` values are not those that the steps compute, but the same for all rows."""
         for number, step in enumerate(steps):
             others = step.twin.operands if step.twin else step.operands
             operands = zip(step.operands, others, step.types, strict=True)
@@ -133,7 +136,8 @@ class Walk:
                     _check_doubled(step, k, v)
             except RowsMeet as meet:
                 outs = [Coupled(str(meet))] * len(step.results)
-            known |= zip(step.results, [located(v, steps, number) for v in outs], strict=True)
+            for v, aval, out in zip(step.results, step.result_types, outs, strict=True):
+                known[v] = unknown(aval) if v in given else located(out, steps, number)
 
     def _states(self, step: RowStep, ins: list[Any]) -> list[Any]:
         if step.equation.primitive is DECLARED:
@@ -289,12 +293,13 @@ class Walk:
         if key not in self._traced:
             twin = step.twin and _pullback_of(step.twin)
             self._traced[key] = step.equation, _pullback_of(step), twin
-        _, pullback, twin = self._traced[key]
+        (_, pullback, twin), types = self._traced[key], step.result_types
         if pullback is None:
             return
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
         try:
-            found = self.inside(pullback, twin, [*ins, *_cotangents_of(step, outs)])
+            cotangents = [_cotangent(outs[k], types[k]) for k in _inexact(types)]
+            found = self.inside(pullback, twin, [*ins, *cotangents])
         finally:
             self._is_in_pullback = False
         _check_cotangents(step, ins, found)
@@ -430,12 +435,8 @@ def _pullback_of(step: RowStep) -> Any:
         raise RowsMeet(f"its own derivative cannot be traced: {error}") from error
 
 
-def _cotangents_of(step: RowStep, outs: list[Any]) -> list[Any]:
-    """The states of the cotangents of results."""
-    return [_cotangent(outs[k], step.result_types[k]) for k in _inexact(step.result_types)]
-
-
 def _cotangent(v: Any, aval: Any) -> Any:
+    """The state of the cotangent of a result."""
     if isinstance(v, Rows) and v.dims:
         return _of_rows(v)
     if isinstance(v, Rows | Shared):

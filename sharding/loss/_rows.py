@@ -20,7 +20,8 @@ is opaque, and so is a callback, unless ``keeps_rows_apart`` declares it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -48,7 +49,16 @@ class LossRows:
     word: str  # mean, sum, weighted, random or coupled
     graph: Graph  # of its trace
     states: dict[Value, State]  # of the values of the graph
+    walk: Callable[..., dict[Value, State]]  # which finds these
     cause: Coupled | None = None  # why it is coupled
+
+    def given(self, values: Collection[Value]) -> "LossRows":
+        """What is proven where some numbers of the graph are given, the same for all rows."""
+        return _in_a_word(self.graph, functools.partial(self.walk, given=values))
+
+    def type_of(self, result: int) -> Any:
+        """Of a leaf that the loss returns."""
+        return self.graph.types[self.graph.outputs[result]]
 
     @property
     def results(self) -> list[State]:
@@ -107,12 +117,10 @@ def rows_of_loss(
     try:
         twin = traced(of_twin)
     except Exception as error:  # of the user's function, whatever it raises
-        states = _states(graph, None, rows, count, 2)
-        if not isinstance(states[graph.outputs[0]], Coupled):
-            reason = f"it cannot be traced with {of_twin} rows in place of {count}: {error}"
-            states = dict.fromkeys(graph.outputs, Coupled(reason))
-        return _in_a_word(graph, states)
-    return _in_a_word(graph, _states(graph, twin, rows, count, Fraction(of_twin, count)))
+        reason = f"it cannot be traced with {of_twin} rows in place of {count}: {error}"
+        return _in_a_word(graph, functools.partial(_states, graph, None, rows, count, 2), reason)
+    growth = Fraction(of_twin, count)
+    return _in_a_word(graph, functools.partial(_states, graph, twin, rows, count, growth))
 
 
 def plain_type(x: Any) -> jax.ShapeDtypeStruct:
@@ -125,7 +133,12 @@ def plain_type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _states(
-    graph: Graph, twin: Graph | None, rows: list[bool], count: int, growth: Fraction | int
+    graph: Graph,
+    twin: Graph | None,
+    rows: list[bool],
+    count: int,
+    growth: Fraction | int,
+    given: Collection[Value] = (),
 ) -> dict[Value, State]:
     """The states of all values of a graph, beside that of ``growth`` times the rows."""
     states: dict[Value, State] = {
@@ -139,16 +152,24 @@ def _states(
     twins = (twin.equations, twin.types) if twin else (None, ())
     try:
         steps = steps_of(graph.equations, twins[0], graph.types, twins[1], growth)
-        Walk(growth).run(steps, states)
+        Walk(growth).run(steps, states, given)
     except RowsMeet as meet:
         return dict.fromkeys(graph.outputs, Coupled(str(meet)))
     return states
 
 
-def _in_a_word(graph: Graph, states: dict[Value, State]) -> LossRows:
+def _in_a_word(
+    graph: Graph, walk: Callable[..., dict[Value, State]], untraced: str = ""
+) -> LossRows:
+    """What is proven of a loss; ``untraced`` says why there is no other trace to compare with."""
+    states = walk()
     loss: Any = states[graph.outputs[0]]
+    if untraced and not isinstance(loss, Coupled):
+        states = dict.fromkeys(graph.outputs, Coupled(untraced))
+        loss = states[graph.outputs[0]]
+    found = functools.partial(LossRows, graph=graph, states=states, walk=walk)
     if isinstance(loss, Coupled):
-        return LossRows("coupled", graph, states, loss)
+        return found("coupled", cause=loss)
     ratios = loss.ratios if isinstance(loss, Rows) else frozenset()
     if not isinstance(loss, Rows | Shared):
         reason = CLIPPED
@@ -159,10 +180,10 @@ def _in_a_word(graph: Graph, states: dict[Value, State]) -> LossRows:
     elif loss.power != 0 and (ratios or loss.power != 1):
         reason = f"with k times the rows the loss is k ** {loss.power} times as large"
     elif isinstance(loss, Rows) and loss.random:
-        return LossRows("random", graph, states)
+        return found("random")
     else:
-        return LossRows("weighted" if ratios else "sum" if loss.power else "mean", graph, states)
-    return LossRows("coupled", graph, states, _at_its_end(graph, reason))
+        return found("weighted" if ratios else "sum" if loss.power else "mean")
+    return found("coupled", cause=_at_its_end(graph, reason))
 
 
 def _at_its_end(graph: Graph, reason: str) -> Coupled:
@@ -171,22 +192,3 @@ def _at_its_end(graph: Graph, reason: str) -> Coupled:
         return Coupled(reason)
     number = graph.producer[graph.outputs[0]]
     return located(Coupled(reason), steps_of(graph.equations, None, graph.types), number)
-
-
-def rows_of_equations(
-    equations: Iterable[Any], seeds: Mapping[Value, int | State], types: Sequence[Any] = ()
-) -> dict[Value, State]:
-    """The states of all values of some equations, of which the ``seeds`` have rows.
-
-    So of a scan, given that what it carries has rows; or of its body, given its equations. These
-    are equations of a jaxpr, or of a ``Graph``, whose ``types`` are given then. A seed is the dim
-    that has rows, or a state. All rows share a value that is neither seeded nor computed.
-    """
-
-    def state(value: Value, seed: int | State) -> State:
-        aval = value.aval if hasattr(value, "aval") else types[value]
-        return Rows((seed,), aval.shape[seed]) if isinstance(seed, int) else seed
-
-    states = {value: state(value, seed) for value, seed in seeds.items()}
-    Walk().run(steps_of(list(equations), None, types), states)
-    return states

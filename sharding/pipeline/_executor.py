@@ -19,7 +19,7 @@ from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
 from sharding.step._gather_and_reduce import gather
-from sharding.step._microbatches import join_microbatches
+from sharding.step._loss import join_microbatches
 
 if TYPE_CHECKING:
     from sharding.pipeline._pipeline import Pipeline

@@ -20,7 +20,7 @@ from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
 from sharding.step._gather_and_reduce import gather
-from sharding.step._microbatches import join_microbatches, split_microbatches
+from sharding.step._loss import join_microbatches, split_microbatches
 
 P = PartitionSpec
 GATHERS = ("step", "tick")

@@ -272,10 +272,3 @@ def make_schedule(name: str, *sizes: int) -> Schedule:
     """The schedule of a name, for stages, micro-batches, and chunks where it takes them."""
     constructor, options = SCHEDULES[name]
     return constructor(*sizes, **options)
-
-
-def schedule_call(name: str, *sizes: int) -> str:
-    """The call that makes it, as code: ``one_f_one_b(4, 8, aligned=False)``."""
-    constructor, options = SCHEDULES[name]
-    arguments = [*map(str, sizes), *(f"{key}={value!r}" for key, value in options.items())]
-    return f"{constructor.__name__}({', '.join(arguments)})"

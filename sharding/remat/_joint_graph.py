@@ -22,7 +22,7 @@ from sharding.plan.model._traced_work import (
     is_light,
     work_of_group,
 )
-from sharding.remat._schedule_search import ScheduleSearch, Step, Value
+from sharding.remat._schedule_search import ScheduledTask, ScheduleSearch, Step, Value
 
 # A fused operation has no place in memory if what it reads is hardly larger.
 _LARGER = 1.1
@@ -210,9 +210,10 @@ class JointGraph:
             not all(map(is_light, equations)),
         )
 
-    def equations(self, ks: Iterable[int]) -> list[Equation]:
-        """Of nodes; ~k, which fetches values, has none."""
-        return [eqn for k in ks if k >= 0 for eqn in self.nodes[k].equations]
+    def equations(self, tasks: Iterable[ScheduledTask]) -> list[Equation]:
+        """Of nodes that run."""
+        nodes = (self.nodes[task.value] for task in tasks if not task.fetches)
+        return [eqn for node in nodes for eqn in node.equations]
 
     def search(self, host_link: float | None = None) -> ScheduleSearch:
         """For which of its values are stored; with a link, also in host memory."""

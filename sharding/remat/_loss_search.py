@@ -246,9 +246,9 @@ class LossSearch:
     def _plan_of(
         self, form: LoopForm, joint: JointGraph, found: LossSchedule, planned: float
     ) -> LossPlan:
-        again = [k for ks in found.again for k in ks]
-        flops = sum(joint.nodes[k].work.flops for k in again if k >= 0)
-        copied = sum(joint.nodes[~k].nbytes for k in set(again) if k < 0)
+        tasks = [task for tasks in found.again for task in tasks]
+        flops = sum(joint.nodes[task.value].work.flops for task in tasks if not task.fetches)
+        copied = sum(joint.nodes[k].nbytes for k in {task.value for task in tasks if task.fetches})
         least = joint.work.seconds + form.wait + found.at_least - self._plain.seconds
         return LossPlan(
             peak=planned,

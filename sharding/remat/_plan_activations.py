@@ -16,8 +16,7 @@ from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._loss_loops import Offload
 from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
 from sharding.remat._planned_loss import LossPlan, ratio
-from sharding.step._loss import loss_args
-from sharding.step._rng import microbatch_key
+from sharding.step._loss import loss_args, microbatch_key
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"

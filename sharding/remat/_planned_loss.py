@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,12 @@ from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import LoopForm, place_of
-from sharding.remat._schedule_search import LossSchedule
+from sharding.remat._schedule_search import LossSchedule, ScheduledTask
 
 if TYPE_CHECKING:
     from sharding.remat._loss_search import PlannableLoss
+
+Values: TypeAlias = dict[int, Any]  # of a graph, by their numbers
 
 _LINES = 12  # of the user's code that a plan prints
 _LAST = 4  # values of a forward pass that its gradient waits for
@@ -93,22 +95,22 @@ class LossPlan:
             return fn
         return with_own_gradient(fn, self._forward, self._gradient, self._loss.trained)
 
-    def _forward(self, inputs: list[Any]) -> tuple[list[Any], dict[int, Any]]:
-        """Results, and the values that are stored; ~v for a value v on the host."""
+    def _forward(self, inputs: list[Any]) -> tuple[list[Any], tuple[Values, Values]]:
+        """Results, the values that are stored, and those that are copied to the host."""
         joint, graph = self._graph, self._graph.graph
         stored = [v for k in self._schedule.stored for v in joint.nodes[k].values]
         copied = {v for k in self._copied for v in joint.nodes[k].values}
-        values = graph.constants | dict(enumerate(inputs))
-        on_host = {}
+        values: Values = graph.constants | dict(enumerate(inputs))
+        on_host: Values = {}
         for eqn in graph.needed([*joint.results, *stored], graph.constants)[0]:
             evaluate([eqn], values)
             for v in copied.intersection(eqn.results):  # is copied before anything reads it
                 there = jax.device_put(values[v], jax.memory.Space.Host)
-                values[v], on_host[~v] = barrier((values[v], there))
-        return [values[v] for v in joint.results], {v: values[v] for v in stored} | on_host
+                values[v], on_host[v] = barrier((values[v], there))
+        return [values[v] for v in joint.results], ({v: values[v] for v in stored}, on_host)
 
     def _gradient(
-        self, inputs: list[Any], stored: dict[int, Any], cotangents: list[Any]
+        self, inputs: list[Any], kept: tuple[Values, Values], cotangents: list[Any]
     ) -> list[Any]:
         """Runs the steps, and in front of each what it needs again."""
         seed, *others = cotangents
@@ -117,68 +119,38 @@ class LossPlan:
                 "a planned loss is differentiated by its first result alone: return the others "
                 "as auxiliary ones (has_aux=True)."
             )
-        joint, graph = self._graph, self._graph.graph
+        joint, graph, (stored, on_host) = self._graph, self._graph.graph, kept
         given = dict(enumerate(inputs))
-        values = given | stored | {joint.seed: seed}
         steps = enumerate(self._schedule.again, joint.forward)
-        order = [k for step, again in steps for k in (*again, step)]
+        order = [task for step, again in steps for task in (*again, ScheduledTask(step))]
         on_cpu = self._loss.device.platform == "cpu"
         groups = _groups(joint, _late(joint, order), on_cpu)
-        # XLA writes a result in the place of what it reads, but not through a barrier.
-        places = {v for _, own, _ in groups for i in own for v in joint.nodes[i].values}
         # What is complete before the next operation starts: first the last values that the forward
         # pass stores. Nothing is complete because of a barrier whose result nothing reads.
         read = {v for eqn in joint.equations(order) for v in eqn.operands}
         last = [v for v, x in stored.items() if v in read and jnp.issubdtype(x.dtype, jnp.inexact)]
         after = {v: stored[v] for v in last[-_LAST:]} or {joint.seed: seed}
-
-        def run(group: list[int], own: set[int], later: set[int]) -> None:
-            nonlocal after
-            equations = joint.equations(group)
-            read, made = set[int](), set[int]()
-            for eqn in equations:  # some values are computed again behind what reads them
-                read.update(v for v in eqn.operands if v not in made)
-                made.update(eqn.results)
-            waits = read.difference(*(joint.nodes[i].values for i in own))
-            waits = {v for v in waits if not in_host_memory(graph.types[v])}
-            # Cotangents are fused with what reads them: they do not wait.
-            held = {v: x for v, x in values.items() if v in waits and not graph.reads[v]}
-            # The zeros of a scatter are made when it needs them.
-            for eqn in equations:
-                if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
-                    (v,) = eqn.operands
-                    held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
-            if not on_cpu:
-                held, done = barrier((held, after))
-                for v in done.keys() - read - places:
-                    values[v] = done[v]
-
-            def compute(held: dict[int, Any]) -> dict[int, Any]:
-                known = graph.constants | values | held
-                evaluate(equations, known)
-                return {v: known[v] for k in group for v in joint.nodes[k].values if v in later}
-
-            if on_cpu and group[0] < joint.forward:
-                results = _in_branch(compute, held, [*after.values()][-1])
-            else:
-                results = compute(held)
-            after = results or after
-            values.update(results)
-
-        for group, *others in groups:
-            fetched = [v for k in group if k < 0 for v in joint.nodes[~k].values]
-            if fetched:  # no earlier than they are needed
-                there, _ = barrier(({v: values[~v] for v in fetched}, after))
-                values |= jax.device_put(there, jax.memory.Space.Device)
-            run([k for k in group if k >= 0], *others)
-        known = graph.constants | given | {v: values[v] for v in joint.grads if graph.reads[v]}
+        # XLA writes a result in the place of what it reads, but not through a barrier.
+        places = {v for group in groups for i in group.replaced for v in joint.nodes[i].values}
+        values = given | stored | {joint.seed: seed}
+        run = _OrderedRun(joint, values, on_host, after, places, on_cpu)
+        for group in groups:
+            run.fetch([task.value for task in group.tasks if task.fetches])
+            run.compute([task for task in group.tasks if not task.fetches], group)
+        known = graph.constants | given
+        known |= {v: run.values[v] for v in joint.grads if graph.reads[v]}
         evaluate(graph.needed(joint.grads, known)[0], known)  # those that nothing is computed for
         return [known[v] for v in joint.grads]
 
     @property
+    def _tasks(self) -> list[ScheduledTask]:
+        """What is computed again, or fetched."""
+        return [task for tasks in self._schedule.again for task in tasks]
+
+    @property
     def _copied(self) -> set[int]:
         """Nodes whose values the forward pass copies to the host."""
-        return {~k for ks in self._schedule.again for k in ks if k < 0}
+        return {task.value for task in self._tasks if task.fetches}
 
     @property
     def extra_flops(self) -> float:
@@ -227,74 +199,139 @@ class LossPlan:
             for k in ks:
                 nbytes[place_of(nodes[k].equations[-1])] += int(nodes[k].nbytes)
             rows += [(what, size(n), line) for line, n in nbytes.most_common(_LINES) if n]
-        for ks in self._schedule.again:
-            computed.update(place_of(nodes[k].equations[-1]) for k in ks if k >= 0)
+        again = (task.value for task in self._tasks if not task.fetches)
+        computed.update(place_of(nodes[k].equations[-1]) for k in again)
         rows += [("again", str(n), line) for line, n in computed.most_common(_LINES)]
         return text_of([Table("Activations of one device", ("", "", ""), rows)])
 
     @property
     def summary(self) -> str:
         """What is computed again, in a few words."""
-        again = sum(k >= 0 for ks in self._schedule.again for k in ks)
+        again = sum(not task.fetches for task in self._tasks)
         parts = [f"{again} values"] if again or self._copied else []
         parts += [f"fetches {len(self._copied)}"] if self._copied else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
 
 
-def _late(joint: JointGraph, order: Sequence[int]) -> list[int]:
+class _TaskGroup(NamedTuple):
+    """Nodes without a barrier between them, which XLA fuses and runs in an order of its own."""
+
+    tasks: list[ScheduledTask]
+    replaced: set[int]  # nodes of the loss in the place of whose values it writes
+    later: set[int]  # values that are read behind it
+
+
+@dataclasses.dataclass
+class _OrderedRun:
+    """Runs groups of nodes, one after the other."""
+
+    joint: JointGraph
+    values: Values  # that are there
+    on_host: Values
+    after: Values  # what is complete before the next group starts
+    places: set[int]  # values in whose place others are written
+    on_cpu: bool
+
+    def fetch(self, nodes: list[int]) -> None:
+        """Values from the host, no earlier than they are needed."""
+        fetched = {v: self.on_host[v] for k in nodes for v in self.joint.nodes[k].values}
+        if fetched:
+            there, _ = barrier((fetched, self.after))
+            self.values |= jax.device_put(there, jax.memory.Space.Device)
+
+    def compute(self, tasks: list[ScheduledTask], group: _TaskGroup) -> None:
+        joint, graph = self.joint, self.joint.graph
+        equations = joint.equations(tasks)
+        read, made = set[int](), set[int]()
+        for eqn in equations:  # some values are computed again behind what reads them
+            read.update(v for v in eqn.operands if v not in made)
+            made.update(eqn.results)
+        waits = read.difference(*(joint.nodes[i].values for i in group.replaced))
+        waits = {v for v in waits if not in_host_memory(graph.types[v])}
+        # Cotangents are fused with what reads them: they do not wait.
+        held = {v: x for v, x in self.values.items() if v in waits and not graph.reads[v]}
+        # The zeros of a scatter are made when it needs them.
+        for eqn in equations:
+            if eqn.primitive is lax.broadcast_in_dim_p and eqn.operands[0] in graph.constants:
+                (v,) = eqn.operands
+                held[v] = jnp.asarray(graph.constants[v], graph.types[v].dtype)
+        if not self.on_cpu:
+            held, done = barrier((held, self.after))
+            for v in done.keys() - read - self.places:
+                self.values[v] = done[v]
+
+        def results_of(held: Values) -> Values:
+            known = graph.constants | self.values | held
+            evaluate(equations, known)
+            made = [v for task in tasks for v in joint.nodes[task.value].values]
+            return {v: known[v] for v in made if v in group.later}
+
+        if self.on_cpu and tasks[0].value < joint.forward:
+            results = _in_branch(results_of, held, [*self.after.values()][-1])
+        else:
+            results = results_of(held)
+        self.after = results or self.after
+        self.values |= results
+
+
+def _late(joint: JointGraph, order: Sequence[ScheduledTask]) -> list[ScheduledTask]:
     """Each value is computed again in front of what reads it, if what it reads is there still."""
     late = [*order]
 
     def reader(k: int, start: int) -> int:  # 0 if there is none
         behind = enumerate(late[start:], start)
-        reads = (n for n, i in behind if i in (k, ~k) or (i >= 0 and k in joint.nodes[i].reads))
-        first = next(reads, 0)
-        return 0 if late[first] in (k, ~k) else first
+        first = next((n for n, task in behind if task.value == k or _reads(task, k)), 0)
+        return 0 if late[first].value == k else first
 
-    for n, k in [*enumerate(order)][::-1]:
-        first = reader(k, n + 1) if 0 <= k < joint.forward else 0
-        if first and all(reader(i, first) for i in joint.nodes[k].reads):
+    def _reads(task: ScheduledTask, k: int) -> bool:
+        return not task.fetches and k in joint.nodes[task.value].reads
+
+    for n, task in [*enumerate(order)][::-1]:
+        again = task.value < joint.forward and not task.fetches
+        first = reader(task.value, n + 1) if again else 0
+        if first and all(reader(i, first) for i in joint.nodes[task.value].reads):
             late.insert(first - 1, late.pop(n))
     return late
 
 
-def _groups(
-    joint: JointGraph, order: Sequence[int], single: bool
-) -> list[tuple[list[int], set[int], set[int]]]:
-    """Nodes without a barrier between them, which XLA fuses and runs in an order of its own.
+def _groups(joint: JointGraph, order: Sequence[ScheduledTask], single: bool) -> list[_TaskGroup]:
+    """An order in groups.
 
-    With values of the loss that they replace, and those that are read behind them. A group ends in
-    front of a node that is not fused where all that it makes would exceed the peak of the order,
-    and in front of ~k, which fetches values.
+    One ends in front of a node that is not fused where all that it makes would exceed the peak of
+    the order, and in front of values that are fetched.
     """
     nodes, live = joint.nodes, set[int]()
-    rows, peak = list[tuple[int, set[int], float, float]](), 0.0
-    for k in reversed(order):
-        node = nodes[k] if k >= 0 else nodes[~k]._replace(reads=frozenset(), inside=0.0)
+    rows, peak = list[tuple[ScheduledTask, set[int], float, float]](), 0.0
+    for task in reversed(order):
+        node = nodes[task.value]
+        if task.fetches:
+            node = node._replace(reads=frozenset(), inside=0.0)
         over = {i for i in node.reads - live if nodes[i].nbytes >= node.nbytes > 0}
         new = 0.0 if node.in_place and over else node.nbytes
-        live = live - {k, ~k} | node.reads
+        live = live - {task.value} | node.reads
         held = sum(nodes[i].nbytes for i in live)
         peak = max(peak, held + new + node.inside)
-        rows.append((k, over, new, held))
-    groups: list[tuple[list[int], set[int]]] = []
+        rows.append((task, over, new, held))
+    groups: list[tuple[list[ScheduledTask], set[int]]] = []
     made = inside = 0.0
-    for k, over, new, held in reversed(rows):
-        node = nodes[max(k, ~k)]
+    for task, over, new, held in reversed(rows):
+        node = nodes[task.value]
         made, inside = made + new, max(inside, node.inside)
         full = node.heavy and made + inside > peak
-        fetch = k < 0 <= groups[-1][0][-1] if groups else False
-        if single or not groups or full or fetch or k in groups[-1][0]:
+        last = groups[-1][0] if groups else []
+        fetch = bool(last) and task.fetches and not last[-1].fetches
+        if single or not groups or full or fetch or task in last:
             groups.append(([], set()))
             made, inside = held + new, node.inside
-        groups[-1][0].append(k)
+        groups[-1][0].append(task)
         # XLA would not compute again what reads values that are not behind a barrier.
-        if k >= joint.forward and new < node.nbytes and held + node.nbytes + node.inside > peak:
+        is_step = task.value >= joint.forward
+        if is_step and new < node.nbytes and held + node.nbytes + node.inside > peak:
             groups[-1][1].update(i for i in over if i < joint.forward)
-    later, out = set[int](joint.grads), []
-    for group, own in reversed(groups):
-        out.append((group, own, later))
-        later = later | {v for eqn in joint.equations(group) for v in eqn.operands}
+    later, out = set[int](joint.grads), list[_TaskGroup]()
+    for tasks, replaced in reversed(groups):
+        out.append(_TaskGroup(tasks, replaced, later))
+        later = later | {v for eqn in joint.equations(tasks) for v in eqn.operands}
     return out[::-1]
 
 

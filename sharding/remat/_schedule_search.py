@@ -5,6 +5,7 @@ most once; what is computed is kept as long as it is worth it, and may be comput
 Instead, the forward pass may copy a value to the host, from where it is fetched.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,11 +40,17 @@ class Step(NamedTuple):
     own: float = 0.0  # bytes of its result
 
 
+class ScheduledTask(NamedTuple):
+    """What runs in front of a step: a value is computed again, or fetched from the host."""
+
+    value: int
+    fetches: bool = False
+
+
 class LossSchedule(NamedTuple):
     stored: tuple[int, ...]  # values that the forward pass leaves
-    # For each step, in order, what is computed again in front of it; ~k: k is fetched. () if steps
-    # are as the compiler orders them.
-    again: tuple[tuple[int, ...], ...]
+    # For each step, in order, what runs in front of it; () if steps are as the compiler orders them
+    again: tuple[tuple[ScheduledTask, ...], ...]
     seconds: float  # of all that
     at_least: float  # seconds that any schedule takes: those of this one if it is optimal
 
@@ -53,11 +60,11 @@ class _States:
 
     def __init__(self, masks: np.ndarray, numbers: np.ndarray):
         self.masks = masks  # [states, values]
-        self.numbers = numbers  # [states, 5]
+        self.numbers = numbers  # [states, 6]
         self.nbytes, self.keys = numbers[:, 0], numbers[:, 1]  # sums over the values; keys differ
         self.seconds = numbers[:, 2]  # of what is computed again or fetched from here on
-        self.last = numbers[:, 3]  # the number of the last of that in ``find``
-        self.stored = numbers[:, 4]  # the number of the set that the forward pass leaves
+        self.last = numbers[:, 3:5]  # how many tasks that is of a ``_Find``, and the state's row
+        self.stored = numbers[:, 5]  # the number of the set that the forward pass leaves
 
     def __len__(self) -> int:
         return len(self.masks)
@@ -122,70 +129,8 @@ class ScheduleSearch:
             return self.in_any_order._replace(again=((),) * self._num_steps)
         own = min(_MOST_STATES, _WORK // max(1, self._count))
         # A given number of states is to find few bytes: those of the most are left out.
-        growth = 1 if most else 2  # of the number of states before some are left out
-        most, sizes = most or own, _SIZES if most else min(_SIZES, own)
-        limit, exact = budget - self._fixed, self._count <= _FEW
-        states = _States(np.zeros((1, len(self._values)), bool), np.zeros((1, 5)))
-        room, done = 1, list[tuple[int, int, np.ndarray]]()  # step, value, the last before
-
-        def do(states: _States, t: int, k: int, seconds: float) -> None:
-            done.append((t, k, states.last.copy()))
-            states.seconds += seconds
-            states.last[:] = np.arange(len(states)) + (len(done) << 32)
-
-        def with_fetched(states: _States, t: int, reads: Iterable[int]) -> _States:
-            for k in reads:
-                if self._values[k].fetch < math.inf:
-                    new = states.where(states.masks[:, k])
-                    self._remove(new, k)
-                    do(new, t, ~k, self._values[k].fetch)
-                    states = joined(states, new)
-            return states
-
-        def joined(states: _States, new: _States) -> _States:
-            nonlocal exact, room
-            states = states.joined(new)
-            if len(states) > room:
-                states = _distinct(states.where(states.seconds < bound))
-                exact = exact and len(states) <= most
-                states = _some(states, most, sizes)
-                room = growth * len(states)
-            return states
-
-        for t, step in reversed(self._steps):
-            replaced = ~states.masks[:, step.over] if step.over >= 0 else False
-            self._require(states, step.reads)
-            states = states.where(states.nbytes + step.during - step.own * replaced <= limit)
-            states = with_fetched(states, t, step.reads)
-            # Of many values, those that the step, or what is computed in front of it, reads.
-            used = set(step.reads if self._count > _FEW else range(len(self._values)))
-            for k, value in reversed([*enumerate(self._values)]):
-                if used.isdisjoint((k, *value.reads)):
-                    continue
-                new = self._compute(states, k, limit - step.before)
-                if len(new):
-                    used.update(value.reads)
-                    do(new, t, k, value.seconds)
-                    states = joined(states, with_fetched(new, t, value.reads))
-        states = states.where(states.seconds < bound)
-        # The forward pass computes all.
-        masks = states.masks.copy()
-        states.stored[:] = np.arange(len(states))
-        self._require(states, self._results)
-        for k in reversed(range(len(self._values))):
-            states = states.where(~states.masks[:, k]).joined(self._compute(states, k, limit))
-        if not len(states):
-            return None
-        _, _, seconds, last, row = map(float, states.numbers[np.argmin(states.seconds)])
-        again: list[list[int]] = [[] for _ in range(self._num_steps)]
-        while last:
-            part, number = divmod(int(last), 1 << 32)
-            t, k, before = done[part - 1]
-            again[t].append(self._large[k] if k >= 0 else ~self._large[~k])
-            last = before[number]
-        least = seconds if exact else min(seconds, self._at_least(limit))
-        stored = self._stored(np.flatnonzero(masks[int(row)]))
-        return LossSchedule(stored, tuple(map(tuple, again)), seconds, least)
+        sizes, growth = (_SIZES, 1) if most else (min(_SIZES, own), 2)
+        return _Find(self, budget - self._fixed, most or own, sizes, growth, bound).run()
 
     def _stored(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted([*self._small, *(self._large[k] for k in values)]))
@@ -195,23 +140,6 @@ class ScheduleSearch:
         """That which computes nothing again, without steps."""
         read = {k for _, step in self._steps for k in step.reads}
         return LossSchedule(self._stored(read), (), 0.0, 0.0)
-
-    def _require(self, states: _States, values: Sequence[int]) -> None:
-        lack = ~states.masks[:, values]
-        states.numbers[:, :2] += lack @ self._numbers[[*values]]
-        states.masks[:, values] = True
-
-    def _compute(self, states: _States, k: int, limit: float) -> _States:
-        """States in front of the computation of a value, of those that have it."""
-        states = states.where(states.masks[:, k])
-        self._require(states, self._values[k].reads)
-        states = states.where(states.nbytes + self._values[k].inside <= limit)
-        self._remove(states, k)
-        return states
-
-    def _remove(self, states: _States, k: int) -> None:
-        states.numbers[:, :2] -= self._numbers[k]
-        states.masks[:, k] = False
 
     def _with_later(self) -> Iterator[tuple[Step, set[int]]]:
         """The steps from the last one on, with what they and later ones read."""
@@ -257,6 +185,112 @@ class ScheduleSearch:
                 peak = max(peak, self._nbytes(live) + value.inside)
                 live.remove(k)
         return self._fixed + peak
+
+
+@dataclasses.dataclass
+class _Find:
+    """One search, from the last step to the first."""
+
+    search: ScheduleSearch
+    limit: float  # bytes of values, and of a step beside them
+    most: int  # states, of so many ...
+    sizes: int  # ... numbers of bytes
+    growth: int  # of the number of states before some are left out
+    bound: float  # of seconds
+    room: int = 1  # states that need not be left out
+    exact: bool = True  # whether none was
+    # What ran, from the last on: in front of which step, and ``last`` of the states it is from.
+    tasks: list[tuple[int, ScheduledTask, np.ndarray]] = dataclasses.field(default_factory=list)
+
+    def run(self) -> LossSchedule | None:
+        search, limit = self.search, self.limit
+        self.exact = search._count <= _FEW
+        states = _States(np.zeros((1, len(search._values)), bool), np.zeros((1, 6)))
+        for t, step in reversed(search._steps):
+            states = self._before_step(states, t, step)
+        states = states.where(states.seconds < self.bound)
+        # The forward pass computes all.
+        masks = states.masks.copy()
+        states.stored[:] = np.arange(len(states))
+        self._require(states, search._results)
+        for k in reversed(range(len(search._values))):
+            states = states.where(~states.masks[:, k]).joined(self._compute(states, k, limit))
+        if not len(states):
+            return None
+        best = states.take(np.argmin(states.seconds, keepdims=True))
+        seconds, stored = float(best.seconds[0]), np.flatnonzero(masks[int(best.stored[0])])
+        least = seconds if self.exact else min(seconds, search._at_least(limit))
+        return LossSchedule(search._stored(stored), self._tasks(best.last[0]), seconds, least)
+
+    def _before_step(self, states: _States, t: int, step: Step) -> _States:
+        """The states in front of a step, and of what is computed again and fetched for it."""
+        search = self.search
+        replaced = ~states.masks[:, step.over] if step.over >= 0 else False
+        self._require(states, step.reads)
+        states = states.where(states.nbytes + step.during - step.own * replaced <= self.limit)
+        states = self._with_fetched(states, t, step.reads)
+        # Of many values, those that the step, or what is computed in front of it, reads.
+        used = set(step.reads if search._count > _FEW else range(len(search._values)))
+        for k, value in reversed([*enumerate(search._values)]):
+            if used.isdisjoint((k, *value.reads)):
+                continue
+            new = self._compute(states, k, self.limit - step.before)
+            if len(new):
+                used.update(value.reads)
+                self._add(new, t, ScheduledTask(k), value.seconds)
+                states = self._joined(states, self._with_fetched(new, t, value.reads))
+        return states
+
+    def _with_fetched(self, states: _States, t: int, reads: Iterable[int]) -> _States:
+        for k in reads:
+            if self.search._values[k].fetch < math.inf:
+                new = states.where(states.masks[:, k])
+                self._remove(new, k)
+                self._add(new, t, ScheduledTask(k, fetches=True), self.search._values[k].fetch)
+                states = self._joined(states, new)
+        return states
+
+    def _add(self, states: _States, t: int, task: ScheduledTask, seconds: float) -> None:
+        """A task of these states, in front of all that they had."""
+        self.tasks.append((t, task, states.last.copy()))
+        states.seconds += seconds
+        states.last[:, 0] = len(self.tasks)
+        states.last[:, 1] = np.arange(len(states))
+
+    def _require(self, states: _States, values: Sequence[int]) -> None:
+        lack = ~states.masks[:, values]
+        states.numbers[:, :2] += lack @ self.search._numbers[[*values]]
+        states.masks[:, values] = True
+
+    def _compute(self, states: _States, k: int, limit: float) -> _States:
+        """States in front of the computation of a value, of those that have it."""
+        states = states.where(states.masks[:, k])
+        self._require(states, self.search._values[k].reads)
+        states = states.where(states.nbytes + self.search._values[k].inside <= limit)
+        self._remove(states, k)
+        return states
+
+    def _remove(self, states: _States, k: int) -> None:
+        states.numbers[:, :2] -= self.search._numbers[k]
+        states.masks[:, k] = False
+
+    def _joined(self, states: _States, new: _States) -> _States:
+        states = states.joined(new)
+        if len(states) > self.room:
+            states = _distinct(states.where(states.seconds < self.bound))
+            self.exact = self.exact and len(states) <= self.most
+            states = _some(states, self.most, self.sizes)
+            self.room = self.growth * len(states)
+        return states
+
+    def _tasks(self, last: np.ndarray) -> tuple[tuple[ScheduledTask, ...], ...]:
+        """Those of each step, in order, of a state with this ``last``."""
+        again: list[list[ScheduledTask]] = [[] for _ in range(self.search._num_steps)]
+        while last[0]:
+            t, task, before = self.tasks[int(last[0]) - 1]
+            again[t].append(task._replace(value=self.search._large[task.value]))
+            last = before[int(last[1])]
+        return tuple(map(tuple, again))
 
 
 def _distinct(states: _States) -> _States:

@@ -14,7 +14,7 @@ from sharding._types import Array, Batch, Tree
 from sharding.loss._loss_options import Loss, take_loss
 from sharding.placement._specs import path_str
 from sharding.placement._train_state import full_tree, model_state_of, params_of
-from sharding.step._choose_program import prove
+from sharding.step._choose_program import LossCall
 from sharding.step._loss import Inputs
 from sharding.step.flax._nnx import is_module, pure_loss
 
@@ -27,7 +27,7 @@ def check_loss(
     inputs = params_of(state), batch, key, passed
     step = zero.value_and_grad(loss, **others)  # which checks them
     specs = zero._layout.place(inputs[0], others.get("param_specs")).params
-    proof = prove(zero, step.loss, inputs[0], specs, Inputs(*inputs[1:]))
+    proof = LossCall(zero, step.loss, inputs[0], specs, Inputs(*inputs[1:])).prove()
     said = str(proof.rows) if proof.rows else f"not known: {proof.must_be_whole}"
     if proof.is_exact and not proof.is_sum:
         return said

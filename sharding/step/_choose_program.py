@@ -11,6 +11,7 @@ Sums that a loss divides by are computed before it, of all rows; what is left is
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -18,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from optax_ext.equations import trace
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
-from sharding.loss._loss_options import NUMBERED
+from sharding.loss._loss_options import KEYWORDS, NUMBERED
 from sharding.loss._marks import marking
 from sharding.loss._row_states import Coupled, Rows, Shared, State
 from sharding.loss._rows import LossRows, plain_type, rows_of_loss
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, only_axes
 from sharding.step._device_pieces import DevicePiece
-from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._rng import microbatch_key
+from sharding.step._loss import Inputs, StepLoss, loss_args, microbatch_key
 from sharding.step.flax._modules import BlocksAreMissing
 
 _ASKED = "as the step asks"
@@ -62,6 +63,30 @@ class ProvenLoss(NamedTuple):
     is_returned: bool  # whether devices can average or join their aux
     must_be_whole: str  # why, if no device can run it by itself, whatever it does with rows
     error: Exception | None = None  # of the loss as it is traced
+
+    @classmethod
+    def of(
+        cls, rows: LossRows, is_weighted: bool, num_states: int, must_be_whole: str
+    ) -> "ProvenLoss":
+        """Of a total, its weight if it has one, leaves of a model state, and aux."""
+        total, *more = rows.results
+        weight = more.pop(0) if is_weighted else None
+        first = len(rows.results) - len(more)
+        # Devices average floating values, and keep one of others.
+        states = [
+            v
+            if isinstance(v, Shared) or jnp.issubdtype(rows.type_of(first + k).dtype, jnp.floating)
+            else Coupled("a model state that is not floating depends on rows")
+            for k, v in enumerate(more[:num_states])
+        ]
+        is_returned = _are_returned(rows, first + num_states)
+        return cls(rows, total, weight, states, more[num_states:], is_returned, must_be_whole)
+
+    def with_totals(self, weights: list[int]) -> "ProvenLoss":
+        """The same where values that it divides by are those of all rows."""
+        assert self.rows is not None
+        options = self.weight is not None, len(self.model_state), self.must_be_whole
+        return ProvenLoss.of(self.rows.given(weights), *options)
 
     def is_apart(self, random: bool = False) -> bool:
         """Whether the losses of parts of the rows add up, or average, to that of all."""
@@ -110,21 +135,20 @@ def choose_program(
       ValueError: if micro-batches would change its value, or an option needs gradients of devices
         and these are not parts of the loss.
     """
-    parts = zero.num_devices * loss.microbatches
+    call = LossCall(zero, loss, params, specs, inputs)
     if loss.per_device:
         return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")
     if loss.microbatches == 1 and loss.per_device is not None:
         return LossProgram(loss, False, _ASKED)
-    proof = prove(zero, loss, params, specs, inputs)
-    if parts == 1 and loss.per_device is None:
-        return _alone(loss, proof)
-    with_totals: Callable[[Batch], Batch] = lambda batch: batch  # noqa: E731
-    if totals := _totals_of(zero, loss, params, inputs, proof):
-        loss, with_totals = dataclasses.replace(loss, fn=totals), totals.add
-        given = jax.eval_shape(with_totals, jax.tree.map(plain_type, inputs.batch))
-        proof = prove(zero, loss, params, specs, inputs._replace(batch=given))
+    if call.parts == 1:
+        return call.alone()
+    proof = call.prove()
+    totals = _totals_of(call, proof)
+    if totals is not None:
+        loss = dataclasses.replace(loss, fn=totals)
+        proof = proof.with_totals(totals.weights)
     cause = _cause(proof)
-    if isinstance(loss.fn, _Totals) and proof.is_exact:
+    if totals is not None and proof.is_exact:
         cause = "the loss is a ratio of sums over rows, whose divisors are computed of all rows"
     if loss.microbatches > 1 and loss.coupled is None:
         _check_apart(loss, proof, cause)
@@ -132,10 +156,11 @@ def choose_program(
     if _is_planned_for_all(zero, loss, inputs, exact, cause):
         exact, cause = False, "it is planned for the rows of all devices"
     if proof.is_sum:
-        loss = dataclasses.replace(loss, times=parts if exact else loss.microbatches)
+        loss = dataclasses.replace(loss, times=call.parts if exact else loss.microbatches)
     if exact:
         loss = dataclasses.replace(loss, reduction=proof.reduction)
-    return LossProgram(loss, exact, _ASKED if loss.per_device is False else cause, with_totals)
+    program = LossProgram(loss, exact, _ASKED if loss.per_device is False else cause)
+    return program if totals is None else program._replace(with_totals=totals.add)
 
 
 def choose_evaluation(
@@ -146,23 +171,16 @@ def choose_evaluation(
         return LossProgram(loss, loss.per_device, _ASKED)
     if loss.rngs and zero.num_devices > 1:
         return LossProgram(loss, False, "its keys are those of all rows")
-    if is_loss:
-        proof = prove(zero, loss, params, specs, inputs)
-        if zero.num_devices == 1:
-            return _alone(loss, proof)
-        return LossProgram(loss, proof.is_exact and not proof.is_sum, _cause(proof))
-    found = _trace_rows(zero, loss, loss.fn, params, specs, inputs)
+    call = LossCall(zero, loss, params, specs, inputs)
     if zero.num_devices == 1:
-        return _alone(loss, found)
-    exact = not found.must_be_whole and _are_returned(found.rows, 0)
+        return call.alone()
+    if is_loss:
+        proof = call.prove()
+        return LossProgram(loss, proof.is_exact and not proof.is_sum, _cause(proof))
+    rows, whole, _ = call.traced(functools.partial(call.rows_of, loss.fn))
+    exact = rows is not None and _are_returned(rows, 0)
     cause = "it returns means over rows, or what each row gives" if exact else "rows meet in it"
-    return LossProgram(loss, exact, found.must_be_whole or cause)
-
-
-def _alone(loss: StepLoss, found: "ProvenLoss | _TracedRows") -> LossProgram:
-    """How a loss runs on one device."""
-    whole = found.must_be_whole if found.rows else ""
-    return LossProgram(loss, not whole, whole or "one device has all rows")
+    return LossProgram(loss, exact and not whole, whole or cause)
 
 
 def _is_planned_for_all(
@@ -206,8 +224,7 @@ def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
         return
     if not has_keys and (_is_random(proof.total) or _is_random(proof.weight)):
         cause += ", and all would draw the same (rngs=True gives each a key)"
-    names = ("has_aux", "weighted", "rngs", "model_state")
-    given = {name: getattr(loss, name) for name in names if loss.rngs is not NUMBERED}
+    given = {name: getattr(loss, name) for name in KEYWORDS if loss.rngs is not NUMBERED}
     said = "".join(f"{name}={value!r}, " for name, value in given.items() if value)
     raise ValueError(
         f"microbatches={loss.microbatches} would train another loss than that of the batch: "
@@ -219,72 +236,86 @@ def _check_apart(loss: StepLoss, proof: ProvenLoss, cause: str) -> None:
 # --- What is proven -------------------------------------------------------------------------------
 
 
-def prove(zero: Any, loss: StepLoss, params: Tree, specs: Tree, inputs: Inputs) -> ProvenLoss:
-    """What a loss does with rows, by its trace."""
-    counts: list[int] = []
-    # A plan of what is computed again is for one number of rows.
-    fn = getattr(loss.fn, "computes", loss.fn)
+class LossCall(NamedTuple):
+    """A loss in a step, and what it is called with, real or abstract."""
 
-    def split(params: Tree, *args: Any) -> Any:
-        total, weight, *more = loss.split(fn(params, *args))
-        counts[:] = [len(jax.tree.leaves(x)) for x in more]
-        return total, weight if loss.weighted else None, *more
+    zero: Any
+    loss: StepLoss
+    params: Tree
+    specs: Tree  # of parameters
+    inputs: Inputs
 
-    found = _trace_rows(zero, loss, split, params, specs, inputs)
-    if not found.rows:
-        why = found.must_be_whole
-        return ProvenLoss(None, Coupled(why), None, [], [], False, why, error=found.error)
-    total, *more = found.rows.results
-    weight = more.pop(0) if loss.weighted else None
-    states, aux = more[: counts[0]], more[counts[0] :]
-    graph, first = found.rows.graph, len(found.rows.results) - len(more)
-    for k, v in enumerate(states):
-        # Devices average floating values, and keep one of others.
-        dtype = graph.types[graph.outputs[first + k]].dtype
-        if not (isinstance(v, Shared) or jnp.issubdtype(dtype, jnp.floating)):
-            states[k] = Coupled("a model state that is not floating depends on rows")
-    is_returned = _are_returned(found.rows, first + len(states))
-    return ProvenLoss(found.rows, total, weight, states, aux, is_returned, found.must_be_whole)
+    @property
+    def parts(self) -> int:
+        """Of the rows of a batch."""
+        return int(self.zero.num_devices) * self.loss.microbatches
 
+    def types(self) -> tuple[Any, ...]:
+        """Of the arguments of the loss."""
+        of_loss, loss = self.zero.precision.of_loss, self.loss
+        batch, key = jax.tree.map(plain_type, self.inputs.batch), self.inputs.key
+        key = jax.random.key(0) if loss.rngs and key is None else key
+        keys = jax.eval_shape(lambda key: microbatch_key(loss.rngs, key, 0, batch), key)
+        rest = loss_args(loss, batch, self.inputs.model_state, keys)
+        params, *rest = jax.tree.map(plain_type, (self.params, *rest))
+        return jax.tree.map(lambda x: x.update(dtype=of_loss(x.dtype)), params), *rest
 
-class _TracedRows(NamedTuple):
-    rows: LossRows | None
-    must_be_whole: str
-    error: Exception | None = None
+    def alone(self) -> LossProgram:
+        """How it runs on one device."""
+        fn = getattr(self.loss.fn, "computes", self.loss.fn)
+        closed, whole, _ = self.traced(lambda args: trace(fn, *args)[0])
+        whole = "" if closed is None else whole
+        return LossProgram(self.loss, not whole, whole or "one device has all rows")
 
+    def prove(self) -> ProvenLoss:
+        """What it does with rows, by its trace."""
+        loss, num_states = self.loss, 0
+        # A plan of what is computed again is for one number of rows.
+        fn = getattr(loss.fn, "computes", loss.fn)
 
-def _trace_rows(
-    zero: Any, loss: StepLoss, fn: Callable[..., Any], params: Tree, specs: Tree, inputs: Inputs
-) -> _TracedRows:
-    """What a function of the arguments of a loss does with the rows of a batch."""
-    layout, batch = zero._layout, jax.tree.map(plain_type, inputs.batch)
-    rest = loss_args(loss, batch, inputs.model_state, _keys(loss, inputs, batch))
-    args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
-    has_rows = [False, True] + [False] * (len(args) - 2)
-    has_rows[-1] |= loss.rngs == "per_example"
-    errors: list[Exception] = []
-    parts = zero.num_devices * loss.microbatches
-    # As under jit where axes are Auto; or where the user's are Explicit, which the loss may name.
-    choices: list[frozenset[str]] = [frozenset(), layout.other_axes]
-    for explicit in choices if layout.other_axes else choices[:1]:
-        mesh = _mesh_of(layout, explicit)
-        typed = _typed(mesh, args, specs, explicit) if explicit else args
-        try:
-            with marking(per_device=True), jax.sharding.use_abstract_mesh(mesh):
-                rows = rows_of_loss(fn, typed, has_rows, parts)
-        except BlocksAreMissing:
-            raise
-        except Exception as error:  # of the user's function, or of what only a step gives it
-            errors.append(error)
-        else:
-            jaxpr, whole = rows.graph.jaxpr, ""
+        def split(params: Tree, *args: Any) -> Any:
+            nonlocal num_states
+            total, weight, state, aux = loss.split(fn(params, *args))
+            num_states = len(jax.tree.leaves(state))
+            return total, weight if loss.weighted else None, state, aux
+
+        rows, whole, error = self.traced(functools.partial(self.rows_of, split))
+        if rows is None:
+            return ProvenLoss(None, Coupled(whole), None, [], [], False, whole, error)
+        return ProvenLoss.of(rows, loss.weighted, num_states, whole)
+
+    def rows_of(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> LossRows:
+        """What a function of the arguments does with the rows of the batch."""
+        has_rows = [False, True] + [False] * (len(args) - 2)
+        has_rows[-1] |= self.loss.rngs == "per_example"
+        return rows_of_loss(fn, args, has_rows, self.parts)
+
+    def traced(self, run: Callable[[Any], Any]) -> tuple[Any, str, Exception | None]:
+        """What ``run`` makes of the types of arguments, such as a trace; None if it raises.
+
+        And why no device can run the loss by itself, whatever it does with rows; the error.
+        """
+        layout, errors = self.zero._layout, list[Exception]()
+        # As under jit where axes are Auto; or where the user's are Explicit, which it may name.
+        for explicit in dict.fromkeys((frozenset(), layout.other_axes)):
+            mesh = _mesh_of(layout, explicit)
+            args = _typed(mesh, self.types(), self.specs, explicit) if explicit else self.types()
+            try:
+                with marking(per_device=True), jax.sharding.use_abstract_mesh(mesh):
+                    found = run(args)
+            except BlocksAreMissing:
+                raise
+            except Exception as error:  # of the user's function, or of what only a step gives it
+                errors.append(error)
+                continue
+            jaxpr, why = getattr(found, "graph", found).jaxpr, ""
             if _axes_named(jaxpr) & set(layout.data_axes):
-                whole = "it places arrays along the axes of the data"
+                why = "it places arrays along the axes of the data"
             elif jaxpr.effects:
-                whole = "what it prints, calls back or writes to references is of all rows"
-            return _TracedRows(rows, whole)
-    why = f"it cannot be traced by itself ({type(errors[0]).__name__}: {errors[0]})"
-    return _TracedRows(None, why, errors[0])
+                why = "what it prints, calls back or writes to references is of all rows"
+            return found, why, None
+        first = errors[0]
+        return None, f"it cannot be traced by itself ({type(first).__name__}: {first})", first
 
 
 def _mesh_of(layout: Layout, explicit: Collection[str]) -> Any:
@@ -304,18 +335,6 @@ def _typed(mesh: Any, args: tuple[Any, ...], specs: Tree, explicit: Collection[s
     placed = map(place, jax.tree.leaves(params), treedef.flatten_up_to(specs))
     others = jax.tree.map(lambda x: place(x, PartitionSpec()), rest)
     return treedef.unflatten(placed), *others
-
-
-def as_in_loss(zero: Any, params: Tree) -> Any:
-    """The types of parameters as a loss gets them."""
-    of_loss = lambda x: jax.ShapeDtypeStruct(x.shape, zero.precision.of_loss(x.dtype))  # noqa: E731
-    return jax.tree.map(of_loss, jax.tree.map(plain_type, params))
-
-
-def _keys(loss: StepLoss, inputs: Inputs, batch: Batch) -> Any:
-    """The type of the keys that the loss gets for these rows."""
-    key = jax.random.key(0) if loss.rngs and inputs.key is None else inputs.key
-    return jax.eval_shape(lambda key: microbatch_key(loss.rngs, key, 0, batch), key)
 
 
 def _axes_named(jaxpr: Any) -> set[str]:
@@ -357,18 +376,17 @@ def _is_random(v: State | None) -> bool:
 # --- Sums that a loss divides by ------------------------------------------------------------------
 
 
-def _weights(proof: ProvenLoss, params: Tree, inputs: Inputs) -> list[int]:
+def _weights(call: LossCall, proof: ProvenLoss) -> list[int]:
     """The values of a loss's graph that it divides sums by, if they can be computed before it.
 
     So they can if each is a scalar of the batch alone.
     """
-    total = proof.total
-    if proof.rows is None or proof.weight is not None or not isinstance(total, Rows):
+    if proof.rows is None or proof.weight is not None:
         return []
     graph = proof.rows.graph
-    weights = sorted({weight for _, weight in total.ratios}, key=str)
-    first = len(jax.tree.leaves(params))
-    of_batch = range(first, first + len(jax.tree.leaves(inputs.batch)))
+    weights = sorted({weight for _, weight in proof.rows.ratios}, key=str)
+    first = len(jax.tree.leaves(call.params))
+    of_batch = range(first, first + len(jax.tree.leaves(call.inputs.batch)))
     for weight in weights:
         if not isinstance(weight, int) or graph.types[weight].shape:
             return []
@@ -416,17 +434,14 @@ class _Totals:
         return graph, graph.constants | dict(enumerate(leaves))
 
 
-def _totals_of(
-    zero: Any, loss: StepLoss, params: Tree, inputs: Inputs, proof: ProvenLoss
-) -> _Totals | None:
+def _totals_of(call: LossCall, proof: ProvenLoss) -> _Totals | None:
     """A loss of which these sums are computed before it, if there are any."""
-    weights = _weights(proof, params, inputs)
-    if proof.rows is None or not weights or hasattr(loss.fn, "computes"):
+    weights = _weights(call, proof)
+    if proof.rows is None or not weights or hasattr(call.loss.fn, "computes"):
         return None
-    keys = _keys(loss, inputs, inputs.batch)
-    rest = loss_args(loss, inputs.batch, inputs.model_state, keys)[1:]
-    args = as_in_loss(zero, params), *jax.tree.map(plain_type, rest)
-    return _Totals(loss.fn, args, weights, _names_before(proof.rows.graph, weights))
+    params, _, *rest = call.types()
+    names = _names_before(proof.rows.graph, weights)
+    return _Totals(call.loss.fn, (params, *rest), weights, names)
 
 
 def _names_before(graph: Graph, weights: list[int]) -> list[str]:

@@ -1,19 +1,19 @@
 """A jitted function of a train state and a batch, compiled for the first ones that it gets."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from sharding._types import Batch, Tree
-from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh, step_context, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._replica_program import StepCopies
 from sharding.step import _checks
 from sharding.step._choose_program import LossProgram
-from sharding.step._device_pieces import DevicePiece
 from sharding.step._loss import Inputs
+from sharding.step._step_plan import StepSpec
 
 
 class KnownState(NamedTuple):
@@ -30,9 +30,8 @@ class StepProgram(NamedTuple):
 
     run: Any
     required: Tree  # the shardings of what it takes of a state; None for any
-    layout: Layout  # with the choice of how the loss runs
     chosen: LossProgram
-    pieces: list[DevicePiece]  # of a partitioned loss, once that is traced
+    spec: StepSpec  # whose layout says how the loss runs
 
 
 class CompiledStep:
@@ -55,6 +54,12 @@ class CompiledStep:
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         """The program for these placements, of ``(selected, batch, key, model_state)``."""
         raise NotImplementedError
+
+    def spec_of(self, chosen: LossProgram, *fields: Any, **options: Any) -> StepSpec:
+        """Of a loss that runs as chosen."""
+        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
+        options |= {"sync": self.zero.sync, "pieces": []}
+        return StepSpec(layout, self.zero.precision, *fields, **options)
 
     def select(self, state: Tree) -> Any:
         """What the function takes of a state."""
@@ -93,7 +98,7 @@ class CompiledStep:
             if not known:
                 self._remember(selected, signature)
         args = (selected, *inputs, *([copies.arguments] if copies else []))
-        with step_context(program.layout), with_remedies(program.layout):
+        with step_context(program.spec.layout), with_remedies(program.spec.layout):
             try:
                 result = program.run(*args)
             except ValueError:
@@ -130,7 +135,7 @@ class CompiledStep:
         With a store of snapshots, the function copies the state.
         """
         program, args = self._planned(state, Inputs(batch, key, model_state))
-        with step_context(program.layout), with_remedies(program.layout):
+        with step_context(program.spec.layout), with_remedies(program.spec.layout):
             lowered: jax.stages.Lowered = program.run.lower(*args)
             return lowered
 
@@ -142,10 +147,10 @@ class CompiledStep:
         Of a partitioned one its ``pieces``, which keep rows apart, run per device.
         """
         program, args = self._planned(state, Inputs(batch, key, model_state))
-        if not program.pieces:
-            with step_context(program.layout), with_remedies(program.layout):
+        if not program.spec.pieces:
+            with step_context(program.spec.layout), with_remedies(program.spec.layout):
                 program.run.eval_shape(*args)
-        return program.chosen._replace(pieces=tuple(program.pieces))
+        return program.chosen._replace(pieces=tuple(program.spec.pieces))
 
     def _planned(self, state: Tree, inputs: Inputs) -> tuple[StepProgram, tuple[Any, ...]]:
         """The program for real or abstract arguments, and its own."""

@@ -4,28 +4,26 @@ In a piece a parameter is gathered, and its gradient reduce-scattered, by this l
 rows between pieces is left to the partitioner, and so is a piece without sharded parameters.
 """
 
+import collections
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
-from optax_ext.traced_graph import Value, bind
+from optax_ext.traced_graph import Value
 from sharding._types import Tree
-from sharding.collectives._reduce_scatter import (
-    ArrayLayout,
-    all_gather_arrays,
-    reduce_scatter_arrays,
-)
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._row_pieces import RowPieces
 from sharding.loss._row_states import RowsMeet
 from sharding.loss._row_walk import last_line
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._specs import axes_of, by_dim, entry_of, num_shards, of_last_dims
+from sharding.placement._specs import axes_of, by_dim, entry_of
+from sharding.step._gather_and_reduce import DeviceRule
 
 P = PartitionSpec
 
@@ -46,105 +44,61 @@ class DevicePiece(NamedTuple):
 # --- Parameters in a piece ------------------------------------------------------------------------
 
 
-class PieceRule(NamedTuple):
-    """One parameter, or a slice of it, on one device."""
-
-    leaf: Any  # its GlobalRule
-    held: P  # on the data axes, of what devices hold; of all dims of the parameter
-    shard: P  # the same of its gradient
-    by_use: bool = False
-
-    @classmethod
-    def of(cls, leaf: Any) -> "PieceRule":
-        def full(spec: P) -> P:
-            return P(*by_dim(leaf.layout.manual_spec(spec), leaf.ndim))
-
-        return cls(leaf, full(leaf.held), full(leaf.shard) if leaf.trained else full(P()))
-
-    @property
-    def again(self) -> bool:
-        return bool(self.leaf.again)
-
-    @property
-    def is_sharded(self) -> bool:
-        return any(self.held) or any(self.shard)
-
-    def specs(self, x: Param) -> tuple[P, P | None]:
-        """Of what is held of it, and of its tap."""
-        held, shard = (of_last_dims(tuple(s), x.held.ndim) for s in (self.held, self.shard))
-        return held, None if x.tap is None else shard
-
-    def _array_layout(self, x: jax.Array, spec: P) -> ArrayLayout:
-        """Of an array that lacks leading dims, which loops over layers took off."""
-        return ArrayLayout(_dim_of_shards(spec), self.leaf.of_slice(self.leaf.used, x.ndim))
-
-    def fetch(self, held: jax.Array) -> jax.Array:
-        if not any(self.held):
-            return held
-        with jax.named_scope("gather"):
-            layouts = [self._array_layout(held, self.held)]
-            return all_gather_arrays(self.leaf.layout, [held], layouts)[0]
-
-    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
-        """This device's shard; what is not sharded is summed where it leaves the piece."""
-        del tap
-        grad = grad.astype(self.leaf.reduce_dtype)
-        if not any(self.shard):
-            return grad
-        with jax.named_scope("reduce_scatter"):
-            if self.leaf.layout.platform == "tpu":
-                # XLA:TPU lets some products transpose what they return, and then all-reduces it.
-                grad = lax.optimization_barrier(grad)
-            layouts = [self._array_layout(grad, self.shard)]
-            axes = axes_of(self.shard[_dim_of_shards(self.shard)])
-            return reduce_scatter_arrays(self.leaf.layout, axes, [grad], layouts)[0]
-
-    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
-        is_part = eqn.primitive.name == "slice" and not x.moves
-        views: list[Param] | None = self._part(x, eqn) if is_part else self.leaf.view(x, eqn, rest)
-        return views
-
-    def _part(self, x: Param, eqn: Any) -> list[Param] | None:
-        """A slice, such as a layer, of what is held; None if it has a part of the sharded dim."""
-
-        def of_shard(array: jax.Array, spec: P) -> jax.Array | None:
-            dim, limits = _dim_of_shards(spec), list(eqn.params["limit_indices"])
-            size = array.shape[dim] * num_shards(self.leaf.layout.mesh, spec)
-            if dim:
-                is_full = (eqn.params["start_indices"][dim], limits[dim]) == (0, size)
-                if not is_full or eqn.params["strides"]:
-                    return None
-                limits[dim] = array.shape[dim]
-            return bind(eqn, [array], eqn.params | {"limit_indices": tuple(limits)})[0]
-
-        held = of_shard(x.held, self.held)
-        tap = None if x.tap is None else of_shard(x.tap, self.shard)
-        if held is None or (tap is None) != (x.tap is None):
-            return None
-        return [x.of_held(held, tap)._replace(is_part=True)]
-
-    def stack(self, x: Param) -> Param | None:
-        sliced = -x.held.ndim in (_dim_of_shards(self.held), _dim_of_shards(self.shard))
-        return None if x.moves or sliced else x
-
-    def layer(self, x: Param) -> Param:
-        return x._replace(in_layer=True)
+def _specs(x: Param) -> tuple[P, P]:
+    """On the data axes: of what is held of it, and of its gradient."""
+    held, shard = (
+        x.rule.of_slice(x.rule.layout.manual_spec(spec), x.held.ndim)
+        for spec in (x.rule.held, x.rule.shard)
+    )
+    return held, shard
 
 
-def _dim_of_shards(spec: P) -> int:
-    """Counted from the end; 0 if there is none."""
-    return next((d - len(spec) for d, entry in enumerate(spec) if entry), 0)
+def _rule_in_piece(x: Param) -> DeviceRule:
+    """How a device gets, and reduces, what it has of a parameter of the whole mesh.
+
+    What is not sharded of its gradient is summed where it leaves the piece.
+    """
+    leaf, dtype = x.rule, x.held.dtype
+    shard = by_dim(leaf.shard, leaf.ndim)
+    return DeviceRule(
+        leaf.layout,
+        leaf.dim,
+        dtype,
+        dtype,
+        gathers=leaf.layout.stage == 3,
+        entries=tuple(by_dim(leaf.used, leaf.ndim)),
+        reduce_dtype=leaf.reduce_dtype if leaf.dim else None,
+        reduce_axes=axes_of(shard[leaf.dim]) if leaf.dim else (),
+        in_piece=True,
+        again=leaf.again,
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _of_devices(rule: DeviceRule, shard: P, tap: jax.Array) -> jax.Array:
+    """A tap (devices, ...) for what each device makes of a gradient; its sum is that of ``tap``."""
+    zeros = jnp.zeros((rule.layout.num_devices, *tap.shape), tap.dtype)
+    return rule.layout.constrain(zeros, P(entry_of(rule.layout.data_axes)))
+
+
+def _reduce_once(rule: DeviceRule, shard: P, _: None, grads: jax.Array) -> tuple[jax.Array]:
+    reduce = lambda grad: rule.reduce(grad[0], grad)  # noqa: E731
+    of_device = P(entry_of(rule.layout.data_axes))
+    return (over_data_axes(rule.layout, reduce, of_device, shard)(grads),)
+
+
+_of_devices.defvjp(lambda rule, shard, tap: (_of_devices(rule, shard, tap), None), _reduce_once)
 
 
 # --- A loss in pieces -----------------------------------------------------------------------------
 
 
 class PiecesEvaluator(Evaluator):
-    """Evaluates a loss whose pieces run per device; ``report`` says how each part ran."""
+    """Evaluates a loss whose pieces run per device; ``report`` gets how each part ran."""
 
-    def __init__(self, layout: Layout, pieces: RowPieces):
+    def __init__(self, layout: Layout, pieces: RowPieces, report: list[DevicePiece]):
         super().__init__(layout.recomputes)
-        self.layout = layout
+        self.layout, self._report = layout, report
         self._pieces = dict[int, RowPieces]()  # by the id of a jaxpr
         self._found = dict[Any, DevicePiece]()
         self._parted = set[int]()  # ids of those of which some ran per device
@@ -154,46 +108,70 @@ class PiecesEvaluator(Evaluator):
             self._pieces[id(pieces.graph.jaxpr)] = pieces
             pending += pieces.inner.values()
 
-    @property
-    def report(self) -> list[DevicePiece]:
-        return list(self._found.values())
-
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], in_loop: bool = False
     ) -> list[Any]:
         pieces = self._pieces.get(id(jaxpr))
-        sharded = {
-            Value(i) for i, x in enumerate(args) if is_param(x) and PieceRule.of(x.rule).is_sharded
-        }
+        sharded = {Value(i) for i, x in enumerate(args) if is_param(x) and x.rule.is_sharded}
         if pieces is None or not pieces.is_parted(sharded):
             return super().run(jaxpr, consts, args, in_loop)
         graph, outer = pieces.graph, self._eqn
         values: dict[Any, Any] = dict(graph.constants) | dict(enumerate(args))
-        for turn, (piece, numbers) in pieces.in_turn(sharded).items():
+        turns = pieces.in_turn(sharded)
+        own = [numbers for piece, numbers in turns.values() if piece is not None]
+        summed = self._summed(pieces, own, values)
+        for turn, (piece, numbers) in turns.items():
             if piece is None:
                 self.evaluate([graph.equations[i] for i in numbers], values, in_loop)
             else:
-                self._run_piece(pieces, piece, numbers, values, in_loop)
+                self._run_piece(pieces, piece, numbers, values, summed, in_loop)
             self._say(pieces, turn, piece, numbers)
         self._eqn = outer
         self._parted.add(id(pieces))
         return [values[v] for v in graph.outputs]
 
+    def _summed(
+        self, pieces: RowPieces, own: list[list[int]], values: dict[Any, Any]
+    ) -> dict[Any, jax.Array]:
+        """Taps of what several pieces use, such as a table that is a head, too: sent once.
+
+        Not of stacks that loops use, of whose gradients one layer is in memory.
+        """
+        uses = collections.Counter(v for numbers in own for v in set(pieces.reads(numbers)))
+        equations = [pieces.graph.equations[i] for numbers in own for i in numbers]
+        in_loops = {
+            v for eqn in equations if isinstance(record_of(eqn), Scan) for v in eqn.operands
+        }
+        params = {v: values[v] for v, n in uses.items() if n > 1 and is_param(values.get(v))}
+        return {
+            v: _of_devices(_rule_in_piece(x), _specs(x)[1], x.tap)
+            for v, x in params.items()
+            if x.tap is not None and x.rule.dim and v not in in_loops
+        }
+
     def _run_piece(
-        self, pieces: RowPieces, p: int, own: list[int], values: dict[Any, Any], in_loop: bool
+        self,
+        pieces: RowPieces,
+        p: int,
+        own: list[int],
+        values: dict[Any, Any],
+        summed: dict[Any, jax.Array],
+        in_loop: bool,
     ) -> None:
-        """Adds what a piece returns to ``values``."""
+        """Adds what a piece returns to ``values``; of ``summed`` a device keeps its gradient."""
         equations = [pieces.twin.equations[i] for i in pieces.needs(own)]
         results = pieces.results(p, own)
         inputs = pieces.reads(own)
         params = {v: values[v] for v in inputs if is_param(values[v])}
-        rules = {v: PieceRule.of(x.rule) for v, x in params.items()}
         others = [v for v in inputs if v not in params]
 
         def on_device(pairs: list[Any], arrays: list[Any]) -> list[Any]:
             known = pieces.numbers | dict(zip(others, arrays, strict=True))
-            for (v, x), pair in zip(params.items(), pairs, strict=True):
-                known[v] = x.of_held(*pair)._replace(rule=rules[v])
+            for (v, x), (held, tap) in zip(params.items(), pairs, strict=True):
+                rule = _rule_in_piece(x)
+                if v in summed:
+                    rule, tap = rule._replace(reduce_dtype=None), tap[0]
+                known[v] = x.of_held(held, tap)._replace(rule=rule)
             evaluator = Evaluator(self.recompute)
             evaluator.evaluate(equations, known, in_loop)
             return [evaluator.full(known[v]) for v in results]
@@ -202,9 +180,14 @@ class PiecesEvaluator(Evaluator):
             dim = pieces.row_dim(value)
             return P() if dim is None else P(*[None] * dim, entry_of(self.layout.data_axes))
 
-        pairs = [(x.held, x.tap) for x in params.values()]
-        specs = [rules[v].specs(x) for v, x in params.items()]
-        in_specs = specs, [spec(v) for v in others]
+        def specs(v: Any, x: Param) -> tuple[P, P | None]:
+            held, shard = _specs(x)
+            if v in summed:
+                return held, P(entry_of(self.layout.data_axes))
+            return held, None if x.tap is None else shard
+
+        pairs = [(x.held, summed.get(v, x.tap)) for v, x in params.items()]
+        in_specs = [specs(v, x) for v, x in params.items()], [spec(v) for v in others]
         run = over_data_axes(self.layout, on_device, in_specs, [spec(v) for v in results])
         arrays = [self.full(values[v]) for v in others]
         values |= zip(results, run(pairs, arrays), strict=True)
@@ -225,6 +208,7 @@ class PiecesEvaluator(Evaluator):
             what, reason = name_of(equations[first]), getattr(cause, "reason", cause)
         where = last_line(equations[: first + 1])
         self._found[id(pieces), turn] = DevicePiece(what, where, piece is not None, reason)
+        self._report[:] = self._found.values()
 
 
 def pieces_of(

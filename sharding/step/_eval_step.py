@@ -1,6 +1,5 @@
 """Steps without an update: a function of parameters and a batch; loss and gradients alone."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -23,11 +22,9 @@ from sharding.step._choose_program import (
 )
 from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._global_gradients import eval_global
-from sharding.step._gradients import average_scalars, gradients, mark_scalars
-from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import call_loss, inverse_weight
+from sharding.step._gradients import average_scalars, call_loss, gradients, mark_scalars
+from sharding.step._loss import Inputs, StepLoss, inverse_weight, loss_args, microbatch_key
 from sharding.step._placed_state import param_shardings
-from sharding.step._rng import microbatch_key
 from sharding.step._step_plan import StepSpec, plan_step
 from sharding.step._sync_state import sync_state_types
 
@@ -48,17 +45,15 @@ class EvalStep(CompiledStep):
         given = inputs if inputs.model_state is not None else inputs._replace(model_state=fields)
         of_loss = self.loss, self.is_loss, params, placed.params, given
         chosen = choose_evaluation(self.zero, *of_loss)
-        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
+        spec = self.spec_of(chosen, placed, jax.tree.map(lambda _: False, params))
+        layout = spec.layout
         replicated = jax.tree.map(lambda _: layout.replicated, fields)
         shardings = param_shardings(self.zero, params, placed.params), replicated
         check_placed(selected, shardings)
-        untrained = jax.tree.map(lambda _: False, params)
-        options = self.zero.precision, placed, untrained, self.zero.sync
-        spec = StepSpec(layout, *options, pieces=[])
         ins = shardings, layout.batch_shardings(inputs.batch), None, layout.replicated
         run = on_mesh(layout, functools.partial(self.run, spec), layout.output_shardings)
         jitted = jax.jit(run, in_shardings=ins)
-        return StepProgram(jitted, shardings, layout, chosen, spec.pieces)
+        return StepProgram(jitted, shardings, chosen, spec)
 
     def run(
         self, spec: StepSpec, layout: Layout, selected: Tree, batch: Batch, key: Any, passed: Any
@@ -140,14 +135,13 @@ class ValueAndGrad(CompiledStep):
         sync, placed = self.zero.sync, self.zero._layout.place(selected, self.param_specs)
         program = choose_program(self.zero, self.loss, selected, placed.params, inputs)
         check_of_devices(program, self.zero.needs_devices)
-        layout = dataclasses.replace(self.zero._layout, per_device=program.per_device)
-        if sync and sync_state_types(layout, sync, selected, placed) is not None:
+        if sync and sync_state_types(self.zero._layout, sync, selected, placed) is not None:
             raise ValueError(
                 "value_and_grad cannot return the state of the gradient sync; use train_step, "
                 "or sharding.sync.transformation in a shard_map of your own."
             )
-        trained = resolve_trainable(selected, self.trainable)
-        spec = StepSpec(layout, self.zero.precision, placed, trained, sync, pieces=[])
+        spec = self.spec_of(program, placed, resolve_trainable(selected, self.trainable))
+        layout = spec.layout
         shardings = param_shardings(self.zero, selected, placed.shards)
 
         def run(layout: Layout, params: Tree, *inputs: Any) -> Any:
@@ -164,4 +158,4 @@ class ValueAndGrad(CompiledStep):
         # Called eagerly, a shard_map over some of the axes knows nothing of the others.
         outs = (None, None, None, shardings)
         jitted = jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)
-        return StepProgram(jitted, None, layout, program, spec.pieces)
+        return StepProgram(jitted, None, program, spec)

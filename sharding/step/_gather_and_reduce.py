@@ -1,7 +1,7 @@
-"""All-gather and reduce-scatter of a parameter, where the loss of a device uses it.
+"""The loss of one device, and all-gather and reduce-scatter of parameters where it uses them.
 
-The loss is traced once: what is made of shards alone stays sharded; what else it uses is gathered
-there, at stage 3. ``gather`` in a loss marks places, or gathers handles. Layers that gather their
+It is traced once: what is made of shards alone stays sharded; what else it uses is gathered there,
+at stage 3. ``gather`` in a loss marks places, or gathers handles. Layers that gather their
 own parameters free them after their forward pass, and gather them again in the backward pass.
 """
 
@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters import partial_eval
+from jax.sharding import PartitionSpec
 
+from optax_ext.equations import trace
 from optax_ext.traced_graph import bind
 from sharding._types import Tree
 from sharding.collectives._reduce_scatter import (
@@ -23,24 +27,97 @@ from sharding.collectives._reduce_scatter import (
     all_gather_arrays,
     reduce_scatter_arrays,
 )
-from sharding.loss._evaluate import MOVES, Param, after_input, use
-from sharding.loss._marks import MARK, is_marking
+from sharding.loss._diverging import collective_in, diverging
+from sharding.loss._evaluate import (
+    MOVES,
+    EquationRule,
+    Evaluator,
+    Fetch,
+    Param,
+    after_input,
+    use,
+)
+from sharding.loss._marks import CALL, MARK, is_marking, marking
 from sharding.placement._layout import Layout
-from sharding.placement._specs import of_last_dims
-from sharding.step._device_loss import PARTS, DeviceLoss
+from sharding.placement._on_mesh import NamedAxes
+from sharding.placement._specs import is_spec, of_last_dims
 from sharding.sync import RowMethod
 
+# Operations on one array, and perhaps indices, whose results are parts of it.
+PARTS = {"dynamic_slice", "slice", "split"}
 # Operations on one array whose results hold it in another order, shape or dtype.
 _MOVES = {*MOVES, "mesh_cast", "reshard", "rev", "sharding_constraint", "stop_gradient"}
 # Of these and of PARTS, the parameter that has the size of the dim that devices have shards of.
 _SIZES = {"dynamic_slice": "slice_sizes", "reshape": "new_sizes", "slice": "limit_indices"}
 
 
-class DeviceRule(NamedTuple):
-    """One parameter, or a view of it, on one device."""
+class DeviceLoss:
+    """The traced loss of one device, of its shard of the batch; it may name the user's axes."""
 
-    loss: DeviceLoss
-    number: int
+    def __init__(
+        self, layout: Layout, fn: Callable[..., Any], params: Tree, specs: Tree, args: Any
+    ):
+        """Traces ``fn(params, *args)`` of types; ``specs`` are those of ``params`` between steps.
+
+        Raises:
+          ValueError: if devices could wait for each other in a collective of the loss.
+        """
+        self.layout, self._axes = layout, NamedAxes(sorted(layout.other_axes), ("AxisType.Auto.",))
+        self.types, treedef = jax.tree.flatten(params)
+        self.specs = [layout.other_spec(s) for s in jax.tree.leaves(specs, is_leaf=is_spec)]
+
+        def run(leaves: list[Any], args: Any) -> None:
+            self.closed, results = trace(fn, treedef.unflatten(leaves), *args)
+            self._results = jax.tree.structure(results)
+
+        with marking(per_device=True):
+            self._axes.run(run, (self.specs, PartitionSpec()), self.types, args, of_types=True)
+        # What no output needs uses no parameter.
+        every = [True] * len(self.closed.jaxpr.outvars)
+        live = partial_eval.dce_jaxpr(self.closed.jaxpr, every, instantiate=True)[0]
+        self.closed = ClosedJaxpr(live, self.closed.consts)
+        varies = [i >= len(self.types) for i in range(len(live.invars))]
+        self.apart = frozenset(diverging(live, varies, layout.data_axes))
+        if collective := collective_in(live, self.apart):
+            raise ValueError(
+                f"the loss has a collective ({collective}, such as that of a BatchNorm with the "
+                "statistics of all devices) in a branch or a loop that devices take by their own "
+                "data: devices would exchange what does not belong together. Move it out of the "
+                "branch (docs: understand/meaning)."
+            )
+
+    def evaluate(
+        self,
+        param: Callable[[int, jax.Array, jax.Array], Param | jax.Array],
+        held: list[Any],
+        taps: list[Any],
+        args: Any,
+        call: EquationRule,
+    ) -> tuple[Any, list[Fetch]]:
+        """What it returns for ``param(number, held, tap)`` of each; where it fetches them.
+
+        ``call`` is the rule of ``with_handles``.
+        """
+        evaluator = Evaluator(self.layout.recomputes, equations={CALL: call})
+
+        def run(held: list[Any], taps: list[Any], args: Any) -> list[Any]:
+            params = map(param, range(len(held)), held, taps)
+            return evaluator(self.closed, [*params, *jax.tree.leaves(args)])
+
+        leaves = self._axes.run(run, (self.specs, self.specs, PartitionSpec()), held, taps, args)
+        return jax.tree.unflatten(self._results, leaves), evaluator.fetches
+
+    def is_early(self, fetch: Fetch) -> bool:
+        """Whether more is fetched than is used: before a branch, or by an index of this device."""
+        eqn = fetch.eqn
+        by_device = id(eqn) in self.apart and eqn.primitive.name in PARTS
+        return by_device or fetch.encloses_mark
+
+
+class DeviceRule(NamedTuple):
+    """One parameter, or a view of it, on one device: of the loss of a device, or in a piece."""
+
+    layout: Layout
     # Of what a device holds a shard of: the sharded dim, counted from the end, as loops over layers
     # take dims off the front.
     dim: int
@@ -50,15 +127,15 @@ class DeviceRule(NamedTuple):
     entries: tuple[Any, ...] = ()  # per dim, the entry of the spec on the user's axes of the mesh
     bits: int | None = None  # of the codes that a matrix is gathered in; None: as it is
     reduce_dtype: Any = None  # in which its gradient is summed over devices; None if it is later
+    reduce_axes: tuple[str, ...] = ()  # over which it is
     # ``sync(gradient, dim)``, a gradient sync's own in place of the reduce-scatter.
     sync: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None  # the sync of rows that were looked up, if there is one
+    apart: frozenset[int] = frozenset()  # ids of equations by which devices go apart
+    is_part: bool = False  # whether it is a view, made of shards
+    in_piece: bool = False  # of a partitioned loss
     by_use: bool = False
     again: bool = False  # of layers with numbers
-
-    @property
-    def layout(self) -> Layout:
-        return self.loss.layout
 
     def full_shape(self, held: jax.Array) -> tuple[int, ...]:
         """The shape of what is fetched."""
@@ -89,8 +166,12 @@ class DeviceRule(NamedTuple):
             grad = grad.astype(self.reduce_dtype)
             if self.sync:
                 return self.sync(grad, self.dim).astype(tap.dtype)
-            layout, arrays = self.layout, [self._array_layout(grad)]
-            return reduce_scatter_arrays(layout, layout.axes, [grad], arrays)[0].astype(tap.dtype)
+            if self.in_piece and self.layout.platform == "tpu":
+                # XLA:TPU lets some products transpose what they return, and then all-reduces it.
+                grad = lax.optimization_barrier(grad)
+            arrays = [self._array_layout(grad)]
+            (shard,) = reduce_scatter_arrays(self.layout, self.reduce_axes, [grad], arrays)
+            return shard.astype(tap.dtype)
 
     # --- What is made of shards -------------------------------------------------------------------
 
@@ -108,7 +189,7 @@ class DeviceRule(NamedTuple):
         if name not in _MOVES:
             return None
         # What a loop or an index has sliced off has no other uses.
-        views = self._of_shards(eqn, x, rest) if x.is_part and not x.moves else None
+        views = self._of_shards(eqn, x, rest) if self.is_part and not x.moves else None
         return views or [x.moved_by(eqn)]
 
     def stack(self, x: Param) -> Param | None:
@@ -120,23 +201,68 @@ class DeviceRule(NamedTuple):
 
     def _of_shards(self, eqn: Any, x: Param, rest: list[Any]) -> list[Param] | None:
         """The results of a view, made of what is held; None if shards of it are no views."""
-        dim = _sharded_dim(eqn, self.dim, self.loss.named_dims[self.number])
-        if dim is None or id(eqn) in self.loss.apart:
+        dim = self._dim_in_view(eqn, self.full_shape(x.held))
+        # Devices have shards of one slice; in a piece an index may be that of a row.
+        if dim is None or id(eqn) in self.apart or (self.in_piece and rest):
             return None
-        options = dict(eqn.params)
-        if self.dim and (key := _SIZES.get(eqn.primitive.name)):
-            sizes = list(options[key])
-            sizes[dim] = x.held.shape[self.dim]
-            options[key] = tuple(sizes)
 
-        def of_shard(x: jax.Array | None) -> Sequence[Any]:
-            if x is None:
-                return [None] * len(eqn.outvars)
-            return bind(eqn, [x, *rest], options)
+        def of_shard(array: jax.Array) -> Sequence[jax.Array]:
+            options, key = dict(eqn.params), _SIZES.get(eqn.primitive.name)
+            if self.dim and key:
+                sizes = list(options[key])
+                sizes[dim] = array.shape[self.dim]
+                options[key] = tuple(sizes)
+            return bind(eqn, [array, *rest], options)
 
-        part = x._replace(rule=self._replace(dim=dim), is_part=True)
-        both = zip(of_shard(x.held), of_shard(x.tap), strict=True)
-        return [part.of_held(held, tap) for held, tap in both]
+        held = of_shard(x.held)
+        taps = [None] * len(held) if x.tap is None else of_shard(x.tap)
+        part = x._replace(rule=self._replace(dim=dim, is_part=True))
+        return [part.of_held(*both) for both in zip(held, taps, strict=True)]
+
+    def _dim_in_view(self, eqn: Any, shape: tuple[int, ...]) -> int | None:
+        """The sharded dim of a view of an array of a shape; None for what is no view of shards.
+
+        Dims that other axes shard have to stay what and where they are.
+        """
+        name, options, dims = eqn.primitive.name, eqn.params, list(range(len(shape)))
+        # For each dim of the result the unchanged dim that it is: shards of a view are views of
+        # shards.
+        same: list[int | None]
+        match name:
+            case "sharding_constraint" | "stop_gradient":
+                same = [*dims]
+            case "reshape":  # several dims of the first one, for loops within loops
+                new, others = options["new_sizes"], len(shape) - 1
+                splits = 0 < others < len(new) and new[len(new) - others :] == shape[1:]
+                if not splits or options["sharding"]:
+                    return None
+                same = [*[None] * (len(new) - others), *dims[1:]]
+            case "transpose":
+                same = [*options["permutation"]]
+            case "squeeze":
+                same = [d for d in dims if d not in options["dimensions"]]
+            case "slice":
+                ends = zip(options["start_indices"], options["limit_indices"], strict=True)
+                full = [start == 0 and end == shape[d] for d, (start, end) in enumerate(ends)]
+                strides = options["strides"] or [1] * len(shape)
+                same = [d if full[d] and strides[d] == 1 else None for d in dims]
+            case "dynamic_slice":
+                same = [d if options["slice_sizes"][d] == shape[d] else None for d in dims]
+            case "rev":
+                same = [None if d in options["dimensions"] else d for d in dims]
+            case "split":
+                same = [None if d == options["axis"] else d for d in dims]
+            case _:
+                return None
+
+        def place(dim: int) -> int | None:
+            found = len(shape) + dim
+            return same.index(found) - len(same) if found in same else None
+
+        named = [d - len(self.entries) for d, entry in enumerate(self.entries) if entry]
+        if any(place(d) != d for d in named if -d <= len(shape)):
+            return None
+        return place(self.dim) if self.dim else 0
 
 
 def _made_of_held(x: Param) -> Param | None:
@@ -149,46 +275,6 @@ def _made_of_held(x: Param) -> Param | None:
                 return None
             (x,) = views
     return x._replace(moves=casts)
-
-
-def _sharded_dim(eqn: Any, dim: int, named_dims: list[int]) -> int | None:
-    """The sharded dim of a view, counted from the end; None for what is no view of shards.
-
-    ``named_dims``, which other axes shard, have to stay what and where they are.
-    """
-    name, options = eqn.primitive.name, eqn.params
-    if name in ("broadcast_in_dim", "convert_element_type", "mesh_cast", "reshard"):
-        return None
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    dims = list(range(len(before)))
-    # For each dim of the result the unchanged dim that it is: shards of a view are views of shards.
-    same: list[int | None]
-    if name in ("sharding_constraint", "stop_gradient"):
-        same = [*dims]
-    elif name == "reshape":  # several dims of the first one, for loops within loops
-        others = len(before) - 1
-        splits = 0 < others < len(after) and after[len(after) - others :] == before[1:]
-        if not splits or options["sharding"]:
-            return None
-        same = [*[None] * (len(after) - others), *dims[1:]]
-    elif name == "transpose":
-        same = [*options["permutation"]]
-    elif name == "squeeze":
-        same = [d for d in dims if d not in options["dimensions"]]
-    elif name in ("slice", "dynamic_slice"):
-        same = [d if before[d] == after[d] else None for d in dims]
-    elif name == "rev":
-        same = [None if d in options["dimensions"] else d for d in dims]
-    else:
-        same = [None if d == options["axis"] else d for d in dims]
-
-    def place(dim: int) -> int | None:
-        found = len(before) + dim
-        return same.index(found) - len(same) if found in same else None
-
-    if any(place(d) != d for d in named_dims if -d <= len(before)):
-        return None
-    return place(dim) if dim else 0
 
 
 # --- In a loss ------------------------------------------------------------------------------------
@@ -226,11 +312,6 @@ class ParamHandle:
         return self.held.ndim
 
 
-def is_handle(x: Any) -> bool:
-    """Whether a tree's node is a handle."""
-    return isinstance(x, ParamHandle)
-
-
 def gather(tree: Tree) -> Any:
     """The tree with every handle gathered; the gradient is reduce-scattered in the backward pass.
 
@@ -238,7 +319,7 @@ def gather(tree: Tree) -> Any:
     """
 
     def gather_one(x: Any) -> Any:
-        if is_handle(x):
+        if isinstance(x, ParamHandle):
             if -x.rule.dim > x.ndim:
                 raise ValueError(
                     f"a parameter of shape {x.held.shape} is sharded along a dim that a loop over "
@@ -248,7 +329,7 @@ def gather(tree: Tree) -> Any:
         marked = is_marking() and isinstance(x, jax.Array | np.ndarray)
         return checkpoint_name(x, MARK) if marked else x
 
-    return jax.tree.map(gather_one, tree, is_leaf=is_handle)
+    return jax.tree.map(gather_one, tree, is_leaf=lambda x: isinstance(x, ParamHandle))
 
 
 # --- Layers that gather their own parameters, and free them after their forward pass --------------

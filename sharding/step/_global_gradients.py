@@ -19,7 +19,7 @@ from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import bits
-from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast, use
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast
 from sharding.loss._marks import marking
 from sharding.loss._stack import numbered_layers, params_of_one_loop
 from sharding.offload._host_memory import DEVICE, HOST, on_host
@@ -34,11 +34,15 @@ from sharding.placement._specs import (
     of_last_dims,
     only_axes,
 )
-from sharding.step import _model_state
-from sharding.step._device_pieces import DevicePiece, PieceRule, PiecesEvaluator, pieces_of
-from sharding.step._loss import Inputs, StepLoss, loss_args
-from sharding.step._microbatches import Sums, inverse_weight
-from sharding.step._rng import microbatch_key
+from sharding.step._device_pieces import DevicePiece, PiecesEvaluator, pieces_of
+from sharding.step._loss import (
+    Inputs,
+    StepLoss,
+    Sums,
+    inverse_weight,
+    loss_args,
+    microbatch_key,
+)
 from sharding.step._step_plan import StepSpec
 
 P = PartitionSpec
@@ -51,6 +55,7 @@ class GlobalRule(NamedTuple):
     held: P
     used: P
     shard: P
+    dim: int  # that devices have shards of, counted from the end; 0 if there is none
     ndim: int
     dtype: Any  # in which the loss gets it
     reduce_dtype: Any
@@ -59,6 +64,11 @@ class GlobalRule(NamedTuple):
     # The uses of a table that is a head, too, are far apart: no gradient waits for the other.
     by_use: bool = True
     again: bool = False  # of layers with numbers
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether devices have shards of it, or of its gradient."""
+        return bool(self.dim) and (self.layout.stage == 3 or self.trained)
 
     def of_slice(self, spec: P, ndim: int) -> P:
         """A spec for an array that lacks leading dims, which loops over layers took off."""
@@ -97,6 +107,13 @@ class GlobalRule(NamedTuple):
         zeros = jnp.zeros(shape, dtype or self.reduce_dtype)
         return self.layout.constrain(zeros, self.of_slice(self.shard, len(shape)))
 
+    def full_tap(self, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+        """``tap`` of the whole parameter; of a stack in host memory it is there, too."""
+        if not self.hosted:
+            return self.tap(shape, dtype)
+        layer = self.tap(shape[1:], dtype)
+        return lax.scan(lambda *_: (None, jax.device_put(layer, HOST)), None, length=shape[0])[1]
+
     # --- What comes before it is fetched ----------------------------------------------------------
 
     def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
@@ -126,12 +143,12 @@ class GlobalLoss:
         self.pieces: list[DevicePiece] = [] if spec.pieces is None else spec.pieces
         leaves, treedef = jax.tree.flatten(params)
         self.treedef = treedef
-        columns = map(treedef.flatten_up_to, (spec.placed.params, spec.placed.shards, spec.trained))
+        columns = map(treedef.flatten_up_to, (*spec.placed[:3], spec.trained))
         self.leaves: list[GlobalRule] = []
         numbered = numbered_layers(leaf_names(params))
-        for layer, x, held, shard, trained in zip(numbered, leaves, *columns, strict=True):
+        for layer, x, held, shard, dim, trained in zip(numbered, leaves, *columns, strict=True):
             dtype = spec.precision.of_loss(x.dtype)
-            of_array = held, self.layout.other_spec(held), shard, x.ndim, dtype
+            of_array = held, self.layout.other_spec(held), shard, dim, x.ndim, dtype
             of_grad = spec.precision.of_sum(dtype), trained, on_host(x)
             again = layer != "" and self.layout.stage == 3 and not on_host(x)
             self.leaves.append(GlobalRule(self.layout, *of_array, *of_grad, again=again))
@@ -140,27 +157,12 @@ class GlobalLoss:
     def trained(self) -> list[GlobalRule]:
         return [leaf for leaf in self.leaves if leaf.trained]
 
-    def use(self, number: int, held: jax.Array, tap: jax.Array | None = None) -> jax.Array:
-        """What the loss computes with; its gradient becomes that of ``tap``, if one is given."""
-        return use(self.leaves[number], held, tap)
-
     def cast(self, params: list[jax.Array]) -> list[Any]:
         """Parameters in the dtypes that the loss gets; types of those in host memory."""
         return [
             jax.ShapeDtypeStruct(x.shape, leaf.dtype) if on_host(x) else x.astype(leaf.dtype)
             for x, leaf in zip(params, self.leaves, strict=True)
         ]
-
-    def tap(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
-        """Zeros: what is differentiated in the place of a parameter, or of a slice of it."""
-        return self.leaves[number].tap(shape, dtype)
-
-    def sum_of(self, number: int, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
-        """``tap`` of a whole parameter; of a stack in host memory it is there, too."""
-        if not self.leaves[number].hosted:
-            return self.tap(number, shape, dtype)
-        layer = self.tap(number, shape[1:], dtype)
-        return lax.scan(lambda *_: (None, jax.device_put(layer, HOST)), None, length=shape[0])[1]
 
     def __call__(
         self, params: list[jax.Array], taps: list[jax.Array], args: tuple[Any, ...], specs: Tree
@@ -191,29 +193,22 @@ class GlobalLoss:
             own.append(Param(i, leaf, x, tap, {}))
         # Of what is in host memory the backward pass stores nothing on the devices either.
         hosted = bool(self.trained) and any(leaf.hosted for leaf in self.leaves)
-        evaluator = self._evaluator(closed, own, args, specs)
-        if evaluator is None:
-            evaluator = Evaluator(self.layout.recomputes or hosted)
+        evaluator = Evaluator(self.layout.recomputes or hosted)
+        if self._in_pieces and not self._axes.are_named and self._is_scattered:
+            with marking():
+                pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
+            if isinstance(pieces, str):
+                self.pieces[:] = [DevicePiece("the loss", "", False, pieces)]
+            else:
+                evaluator = PiecesEvaluator(self.layout, pieces, self.pieces)
         outs = evaluator(closed, [*own, *jax.tree.leaves(args)])
-        if isinstance(evaluator, PiecesEvaluator):
-            self.pieces[:] = evaluator.report
         return jax.tree.unflatten(jax.tree.structure(results), outs)
 
-    def _evaluator(
-        self, closed: Any, own: list[Param], args: Any, specs: list[P]
-    ) -> Evaluator | None:
-        """That of a loss of which pieces keep rows apart; else None."""
-        if not self._in_pieces or self._axes.are_named or any(x.hosted for x in self.leaves):
-            return None
-        if not any(PieceRule.of(leaf).is_sharded for leaf in self.leaves):
-            return None  # nothing is gathered or scattered
-        params = self.treedef.unflatten([self._type(x.rule, x.held) for x in own])
-        with marking():
-            pieces = pieces_of(self.layout, self.fn, closed, params, args, specs)
-        if isinstance(pieces, str):
-            self.pieces[:] = [DevicePiece("the loss", "", False, pieces)]
-            return None
-        return PiecesEvaluator(self.layout, pieces)
+    @property
+    def _is_scattered(self) -> bool:
+        """Whether something is gathered or scattered, in device memory."""
+        is_hosted = any(leaf.hosted for leaf in self.leaves)
+        return not is_hosted and any(leaf.is_sharded for leaf in self.leaves)
 
     def _type(self, leaf: GlobalRule, held: jax.Array) -> Any:
         """What the loss is traced with."""
@@ -253,10 +248,8 @@ class _Batch:
 
     def zeros(self, dtype_of: Callable[[Any], Any] = lambda _: None) -> list[jax.Array]:
         """Taps of trained parameters; or, in their dtypes, sums of gradients."""
-        both = enumerate(zip(self.run.leaves, self.params, strict=True))
-        return [
-            self.run.sum_of(i, x.shape, dtype_of(x.dtype)) for i, (leaf, x) in both if leaf.trained
-        ]
+        both = zip(self.run.leaves, self.params, strict=True)
+        return [leaf.full_tap(x.shape, dtype_of(x.dtype)) for leaf, x in both if leaf.trained]
 
     def total_loss(
         self, taps: list[jax.Array], args: tuple[Any, ...], model_state: Tree
@@ -266,9 +259,7 @@ class _Batch:
         if self.loss.model_state:
             specs[1] = jax.tree.map(lambda _: P(), model_state)
         out = self.run(self.params, taps, args, tuple(specs))
-        total, weight, new, aux = self.loss.split(out)
-        if self.loss.model_state:
-            new, _ = _model_state.checked(model_state, new)
+        total, weight, new, aux = self.loss.split(out, model_state)
         divisor = lax.stop_gradient(weight) if self.divides_first else 1.0
         divisor = jnp.asarray(divisor, total.dtype)
         return total * inverse_weight(divisor), (weight, divisor, new, aux)

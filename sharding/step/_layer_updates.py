@@ -384,15 +384,13 @@ def plan_update(
 
     Reductions of a stack's gradient are known before the update if that cannot be made without.
     """
-    update = Update.trace(*of_update, ())
-    try:
-        return update, [StackUpdate.find(update, params) for params in stacks]
-    except _NeedsMoreError:
-        update = Update.trace(*of_update, itertools.chain.from_iterable(stacks))
-    try:
-        return update, [StackUpdate.find(update, params) for params in stacks]
-    except _NeedsMoreError as error:
-        raise ValueError(str(error)) from None
+    for of_stacks in ([], list(itertools.chain.from_iterable(stacks))):
+        update = Update.trace(*of_update, of_stacks)
+        try:
+            return update, [StackUpdate.find(update, params) for params in stacks]
+        except _NeedsMoreError as error:
+            needs_more = str(error)
+    raise ValueError(needs_more)
 
 
 def _mixed(name: str, length: int, found: str) -> _NeedsMoreError:

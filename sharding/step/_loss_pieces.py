@@ -11,20 +11,20 @@ inside of a layer need that loop, too. Pieces would stay for all parameters outs
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_ext.traced_graph import Equation, Graph, Value
+from optax_ext.traced_graph import Equation, Graph, Value, evaluate
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, carried_derivatives, members
-from sharding.loss._effects import Prints, has_prints
-from sharding.loss._evaluate import Evaluator
-from sharding.loss._stack import Operand, ParamNumber, Result, cast_params, param_numbers
+from sharding.loss._effects import Prints, has_prints, printing_less
+from sharding.loss._evaluate import use
+from sharding.loss._stack import Operand, ParamNumber, Result, View, cast_params, param_numbers
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._microbatches import inverse_weight
+from sharding.step._loss import inverse_weight
 from sharding.step._stack_backward import Microbatches, StackBackward, StackPasses, Take
 
 _MOST = 32  # pieces, of as many bytes of parameters each, beside stacks
@@ -63,6 +63,87 @@ class Pending:
     cotangents: dict[Value, Any]  # of what earlier pieces compute
 
 
+class _Division:
+    """A loss in steps, in order: operations on values of the batch, and stacks."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        views: dict[Value, View],
+        held: list[jax.Array],
+        differentiated: Differentiated,
+        passes: list[StackPasses],
+    ):
+        self.graph, self.views, self.differentiated = graph, views, differentiated
+        self.sizes = [x.size * x.dtype.itemsize for x in held]
+        self.passes = {one.stack.eqn.results: one for one in passes}
+        of_stacks = {i for one in passes for i in one.stack.params}
+        trained = set(members(differentiated.params))
+        self.outside = {i for i in param_numbers(len(held)) if i in trained} - of_stacks
+        inputs = map(Value, range(len(held), len(graph.types)))
+        self.inputs = {v for v in inputs if v not in graph.producer and v not in graph.constants}
+        self.of_batch = set(self.inputs)  # with all values that depend on these
+        self.needed = {e.results for e in graph.needed(graph.outputs, graph.constants)[0]}
+        self.steps: list[Equation] = []
+        self.first: dict[ParamNumber, int] = {}  # the step that uses each first, outside of stacks
+        for eqn in graph.equations:
+            stack = self.passes.get(eqn.results)
+            of_batch_or_stack = stack is not None or self.of_batch.intersection(eqn.operands)
+            if has_prints(eqn) or (eqn.results in self.needed and of_batch_or_stack):
+                self._use(stack.stack.others.values() if stack else eqn.operands, len(self.steps))
+                self.of_batch.update(eqn.results)
+                self.steps.append(eqn)
+        self._use(graph.outputs, max(len(self.steps) - 1, 0))
+
+    def _use(self, values: Iterable[Value], step: int) -> None:
+        """Notes the parameters that a step uses by values that are of them alone."""
+        for v in sorted(self.differentiated.values.intersection(values) - self.of_batch):
+            read = set(members(self.differentiated.reads[v]))
+            found = (i for i in self.outside if i in read and i not in self.first)
+            self.first |= dict.fromkeys(found, step)
+
+    def pieces(self) -> list[Piece]:
+        bounds = [*self._starts(), len(self.steps)]
+        return [self._piece(start, end) for start, end in itertools.pairwise(bounds)]
+
+    def _starts(self) -> list[int]:
+        """The first step of each piece: where gradients of enough bytes are complete."""
+        enough = sum(self.sizes[i] for i in members(self.differentiated.params)) / _MOST
+        starts, pending = {0}, 0
+        for k in reversed(range(len(self.steps))):
+            pending += sum(self.sizes[i] for i, step in self.first.items() if step == k)
+            if self.steps[k].results in self.passes:
+                starts |= {k, k + 1}  # what follows the last stack is a piece, be it empty
+            elif pending and pending >= enough:
+                starts.add(k)
+            pending *= k not in starts
+        return sorted(starts)
+
+    def _piece(self, start: int, end: int) -> Piece:
+        """The steps from ``start`` to ``end``, with what they need of parameters alone."""
+        graph, own = self.graph, self.steps[start:end]
+        before = self.inputs.union(v for eqn in self.steps[:start] for v in eqn.results)
+        later = {v for eqn in self.steps[end:] for v in eqn.operands} | set(graph.outputs)
+        passes = self.passes.get(own[0].results) if own else None
+        if passes is not None:
+            others = passes.stack.others
+            stacked = frozenset(k for k, v in others.items() if v in self.of_batch)
+            passes, values = passes._replace(stacked=stacked), list(others.values())
+        elif end == len(self.steps):
+            values = list(graph.outputs)
+        else:
+            values = [v for eqn in own for v in eqn.results if v in later]
+        not_needed = [] if passes else [e for e in own if e.results not in self.needed]
+        printed = [eqn for eqn in not_needed if has_prints(eqn)]
+        roots = [*values, *(v for eqn in printed for v in eqn.operands)]
+        known = before | graph.constants.keys() | self.views.keys()
+        equations, _ = graph.needed(roots, known)
+        read = {v for eqn in equations for v in eqn.operands}.union(roots)
+        params, given = sorted(read & self.views.keys()), sorted(read & before)
+        complete = [i for i, step in self.first.items() if start <= step < max(end, 1)]
+        return Piece(equations, printed, params, given, values, passes, complete)
+
+
 class LossPieces:
     """A loss of parameters, which are the first inputs of an exact graph, in pieces.
 
@@ -80,14 +161,7 @@ class LossPieces:
     ):
         self.loss, self.held, self.graph, self.microbatches = loss, held, graph, microbatches
         self._views, self._differentiated = cast_params(graph, len(held)), differentiated
-        of_stacks = {i for one in passes for i in one.stack.params}
-        trained = set(members(differentiated.params))
-        self._outside = {i for i in param_numbers(len(held)) if i in trained} - of_stacks
-        self._passes = {one.stack.eqn.results: one for one in passes}
-        inputs = map(Value, range(len(held), len(graph.types)))
-        self._inputs = {v for v in inputs if v not in graph.producer and v not in graph.constants}
-        self._of_batch = set(self._inputs)  # with all values that depend on these
-        self.pieces = self._divide()
+        self.pieces = _Division(graph, self._views, held, differentiated, passes).pieces()
 
     def _is_active(self, value: Value) -> bool:
         """Whether the derivative passes through a value."""
@@ -97,76 +171,6 @@ class LossPieces:
     def read(self) -> set[ParamNumber]:
         """The parameters that are read outside of the layers of stacks."""
         return {self._views[v].param for piece in self.pieces for v in piece.params}
-
-    # --- Division ---------------------------------------------------------------------------------
-
-    def _divide(self) -> list[Piece]:
-        """The pieces; finds ``_of_batch``."""
-        graph, of_batch = self.graph, self._of_batch
-        needed = {e.results for e in graph.needed(graph.outputs, graph.constants)[0]}
-        steps: list[Equation] = []  # in order: those on values of the batch, and stacks
-        first: dict[ParamNumber, int] = {}  # the step that uses each first, outside of stacks
-
-        def use(values: Any, step: int) -> None:
-            for v in filter(self._is_active, set(values) - of_batch):
-                read = set(members(self._differentiated.reads[v]))
-                first.update({i: step for i in self._outside if i in read and i not in first})
-
-        for eqn in graph.equations:
-            passes = self._passes.get(eqn.results)
-            of_batch_or_stack = passes is not None or of_batch.intersection(eqn.operands)
-            if has_prints(eqn) or (eqn.results in needed and of_batch_or_stack):
-                use(passes.stack.others.values() if passes else eqn.operands, len(steps))
-                of_batch.update(eqn.results)
-                steps.append(eqn)
-        use(graph.outputs, max(len(steps) - 1, 0))
-        bounds = [*self._starts(steps, first), len(steps)]
-        ends = itertools.pairwise(bounds)
-        return [self._piece(steps, first, start, end, needed) for start, end in ends]
-
-    def _starts(self, steps: list[Equation], first: dict[ParamNumber, int]) -> list[int]:
-        """The first step of each piece: where gradients of enough bytes are complete."""
-        sizes = [x.size * x.dtype.itemsize for x in self.held]
-        enough = sum(sizes[i] for i in members(self._differentiated.params)) / _MOST
-        starts, pending = {0}, 0
-        for k in reversed(range(len(steps))):
-            pending += sum(sizes[i] for i, step in first.items() if step == k)
-            if steps[k].results in self._passes:
-                starts |= {k, k + 1}  # what follows the last stack is a piece, be it empty
-            elif pending and pending >= enough:
-                starts.add(k)
-            pending *= k not in starts
-        return sorted(starts)
-
-    def _piece(
-        self,
-        steps: list[Equation],
-        first: dict[ParamNumber, int],
-        start: int,
-        end: int,
-        needed: set[Any],
-    ) -> Piece:
-        """The steps from ``start`` to ``end``, with what they need of parameters alone."""
-        graph, own = self.graph, steps[start:end]
-        before = self._inputs.union(v for eqn in steps[:start] for v in eqn.results)
-        later = {v for eqn in steps[end:] for v in eqn.operands} | set(graph.outputs)
-        passes = self._passes.get(own[0].results) if own else None
-        if passes is not None:
-            others = passes.stack.others
-            stacked = frozenset(k for k, v in others.items() if v in self._of_batch)
-            passes, values = passes._replace(stacked=stacked), list(others.values())
-        elif end == len(steps):
-            values = list(graph.outputs)
-        else:
-            values = [v for eqn in own for v in eqn.results if v in later]
-        printed = [] if passes else [e for e in own if has_prints(e) and e.results not in needed]
-        roots = [*values, *(v for eqn in printed for v in eqn.operands)]
-        known = before | graph.constants.keys() | self._views.keys()
-        equations, _ = graph.needed(roots, known)
-        read = {v for eqn in equations for v in eqn.operands}.union(roots)
-        params, given = sorted(read & self._views.keys()), sorted(read & before)
-        complete = [i for i, step in first.items() if start <= step < max(end, 1)]
-        return Piece(equations, printed, params, given, values, passes, complete)
 
     # --- Forward ----------------------------------------------------------------------------------
 
@@ -181,32 +185,47 @@ class LossPieces:
           each: of the micro-batches, stacked if there are several.
         """
         many = self.microbatches
-        if many.number == 1 or not many.in_turn:  # all of them in a piece, then the next one
-            args = many.each(lambda x: jax.tree.leaves(arguments(model_state, x)), each)
-            values, pieces = self._earlier(args, many)
-            each = {v: values[v] for v in self.pieces[-1].given}
-            values = self._kept(values)
+
+        def inputs_of(model_state: Any, x: Any) -> list[Any]:
+            return jax.tree.leaves(arguments(model_state, x))
+
+        def one(model_state: Any, x: Any) -> tuple[Any, Any]:
+            """A micro-batch: what the backward pass needs of earlier pieces; the last one."""
+            values, stored = self._earlier(inputs_of(model_state, x), many._replace(number=1))
+            return (self._kept(values), stored), self._last(values)
+
         if many.number == 1:
-            results, cotangents, grads = self._last(each)
-            return results, ForwardPass(values, pieces, cotangents, grads)
+            kept, (results, cotangents, grads) = one(model_state, each)
+        elif many.in_turn:
+            kept, (results, cotangents, grads) = self._summed(one, model_state, each)
+        else:  # all of them in a piece, then the next one
+            args = many.each(functools.partial(inputs_of, model_state), each)
+            values, stored = self._earlier(args, many)
+            given = {v: values[v] for v in self.pieces[-1].given}
+            last = lambda _, x: (None, self._last(x))  # noqa: E731
+            _, (results, cotangents, grads) = self._summed(last, model_state, given)
+            kept = self._kept(values), stored
+        values, stored = kept
+        return results, ForwardPass(values, stored, cotangents, grads)
+
+    def _summed(
+        self, one: Callable[[Any, Any], tuple[Any, Any]], model_state: Any, each: Any
+    ) -> tuple[Any, Any]:
+        """``one`` of all micro-batches, one after the other; gradients are summed, others stacked.
+
+        The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
+        """
 
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
-            (model_state, sums), kept = carry, None
-            if many.in_turn:
-                args = jax.tree.leaves(arguments(model_state, x))
-                x, pieces = self._earlier(args, many._replace(number=1))
-                kept = self._kept(x), pieces
-            (total, weight, model_state, more), cotangents, grads = self._last(x)
+            model_state, sums = carry
+            kept, ((total, weight, model_state, more), cotangents, grads) = one(model_state, x)
             for i, g in grads.items():
                 sums = sums | {i: sums[i] + (g * weight.astype(g.dtype)).astype(sums[i].dtype)}
-            return (model_state, sums), ((total, weight, more), cotangents, kept)
+            return (model_state, sums), (kept, (total, weight, more), cotangents)
 
-        zeros = self._by_param(self._taps(self.pieces[-1], many.sum_dtype))
-        carry, (results, cotangents, kept) = jax.lax.scan(step, (model_state, zeros), each)
+        zeros = self._by_param(self._taps(self.pieces[-1], self.microbatches.sum_dtype))
+        carry, (kept, results, cotangents) = jax.lax.scan(step, (model_state, zeros), each)
         (model_state, grads), (total, weight, more) = carry, results
-        if many.in_turn:
-            values, pieces = kept
-        # The last piece divides by the weight of its micro-batch; what leaves here, by that of all.
         weights = to_sum_dtype(weight)  # (microbatch,)
         all_weights = jnp.sum(weights)
         share = weights * inverse_weight(all_weights)
@@ -216,7 +235,7 @@ class LossPieces:
 
         cotangents = {v: scale(x) for v, x in cotangents.items()}
         grads = {i: g * inverse_weight(all_weights).astype(g.dtype) for i, g in grads.items()}
-        return (total, weight, model_state, more), ForwardPass(values, pieces, cotangents, grads)
+        return kept, ((total, weight, model_state, more), cotangents, grads)
 
     def _kept(self, values: dict[Value, Any]) -> dict[Value, Any]:
         return {v: values[v] for piece in self.pieces[:-1] for v in piece.given}
@@ -262,7 +281,7 @@ class LossPieces:
         """What is differentiated in the place of parameters: zeros."""
         views = {v: self._views[v].param for v in piece.params if self._is_active(v)}
         return {
-            v: self.loss.tap(i, self.held[i].shape, sum_dtype(self.held[i].dtype))
+            v: self.loss.leaves[i].tap(self.held[i].shape, sum_dtype(self.held[i].dtype))
             for v, i in views.items()
         }
 
@@ -290,11 +309,11 @@ class LossPieces:
             view = self._views[v]
             cast = view.cast(held[view.param])
             # Layers gather what they slice.
-            values[v] = cast if v in sliced else self.loss.use(view.param, cast, taps.get(v))
-        evaluator = Evaluator(prints=prints)
-        evaluator.evaluate(piece.equations, values)
-        if prints is Prints.ALL:
-            evaluator.evaluate(piece.printed, values)
+            leaf = self.loss.leaves[view.param]
+            values[v] = cast if v in sliced else use(leaf, cast, taps.get(v))
+        printed = piece.printed if prints is Prints.ALL else []
+        equations = (printing_less(eqn, prints) for eqn in [*piece.equations, *printed])
+        evaluate([eqn for eqn in equations if eqn is not None], values)
         return [values[v] for v in piece.values]
 
     def _operands(
@@ -396,7 +415,7 @@ class LossPieces:
         of_params = {}
         for k in active & found.keys():
             x = found[k]
-            if others[k] in self._of_batch:
+            if k in piece.passes.stacked:
                 _add_to(cotangents, {others[k]: x})
                 continue
             if k in carried and many.number > 1:

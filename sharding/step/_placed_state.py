@@ -142,15 +142,13 @@ class StateMethods:
           param_specs: see ``specs``, for errors too.
         """
         check_makes("init", make_state, _OF_EXISTING)
-        make = make_state
-        if self.sync is not None:
 
-            def make(*args: Any) -> Any:
-                return with_sync(self, make_state(*args), param_specs, real=True)
+        def make_all(*args: Any) -> Any:
+            return with_sync(self, make_state(*args), param_specs, real=True)
 
         check_compiled()
         # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
-        make = _on_mesh(self, make)
+        make = _on_mesh(self, make_all)
         types = _abstract_state(self, make, args, tx, param_specs)
         out_shardings = jax.tree.map(lambda x: x.sharding, types)
         with step_context(self._layout):

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
-from sharding.loss._effects import Prints
-from sharding.loss._evaluate import call
+from sharding.loss._effects import Prints, with_prints
+from sharding.loss._evaluate import use
 from sharding.loss._stack import Operand, ParamNumber, Result, Stack
 from sharding.offload._host_memory import scan_streamed
 from sharding.step._global_gradients import GlobalLoss
@@ -131,13 +132,14 @@ class StackPasses(NamedTuple):
         prints: Prints,
     ) -> list[Any]:
         """The outputs of the body; ``taps`` are differentiated in the place of ``held``."""
-        use, own = self.loss.use, {}
+        leaves, own = self.loss.leaves, {}
         for k, view in self.stack.own.items():
-            used = use(view.param, view.cast(held[view.param]), taps.get(view.param))
-            own[k] = view.change(used)
-        frozen = {k: use(i, operands[k]) for k, i in self.stack.frozen.items()}
+            cast = view.cast(held[view.param])
+            own[k] = view.change(use(leaves[view.param], cast, taps.get(view.param)))
+        frozen = {k: use(leaves[i], operands[k], None) for k, i in self.stack.frozen.items()}
         args = operands | frozen | own
-        return call(self.stack.scan.body, [args[k] for k in sorted(args)], prints)
+        run = jaxpr_as_fun(with_prints(self.stack.scan.body, prints))
+        return list(run(*(args[k] for k in sorted(args))))
 
 
 class StackBackward(NamedTuple):
@@ -208,10 +210,10 @@ class StackBackward(NamedTuple):
         # Gradients are summed over micro-batches, as are cotangents of what all of them share.
         dtype = microbatches.sum_dtype
         zeros = (
-            {i: passes.loss.tap(i, x.shape, dtype(x.dtype)) for i, x in held.items()},
+            {i: passes.loss.leaves[i].tap(x.shape, dtype(x.dtype)) for i, x in held.items()},
             {k: microbatches.zeros(x) for k, x in same.items() if k in self.by},
         )
-        taps = {i: passes.loss.tap(i, x.shape) for i, x in held.items()}
+        taps = {i: passes.loss.leaves[i].tap(x.shape) for i, x in held.items()}
         one = functools.partial(self._microbatch, held, taps, same)
         (grads, given), own = microbatches.run(one, (each, after, later), zeros)
         # On to the layer before it, to the sums over layers, and to the stacks.

@@ -14,9 +14,8 @@ from sharding._user_line import warn, warn_once
 from sharding.collectives._reduce_scatter import ArrayLayout
 from sharding.loss._evaluate import Evaluator, Fetch, Param, is_param
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._specs import axes_of, leaf_names
-from sharding.step._device_loss import DeviceLoss
-from sharding.step._gather_and_reduce import DeviceRule
+from sharding.placement._specs import axes_of, by_dim, leaf_names
+from sharding.step._gather_and_reduce import DeviceLoss, DeviceRule
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
@@ -59,6 +58,12 @@ class ParamPlan(NamedTuple):
     reduced_in_layer: bool = False
     synced_by_rows: bool = False  # below stage 3, whether the derivative of ``lookup`` syncs it
 
+    def rule(self, loss: DeviceLoss, **options: Any) -> DeviceRule:
+        """How a device gets it, and reduces its gradient."""
+        entries = tuple(by_dim(self.shard.spec, len(self.shape)))
+        of_param = self.shard.dim, self.loss_dtype, self.loss_dtype
+        return DeviceRule(loss.layout, *of_param, entries=entries, apart=loss.apart, **options)
+
     @property
     def has_handle(self) -> bool:
         """Whether below stage 3 the backward pass gives the gradient to a tap."""
@@ -94,11 +99,6 @@ class StepPlan:
         """Whether layers add its unreduced gradients to a sum of another dtype, in place."""
         other = self.precision.of_accumulator(param.dtype) != param.loss_dtype
         return other and IN_PLACE and self.microbatches > 1 and not self.reduces_microbatches
-
-    @property
-    def has_layers(self) -> bool:
-        """Whether the backward pass reduces or adds gradients layer by layer, below stage 3."""
-        return any(param.reduced_in_layer for param in self.params)
 
     @property
     def divides_first(self) -> bool:
@@ -168,7 +168,7 @@ def plan_step(
         )
     if not (with_rows or (in_layers and layout.stage < 3)):
         return plan
-    uses = _Uses(traced, [param.shard.dim for param in plans], args)
+    uses = _Uses(plan, args)
     by_rows = _tables(plan, with_rows, uses)
     if layout.stage == 3:
         complete = [p if i in by_rows else p._replace(rows=None) for i, p in enumerate(plans)]
@@ -186,19 +186,17 @@ def plan_step(
 class _Uses:
     """How a loss uses its parameters, found by evaluating it without values."""
 
-    def __init__(self, loss: DeviceLoss, dims: list[int], args: Any):
-        """Of parameters of which ``dims`` are sharded, counted from the end."""
+    def __init__(self, plan: StepPlan, args: Any):
         self.by_rows: dict[int, list[int]] = {}  # of tables: the numbers of dims, in ``lookup``
         self.not_tables: list[tuple[int, ...]] = []  # shapes of what ``lookup`` gets otherwise
 
         def param(number: int, held: jax.Array, _: Any) -> Param:
-            rule = DeviceRule(loss, number, dims[number], held.dtype, held.dtype)
-            return Param(number, rule, held, None, {})
+            return Param(number, plan.params[number].rule(plan.loss), held, None, {})
 
         def run(held: list[Any], args: Any) -> None:
-            self.fetches = loss.evaluate(param, held, held, args, self._call)[1]
+            self.fetches = plan.loss.evaluate(param, held, held, args, self._call)[1]
 
-        jax.eval_shape(run, loss.types, args)
+        jax.eval_shape(run, plan.loss.types, args)
 
     def of(self, number: int) -> list[Fetch]:
         return [x for x in self.fetches if x.number == number]
@@ -211,7 +209,7 @@ class _Uses:
                 if by_rows:
                     self.not_tables.append(x.shape)
                 held.append(x)
-            elif by_rows and not (x.moves or x.is_part or x.rule.dtype != x.held.dtype):
+            elif by_rows and not (x.moves or x.rule.is_part or x.rule.dtype != x.held.dtype):
                 self.by_rows.setdefault(x.number, []).append(x.held.ndim)
                 held.append(x.held)
             else:
@@ -230,7 +228,7 @@ def _is_reduced_once(plan: StepPlan, number: int, uses: _Uses) -> bool:
     if number in uses.by_rows or len(places) != 1 or not param.trained:
         return False
     (place,) = places
-    if place.repeats or place.is_part or not place.in_layer or plan.loss.is_early(place):
+    if place.repeats or place.rule.is_part or not place.in_layer or plan.loss.is_early(place):
         return False
     return bool(param.shard.dim) if plan.reduces_microbatches else plan.adds(param)
 

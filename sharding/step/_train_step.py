@@ -1,6 +1,6 @@
 """A training step, in its order: gradients of this device's rows, their sums, the update.
 
-``gradients`` runs the loss (``_microbatches``), which gathers parameters, and reduces gradients of
+``gradients`` runs the loss (``_gradients``), which gathers parameters, and reduces gradients of
 layers (``_gather_and_reduce``); it reduces or synchronizes others (``_reduce_later``).
 ``update`` then gathers new shards.
 """
@@ -24,10 +24,9 @@ from sharding.step._checks import check_placed
 from sharding.step._choose_program import LossProgram, check_of_devices, choose_program
 from sharding.step._compiled_step import CompiledStep, StepProgram, check_passed
 from sharding.step._gradients import gradients
-from sharding.step._loss import Inputs, StepLoss
+from sharding.step._loss import Inputs, StepLoss, step_key
 from sharding.step._placed_state import places
 from sharding.step._reduce_later import num_local_gradients
-from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import join_sync_state, split_sync_state
 from sharding.step._update_in_backward import check_alone, update_in_backward
@@ -84,12 +83,14 @@ class TrainStep(CompiledStep):
     def compile(self, selected: Tree, inputs: Inputs, copies: StepCopies | None) -> StepProgram:
         shardings, placed, opt_specs = places(self.zero, selected, self.tx)
         check_placed(selected, shardings)
-        chosen = self.choose(selected, placed.params, inputs)
-        layout = dataclasses.replace(self.zero._layout, per_device=chosen.per_device)
-        trained = _train_state.resolve_trainable(_train_state.params_of(selected), self.trainable)
-        zero = self.zero
-        options = zero.precision, placed, trained, zero.sync, opt_specs, self.blocks
-        spec = StepSpec(layout, *options, pieces=[])
+        own = _train_state.model_state_of(selected, self.loss.model_state)
+        given = inputs if own is None else inputs._replace(model_state=own)
+        params = _train_state.params_of(selected)
+        chosen = choose_program(self.zero, self.loss, params, placed.params, given)
+        check_of_devices(chosen, self.zero.needs_devices)
+        trained = _train_state.resolve_trainable(params, self.trainable)
+        spec = self.spec_of(chosen, placed, trained, opt_specs=opt_specs, blocks=self.blocks)
+        layout = spec.layout
 
         def out_shardings(out: Tree) -> Any:
             metrics = layout.output_shardings(out[1])
@@ -107,16 +108,7 @@ class TrainStep(CompiledStep):
             run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
         donated = (0,) if self.donates else ()
         jitted = jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
-        return StepProgram(jitted, shardings, layout, chosen, spec.pieces)
-
-    def choose(self, state: Tree, specs: Tree, inputs: Inputs) -> LossProgram:
-        """How the loss runs, of a state and a batch, real or abstract."""
-        own = _train_state.model_state_of(state, self.loss.model_state)
-        given = inputs if own is None else inputs._replace(model_state=own)
-        params = _train_state.params_of(state)
-        chosen = choose_program(self.zero, self.loss, params, specs, given)
-        check_of_devices(chosen, self.zero.needs_devices)
-        return chosen
+        return StepProgram(jitted, shardings, chosen, spec)
 
     def step(
         self,

@@ -28,7 +28,7 @@ from sharding.loss._stack import ParamNumber, Slot, cast_params, find_stacks, pa
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
-from sharding.step import _global_gradients, _model_state
+from sharding.step import _global_gradients
 from sharding.step._layer_updates import (
     OTHERWISE,
     StackUpdate,
@@ -88,35 +88,19 @@ class BackwardUpdate:
         whole = _global_gradients.GlobalLoss(spec, loss.fn, self.params)
         self.cast = whole.cast(self.leaves)
         self.each, self.arguments = _global_gradients.split_rows(spec.layout, loss, inputs)
-        several = loss.microbatches > 1
-        first = jax.tree.map(lambda x: x[0], self.each) if several else self.each
-        args = self.arguments(inputs.model_state, first)
-        traced = _trace_loss(spec.layout, loss, treedef.unflatten(self.cast), args)
+        traced = self._traced(treedef.unflatten(self.cast))
         differentiated = Differentiated.of(traced, bits(self.trained))
-        stacks = find_stacks(traced, len(self.leaves), differentiated)
-        stacks = [stack for stack in stacks if stack.own]
+        stacks = [x for x in find_stacks(traced, len(self.leaves), differentiated) if x.own]
         value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
         of_update = spec, tx, self.params, self.opt_state, value
         self.update, self.stacks = plan_update(of_update, [stack.params for stack in stacks])
+        updated = list(zip(stacks, self.stacks, strict=True))
+        for _, update in updated:
+            update.sums_squares = grad_norm
+        passes = [StackPasses(x.of(update.of), whole, update) for x, update in updated if update.of]
 
-        # Where it is stored. ``values`` are known for all layers; stacks have refs of theirs.
-        held = [*self.leaves, *jax.tree.leaves(self.opt_state)]
-        self.given = {Slot(Value(j)): x for j, x in enumerate(held)}
-        in_layers = (one.of for one in self.stacks)
-        self.outside = set(param_numbers(len(self.leaves))).difference(*in_layers)
-        self.refs = self.update.refs
-        self.refs.update(self._make_refs())
-        self.values = self.update.known
-        self.values |= self.given.items()
-        self.unstreamed = self._load_unstreamed()
-        own = self.outside & self.trained
-        self.values |= {i: self.update.shard(i, self.values[i]) for i in own}
-
-        passes = []
-        for stack, one in zip(stacks, self.stacks, strict=True):
-            one.sums_squares = grad_norm
-            if one.of:
-                passes.append(StackPasses(stack.of(one.of), whole, one))
+        # Where it is stored: what layers update in refs; ``values`` are known for all layers.
+        self._place()
         in_turn = bool(jax.tree.leaves(inputs.model_state))
         microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
         traced_loss = whole, self.cast, traced, differentiated
@@ -125,7 +109,30 @@ class BackwardUpdate:
         if not passes and not any(piece.complete for piece in self.pieces.pieces[1:]):
             raise ValueError(_no_layers(traced, len(self.leaves)))
 
+    def _traced(self, params: Tree) -> Graph:
+        """The loss of parameters in its dtypes, and of the first micro-batch."""
+        several = self.loss.microbatches > 1
+        first = jax.tree.map(lambda x: x[0], self.each) if several else self.each
+        args = self.arguments(self.inputs.model_state, first)
+        return _trace_loss(self.spec.layout, self.loss, params, args)
+
     # --- Memory -----------------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Finds where parameters and state are while they are updated."""
+        held = [*self.leaves, *jax.tree.leaves(self.opt_state)]
+        self.given = {Slot(Value(j)): x for j, x in enumerate(held)}
+        in_layers = (stack.of for stack in self.stacks)
+        self.outside = set(param_numbers(len(self.leaves))).difference(*in_layers)
+        self.refs = self.update.refs
+        self.refs.update(self._make_refs())
+        self.values = self.update.known
+        self.values |= self.given.items()
+        # State in host memory that no stack streams is copied to the device.
+        self.unstreamed = [j for j, x in self.given.items() if on_host(x) and j not in self.refs]
+        self.values |= {j: jax.device_put(self.given[j], DEVICE) for j in self.unstreamed}
+        own = self.outside & self.trained
+        self.values |= {i: self.update.shard(i, self.values[i]) for i in own}
 
     def _make_refs(self) -> dict[Slot, Any]:
         """Refs of the parameters and the state that layers update."""
@@ -140,12 +147,6 @@ class BackwardUpdate:
                     "out offload."
                 )
         return {j: HostStack(x) if on_host(x) else jax.new_ref(x) for j, x in given.items()}
-
-    def _load_unstreamed(self) -> list[Slot]:
-        """Copies to the device the state in host memory that no stack streams; its numbers."""
-        found = [j for j, x in self.given.items() if on_host(x) and j not in self.refs]
-        self.values |= {j: jax.device_put(self.given[j], DEVICE) for j in found}
-        return found
 
     def _load_read(self) -> None:
         """Copies to the device the parameters in host memory that are read outside of stacks."""
@@ -288,9 +289,8 @@ def _trace_loss(layout: Layout, loss: StepLoss, params: Tree, args: Any) -> Grap
 
     def run(inputs: list[Any]) -> Any:
         params, *args = given.unflatten(inputs)
-        total, weight, new, aux = loss.split(loss.fn(params, *args))
-        if loss.model_state:
-            new, _ = _model_state.checked(args[1], new)
+        model_state = args[1] if loss.model_state else None
+        total, weight, new, aux = loss.split(loss.fn(params, *args), model_state)
         return total, jnp.asarray(weight), new, aux
 
     try:

@@ -15,7 +15,7 @@ from sharding.pipeline._instructions import Code
 from sharding.pipeline._operations import Op
 from sharding.pipeline._stage import LayerParams
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
-from sharding.step._microbatches import inverse_weight
+from sharding.step._loss import inverse_weight
 
 Parts = tuple[Any, Any]  # the layers, and the shared parameters
 

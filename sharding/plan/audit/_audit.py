@@ -1,7 +1,8 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._warnings import computed_again, warnings_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,3 +384,27 @@ def _tight(result: Audit) -> str:
         return f"the step fits {name} with only {spare}: allocators and libraries need some of it"
     needs = f"{size(result.memory)} on each device"
     return f"the step needs {needs}, {size(-left)} more than {name} has"
+
+
+def audit_or_bytes(
+    make_step: Callable[[], Any], kind: DeviceKind | None, **options: Any
+) -> tuple[Audit | None, float]:
+    """The audit of a step and its bytes; only these where the compiler runs out of memory.
+
+    The step is lowered or compiled, or an ``Audit``. Bytes are infinite where the compiler does not
+    say how many it needs.
+    """
+    try:
+        step = make_step()
+        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
+        return found, found.memory
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
+        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
+
+
+def needed(nbytes: float) -> str:
+    """The memory of a step in words; infinite where the compiler failed without a figure."""
+    return size(nbytes) if nbytes < float("inf") else "more than there is"

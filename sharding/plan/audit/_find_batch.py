@@ -1,18 +1,15 @@
 """The largest batch that fits, found by compiling steps of several sizes."""
 
 import dataclasses
-import re
+import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from sharding.plan._format import Printed, Table, size
-from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 
 _LARGEST_STEP = 8  # the next size, in units of the largest that fits
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +68,7 @@ def find_batch(
 ) -> FoundBatch:
     """The largest batch whose compiled step leaves ``headroom`` of a device's memory free.
 
-    Steps are compiled and audited, not run, so that compile-only targets do. The next size is where
-    the line through two known sizes meets the limit, but at most 8 times the largest that fits; or
-    the middle, where lines do not halve the interval.
+    Steps are compiled and audited, not run, so that compile-only targets do.
 
     Args:
       make_step: returns the step of a batch, lowered or compiled, or its ``Audit``. A batch is that
@@ -111,59 +106,80 @@ def find_batch(
         raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
     if start % unit:
         raise ValueError(f"start must be a multiple of unit = {unit}, got {start}.")
-    usable, tried, best = (1 - headroom) * memory, dict[int, Tried](), None
-    limit -= limit % unit
-    low, high = 0, limit + unit  # the largest that fits, the smallest that does not
-    batch, misses = start, 0
-    while low + unit < high and (low or start not in tried):
-        found, need = audited(make_step, batch, kind, options)
-        fits = found is not None and need <= usable
-        tried[batch] = Tried(batch, need, fits)
+    tried = dict[int, Tried]()
+    audits = dict[int, Audit | None]()
+    usable = (1 - headroom) * memory
+
+    def nbytes_of(batch: int) -> float:
+        found, need = audit_or_bytes(lambda: make_step(batch), kind, **options)
+        tried[batch] = Tried(batch, need, found is not None and need <= usable)
+        audits[batch] = found
         if report is not None:
             report(tried[batch])
+        too_much = math.nextafter(usable, math.inf)
+        return need if found is not None else max(need, too_much)
+
+    batch = largest(nbytes_of, usable, unit=unit, start=start, limit=limit)
+    complete = not all(size.fits for size in tried.values())
+    every = tuple(tried.values())
+    return FoundBatch(batch, memory, headroom, every, audits.get(batch), complete)
+
+
+def largest(
+    nbytes_of: Callable[[int], float],
+    usable: float,
+    *,
+    unit: int = 1,
+    start: int | None = None,
+    limit: int = 1 << 30,
+    doubled: bool = False,
+) -> int:
+    """The largest size that takes at most ``usable`` bytes; 0 if that of ``start`` takes more.
+
+    Sizes are multiples of ``unit``, the first one ``start``, else one unit; or, ``doubled``, that
+    one times powers of two. Bytes must not shrink with a size. The next size is where the line
+    through two known ones meets the limit, but at most 8 times the largest that fits; or the
+    middle, where lines do not halve the interval.
+
+    >>> largest(lambda size: 10.0 * size + 3, 1000.0), largest(float, 100.0, doubled=True)
+    (99, 64)
+    """
+    limit -= limit % unit
+    low, high = 0, limit + unit  # the largest that fits, the smallest that does not
+    known = dict[int, float]()
+    size, misses = start or unit, 0
+    while True:
+        known[size] = nbytes_of(size)
         width, before = high - low, low
-        low, high, best = (batch, high, found) if fits else (low, batch, best)
+        if known[size] <= usable:
+            low = size
+        else:
+            high = size
+        if not low or low + unit >= high or (doubled and size == high):
+            return low
         # After two lines that neither halved the interval nor doubled ``low``, try the middle.
         good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
         misses = 0 if misses == 2 or good else misses + 1
-        batch = _next(low, high, limit, list(tried.values()), usable, unit, misses < 2)
-    return FoundBatch(low, memory, headroom, tuple(tried.values()), best, high <= limit)
+        by_line = known if misses < 2 and not doubled else {}
+        size = 2 * low if doubled else _next(low, high, limit, by_line, usable, unit)
+        if size > limit:
+            return low
 
 
 def _next(
-    low: int, high: int, limit: int, tried: list[Tried], usable: float, unit: int, by_line: bool
+    low: int, high: int, limit: int, tried: dict[int, float], usable: float, unit: int
 ) -> int:
-    """The size to try next, between one that fits and one that does not."""
-    known = [size for size in tried if size.memory < float("inf")]
-    if by_line and len(known) >= 2:
+    """The size to try next, between one that fits and one that does not; by the sizes tried."""
+    known = [size for size in tried if tried[size] < math.inf]
+    if len(known) >= 2:
         # The line through the two sizes nearest to the limit.
-        a, b = sorted(known, key=lambda size: abs(size.memory - usable))[:2]
-        slope = (b.memory - a.memory) / (b.batch - a.batch)
+        a, b = sorted(known, key=lambda size: abs(tried[size] - usable))[:2]
+        slope = (tried[b] - tried[a]) / (b - a)
         if slope > 0:
-            guess = int(a.batch + (usable - a.memory) / slope + 1e-6)
+            guess = int(a + (usable - tried[a]) / slope + 1e-6)
             if high > limit:  # none was too large yet: lines of small batches reach too far
                 guess = min(guess, _LARGEST_STEP * low)
             return min(max(guess - guess % unit, low + unit), high - unit)
     if high > limit:
         return min(2 * low, limit)
     return (low + high) // (2 * unit) * unit
-
-
-def audited(
-    make_step: Callable[[int], Any], batch: int, kind: DeviceKind | None, options: dict[str, Any]
-) -> tuple[Audit | None, float]:
-    """The audit of a step and its bytes; only these where the compiler runs out of memory."""
-    try:
-        step = make_step(batch)
-        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
-        return found, found.memory
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
-        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
-
-
-def needed(nbytes: float) -> str:
-    """The memory of a step in words; infinite where the compiler failed without a figure."""
-    return size(nbytes) if nbytes < float("inf") else "more than there is"

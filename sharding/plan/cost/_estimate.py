@@ -109,7 +109,6 @@ class Plan(Printed):
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON, in the form of all commands."""
         names, times = [stage.name for stage in self.stages], self.predicted
-        derived = ("arguments", "memory", "moments", "peak")
         return document(
             [
                 entry(
@@ -120,7 +119,7 @@ class Plan(Printed):
                     wire=stage.wire,
                     most_sequences=self.most_sequences.get(stage.name),
                     tokens=self.tokens or None,
-                    zero=dataclasses.asdict(stage) | {x: getattr(stage, x) for x in derived},
+                    zero=stage.to_dict(),
                 )
                 for stage in self.stages
             ],

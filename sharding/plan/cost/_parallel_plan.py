@@ -42,9 +42,6 @@ class ParallelPlan:
     #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``;
     #: ``"update"``: where the CPU updates it, ``Zero(update_on="host")``
     offload: bool | str = False
-    param_bytes: float = 2.0  #: of a parameter as it is gathered
-    grad_bytes: float = 2.0  #: of a gradient as it is reduced
-    state_bytes: float = 12.0  #: of optimizer state and master weights, for one parameter
     state_format: str | None = None  #: of optimizer state, a lossy one of ``STATE_FORMATS``
     #: what updates parameters of 16 bits: ``"plain"``; ``"master"``, ``optax_ext.master_weights``;
     #: or ``"stochastic"``, ``optax_ext.stochastic_rounding``, which is lossy

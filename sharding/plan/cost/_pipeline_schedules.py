@@ -14,6 +14,7 @@ from sharding.pipeline._layers import StageRows, layer_of_row
 from sharding.pipeline._schedules import SCHEDULES as ALL_SCHEDULES
 from sharding.pipeline._schedules import make_schedule
 from sharding.plan._format import check_choice
+from sharding.plan.cost._ledger import WorkRow
 
 # Backward passes of these are split in two: gradients of activations, and of parameters.
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
@@ -74,7 +75,32 @@ def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int =
     return make_schedule(schedule, num_stages, microbatches, *more)
 
 
-def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
+_WIDE = 4  # bytes of a gradient that is summed
+
+
+def moved_params(
+    schedule: str,
+    num_stages: int,
+    uneven: Sequence[int],
+    layer_bytes: float,
+    layer: float,
+    shared: float,
+) -> list[WorkRow]:
+    """What stages of one program send each other in a step, beside messages.
+
+    Sums of gradients of ``shared`` parameters, and ``uneven`` numbers of layers, of so many bytes
+    and parameters each, to where they run; their gradients come back.
+    """
+    rows = [WorkRow("transfers", "all-reduce", _WIDE * shared, ("pipe",))]
+    if uneven:
+        there, back = _layers_sent(schedule, num_stages, tuple(uneven))
+        moved = layer_bytes * there + _WIDE * layer * back
+        rows.append(WorkRow("transfers", "permute", moved, ("pipe",)))
+    return rows
+
+
+@functools.lru_cache(maxsize=4096)
+def _layers_sent(schedule: str, num_stages: int, counts: tuple[int, ...]) -> tuple[float, float]:
     """How many layers a device sends others in a step, and gradients of layers."""
     stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
     own = np.argsort(stages, kind="stable").reshape(num_stages, -1)

@@ -16,14 +16,19 @@ from sharding._types import Array, DType, Tree
 from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, num_shards, with_axis
-from sharding.plan._format import memory_by_part
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import with_state_format
+from sharding.plan.cost._ledger import HeldRow, Ledger, held_at
 from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
-from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
-from sharding.plan.cost._update_traffic import update_bytes
-from sharding.plan.cost._wire_and_flops import SyncedArray, SyncWork, sync_of, sync_work
+from sharding.plan.cost._step_time import Passes, StateCosts, StepSeconds, passes, with_state
+from sharding.plan.cost._wire_and_flops import (
+    TENSOR_AXIS,
+    SyncedArray,
+    SyncWork,
+    sync_of,
+    sync_work,
+)
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -39,10 +44,11 @@ from sharding.plan.model._layer_costs import (
 )
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import Traced, work_of
+from sharding.plan.model._update_traffic import update_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineStage:
+class PipelineStage(Ledger):
     """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.
 
     All devices run one program, and hold alike: layers of the largest chunk, which others pad, the
@@ -62,14 +68,18 @@ class PipelineStage:
     summed: float  #: bytes that it sends for embedding and head, and layers of unequal stages
 
     @property
+    def held(self) -> tuple[HeldRow, ...]:
+        arguments = HeldRow("params", self.params), HeldRow("state", self.state)
+        return arguments + held_at(layers=(self.activations, 0.0, 0.0, self.grads))
+
+    @property
     def memory(self) -> float:
         """All that it holds, but for the batch."""
-        return self.params + self.grads + self.state + self.activations
+        return self.peak
 
-    def by_part(self, batch: float = 0.0) -> dict[str, float]:
-        """``memory`` and the batch, by what they are."""
-        parts = {"params": self.params, "grads": self.grads, "state": self.state}
-        return memory_by_part(self.memory + batch, batch=batch, **parts)
+    @property
+    def wire(self) -> float:
+        return self.permuted + self.synced + self.summed
 
 
 def pipeline_stages(
@@ -89,61 +99,31 @@ def pipeline_stages(
     # The first layer of each chunk and the one after its last, with the embedding and the head.
     ends = [1 + number for number in itertools.accumulate(counts)]
     ranges = list(itertools.pairwise([0, *ends[:-1], ends[-1] + 1]))
-    rows = max(counts)
     # Parameters of one chunk; of the embedding and the head, which are one matrix where tied.
     first, layer, *_, last = costs
     item = jnp.dtype(dtype).itemsize
-    vocabulary = model.vocabulary // model.shards_of_tokens(plan.tensor)
-    layers, shared = rows * layer.param_bytes, first.param_bytes + last.param_bytes
-    shared -= vocabulary * model.width * item if model.tied else 0
+    table = float(model.vocabulary // model.shards_of_tokens(plan.tensor) * model.width * item)
+    layers = max(counts) * layer.param_bytes
+    shared = first.param_bytes + last.param_bytes - (table if model.tied else 0.0)
     # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
-    uneven = num_stages * chunks * rows > model.layers
-    moved = chunks * layers if uneven else 0.0
-    to_stages, back = schedules.layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
-
+    uneven = num_stages * chunks * max(counts) > model.layers and not plan.asynchronous
+    sent_counts = counts if uneven else ()
+    of_layer = layer.param_bytes, layer.param_bytes / item
+    moved = schedules.moved_params(schedule, num_stages, sent_counts, *of_layer, shared / item)
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     wide = max(item, 4) / item
     sums = wide * (chunks * layers + shared)
     copied = sums if device.tile is None else 0.0
-    gathered = chunks * layers + shared if plan.data > 1 and plan.stage == 3 else 0.0
-
-    # Slots: messages, what waits for a backward pass, and for its second half where it is split;
-    # each has one for what nobody expects.
-    stream, args = first.output_bytes, (plan.microbatches, chunks)
-    slots = schedules.slots_of(schedule, num_stages, *args)
-    stored = (slots.residuals + 1) * rows * layer.activation_bytes + (slots.messages + 1) * stream
-    crossing = rows * layer.crossing_bytes if plan.splits_backward else 0.0
-    stored += (slots.crossing + 1) * crossing
-
-    # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
-    # nothing of it is stacked.
-    logits = first.activation_bytes * vocabulary  # float32, as tokens are int32
-    gradient = last.activation_bytes + last.working_bytes - stream - logits
-    residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
-    # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
-    odd = 2.0 * vocabulary * model.width * item if copied and vocabulary % 8 else 0.0
-    chunk = layers if chunks > 1 and rows > 1 else 0.0  # its parameters, taken out of all
-    # Where ticks have forward passes, too, backward passes return zeros for the residuals of these,
-    # beside their own, on all devices but TPUs; and copied sums not before their end.
-    returned = 2 * residuals if copied else residuals
-    at_head = returned + logits + max(odd, gradient) - copied
-    if crossing:
-        at_layers = returned + crossing + chunk + layer.working_bytes - copied
-        working = max(at_head, at_layers, residuals + crossing, crossing + grads)
-    else:
-        of_head = logits + max(odd, gradient - copied)
-        of_layers = grads + layer.working_bytes + chunk
-        if copied and not chunk:
-            of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
-        working = residuals + max(of_head, of_layers)
-        working = max(working, at_head) if schedule == "1f1b" else working
-
+    gathers = plan.data > 1 and plan.stage == 3
     # Without a flush: slots of two versions, beside the parameters that come and go.
-    versions = 2 * held.params if plan.asynchronous else 0.0
+    others = (chunks * layers + shared if gathers else 0.0) + (chunks * layers if uneven else 0.0)
+    others += 2 * held.params if plan.asynchronous else 0.0
+    stored, crossing = _stored_in_slots(plan, max(counts), layer, first.output_bytes)
+    # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
+    odd = 2.0 * table if copied and model.vocabulary % 8 else 0.0
+    vocabulary = table / item / model.width
+    working = _working(plan, costs, max(counts), vocabulary, crossing, odd, copied, wide)
     stage_of = [schedules.stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
-
-    summed = 2 * (num_stages - 1) / num_stages * wide * shared
-    summed += (to_stages + wide * back) * layer.param_bytes
 
     def of_stage(s: int) -> PipelineStage:
         numbers = [v for v, stage in enumerate(stage_of) if stage == s]
@@ -152,27 +132,79 @@ def pipeline_stages(
         sent = sum(stage_of[v + 1] != s for v in numbers if v + 1 < len(ranges))
         sent += sum(stage_of[v - 1] != s for v in numbers if v)
         mine = [cost for i, j in own for cost in costs[i:j]]
+        sizes = schedule, num_stages, s, plan.microbatches, chunks
         return PipelineStage(
             layers=own,
             forward=sum(cost.forward for cost in mine),
             backward=sum(cost.backward for cost in mine),
-            in_flight=schedules.max_in_flight(schedule, num_stages, s, *args),
-            params=held.params + gathered + moved + versions,
+            in_flight=schedules.max_in_flight(*sizes),
+            params=held.params + others,
             grads=sums + copied,
             state=held.opt_state + held.master - held.host,
             activations=stored + working,
-            permuted=plan.microbatches * stream * sent,
+            permuted=plan.microbatches * first.output_bytes * sent,
             synced=held.wire,
-            summed=0.0 if plan.asynchronous else summed,
+            summed=0.0 if plan.asynchronous else sum(x.sent({"pipe": num_stages}) for x in moved),
         )
 
     return tuple(map(of_stage, range(num_stages)))
 
 
+def _stored_in_slots(
+    plan: ParallelPlan, rows: int, layer: LayerCost, message: float
+) -> tuple[float, float]:
+    """Bytes of all slots, and of what the second half of a split backward pass needs.
+
+    Slots are for messages, for what waits for a backward pass, and for its second half where it is
+    split; each kind has one for what nobody expects.
+    """
+    slots = schedules.slots_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+    stored = (slots.residuals + 1) * rows * layer.activation_bytes + (slots.messages + 1) * message
+    crossing = rows * layer.crossing_bytes if plan.splits_backward else 0.0
+    return stored + (slots.crossing + 1) * crossing, crossing
+
+
+def _working(
+    plan: ParallelPlan,
+    costs: Sequence[LayerCost],
+    rows: int,
+    vocabulary: float,
+    crossing: float,
+    odd: float,
+    copied: float,
+    wide: float,
+) -> float:
+    """Temporaries of one backward pass: its residuals, beside the head or one layer.
+
+    ``odd`` are bytes of a padded output matrix, ``copied`` those of sums that branches return, each
+    so many times as ``wide`` as a parameter.
+    """
+    first, layer, *_, last = costs
+    logits = first.activation_bytes * vocabulary  # float32, as tokens are int32
+    gradient = last.activation_bytes + last.working_bytes - first.output_bytes - logits
+    layers = rows * layer.param_bytes
+    # A loop over one layer is none: nothing of it is stacked.
+    residuals = rows * layer.activation_bytes if rows > 1 else 0.0
+    grads = layers if rows > 1 else 0.0
+    chunk = layers if plan.chunks > 1 and rows > 1 else 0.0  # its parameters, taken out of all
+    # Where ticks have forward passes, too, backward passes return zeros for the residuals of these,
+    # beside their own, on all devices but TPUs; and copied sums not before their end.
+    returned = 2 * residuals if copied else residuals
+    at_head = returned + logits + max(odd, gradient) - copied
+    if crossing:
+        at_layers = returned + crossing + chunk + layer.working_bytes - copied
+        return max(at_head, at_layers, residuals + crossing, crossing + grads)
+    of_head = logits + max(odd, gradient - copied)
+    of_layers = grads + layer.working_bytes + chunk
+    if copied and not chunk:
+        of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
+    working = residuals + max(of_head, of_layers)
+    return max(working, at_head) if plan.schedule == "1f1b" else working
+
+
 _TOKEN = 4  # bytes
 # What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
 WRAPPERS = {"master": "master_weights", "stochastic": "stochastic_rounding"}
-TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
 
 
 class PlanCosts:
@@ -183,7 +215,7 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved", "_each"),
         *("fullest", "least"),
     )
 
@@ -211,6 +243,13 @@ class PlanCosts:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
         stage = self._stage(ParallelPlan(state_format=state_format, weights=weights))
         return (stage.opt_state + stage.master) / sum(self._sizes)
+
+    def each(self, plan: ParallelPlan) -> tuple[float, float, float]:
+        """Bytes of one parameter of a plan, on average: itself, its gradient and its state."""
+        return self._each(plan.state_format, plan.weights)
+
+    def _each(self, state_format: str | None, weights: str) -> tuple[float, float, float]:
+        return self.param_bytes, self.param_bytes, self.state_bytes_in(state_format, weights)
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -289,13 +328,22 @@ class PlanCosts:
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         options: Any = {"length": self.length, "implementation": self.implementation}
+        options["item"] = self.param_bytes
         return passes(self.model, plan, self.machine, ideal=ideal, **options)
 
-    def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
-        sync = self.sync(plan) if plan.sync else None
-        options: Any = {"products": self.products(plan), "ideal": ideal, "sync": sync}
+    def seconds(
+        self,
+        plan: ParallelPlan,
+        work: Passes,
+        *,
+        ideal: bool = False,
+        each: tuple[float, float, float] | None = None,
+    ) -> StepSeconds:
+        """A step of these passes; ``each`` in place of the bytes that belong to a parameter."""
         moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
-        return with_state(plan, self.machine, work, moved=moved, **options)
+        sync = self.sync(plan) if plan.sync else None
+        costs = StateCosts(*(each or self.each(plan)), moved, self.products(plan), sync)
+        return with_state(plan, self.machine, work, costs, ideal=ideal)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         return self._synced(_placed(plan))
@@ -373,7 +421,6 @@ class PlanCosts:
 
 
 _NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}
-_NO_STATE |= {"state_bytes": 0.0}
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
@@ -418,22 +465,17 @@ def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
     return arrays
 
 
-def sync_change(plan: ParallelPlan, params: Tree) -> float:
-    """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
-    assert plan.sync
-    devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
-    dense = 0.0
-    for gradient in arrays:
-        times = plan.microbatches if plan.stage == 2 and gradient.scattered else 1
-        dense += gradient.nbytes * (times if gradient.scattered else 2) * (devices - 1) / devices
-    return sync_work(plan.sync, arrays, devices).sent(devices) - dense
+_CHOSEN = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")
 
 
-def zero_of(plan: ParallelPlan) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline."""
+def zero_of(plan: ParallelPlan, own: Zero | None = None) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
+
+    ``own`` is one of the user's, which keeps what plans do not choose, such as its mesh.
+    """
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
     sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
-    return Zero(
+    made = Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         stage=plan.stage,
         axis="data",
@@ -443,6 +485,9 @@ def zero_of(plan: ParallelPlan) -> Zero:
         update_on="host" if plan.offload == "update" else "device",
         sync=sync_of(plan.sync) if plan.sync else None,
     )
+    if own is None:
+        return made
+    return dataclasses.replace(own, **{name: getattr(made, name) for name in _CHOSEN})
 
 
 # Of a product, with those of element-wise operations beside it: as in the layers of decoders.
@@ -474,8 +519,7 @@ class TracedCosts(PlanCosts):
         return self.traced(sequences / self.machine.num_devices, "none").flops
 
     def zero(self, plan: ParallelPlan) -> Zero:
-        zero: Zero = self.model.placed(zero_of(plan))
-        return zero
+        return zero_of(plan, self.model.zero)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         names, devices = self.model.names, self.machine.num_devices

@@ -4,8 +4,8 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,76 @@ from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
-from sharding.plan._format import memory_by_part
+from sharding.plan.cost._ledger import HeldRow, Ledger, WorkRow, held_at, merged
+from sharding.plan.cost._wire_and_flops import SyncWork
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
 
+# --- What ZeRO sends ------------------------------------------------------------------------------
+
+
+class SentParams(NamedTuple):
+    """A parameter, or several that are alike: bytes of full arrays."""
+
+    summed: float  # of its gradient, in the dtype of sums; 0 of frozen ones
+    stored: float  # of itself, as it is gathered once it is updated; likewise
+    gathered: float  # of itself, as stage 3 gathers it
+    layers: float = 1.0  # that stage 3 gathers one after the other
+    once: bool = False  # whether stage 3 gathers it once for both passes
+    whole: bool = False  # whether its gradient stays unsharded
+    spread: bool = False  # whether replicas share it, or its state
+
+
+def zero_work(
+    params: Iterable[SentParams],
+    stage: int,
+    shards: Mapping[str, int],
+    replicas: Mapping[str, int],
+    microbatches: int,
+    sync: SyncWork | None = None,
+) -> Iterator[WorkRow]:
+    """What a stage sends for these parameters over the axes of shards and of replicas.
+
+    A ``sync`` takes the place of the sums over replicas, or of all where there are none.
+    """
+    own = tuple(shards)
+    others = tuple(replicas)
+    everywhere = own if sync else own + others
+    devices = math.prod(shards.values())
+    backward = "backward" if stage == 2 else "last backward"
+    for x in params:
+        if sync and not others:
+            if stage and not x.whole:
+                yield WorkRow("data", "all-gather", x.stored, own, beside="update")
+            continue
+        if stage == 0 or x.whole:  # once in a step
+            yield WorkRow("data", "all-reduce", x.summed, everywhere, beside=backward)
+            continue
+        # Within a replica; between replicas shards are summed, or scattered and gathered.
+        if stage == 3:
+            times = microbatches * x.layers
+            fetched = times if x.once else 2 * times
+            yield WorkRow("data", "all-gather", x.gathered / x.layers, own, fetched, "all")
+            yield WorkRow("data", "reduce-scatter", x.summed / x.layers, own, times, "all")
+        else:
+            times = microbatches if stage == 2 else 1
+            yield WorkRow("data", "reduce-scatter", x.summed, own, times, backward)
+            yield WorkRow("data", "all-gather", x.stored, own, 1, backward)
+        if x.spread:
+            yield WorkRow("data", "reduce-scatter", x.summed / devices, others)
+            yield WorkRow("data", "all-gather", x.stored / devices, others)
+        elif others and not sync:
+            yield WorkRow("data", "all-reduce", x.summed / devices, others)
+    for op, nbytes in sync.sums if sync else ():
+        yield WorkRow("data", op, nbytes, others or own)
+
+
+# --- What a device holds --------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StagePlan:
+class StagePlan(Ledger):
     """What one device holds and sends at one stage, all in bytes; see ``moments``."""
 
     name: str  #: ``"stage 2"``, ``"3 hybrid"``, ``"3 spread"`` (``shard_state_over_replicas``)
@@ -37,7 +99,8 @@ class StagePlan:
     opt_state: float  #: optimizer state without master weights
     master: float  #: master weights
     batch: float  #: the device's part of the batch; 0 where it is unknown
-    host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
+    host: float  #: the part of parameters, state and master weights that is in host memory
+    host_params: float = 0.0  #: of it, parameters
     sync: float  #: state of ``Zero.sync``, such as error-feedback residuals
     summed: float  #: gradients of the micro-batches before the last one
     updated: float  #: gradients, as the update gets them
@@ -56,17 +119,11 @@ class StagePlan:
     head: float = 0.0  #: temporaries of what follows the layers, such as logits
     logits: float = 0.0  #: their gradient, until that of the output matrix is made of it
     copied: float = 0.0  #: parameters in another layout
-    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
-    #: the part of ``wire`` that leaves a host or slice, those of the mesh axis of that name; where
-    #: there is none, the sums over replicas
-    network: float
+    work: tuple[WorkRow, ...]
+    sizes: Mapping[str, int]
+    far: tuple[str, ...]
     host_wire: float  #: bytes that move to host memory and back per step
     moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
-
-    @property
-    def arguments(self) -> float:
-        """Parameters, state and batch in device memory."""
-        return self.params + self.opt_state + self.master + self.batch - self.host + self.sync
 
     @property
     def memory(self) -> float:
@@ -74,22 +131,27 @@ class StagePlan:
         return self.arguments + self.grads
 
     @property
-    def moments(self) -> dict[str, dict[str, float]]:
-        """Bytes beside ``arguments`` at each moment that may be the fullest, by what they are.
+    def held(self) -> tuple[HeldRow, ...]:
+        of_state = self.host - self.host_params
+        return (
+            HeldRow("params", self.params - self.host_params),
+            HeldRow("params", self.host_params, memory="host"),
+            HeldRow("state", self.opt_state + self.master + self.sync - of_state),
+            HeldRow("state", of_state, memory="host"),
+            HeldRow("batch", self.batch),
+            *(self._streamed if self.in_backward else self._beside),
+        )
 
-        In the backward pass of the last micro-batch: at the head, before any of its gradients is
-        there; and at the layers, where compilers hold those of all layers from the first one on.
-        Then the compressed sync, and the update.
-        """
-        if self.in_backward:
-            return self._moments_in_backward
+    @property
+    def _beside(self) -> tuple[HeldRow, ...]:
+        """What is beside the arguments, if the update is after the backward pass."""
         stored, copied = self.activations or 0.0, self.copied * self.share
         gathers = self.share < 1
         outside = self.outside if gathers else 0.0
         gathered = max(self.layer, outside - self.working) if gathers else 0.0
         # Full gradients of what is outside of the layers have room for that of the logits.
         working = self.working + max(0.0, self.logits - (0.0 if gathers else self.outside))
-        return _moments(
+        return held_at(
             head=(stored, self.head + copied, outside, self.summed),
             layers=(stored, working + copied, gathered, self.grads + self.unreduced),
             sync=(0.0, 0.0, 0.0, self.synced),
@@ -97,30 +159,22 @@ class StagePlan:
         )
 
     @property
-    def _moments_in_backward(self) -> dict[str, dict[str, float]]:
+    def _streamed(self) -> tuple[HeldRow, ...]:
         """The same if each layer is updated as soon as its gradients exist."""
         stored, grads = self.in_backward * (self.activations or 0.0), self.grads + self.unreduced
         read = self.layer if self.host else max(0.0, self.layer - self.working)
-        return _moments(
+        return held_at(
             head=(stored, self.head, 0.0, self.updated),
             layers=(stored, self.working, read, grads),
             update=(stored, self.decoded, 0.0, grads),
         )
 
-    @property
-    def peak(self) -> float:
-        """``arguments``, and what is beside them at the fullest of ``moments``."""
-        return self.arguments + max(sum(parts.values()) for parts in self.moments.values())
-
-    def by_part(self, batch: float = 0.0) -> dict[str, float]:
-        """``peak`` by what it is, with ``batch`` more bytes of the batch."""
-        return memory_by_part(
-            self.peak + batch,
-            params=self.params,
-            grads=self.grads + self.unreduced,
-            state=self.opt_state + self.master - self.host + self.sync,
-            batch=self.batch + batch,
-        )
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        derived = ("arguments", "memory", "moments", "peak", "wire", "network")
+        figures = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
+        work = [row._asdict() | {"on": [*row.on]} for row in self.work]
+        return figures | {"work": work, "far": [*self.far]}
 
     def with_activations(self, found: Activations | None) -> Self:
         """The same with other activations."""
@@ -129,116 +183,153 @@ class StagePlan:
         return dataclasses.replace(self, **dict(parts))
 
 
-def _moments(**moments: tuple[float, ...]) -> dict[str, dict[str, float]]:
-    names = ("activations", "temporaries", "gathered", "gradients")
-    return {moment: dict(zip(names, parts, strict=True)) for moment, parts in moments.items()}
-
-
-def step_memory(
-    zero: Zero,
-    placed: Description,
-    local: Description,
-    tile: tuple[int, int] | None,
-    microbatches: int,
-    gathered_once: str | None,
-    in_backward: bool,
-) -> dict[str, Any]:
+class _StageBytes:
     """The bytes of a ``StagePlan`` that are held, but for the batch and activations.
 
     ``local`` is the placement at stage 0, where the user's axes alone shard; the memory of TPUs has
     tiles.
     """
-    placed = padded_to_tiles(placed, tile)
-    rows = [row for row in placed.rows if row.part == "opt_state"]
-    opt_state = sum(row.bytes_per_device for row in rows)
-    masters = [row for row in rows if "master" in re.split(r"\W+", row.path)]
-    master = sum(row.bytes_per_device for row in masters)
-    params = float(sum(row.bytes_per_device for row in placed.rows if row.part == "params"))
-    several, known = microbatches > 1, gathered_once is not None
-    used, trained = _used_bytes(zero, local), trained_paths(local)
-    full = {path: n for path, n in used.items() if path in trained}
-    full_grads = sum(full.values())
-    # No dim of some divides: their gradients are summed in place, and nothing of them is gathered.
-    whole = {row.path for row in placed.rows if row.note} if zero.num_shards > 1 else used.keys()
-    divided = {path: n for path, n in full.items() if path not in whole}
-    undivided = full_grads - sum(divided.values())
-    of_layers = used if zero.stage == 3 else full  # frozen ones are gathered, too
-    if not in_backward:
-        of_layers = {path: n for path, n in of_layers.items() if path not in whole}
-    layer, outside, group = _layer_and_outside(of_layers, local, gathered_once, placed.gather_group)
 
-    def held(placed: Description, shards: int = 1) -> float:
+    def __init__(
+        self,
+        zero: Zero,
+        placed: Description,
+        local: Description,
+        tile: tuple[int, int] | None,
+        microbatches: int,
+        gathered_once: str | None,
+        in_backward: bool,
+    ):
+        self.zero = zero
+        self.local = local
+        self.tile = tile
+        self.several = microbatches > 1
+        self.outside = gathered_once
+        self.placed = padded_to_tiles(placed, tile)
+        # Full parameters and gradients by their paths, in the dtypes of the loss.
+        trained = trained_paths(local)
+        self.used = {
+            row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
+            for row, dtype in floating_rows(local, "params")
+        }
+        self.full = {path: n for path, n in self.used.items() if path in trained}
+        self.full_grads = sum(self.full.values())
+        # No dim of some divides: their gradients are summed in place, and nothing is gathered.
+        self.whole = set(self.used)
+        if zero.num_shards > 1:
+            self.whole = {row.path for row in self.placed.rows if row.note}
+        divided = [n for path, n in self.full.items() if path not in self.whole]
+        self.divided = sum(divided)
+        of_layers = self.used if zero.stage == 3 else self.full  # frozen ones are gathered, too
+        if not in_backward:
+            of_layers = {path: n for path, n in of_layers.items() if path not in self.whole}
+        self.of_layers = sum(of_layers.values())
+        self.layer, self.others, self.group = _layer_and_outside(
+            of_layers, local, gathered_once, self.placed.gather_group
+        )
+        self.params = self.sum_of("params")
+
+    def sum_of(self, part: str) -> float:
+        return float(sum(row.bytes_per_device for row in self.placed.rows if row.part == part))
+
+    def summed(self, placed: Description, shards: int = 1) -> float:
         """Bytes of gradients, as accumulated or as returned, whichever is wider."""
         total = 0.0
         for row, dtype in floating_rows(placed, "grads"):
-            itemsize = zero.precision.of_accumulator(dtype).itemsize if several else 0
-            nbytes = row.bytes_per_device / (1 if row.path in whole else shards)
+            itemsize = self.zero.precision.of_accumulator(dtype).itemsize if self.several else 0
+            nbytes = row.bytes_per_device / (1 if row.path in self.whole else shards)
             total += nbytes / dtype.itemsize * max(itemsize, dtype.itemsize)
         return total
 
-    # Gradients as the stage stores them; and what waits beside them: full ones to be reduced, those
-    # of one micro-batch to be added.
-    grads = sums = held(placed)
-    sync_of_shards = zero.sync is not None and not zero.replica_axis
-    if zero.stage < 2:
-        unreduced = full_grads if several else 0.0
-    else:
-        own = float(sum(row.bytes_per_device for row, _ in floating_rows(placed, "grads")))
+    def arguments(self) -> dict[str, float]:
+        """Bytes of parameters and state."""
+        in_host = [row for row in self.placed.rows if row.memory == "host"]
+        of_state = [row for row in self.placed.rows if row.part == "opt_state"]
+        masters = [row for row in of_state if "master" in re.split(r"\W+", row.path)]
+        master = sum(row.bytes_per_device for row in masters)
+        return {
+            "params": self.params,
+            "opt_state": sum(row.bytes_per_device for row in of_state) - master,
+            "master": master,
+            "host": sum(row.bytes_per_device for row in in_host),
+            "host_params": sum(row.bytes_per_device for row in in_host if row.part == "params"),
+            "sync": self.sum_of("sync"),
+        }
+
+    def gradients(self) -> dict[str, float]:
+        """Bytes of gradients as the stage stores them; and of what waits beside them.
+
+        These are full ones to be reduced, and those of one micro-batch to be added.
+        """
+        zero = self.zero
+        full = self.full_grads
+        grads = sums = self.summed(self.placed)
+        if zero.stage < 2:
+            return {"grads": grads, "unreduced": full if self.several else 0.0, "summed": sums}
+        undivided = full - self.divided
+        sync_of_shards = zero.sync is not None and not zero.replica_axis
+        own = float(sum(x.bytes_per_device for x, _ in floating_rows(self.placed, "grads")))
         if zero.shard_state_over_replicas:
             # Replicas that share the state each have a shard of their own until they are summed.
-            own = undivided + sum(divided.values()) / zero.num_shards
-            sums = held(local, zero.num_shards)
-        unreduced = own if several else 0.0
-        if zero.stage == 2 and (not known or sync_of_shards):
-            unreduced = full_grads - (0.0 if several else undivided)
-            if several and sync_of_shards:  # which comes after the last micro-batch
-                sums = held(local)
+            own = undivided + self.divided / zero.num_shards
+            sums = self.summed(self.local, zero.num_shards)
+        unreduced = own if self.several else 0.0
+        if zero.stage == 2 and (self.outside is None or sync_of_shards):
+            unreduced = full if self.several else full - undivided
+            if self.several and sync_of_shards:  # which comes after the last micro-batch
+                sums = self.summed(self.local)
         elif zero.stage == 2:
             # At once where one is known, but programs for GPUs hold those outside until the end.
-            unreduced += max(layer, outside) if tile else layer + outside
-        unreduced += sums - grads
+            unreduced += max(self.layer, self.others) if self.tile else self.layer + self.others
+        return {"grads": grads, "unreduced": unreduced + sums - grads, "summed": sums}
 
-    new_params, synced = (params if zero.shard_state_over_replicas else 0.0), 0.0
-    if zero.stage in (1, 2) and zero.num_shards > 1:
-        # Of the group that is gathered at once, and what no layer has.
-        scale = params / sum(used.values()) if full_grads else 0.0
-        new_params = scale * min(sum(divided.values()), outside + group)
-    if zero.sync is not None:
-        shards = zero.num_shards if zero.replica_axis else 1
-        synced = grads if zero.stage == 3 else full_grads / shards
-    found: dict[str, Any] = {
-        "params": params,
-        "grads": grads,
-        "full_grads": full_grads,
-        "unreduced": unreduced,
-        "opt_state": opt_state - master,
-        "master": master,
-        "host": placed.host_bytes_per_device,
-        "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
-        "summed": sums if several else 0.0,
-        "updated": held(placed, zero.num_shards if zero.stage == 1 else 1),
-        "synced": synced,
-        "layer": layer if known else 0.0,
-        "outside": outside if known else 0.0,
-        "new_params": new_params,
-        "share": 1 / zero.num_shards if zero.stage == 3 else 1.0,
-    }
-    if not in_backward:
+    def after_backward(self) -> dict[str, float]:
+        """The figures of a step that updates after the backward pass."""
+        zero = self.zero
+        found = self.gradients()
+        new_params = self.params if zero.shard_state_over_replicas else 0.0
+        if zero.stage in (1, 2) and zero.num_shards > 1:
+            # Of the group that is gathered at once, and what no layer has.
+            scale = self.params / sum(self.used.values()) if self.full_grads else 0.0
+            new_params = scale * min(self.divided, self.others + self.group)
+        synced = 0.0
+        if zero.sync is not None:
+            shards = zero.num_shards if zero.replica_axis else 1
+            synced = found["grads"] if zero.stage == 3 else self.full_grads / shards
+        known = self.outside is not None
+        return found | {
+            "summed": found["summed"] if self.several else 0.0,
+            "updated": self.summed(self.placed, zero.num_shards if zero.stage == 1 else 1),
+            "synced": synced,
+            "layer": self.layer if known else 0.0,
+            "outside": self.others if known else 0.0,
+            "new_params": new_params,
+        }
+
+    def in_backward(self, host: float) -> dict[str, float]:
+        """The figures that differ if each layer is updated in the backward pass."""
+        # Gradients of one layer, and their sums over micro-batches; of a tied embedding, too.
+        pattern = self.outside if self.outside is not None else "(?!)"
+        outer = [x for x, _ in floating_rows(self.local, "params") if re.search(pattern, x.path)]
+        matrices = [self.full[row.path] for row in outer if len(row.shape) > 1]
+        waiting = sum(matrices) if len(matrices) == 1 else 0.0
+        layer = self.layer if self.several else 0.0
+        found = {
+            "grads": self.summed(self.placed) / self.full_grads * (layer + waiting),
+            "unreduced": self.layer,
+            "updated": max(matrices, default=0.0),
+        }
+        # State in 8 bits is computed with in 32; that of the host is loaded with the parameters.
+        coded = sum(
+            row.bytes_per_device
+            for row in self.placed.rows
+            if row.part == "opt_state" and jnp.dtype(row.dtype).itemsize == 1
+        )
+        found["decoded"] = 4 * coded * self.layer / self.full_grads
+        if host:
+            of_all = self.of_layers - self.others
+            found["layer"] = host * (self.layer / of_all if of_all > 0 else 1.0)
         return found
-
-    pattern = gathered_once if gathered_once is not None else "(?!)"
-    # Gradients of one layer, and their sums over micro-batches; of a tied embedding, too.
-    total = sum(of_layers.values())
-    share = layer / (total - outside) if total > outside else 1.0
-    outer = [row for row, _ in floating_rows(local, "params") if re.search(pattern, row.path)]
-    matrices = [full[row.path] for row in outer if len(row.shape) > 1]
-    waiting = sum(matrices) if len(matrices) == 1 else 0.0
-    summed = held(placed) / full_grads * (layer * several + waiting)
-    # The state in 8 bits is computed with in 32, that of the host is loaded with the parameters.
-    coded = sum(row.bytes_per_device for row in rows if jnp.dtype(row.dtype).itemsize == 1)
-    found |= {"grads": summed, "unreduced": layer, "updated": max(matrices, default=0.0)}
-    found |= {"decoded": 4 * coded * layer / full_grads, "in_backward": microbatches}
-    return found | ({"layer": share * found["host"]} if found["host"] else {})
 
 
 def _layer_and_outside(
@@ -274,14 +365,6 @@ def _layer_and_outside(
             layers[numbered[0] if numbered else path] += size
             alone = max(alone, size, min(group, alone + size))
     return max(layers.values(), default=0.0), others, max(of_stacks, alone)
-
-
-def _used_bytes(zero: Zero, local: Description) -> dict[str, float]:
-    """Bytes of the full parameters by their paths, in the dtypes of the loss."""
-    return {
-        row.path: row.bytes_per_device / dtype.itemsize * zero.precision.of_loss(dtype).itemsize
-        for row, dtype in floating_rows(local, "params")
-    }
 
 
 def trained_paths(placed: Description) -> set[str]:
@@ -342,8 +425,12 @@ def stage_plan(
     update: str = "after",
     temporaries: bool = True,
     trainable: Tree = None,
+    sync: SyncWork | None = None,
 ) -> StagePlan:
-    """The stage that a ``Zero`` runs; options are those of ``estimate``."""
+    """The stage that a ``Zero`` runs; options are those of ``estimate``.
+
+    ``sync`` is what its ``Zero.sync`` sends; None: gradients are counted as if they were dense.
+    """
     name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
     by_layer = in_backward or (microbatches == 1 and gathered_once is not None)
@@ -356,17 +443,17 @@ def stage_plan(
     placed = zero.describe(state, **described)
     if local is None:  # where the user's axes alone shard
         local = variants_of(zero)["stage 0"].describe(state, **described)
-    memory = step_memory(
-        zero, placed, local, device.tile if device else None, *options, in_backward
-    )
+    held = _StageBytes(zero, placed, local, device.tile if device else None, *options, in_backward)
+    memory = held.arguments() | held.after_backward()
+    if in_backward:
+        memory |= held.in_backward(memory["host"])
     # Streamed parameters are read in the forward pass, too, once for all micro-batches.
-    read = sum(x.bytes_per_device for x in placed.rows if (x.part, x.memory) == ("params", "host"))
+    linked = 2 * memory["host"] + memory["host_params"]
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
     trained = trained_paths(placed)
     updated -= sum(
         x.bytes_per_device for x in placed.rows if x.part == "params" and x.path not in trained
     )
-    linked = 2 * memory["host"] + read
     if zero.update_on == "host":  # gradients go there, parameters come back
         shards = zero.num_shards if zero.stage == 1 else 1
         sent = [x for x in placed.rows if x.part == "grads"]
@@ -375,68 +462,47 @@ def stage_plan(
         linked = 2 * back
     if not (temporaries or in_backward):
         memory |= dict.fromkeys(("unreduced", "layer", "outside", "new_params"), 0.0)
+    shape = zero.mesh.shape
+    shards_of, replicas = (
+        {axis: shape[axis] for axis in axes_of(x)} for x in (zero.axis, zero.replica_axis)
+    )
+    params_sent = _sent_params(zero, placed, local, gathered_once)
+    moved = 2 * sum(held.used.values()) + held.full_grads
     return StagePlan(
         name=name,
         batch=batch,
         **memory,
-        **_wire(zero, placed, local, *options),
+        full_grads=held.full_grads,
+        share=1 / zero.num_shards if zero.stage == 3 else 1.0,
+        in_backward=microbatches if in_backward else 0,
+        work=merged(zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync)),
+        sizes=dict(shape),
+        far=tuple(axis for axis in shape if axis in ("host", "slice")) or tuple(replicas),
         host_wire=linked,
-        moved=microbatches * (2 * sum(_used_bytes(zero, local).values()) + memory["full_grads"])
-        + 2 * updated,
+        moved=microbatches * moved + 2 * updated,
     ).with_activations(activations)
 
 
-def _wire(
-    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
-) -> dict[str, Any]:
-    """Bytes that one device sends per step, and the part of them that takes the network.
-
-    A collective over h hosts of g devices is one within each host, and one between hosts in which a
-    device sends its part, 1 / g.
-    """
-    shape, replicas = zero.mesh.shape, axes_of(zero.replica_axis)
-    within, n, total, network = axes_of(zero.axis), zero.num_shards, 0.0, 0.0
-    far = {"host", "slice"} & set(shape) or set(replicas)
-
-    def send(nbytes: float, axes: tuple[str, ...]) -> None:
-        """Counts one pass of full arrays over these axes."""
-        nonlocal total, network
-        devices = math.prod(shape[axis] for axis in axes)
-        hosts = math.prod(shape[axis] for axis in axes if axis in far)
-        total += nbytes * (devices - 1) / devices
-        network += nbytes * (hosts - 1) / devices
-
+def _sent_params(
+    zero: Zero, placed: Description, local: Description, outside: str | None
+) -> Iterator[SentParams]:
+    """The parameters as full arrays, frozen ones without gradients."""
+    replicas = set(axes_of(zero.replica_axis))
     rows = {(row.part, row.path): row for row in placed.rows}
     for row, dtype in floating_rows(local, "params"):
         grad = rows.get(("grads", row.path), rows["params", row.path])
-
-        # Bytes of the full array: as stored, as gradients are summed. Frozen ones have none.
         elements = row.bytes_per_device / dtype.itemsize
         trained = grad.part == "grads"
-        stored = row.bytes_per_device * trained
-        summed = trained * elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
-
-        # Unsharded gradients are all-reduced over all devices, once per step.
-        if zero.stage == 0 or grad.note:
-            send(2 * summed, within + replicas)
-            continue
-
-        # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
-        if zero.stage == 3:
-            named = outside is not None and re.search(outside, row.path)
-            once = named or not zero.reshard_after_forward
-            gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
-            passes = microbatches * ((1 if once else 2) * gathered + summed)
-        else:
-            passes = (microbatches if zero.stage == 2 else 1) * summed + stored
-        send(passes, within)
-
-        # Between replicas: an all-reduce of the gradient's shard; or a reduce-scatter of it and an
-        # all-gather of the updated parameter.
-        grad_axes = {axis for entry in grad.spec for axis in axes_of(entry)}
-        second = stored if grad_axes & set(replicas) else summed
-        send((summed + second) / n, replicas)
-    return {"wire": total, "network": network}
+        itemsize = zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
+        named = outside is not None and re.search(outside, row.path)
+        yield SentParams(
+            summed=elements * itemsize if trained else 0.0,
+            stored=row.bytes_per_device if trained else 0.0,
+            gathered=_gathered_bytes(zero, rows["params", row.path], dtype, elements),
+            once=bool(named) or not zero.reshard_after_forward,
+            whole=bool(grad.note),
+            spread=any(replicas & set(axes_of(entry)) for entry in grad.spec),
+        )
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float) -> float:

@@ -1,17 +1,20 @@
 """The time of one training step of a decoder under a plan, in closed form."""
 
+import collections
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
+from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._wire_and_flops import SCALAR, SyncWork, tensor_sums
-from sharding.plan.machine._collective_time import Machine, Operation, collective_seconds
-from sharding.plan.machine._devices import DeviceKind, achieved
+from sharding.plan.cost._stage_plan import SentParams, zero_work
+from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
+from sharding.plan.machine._collective_time import Machine, collective_seconds
+from sharding.plan.machine._devices import achieved
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Implementation,
@@ -100,12 +103,10 @@ class StepSeconds:
 
 
 _ITEM = 2  # bytes of an activation
-_GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
-# The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
-_HOST_LINK = 0.88
-# The share of the bandwidth of host memory that CPUs reach: STREAM on a socket of DGX A100 by 32
+# The shares that are reached. Of a PCIe link by copies 55 of 63 GB/s: Bekman, Machine Learning
+# Engineering. Of the bandwidth of host memory by CPUs, STREAM on a socket of DGX A100 by 32
 # threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
-_HOST_MEMORY = 0.72
+_HOST_SHARES = {"host_link": 0.88, "host_bandwidth": 0.72}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,11 @@ class Passes:
     work: KernelSeconds  # of kernels
     layers: float  # that the device has, in as many parts ZeRO gathers and reduces
     params: float  # of the device
+    outside: float = 0.0  # of these, those that no layer has
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
     tensor: float = 0.0  # seconds of collectives among the devices that share a layer
     bubble: float = 0.0  # seconds, idle in a pipeline
     transfers: float = 0.0  # seconds of messages and sums of gradients between stages
-    outside: float = 0.0  # of the parameters, those that no layer has
 
     @property
     def least(self) -> float:
@@ -132,20 +133,57 @@ class Passes:
         return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
 
 
-# Seconds of a collective: of its operation, its bytes, and the kind of parallelism.
-_Wire = Callable[[Operation, float, str], float]
+class StateCosts(NamedTuple):
+    """What parameters and their update take, whatever the passes do; of one parameter bytes."""
+
+    param: float = 2.0  # of itself, as it is gathered
+    grad: float = 2.0  # of its gradient, as it is summed
+    state: float = 12.0  # of optimizer state and master weights
+    moved: float = 0.0  # that the update reads and writes, if more than all of these once
+    products: float = 0.0  # operations of the update on one device
+    sync: SyncWork | None = None  # in place of sums of gradients
 
 
-def _wire_of(plan: ParallelPlan, machine: Machine, ideal: bool) -> _Wire:
-    # Stages of a pipeline are where they are without replicas; these are further apart than shards.
-    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
-    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
-    groups = {"tensor": tensor, "shards": shards, "replicas": replicas, "data": data, "pipe": pipe}
+class _Clock:
+    """Seconds of rows on the devices of a plan."""
 
-    def wire(operation: Operation, nbytes: float, over: str) -> float:
-        return collective_seconds(operation, nbytes, groups[over], machine.device, ideal=ideal)
+    def __init__(self, plan: ParallelPlan, machine: Machine, ideal: bool):
+        self.device = machine.device
+        self.ideal = ideal
+        # Stages of a pipeline are where they are without replicas, further apart than shards.
+        tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
+        sizes = plan.tensor, plan.shards, plan.replicas, plan.pipe
+        _, shards, replicas, _ = machine.groups(sizes)
+        self.groups = {
+            (TENSOR_AXIS,): tensor,
+            ("shards",): shards,
+            ("replicas",): replicas,
+            ("shards", "replicas"): data,
+            ("pipe",): pipe,
+        }
 
-    return wire
+    def __call__(self, row: WorkRow) -> float:
+        group = self.groups.get(row.on)
+        if group is None:
+            return row.amount / self._speed(row.on[0])
+        op: Any = row.op
+        return collective_seconds(op, row.amount, group, self.device, ideal=self.ideal)
+
+    def total(self, rows: Iterable[WorkRow]) -> float:
+        return sum(row.times * self(row) for row in rows)
+
+    def _speed(self, unit: str) -> float:
+        """Bytes or operations a second."""
+        device = self.device
+        if unit == "flops":
+            return Roofline(device, COMPILED, ideal=self.ideal).flops
+        if unit == "memory":
+            return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
+        figure: float | None = getattr(device, unit)
+        if figure is None:
+            words, name = "the " + unit.replace("_", " "), with_article(device.name)
+            raise ValueError(f"{words} of {name} is not known; offload needs it.")
+        return figure * (1.0 if self.ideal else _HOST_SHARES[unit])
 
 
 def step_seconds(
@@ -156,6 +194,7 @@ def step_seconds(
     length: int | None = None,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    each: tuple[float, float, float] = (2.0, 2.0, 12.0),
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
@@ -171,6 +210,8 @@ def step_seconds(
       length: tokens of a sequence; None: the model's.
       implementation: how the program computes a layer.
       ideal: whether everything reaches its peak without latency: for lower bounds.
+      each: bytes of a parameter as it is gathered, of its gradient as it is summed, and of its
+        optimizer state and master weights.
 
     Raises:
       ValueError: the plan does not fit the model or the number of devices.
@@ -189,7 +230,7 @@ def step_seconds(
         )
     options: Any = {"implementation": implementation, "ideal": ideal}
     of_step = passes(model, plan, machine, length=length or model.length, **options)
-    return with_state(plan, machine, of_step, ideal=ideal)
+    return with_state(plan, machine, of_step, StateCosts(*each), ideal=ideal)
 
 
 def passes(
@@ -200,19 +241,29 @@ def passes(
     length: int,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    item: float = 2.0,
 ) -> Passes:
-    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone."""
-    wire, device = _wire_of(plan, machine, ideal), machine.device
+    """The passes of a step, alike for plans that differ in ``OF_STATE`` alone.
+
+    Parameters have so many bytes where stages send them.
+    """
+    clock = _Clock(plan, machine, ideal)
     options: Any = {"microbatch": plan.microbatch, "length": length}
     options |= {"implementation": implementation, "ideal": ideal}
     layer = layer_work(
-        model, device, tensor=plan.tensor, sequence_parallel=plan.sequence_parallel, **options
+        *(model, machine.device),
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        **options,
     )
     head_forward, head_backward = head_work(
-        model, device, tensor=model.shards_of_tokens(plan.tensor), **options
+        model, machine.device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
     again = layer.again(plan.recompute, implementation)
-    sent, sent_back, sent_head = _tensor_seconds(model, plan, length, wire, implementation.lockstep)
+    sums = tensor_work(model, plan, length=length, compiled=implementation.lockstep)
+    sent, sent_back, sent_head = map(clock.total, (sums.forward, sums.backward, sums.head))
+    if plan.pipe == 1:
+        sent_head += clock.total(sums.lookup)
     if implementation.collective_matmul and plan.sequence_parallel:
         # Beside the products, but for the first shard of each; gradients are twice the products.
         products = sum(part.seconds for part in layer.products.values())
@@ -220,118 +271,153 @@ def passes(
         sent_back = max(sent_back / plan.tensor, sent_back - 2 * products - again.matmul)
 
     # Layers by chunk: the last chunk has the head, too.
-    launch = 0.0 if ideal else implementation.launch
     weight = layer.weight if plan.splits_backward else KernelSeconds()
+    backward = layer.backward - weight + again
     of_layer = schedules.LayerSeconds(
-        forward=layer.forward.seconds + sent,
-        backward=(layer.backward - weight + again).seconds + sent_back,
-        weight=weight.seconds,
+        layer.forward.seconds + sent, backward.seconds + sent_back, weight.seconds
     )
-    count, chunks = plan.microbatches, plan.chunks
-    lockstep = functools.partial(
-        schedules.lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks
-    )
+    sizes = plan.schedule, plan.pipe, plan.microbatches
+    lockstep = functools.partial(schedules.lockstep_seconds, *sizes, chunks=plan.chunks)
     even = plan.even or plan.asynchronous
     by_time = lockstep if implementation.lockstep and not even else None
     head = (head_forward + head_backward).seconds + sent_head
-    counts = schedules.layers_of_chunks(model.layers, plan.pipe * chunks, of_layer, head, by_time)
-    most, last = max(counts[:-1] or counts), counts[-1]
-    parts = (layer.forward, sent), (layer.backward + again - weight, sent_back), (weight, 0.0)
-    of_most, of_last = (
-        [_launched(work * n, launch, wires * n) for work, wires in parts] for n in (most, last)
+    chunks = plan.pipe * plan.chunks
+    counts = schedules.layers_of_chunks(model.layers, chunks, of_layer, head, by_time)
+    launch = 0.0 if ideal else implementation.launch
+    parts = _Part(layer.forward, sent), _Part(backward, sent_back), _Part(weight, 0.0)
+    most = [part.of(max(counts[:-1] or counts), launch) for part in parts]
+    end = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
+    last = [_Part(end, sent_head), *(part.of(counts[-1], launch) for part in parts)]
+    one_program = implementation.lockstep
+    work, wires, bubble = _slowest(plan, most, last, lockstep, one_program)
+    return Passes(
+        *(work * plan.microbatches, *_held_by(model, plan, clock.ideal, counts, one_program)),
+        chunks=counts,
+        tensor=plan.microbatches * wires,
+        bubble=bubble,
+        transfers=clock.total(
+            _between(model, plan, clock.ideal, length, counts, one_program, item)
+        ),
     )
-    of_head = _launched(head_forward, launch, 0.0) + _launched(head_backward, launch, 0.0)
 
-    # The device with most to do: of chunks like the slowest one, or with the last one.
-    work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
-    work_last = functools.reduce(operator.add, of_last, of_head)
-    wires_last = (sent + sent_back) * last + sent_head
-    first, second, third = (part.seconds for part in of_most)
-    first, second = first + sent * most, second + sent_back * most
-    final = of_last[0] + of_last[1] + of_head
-    in_last = final.seconds + wires_last, of_last[2].seconds
+
+def _held_by(
+    model: Decoder, plan: ParallelPlan, ideal: bool, counts: tuple[int, ...], one_program: bool
+) -> tuple[float, float, float]:
+    """Layers of a device, its parameters, and those of its tables.
+
+    The first stage has the embedding; in one compiled program all have both tables, and share
+    layers equally. A bound takes what the fullest stage has at least.
+    """
+    held, tables = model.layers / plan.pipe, 1 if model.tied else 2
+    if plan.pipe > 1 and not one_program:
+        tables = 0 if ideal else 1
+    if not ideal and (not one_program or plan.asynchronous):
+        held = float(max(counts) * plan.chunks)
+    outside = tables * model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+    return held, held * model.layer_elements / plan.tensor + outside, outside
+
+
+def _between(
+    model: Decoder,
+    plan: ParallelPlan,
+    ideal: bool,
+    length: int,
+    counts: tuple[int, ...],
+    one_program: bool,
+    item: float,
+) -> list[WorkRow]:
+    """What stages send each other: a message in each tick.
+
+    Where they are one program that waits for all, also gradients of tables, and layers of unequal
+    stages with their gradients.
+    """
+    if plan.pipe == 1:
+        return []
+    message = _ITEM * plan.microbatch * length * model.width / (1 if one_program else plan.tensor)
+    ticks = schedules.num_ticks(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+    rows = [WorkRow("transfers", "permute", message, ("pipe",), ticks)]
+    if one_program and not plan.asynchronous:
+        uneven = max(counts) * plan.chunks * plan.pipe > model.layers and not ideal
+        layer = model.layer_elements / plan.tensor
+        tables = (1 if model.tied else 2) * model.vocabulary * model.width
+        rows += schedules.moved_params(
+            *(plan.schedule, plan.pipe, counts if uneven else (), item * layer, layer),
+            shared=tables / model.shards_of_tokens(plan.tensor),
+        )
+    return rows
+
+
+class _Part(NamedTuple):
+    """Kernels of a chunk of layers, and seconds of collectives between them."""
+
+    work: KernelSeconds
+    wires: float
+
+    def of(self, layers: int, launch: float) -> "_Part":
+        """Those of so many layers."""
+        wires = self.wires * layers
+        return _Part(_launched(self.work * layers, launch, wires), wires)
+
+    @property
+    def seconds(self) -> float:
+        return self.work.seconds + self.wires
+
+
+def _slowest(
+    plan: ParallelPlan, most: list[_Part], last: list[_Part], lockstep: Any, one_program: bool
+) -> tuple[KernelSeconds, float, float]:
+    """Kernels and wires of the device with most to do in a micro-batch, and the bubble of a step.
+
+    Of chunks like the slowest one, or with the last one.
+
+    Forward, backward and second backward passes of both; of the latter the head first.
+    """
+    count, chunks = plan.microbatches, plan.chunks
+    work = functools.reduce(operator.add, [part.work for part in most])
+    wires = sum(part.wires for part in most)
+    work_last = functools.reduce(operator.add, [part.work for part in last])
+    wires_last = sum(part.wires for part in last)
     if work_last.seconds + wires_last > work.seconds + wires:
-        work, wires = work * (chunks - 1) + work_last, wires * (chunks - 1) + wires_last
+        work = work * (chunks - 1) + work_last
+        wires = wires * (chunks - 1) + wires_last
     else:
-        work, wires = work * chunks, wires * chunks
-    bubble = transfers = 0.0
+        work = work * chunks
+        wires = wires * chunks
+    bubble = 0.0
     if plan.pipe > 1:
-        if implementation.lockstep:
-            taken = lockstep(first, second, weight=third, last=in_last)
+        first, second, third = (part.seconds for part in most)
+        if one_program:
+            head, forward, backward, weight = last
+            both = (forward.work + backward.work + head.work).seconds + wires_last
+            taken = lockstep(first, second, weight=third, last=(both, weight.seconds))
         else:
             taken = lockstep(first, second, weight=third)
             taken += count * max(0.0, work.seconds + wires - chunks * (first + second + third))
         bubble = taken - count * (work.seconds + wires)
-        message = float(_ITEM * plan.microbatch * length * model.width)
-        message /= 1 if implementation.lockstep else plan.tensor
-        ticks = schedules.num_ticks(plan.schedule, plan.pipe, count, chunks)
-        transfers = ticks * wire("permute", message, "pipe")
-
-    # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
-    # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
-    # the fullest stage has at least, however layers are shared.
-    held = model.layers / plan.pipe if ideal else max(most, last) * chunks
-    tables = 1 if model.tied else 2
-    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)  # parameters
-    if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
-        transfers += wire("all-reduce", _GRADIENT_SUM * tables * table, "pipe")
-        if held * plan.pipe > model.layers:  # unequal stages send each other their layers
-            there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
-            moved = plan.param_bytes * there + _GRADIENT_SUM * back
-            transfers += wire("permute", moved * (model.layer_elements / plan.tensor), "pipe")
-            held = model.layers / plan.pipe
-    elif plan.pipe > 1 and not implementation.lockstep:
-        tables = 0 if ideal else 1
-    outside = tables * table
-    params = held * model.layer_elements / plan.tensor + outside
-    return Passes(work * count, held, params, counts, count * wires, bubble, transfers, outside)
+    return work, wires, bubble
 
 
 def with_state(
     plan: ParallelPlan,
     machine: Machine,
     step_passes: Passes,
+    costs: StateCosts,
     *,
-    sync: SyncWork | None = None,
-    products: float = 0.0,
-    moved: float = 0.0,
     ideal: bool = False,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link.
-
-    The update reads and writes parameters, gradients and state once, or ``moved`` bytes for each
-    parameter if these are more, and has ``products``. On the CPU it does so in host memory, which
-    its share of the cores keeps busy; what goes back to the device for sums is not counted.
-    """
-    wire, device = _wire_of(plan, machine, ideal), machine.device
-    work, params = step_passes.work, step_passes.params
-    data, hideable, exposed = _data_seconds(plan, step_passes.layers, params, wire)
-    over = "data" if plan.replicas == 1 else "replicas"  # of a compressed sync, which nothing hides
-    exposed += sum(wire(*each, over) for each in sync.sums) if sync else 0.0
-    shards = plan.shards_of_state
-    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
-    touched = touched if ideal else max(touched, moved)
-    on_cpu = plan.offload == "update"
-    update = 0.0 if on_cpu else params * touched / shards
-    update += sync.moved if sync and not ideal else 0.0
-    update /= device.bandwidth * (1.0 if ideal else achieved(device).memory)
-    update += products / Roofline(device, COMPILED, ideal=ideal).flops
-    # State from host memory, and back at the same time; streamed parameters once in the forward
-    # passes of all micro-batches and once where they are updated.
-    host = 0.0
-    if plan.offload:
-        speed = _host_figure(device, "host_link") * (1.0 if ideal else _HOST_LINK)
-        linked = params / shards * plan.state_bytes
-        if plan.update_in_backward:
-            read = 2 * plan.param_bytes
-            read /= plan.shards if plan.stage == 3 else 1
-            linked = (params - step_passes.outside) * (plan.state_bytes / shards + read)
-        if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
-            linked = params / shards * (plan.grad_bytes + plan.param_bytes) / (1 + ideal)
-        host = linked / speed
-    if on_cpu:
-        speed = _host_figure(device, "host_bandwidth") * (1.0 if ideal else _HOST_MEMORY)
-        host = (max if ideal else operator.add)(host, params * touched / shards / speed)
+    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
+    clock, seconds = _Clock(plan, machine, ideal), collections.defaultdict[Any, float](float)
+    for row in _state_rows(plan, step_passes, costs, ideal):
+        seconds[row.part, row.beside] += row.times * clock(row)
+    # Gradients are reduced beside the last backward pass, at least.
+    last = 2 / 3 / plan.microbatches
+    shares = {"last backward": last, "backward": 2 / 3, "all": 1.0}
+    if plan.pipe > 1:
+        shares = dict.fromkeys(shares, last)
+    data = {beside: value for (part, beside), value in seconds.items() if part == "data"}
+    copies, on_cpu = seconds["host", ""], seconds["host", "copies"]
+    work, update = step_passes.work, seconds["update", ""]
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -341,73 +427,53 @@ def with_state(
         tensor=step_passes.tensor,
         bubble=step_passes.bubble + waiting,
         transfers=step_passes.transfers,
-        data=data + exposed,
-        exposed=exposed,
+        data=sum(data.values()),
+        exposed=data.get("", 0.0),
         update=update,
-        host=host,
-        hideable=hideable * work.seconds,
+        host=max(copies, on_cpu) if ideal else copies + on_cpu,
+        hideable=max((shares.get(x, 0.0) for x in data), default=0.0) * work.seconds,
         interference=not machine.torus,
     )
 
 
-def _host_figure(device: DeviceKind, name: str) -> float:
-    figure: float | None = getattr(device, name)
-    if figure is None:
-        words = "the " + name.replace("_", " ")
-        raise ValueError(f"{words} of {with_article(device.name)} is not known; offload needs it.")
-    return figure
+def _state_rows(
+    plan: ParallelPlan, step_passes: Passes, costs: StateCosts, ideal: bool
+) -> Iterator[WorkRow]:
+    """What data parallelism sends, what an update touches and computes, what the host link moves.
+
+    The update reads and writes parameters, gradients and state once, at least. On the CPU it does
+    so in host memory, which its share of the cores keeps busy; what goes back to the device for
+    sums is not counted.
+    """
+    params, sync = step_passes.params, costs.sync
+    if plan.data > 1:
+        stored = params * costs.param
+        sent = SentParams(
+            params * costs.grad, stored, stored, layers=step_passes.layers, spread=plan.spread
+        )
+        replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
+        times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
+        yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
+    shards, on_cpu = plan.shards_of_state, plan.offload == "update"
+    each = 2 * (costs.param + costs.state) + costs.grad
+    touched = params * (each if ideal else max(each, costs.moved)) / shards
+    by_sync = sync.moved if sync and not ideal else 0.0
+    yield WorkRow("update", "passes", by_sync + (0.0 if on_cpu else touched), ("memory",))
+    yield WorkRow("update", "products", costs.products, ("flops",))
+    # State from host memory, and back at the same time; streamed parameters once in the forward
+    # passes of all micro-batches and once where they are updated.
+    linked = params / shards * costs.state
+    if plan.update_in_backward:
+        read = 2 * costs.param / (plan.shards if plan.stage == 3 else 1)
+        linked = (params - step_passes.outside) * (costs.state / shards + read)
+    if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
+        linked = params / shards * (costs.grad + costs.param) / (1 + ideal)
+        yield WorkRow("host", "passes", touched, ("host_bandwidth",), beside="copies")
+    if plan.offload:
+        yield WorkRow("host", "copies", linked, ("host_link",))
 
 
 def _launched(work: KernelSeconds, launch: float, sent: float) -> KernelSeconds:
     """Kernels that the host issues no faster than it can, while collectives run, too."""
     waiting = max(0.0, work.kernels * launch - work.seconds - sent)
     return work._replace(overhead=work.overhead + waiting)
-
-
-def _tensor_seconds(
-    model: Decoder, plan: ParallelPlan, length: int, wire: _Wire, compiled: bool
-) -> tuple[float, float, float]:
-    """Collectives of devices that share layers: of a layer forward, backward, and of the ends."""
-    if plan.tensor == 1:
-        return 0.0, 0.0, 0.0
-    sums = tensor_sums(model, plan, compiled=compiled)
-    stream = float(_ITEM * plan.microbatch * length * model.width)
-    summed = wire("all-reduce", stream, "tensor")
-    ends = (sums.head + (sums.lookup if plan.pipe == 1 else 0)) * summed
-    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), "tensor")
-    if not plan.sequence_parallel:
-        return sums.forward * summed, sums.backward * summed, ends
-    gather = wire("all-gather", stream, "tensor")
-    forward = 2 * (wire("reduce-scatter", stream, "tensor") + gather)
-    backward = forward + 2 * gather
-    again = plan.recompute not in ("none", "selective")
-    return forward, backward + (forward if again else 0.0), ends
-
-
-def _data_seconds(
-    plan: ParallelPlan, layers: float, params: float, wire: _Wire
-) -> tuple[float, float, float]:
-    """Collectives of data parallelism, the share of computing beside them, and those after it."""
-    if plan.data == 1:
-        return 0.0, 0.0, 0.0
-    held, reduced = params * plan.param_bytes, params * plan.grad_bytes
-    times = plan.microbatches if plan.pipe == 1 else 1
-    last = 2 / 3 / plan.microbatches  # gradients are reduced beside the last backward pass
-    if plan.sync and plan.replicas == 1:  # which takes the place of the sums
-        return wire("all-gather", held, "data") if plan.stage else 0.0, 0.0, 0.0
-    if plan.stage == 0:
-        return wire("all-reduce", reduced, "data"), last, 0.0
-    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, "replicas")
-    if plan.spread:
-        replicas = wire("reduce-scatter", reduced / plan.shards, "replicas")
-        replicas += wire("all-gather", held / plan.shards, "replicas")
-    scatter = wire("reduce-scatter", reduced, "shards")
-    if plan.stage == 3:
-        # A layer at a time, for the forward pass and for the backward pass.
-        gather = layers * wire("all-gather", held / layers, "shards")
-        scatter = layers * wire("reduce-scatter", reduced / layers, "shards")
-        return times * (2 * gather + scatter), 1.0 if plan.pipe == 1 else last, replicas
-    gather = wire("all-gather", held, "shards")
-    if plan.stage == 2 and plan.pipe == 1:  # reduces in every backward pass
-        return times * scatter + gather, 2 / 3, replicas
-    return scatter + gather, last, replicas

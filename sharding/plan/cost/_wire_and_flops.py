@@ -16,12 +16,13 @@ from sharding.pipeline._instructions import Code, Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.placement._specs import num_shards, only_axes
+from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._collective_time import Operation
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder, saved_parts
-from sharding.step._microbatches import split_microbatches
+from sharding.step._loss import split_microbatches
 from sharding.sync import GradientSync
 
 
@@ -90,43 +91,55 @@ def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree
     >>> shd.plan.pipeline_wire(pipeline, params, jnp.ones((32, 3)))  # 28 x 256 + 1.5 x 256
     7552.0
     """
-    mesh, stages = pipeline.mesh, pipeline.schedule.num_stages
+    rows = pipeline_work(pipeline, params, batch, specs=specs)
+    return float(sum(row.sent(pipeline.mesh.shape) for row in rows))
+
+
+def pipeline_work(
+    pipeline: Pipeline,
+    params: Tree,
+    batch: Batch,
+    *,
+    specs: Tree = None,
+    updates: AsyncSchedule | None = None,
+) -> list[WorkRow]:
+    """What a device sends for a pipeline in one step, or for all ``updates`` without a flush.
+
+    These exchange parameters, not sums of gradients, before and after all.
+    """
+    mesh, axis = pipeline.mesh, pipeline.axis
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
-
-    def sent_of(x: Array, spec: Any, is_layers: bool) -> float:
-        own = num_bytes(x)  # and of the accumulated gradient
-        of_sum = num_bytes(jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)))
-        if not is_layers:
-            return 2 * (stages - 1) / stages * of_sum / num_shards(mesh, spec)
-        replicas = (own + of_sum) / num_shards(mesh, spec)
-        # Of unequal numbers of layers; other axes shard them.
-        others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {pipeline.axis}))
-        there, back = pipeline._rows.sent(x.shape)
-        moved = (there * own + back * of_sum) / x.shape[0] / others
-        return moved + (replicas if len(pipeline.schedule.routes) > 1 else 0.0)
-
+    program = instructions(updates or pipeline.schedule, pipeline.recompute)
     shared = {name: x for name, x in stacked.items() if name != pipeline.layers}
-    program = instructions(pipeline.schedule, pipeline.recompute)
-    sent = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
+    message = float(num_bytes(_message(pipeline, shared, batch)))
+    rows = [WorkRow("transfers", "permute", message, (axis,), num_permutes(program))]
+
+    def of_array(x: Array, spec: Any, is_layers: bool) -> None:
+        own = num_bytes(x)
+        back = own  # of a sum of gradients
+        if updates is None:
+            dtype = jnp.promote_types(x.dtype, jnp.float32)
+            back = num_bytes(jax.ShapeDtypeStruct(x.shape, dtype))
+        if not is_layers:
+            rows.append(WorkRow("transfers", "all-reduce", back / num_shards(mesh, spec), (axis,)))
+            return
+        # Of unequal numbers of layers, those that are elsewhere; other axes shard them.
+        others = num_shards(mesh, only_axes(spec, {*mesh.axis_names} - {axis}))
+        to_stages, from_stages = pipeline._rows.sent(x.shape)
+        moved = (to_stages * own + from_stages * back) / x.shape[0] / others
+        op = {0: "permute", None: "all-gather"}.get(pipeline._rows.dim(x.shape), "all-to-all")
+        if op != "permute":  # which count full arrays
+            moved *= mesh.shape[axis] / (mesh.shape[axis] - 1)
+        rows.append(WorkRow("transfers", op, moved, (axis,)))
+        if len(pipeline.schedule.routes) > 1:
+            replicas = (own + back) / num_shards(mesh, spec)
+            rows.append(WorkRow("transfers", "permute", replicas, (axis,)))
+
     for name, tree in stacked.items():
-        of = functools.partial(sent_of, is_layers=name == pipeline.layers)
-        sent += sum(jax.tree.leaves(jax.tree.map(of, tree, specs[name])))
-    return float(sent)
-
-
-def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Tree, batch: Batch) -> float:
-    """Bytes that one device sends for all updates of an asynchronous pipeline of such batches.
-
-    Stages of unequal numbers of layers send each other what is elsewhere, before and after all.
-    """
-    shared = dict(jax.eval_shape(lambda: params))
-    layers = jax.tree.leaves(shared.pop(pipeline.layers))
-    permuted = num_permutes(instructions(schedule, pipeline.recompute))
-    stages = schedule.num_stages
-    sent = permuted * num_bytes(_message(pipeline, shared, batch))
-    moved = sum(sum(pipeline._rows.sent(x.shape)) * num_bytes(x) / x.shape[0] for x in layers)
-    return float(sent + 2 * (stages - 1) / stages * num_bytes(shared) + moved)
+        of = functools.partial(of_array, is_layers=name == pipeline.layers)
+        jax.tree.map(of, tree, specs[name])
+    return rows
 
 
 def num_permutes(program: Instructions) -> int:
@@ -149,40 +162,63 @@ def _message(pipeline: Pipeline, shared: Any, batch: Batch) -> list[Any]:
     return jax.tree.leaves(jax.eval_shape(embedded, shared, batch))
 
 
-SCALAR = 4  # bytes: losses are computed in 32 bits
+_ITEM = 2  # bytes of an activation
+_SCALAR = 4  # bytes: losses are computed in 32 bits
+TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
 
 
-class TensorSums(NamedTuple):
-    """All-reduces of one micro-batch among the devices that share each layer."""
+class TensorWork(NamedTuple):
+    """What devices that share each layer send for one micro-batch."""
 
-    forward: int = 0  # of the residual stream in the forward pass of a layer
-    backward: int = 0  # of it in the backward pass of a layer, with those that are repeated
-    lookup: int = 0  # of it where the embedding is sharded
-    head: int = 0  # of it in the backward pass of a sharded output matrix
-    scalars: int = 0  # of one number a token in the loss of sharded logits
+    forward: tuple[WorkRow, ...] = ()  # in the forward pass of a layer
+    backward: tuple[WorkRow, ...] = ()  # in its backward pass, with what is repeated
+    lookup: tuple[WorkRow, ...] = ()  # where the embedding is sharded
+    head: tuple[WorkRow, ...] = ()  # where the output matrix is sharded, and its loss
 
 
-def tensor_sums(
-    model: Decoder, plan: ParallelPlan, *, compiled: bool = True, adds_first: bool = True
-) -> TensorSums:
-    """How often devices that share each layer sum the residual stream.
+def tensor_work(
+    model: Decoder,
+    plan: ParallelPlan,
+    *,
+    length: int = 0,
+    itemsize: int = _ITEM,
+    compiled: bool = True,
+    adds_first: bool = True,
+) -> TensorWork:
+    """The sums of the residual stream over the devices that share each layer.
 
     Forward: after ``out`` and ``down``. Backward: the gradients of the inputs of attention and MLP,
     each added first by XLA on GPUs and TPUs (``adds_first``). Recomputation repeats the first sum,
     unless its result is saved; in a step that is not one ``compiled`` program the second, too. A
-    loss of sharded logits sums exponentials and the logit of the label, and takes the maximum.
+    loss of sharded logits sums exponentials and the logit of the label, and takes the maximum. With
+    ``sequence_parallel`` each sum is a reduce-scatter and an all-gather, which is repeated.
     """
     if plan.tensor == 1:
-        return TensorSums()
+        return TensorWork()
+    tokens = plan.microbatch * (length or model.length)
+
+    def row(op: str, times: int, nbytes: float) -> WorkRow:
+        return WorkRow("tensor", op, nbytes, (TENSOR_AXIS,), times)
+
+    stream = float(tokens * model.width * itemsize)
     again = 1 if compiled else 2
     if plan.recompute in ("none", "selective") or "out" in saved_parts(plan.recompute):
         again = 0
-    tables = int(model.shards_of_tokens(plan.tensor) > 1)
     inputs = 2 if adds_first else 3 + (2 if model.gated else 1)
-    return TensorSums(2, inputs + again, tables, tables, 3 * tables)
+    forward: tuple[WorkRow, ...] = (row("all-reduce", 2, stream),)
+    backward: tuple[WorkRow, ...] = (row("all-reduce", inputs + again, stream),)
+    if plan.sequence_parallel:
+        times = 2 if plan.recompute in ("none", "selective") else 4
+        forward = row("reduce-scatter", 2, stream), row("all-gather", 2, stream)
+        backward = row("reduce-scatter", times, stream), row("all-gather", times + 2, stream)
+    if model.shards_of_tokens(plan.tensor) == 1:
+        return TensorWork(forward, backward)
+    of_loss = row("all-reduce", 3, float(tokens * _SCALAR))
+    summed = row("all-reduce", 1, stream)
+    return TensorWork(forward, backward, (summed,), (summed, of_loss))
 
 
-def tensor_wire(
+def tensor_row(
     model: Decoder,
     plan: ParallelPlan,
     *,
@@ -190,20 +226,16 @@ def tensor_wire(
     adds_first: bool = True,
     schedule: Schedule | None = None,
     rows: int = 0,
-) -> float:
-    """Bytes that one device sends for these sums; chunks of a pipeline have ``rows`` layers."""
-    sums = tensor_sums(model, plan, adds_first=adds_first)
-    tokens = plan.microbatch * model.length
-    stream = float(tokens * model.width * itemsize)
-    head = sums.head * stream + sums.scalars * tokens * SCALAR
-    forward, backward, lookup = (n * stream for n in (sums.forward, sums.backward, sums.lookup))
+) -> WorkRow:
+    """These sums in a step, in bytes; chunks of a pipeline have ``rows`` layers."""
+    work = tensor_work(model, plan, itemsize=itemsize, adds_first=adds_first)
+    forward, backward, lookup, head = (sum(x.amount * x.times for x in part) for part in work)
     if schedule is None:
-        layers = model.layers * (forward + backward)
-        nbytes = plan.microbatches * (layers + lookup + head)
+        nbytes = plan.microbatches * (model.layers * (forward + backward) + lookup + head)
     else:
         passes = {Op.FORWARD: rows * forward, Op.BACKWARD: rows * backward}
         nbytes = _over_ticks(schedule, passes, head, lookup)
-    return 2 * (plan.tensor - 1) / plan.tensor * nbytes
+    return WorkRow("tensor", "all-reduce", nbytes, (TENSOR_AXIS,))
 
 
 _WIDE = 4  # bytes: gradients are compressed in 32 bits
@@ -231,11 +263,6 @@ class SyncWork(NamedTuple):
     moved: float  # bytes of device memory that it reads and writes
     held: float  # bytes of temporaries
     flops: float  # operations of matrix products
-
-    def sent(self, devices: int) -> float:
-        """Bytes that one of the devices sends, in the ring convention."""
-        rounds = sum(nbytes * (2 if op == "all-reduce" else 1) for op, nbytes in self.sums)
-        return rounds * (devices - 1) / devices
 
 
 def sync_of(name: str) -> GradientSync:

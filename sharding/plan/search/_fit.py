@@ -1,152 +1,35 @@
 """From a loss, a state and a batch to the fastest step that fits, proven by compiling it."""
 
 import contextlib
-import dataclasses
-import hashlib
-import inspect
-import json
 import math
-import numbers
-import os
 import pathlib
-import re
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.experimental import multihost_utils
-
-from optax_ext import STATE_FORMATS, __version__
-from sharding._jaxprs import all_equations
+from optax_ext import STATE_FORMATS
 from sharding._types import Batch, Tree
-from sharding._user_line import warn
 from sharding._zero import Tx, Zero
-from sharding.loss._loss_options import AnyLoss, Loss, take_loss
-from sharding.loss._rows import rows_of_loss
-from sharding.placement._train_state import model_state_of, params_of, parts
-from sharding.plan._format import (
-    Printed,
-    Table,
-    check_choice,
-    reason_of,
-    seconds,
-    size,
-    users_code,
-)
-from sharding.plan.audit._audit import Audit
-from sharding.plan.audit._find_batch import audited, needed
+from sharding.loss._loss_options import AnyLoss, take_loss
+from sharding.plan._format import seconds, size
+from sharding.plan.audit._audit import needed
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
-from sharding.plan.cost._plan_costs import transformation_of, zero_of
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.search._fit_files import FitFiles
 from sharding.plan.search._fit_machine import FitMachine
-from sharding.plan.search._plan_file import PlanFile
-from sharding.plan.search._search import ChosenPlan, NoPlanFits, SearchResult, search
-from sharding.plan.search._traced_model import TracedModel
-from sharding.step._checks import check_batch
-from sharding.step._loss import loss_args
-from sharding.step._rng import microbatch_key
-from sharding.step._train_step import TrainStep
-from sharding.step.flax._nnx import is_module
+from sharding.plan.search._fit_measure import fastest_of_those_that_ran
+from sharding.plan.search._fit_proof import FitProofs, FittedPlan, Proof
+from sharding.plan.search._fit_request import (
+    NOT_COMPARED,
+    FitRequest,
+    allowed_plans,
+    check_arguments,
+    check_step_options,
+)
+from sharding.plan.search._search import ChosenPlan, NoPlanFits
 
 _TRIES = 6  # plans that are compiled to find the fastest
 # A faster plan is compiled only if it is predicted to save this share of a step.
 _WORTH = 0.02
-_RUNS, _TIMED = 5, 0.3  # steps of a plan that are timed: so many, and more for so many seconds
-_ROUNDS = 3  # of runs: the slower half is left out of each next one
-_MEASURED = 6  # plans that are run
-_COMPILED = 5  # that are compiled for each of them
-_WIDER = 1.5  # planned bytes of these, beside those that fit
-_EVERY = 10**6  # plans of a search
-_NOT_COMPARED = "Pipelines are not compared, and tensor axes are those of the mesh of zero=."
-
-
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """One plan that was compiled."""
-
-    plan: ParallelPlan  #: how the step is shared
-    planned: float  #: bytes of a device
-    memory: float  #: bytes of a device in its program; infinite where the compiler had too few
-    predicted: float  #: seconds
-    operations: float  #: of these, what computing takes
-    measured: float | None = None  #: seconds, where it ran
-
-
-@dataclasses.dataclass(frozen=True)
-class FittedPlan(Printed):
-    """What ``fit`` chose; ``str()`` says what else was compiled, and why it was not taken."""
-
-    zero: Zero  #: how state and step are sharded
-    tx: Tx  #: of a state that is a pair, in the plan's format
-    make_state: Callable[..., Any]  #: makes the train state
-    step: TrainStep  #: the step that was compiled
-    machine: FitMachine  #: the machine
-    param_specs: Tree  #: of the parameters on other axes of a mesh of one's own
-    proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
-    notes: tuple[str, ...] = ()  #: what else is worth knowing
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """How the step is shared."""
-        return self.proofs[0].plan
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a device that the compiled step needs."""
-        return self.proofs[0].memory
-
-    def init(self, *args: Any) -> Any:
-        """The train state of the arguments of ``make_state``, such as a key; see ``Zero.init``."""
-        self._check_here()
-        return self.zero.init(self.make_state, *args, tx=self.tx, param_specs=self.param_specs)
-
-    def abstract_state(self, *args: Any) -> Any:
-        """Its types and shardings, into which a checkpoint of any plan is restored."""
-        options = {"tx": self.tx, "param_specs": self.param_specs}
-        return self.zero.abstract_state(self.make_state, *args, **options)
-
-    def put(self, batch: Batch) -> Any:
-        """Places a batch of all devices, as each process has it; see ``Zero.put``."""
-        self._check_here()
-        index, count = self.zero.data_shard()
-        own = jax.tree.map(lambda x: np.split(x, count)[index] if np.ndim(x) else x, batch)
-        return self.zero.put(own if count > 1 else batch)
-
-    def train_step(self) -> TrainStep:
-        """The step that was compiled; see ``Zero.train_step``."""
-        return self.step
-
-    def _check_here(self) -> None:
-        if not self.machine.runs:
-            raise ValueError(
-                f"the plan is for {self.machine.target}, for which this machine can only compile. "
-                "Call fit without target= on the machine that trains."
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"proofs": [*map(dataclasses.asdict, self.proofs)]}
-
-    def tables(self) -> list[Table]:
-        rows = [
-            (
-                short(proof.plan),
-                seconds(proof.predicted),
-                "-" if proof.measured is None else seconds(proof.measured),
-                *(size(proof.planned), needed(proof.memory)),
-                "no" if proof.memory > self.machine.usable else "chosen" if not i else "yes",
-            )
-            for i, proof in enumerate(self.proofs)
-        ]
-        usable = f"{size(self.machine.usable)} of each device"
-        title = f"{self.plan.sequences:,} examples a step on {self.machine.target}, {usable}"
-        columns = ("plan", "predicted", "measured", "memory planned", "compiled", "fits")
-        return [Table(title, columns, rows)]
 
 
 @contextlib.contextmanager
@@ -231,410 +114,88 @@ def fit(
       >>> metrics["loss"].shape
       ()
     """
-    is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
-    is_loss = callable(loss_fn) or hasattr(loss_fn, "as_loss")
-    share = isinstance(headroom, numbers.Real) and 0 <= headroom < 1
-    for value, valid, words in (
-        (loss_fn, is_loss, "loss_fn must be a function of parameters and a batch"),
-        (make_state, callable(make_state), "make_state must be a function"),
-        (tx, tx is None or hasattr(tx, "update"), "tx must be a transformation"),
-        (target, isinstance(target, str | None), "target must be a name such as 'h100x8'"),
-        (device, isinstance(device, DeviceKind | None), "device must be a DeviceKind"),
-        (zero, is_real, "zero must be a Zero on a mesh of devices"),
-        (param_specs, zero or param_specs is None, "param_specs needs zero, whose axes they name"),
-        (keep, isinstance(keep, Mapping | None), "keep must be a dict such as {'stage': 3}"),
-        (lossy, isinstance(lossy, Sequence), "lossy must be names such as '8bit'"),
-        (headroom, share, "headroom must be from 0 to below 1"),
-        (measure, isinstance(measure, int) and measure >= 0, "measure must be True, or a number"),
-        (folder, isinstance(folder, str | os.PathLike | None), "folder must be a path"),
-    ):
-        if not valid:
-            raise ValueError(f"{words}, got {value!r}.")
-    if zero and (target is not None or zero.sync):
-        raise ValueError(
-            "zero has devices in its mesh, and fit chooses: leave out target and sync."
-        )
-    for name, value in options.items():
-        check_choice("an option", name, [*inspect.signature(Zero.train_step).parameters][3:])
-        if name in ("microbatches", "update"):
-            fixed = {name: value} if name != "update" else {"update_in_backward": True}
-            raise ValueError(f"fit chooses {name}. To fix what it chooses, give keep={fixed}.")
-    named = isinstance(loss_fn, Loss) and loss_fn.model_state
-    if options.get("model_state", named) is True:
-        raise ValueError(
-            "fit needs the model state in the train state: model_state names its field."
-        )
+    check_arguments(locals())
+    check_step_options(loss_fn, options)
     loss, options = take_loss(loss_fn, options)
-    kept = dict(keep or {})
-    offload = "update" if "update" in _values(kept.get("offload")) else True
-    asked = {"keep": kept, "offload": offload, "update_in_backward": True} | _lossy(lossy)
     machine = FitMachine.of(target, device, memory, headroom, zero)
     if measure and not machine.runs:
         raise ValueError(f"measure runs steps here, and {machine.target} is another machine.")
-    request = _FitRequest(machine, loss, make_state, batch, tx, options, asked, zero, param_specs)
-    path, speeds = request.files(folder, largest, measure)
-
-    def of_file(rows: Any) -> FittedPlan:
-        proofs = [Proof(ParallelPlan(**row.pop("plan")), **row) for row in rows]
-        return request.fitted(proofs, f"The plan was read from {path}.")
-
-    if (fitted := _read_saved(path, of_file)) is not None:
+    allowed = allowed_plans(keep, lossy)
+    of_mesh = {"zero": zero, "param_specs": param_specs}
+    request = FitRequest(machine, loss, make_state, batch, tx, options, allowed, **of_mesh)
+    proofs = FitProofs(request)
+    files = FitFiles.of(request, folder, largest, measure)
+    if (fitted := files.read_plan(proofs)) is not None:
         return fitted
-    if (slower := _read_saved(speeds, lambda x: np.array(x, float).reshape(2))) is not None:
-        request.slower = tuple(_of_all(slower).max(0))
+    request.slower = files.read_speeds() or request.slower
+    best = _fastest_that_fits(request, proofs, largest)
+    if measure:
+        best = fastest_of_those_that_ran(request, proofs, best, measure)
+        files.write_speeds(request.slower)
+    found = [best, *(proof for proof in proofs.known.values() if proof.plan != best.plan)]
+    files.write_plan(found)
+    return proofs.fitted(found)
 
+
+def _fastest_that_fits(request: FitRequest, proofs: FitProofs, largest: bool) -> Proof:
+    """Compiles plans until none that may be faster is left."""
+    usable, known, best = request.machine.usable, proofs.known, None
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
-    known, best = dict[ParallelPlan, Proof](), None
-    low, high, budget = 0.0, math.inf, machine.usable
-    count = machine.devices if largest else request.model.size
+    low, high, budget = 0.0, math.inf, usable
     while len(known) < _TRIES:
         try:
-            chosen = request.search(count, budget, largest=largest).best
+            if largest:
+                chosen = request.search_largest(budget)
+            else:
+                chosen = request.search(request.model.size, budget).best
         except NoPlanFits as error:
             chosen = error.smallest
         least = best.predicted * (1 - _WORTH) if best and not largest else math.inf
         if chosen.plan in known or chosen.seconds.seconds > least:
             break
-        if (proof := request.prove(chosen)) is None:  # nor is it searched again
+        if (proof := proofs.prove(chosen)) is None:  # nor is it searched again
             continue
-        known[proof.plan] = proof
-        if proof.memory <= machine.usable:
+        if proof.memory <= usable:
             best, low = proof, max(low, proof.planned)
         else:
             high = min(high, proof.planned)
-        budget = machine.usable * proof.planned / proof.memory
+        budget = usable * proof.planned / proof.memory
         if not low < budget < high:
             budget = low + (high - low) / 2 if high < math.inf else 2 * low
     if best is None:
-        raise request.nothing_fits(chosen, min(known.values(), key=lambda proof: proof.memory))
-    if measure:
-        # Programs may need less than planned, those of some forms more than those of others. One is
-        # run of plans that differ in replicas alone, or are one program.
-        budget = _WIDER * machine.usable * max(x.planned / x.memory for x in known.values())
-        top = _MEASURED if measure is True else measure
-        fits = [proof for proof in known.values() if proof.memory <= machine.usable]
-        programs = {request.programs[proof.plan]: proof for proof in fits[-top:]}
-        for chosen in request.search(best.plan.sequences, budget, top=_EVERY).plans:
-            if len(programs) == top or len(known) > _COMPILED * top:
+        smallest = min(known.values(), key=lambda proof: proof.memory)
+        raise _nothing_fits(request, chosen, smallest)
+    return best
+
+
+def _nothing_fits(request: FitRequest, chosen: ChosenPlan, proof: Proof) -> NoPlanFits:
+    """What is too much, by how much, and what would fit."""
+    usable = request.machine.usable
+    held = sorted((n, x) for x, n in chosen.held.items() if x != "total")[::-1]
+    message = (
+        f"nothing fits {request.machine.target}: a step may take {size(usable)} of a device, and "
+        f"{short(proof.plan)} needs {needed(proof.memory)}, {needed(proof.memory - usable)} "
+        f"too much; planned are {', '.join(f'{name} {size(n)}' for n, name in held)}."
+    )
+    budget = usable / min(proof.memory / proof.planned, 4.0)
+    for choices in _remedies(request, proof.plan):
+        for words, examples, change in choices:
+            with contextlib.suppress(ValueError):
+                best = request.search(examples, budget, **change).best
+                takes = f"{best.summary}, {seconds(best.seconds.seconds)}"
+                message += f" With {words} a step is predicted to fit: {takes}."
                 break
-            plan = _unreplicated(chosen.plan)
-            alike = [x for x in known.values() if _unreplicated(x.plan) == plan]
-            if any(x.memory <= machine.usable or x.planned <= chosen.memory for x in alike):
-                continue
-            if proof := request.prove(chosen):
-                known[proof.plan] = proof
-                if proof.memory <= machine.usable:
-                    programs.setdefault(request.programs[proof.plan], proof)
-        ran = [*programs.values()]
-        for _ in range(_ROUNDS):  # in turns: what else the machine does slows all of them
-            ran = sorted(map(request.measured, ran), key=lambda proof: proof.measured or 0.0)
-            known |= {proof.plan: proof for proof in ran}
-            best, ran = ran[0], ran[: max(2, len(ran) // 2)]
-        request.compare([proof for proof in known.values() if proof.measured])
-    proofs = [best, *(proof for proof in known.values() if proof.plan != best.plan)]
-    _write(path, [dataclasses.asdict(proof) for proof in proofs])
-    if measure:
-        _write(speeds, request.slower)
-    return request.fitted(proofs)
+    return NoPlanFits(f"{message} {NOT_COMPARED}", chosen)
 
 
-class _FitRequest:
-    """What was asked of ``fit``: the machine, the model, and what plans may do."""
-
-    def __init__(
-        self,
-        machine: FitMachine,
-        loss: Loss,
-        make_state: Callable[..., Any],
-        batch: Batch,
-        tx: Tx,
-        options: dict[str, Any],
-        asked: dict[str, Any],
-        zero: Zero | None = None,
-        param_specs: Tree = None,
-    ):
-        self.machine, self.options, self.asked = machine, options, asked
-        self.loss = loss
-        self._made: dict[ParallelPlan, FittedPlan] = {}
-        self.programs: dict[ParallelPlan, int] = {}  # of plans that were proven
-        self._audits: dict[int, tuple[Audit | None, float]] = {}  # of each; bytes of a device
-        self.slower = 1.0, 1.0  # than by the figures: operations, and all else
-        check_batch(batch, zero.num_devices if zero else machine.devices, 1)
-        if not any(map(np.ndim, jax.tree.leaves(batch))):
-            raise ValueError("no array of the batch has rows, which devices would share.")
-        every = inspect.signature(make_state).parameters.values()
-        takes = any(x.default is x.empty and x.kind.name[:3] != "VAR" for x in every)
-        self.args = (jax.random.key(0),) * takes
-        # Metadata of parameters is of a mesh of one's own.
-        linen = None if zero else sys.modules.get("flax.linen")
-        self.make_state = (lambda *args: linen.unbox(make_state(*args))) if linen else make_state
-        must = "make_state must make a train state of nothing or a random key"
-        with users_code(f"{must}, and failed where it was traced"):
-            self.state = jax.eval_shape(self.make_state, *self.args)
-        params, _, self.tx = parts(self.state, tx)
-        if is_module(params):
-            raise ValueError(
-                "fit takes the arrays of an nnx model: use nnx.split, and nnx.merge in the loss."
-            )
-        if not isinstance(self.tx, optax.GradientTransformation):  # such as optax.MultiSteps
-            self.tx = optax.with_extra_args_support(self.tx)
-        self.pair = tx is not None
-        if not num_bytes(params):
-            raise ValueError("the train state has no parameters: there is nothing to plan.")
-        # The loss of parameters and a batch alone.
-        self.key = jax.random.key(0) if loss.rngs else None
-        stateful = model_state_of(self.state, loss.model_state)
-
-        def mean_loss(params: Tree, batch: Batch) -> jax.Array:
-            keys = microbatch_key(loss.rngs, self.key, 0, batch)
-            args = loss_args(loss, batch, _as_zeros(stateful), keys)
-            total, weight, _, _ = loss.split(loss(params, *args))
-            return total / weight
-
-        init, own = lambda dtype: _as_zeros(params), {"zero": zero, "param_specs": param_specs}
-        self.model = TracedModel(mean_loss, init, batch, **own)
-        self.fixed: dict[str, Any] = {"pipe": 1, "tensor": self.model.tensor}
-        self.fixed |= {"replicas": zero.num_devices // zero.num_shards} if zero else {}
-        kept = asked["keep"]
-        wrong = {k: x for k, x in self.fixed.items() if x not in _values(kept.get(k, x))}
-        if wrong:
-            raise ValueError(f"keep must have {wrong}, as all plans here. {_NOT_COMPARED}")
-        # Where rows meet, the loss of a batch is not that of its micro-batches.
-        if loss.model_state or (loss.coupled is None and self._rows_meet()):
-            self.fixed["microbatches"] = 1
-        self.asked["keep"] = self.fixed | kept
-        _check_trace(self.model, machine.devices)
-
-    def _rows_meet(self) -> bool:
-        """Whether the loss is not known to keep rows apart."""
-        try:
-            args = self.model.abstract(), self.model.example
-            return rows_of_loss(self.model.loss_fn, args, (False, True)).word == "coupled"
-        except Exception:  # of the user's function: its trace says what it is
-            return True
-
-    def files(self, folder: Any, *more: Any) -> tuple[pathlib.Path | None, pathlib.Path | None]:
-        """Where a plan is saved, by all that it depends on; how slow its machine is."""
-        if folder is None:
-            return None, None
-        home = pathlib.Path(folder)
-        try:
-            home.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
-        model, versions = self.model, (jax.__version__, __version__)
-        step = str(model.trace.graph.jaxpr), self.state, model.zero, model.param_specs
-        options = vars(self.loss) | {"fn": None}, sorted(self.options)
-        text = repr((step, self.machine, self.asked, options, more, versions))
-        fingerprint = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
-        machine = re.sub("[^a-z0-9]+", "-", self.machine.target)
-        return home / f"{fingerprint}.json", home / f"speeds-{machine}.json"
-
-    def search(
-        self, count: int, budget: float, *, largest: bool = False, top: int = 1, **more: Any
-    ) -> SearchResult:
-        """The fastest plans of so many planned bytes."""
-        asked = self.asked | more
-        if largest:
-            asked["keep"] = {"microbatches": 1} | asked["keep"]
-        device, (computing, others) = self.machine.kind, self.slower
-        slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
-        speeds = {x: getattr(device, x) and getattr(device, x) / slower[x] for x in slower}
-        device = dataclasses.replace(device, memory=budget, **speeds)
-        options = {"device": device, "headroom": 0.0, "top": top, **asked}
-        found = search(self.model, self.tx, self.machine.target, sequences=count, **options)
-        if largest:
-            with contextlib.suppress(NoPlanFits):
-                return self.search(2 * count, budget, largest=True)
-        return found
-
-    def prove(self, chosen: ChosenPlan) -> Proof | None:
-        """Compiles the step of a plan, where this machine can.
-
-        None if its loss or its transformation cannot be updated in the backward pass.
-        """
-        took = chosen.seconds
-        operations = took.matmul + took.elementwise + took.overhead
-        proof = Proof(chosen.plan, chosen.memory, chosen.memory, took.seconds, operations)
-        fitted = self.fitted([proof])
-        if not isinstance(fitted.zero.mesh, jax.sharding.Mesh):
-            return proof
-        state = fitted.abstract_state(*self.args)
-        batch = self.model.batch(chosen.plan.sequences)
-        try:
-            lowered = fitted.step.lower(state, batch, self.key)
-        except ValueError:
-            if not chosen.plan.update_in_backward or "update_in_backward" in self.asked["keep"]:
-                raise
-            self.asked["update_in_backward"] = False
-            return None
-        # Where no parameter is large enough to be sharded, several stages are one program.
-        program = self.programs[chosen.plan] = hash(lowered.as_text())
-        if program not in self._audits:
-            self._audits[program] = audited(lambda _: lowered, 0, self.machine.kind, {})
-        return dataclasses.replace(proof, memory=self._audits[program][1])
-
-    def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
-        """The step of the first plan."""
-        plan = proofs[0].plan
-        made = self._made.get(plan) or self._made.setdefault(plan, self._make(plan))
-        notes = (*notes, *self.model.about_layers(plan.update_in_backward), _NOT_COMPARED)
-        for proof in proofs:
-            found, _ = self._audits.get(self.programs.get(proof.plan, 0), (None, 0.0))
-            of_compiler = found.of_compiler if found else ()
-            notes = (*notes, *(f"warning: {short(proof.plan)}: {text}." for text in of_compiler))
-        if not isinstance(made.zero.mesh, jax.sharding.Mesh):
-            none = f"warning: nothing can be compiled for {made.machine.target} here: its memory"
-            notes = (*notes, f"{none} is planned, not proven.")
-        return dataclasses.replace(made, proofs=tuple(proofs), notes=notes)
-
-    def _make(self, plan: ParallelPlan) -> FittedPlan:
-        file = PlanFile("", "", self.machine.target, 1, "", (), plan, {})
-        if self.model.zero:
-            zero = self.model.placed(zero_of(plan))
-        else:
-            zero = file.zero(self.machine.mesh(file.mesh_axes))
-        tx = transformation_of(plan, self.tx)
-
-        def make_state(*args: Any) -> Any:
-            state = self.make_state(*args)
-            if tx is self.tx:
-                return state
-            opt_state = tx.init(params_of(state))
-            return (state[0], opt_state) if self.pair else state.replace(tx=tx, opt_state=opt_state)
-
-        given = tx if self.pair else None
-        real = isinstance(zero.mesh, jax.sharding.Mesh)
-        device = zero.mesh.devices.flat[0] if real else None
-        planned = self.model.loss(file.recompute, self.loss.fn, device)
-        loss = dataclasses.replace(self.loss, fn=planned)
-        fixed: Any = {"tx": given, "microbatches": plan.microbatches}
-        fixed |= {"update": "backward" if plan.update_in_backward else "after"}
-        step = zero.train_step(loss, **fixed, **self.options)
-        return FittedPlan(zero, given, make_state, step, self.machine, self.model.param_specs, ())
-
-    def measured(self, proof: Proof) -> Proof:
-        """Runs the step of a plan on a state of its own."""
-        fitted = self.fitted([proof])
-        batch = fitted.put(_as_zeros(self.model.batch(proof.plan.sequences)))
-        state = fitted.init(*self.args)
-
-        def run() -> float:
-            nonlocal state
-            start = time.perf_counter()
-            state, _ = jax.block_until_ready(fitted.step(state, batch, self.key))
-            return time.perf_counter() - start
-
-        run()  # compiles
-        took = min(run() for _ in range(_RUNS))
-        more = int(_TIMED / _of_all(took).max())  # all processes run as many, and choose alike
-        took = float(_of_all(min([took, *(run() for _ in range(more))])).max())
-        return dataclasses.replace(proof, measured=min(took, proof.measured or math.inf))
-
-    def compare(self, proofs: Sequence[Proof]) -> None:
-        """Takes from steps that ran how much slower the machine is than by its figures."""
-        parts = [(x.operations, x.predicted - x.operations, x.measured) for x in proofs]
-        # Relative errors; where plans do not tell them apart, both are as much slower.
-        rows = [(a / took, b / took, 1.0) for a, b, took in parts if took] + [(0.1, -0.1, 0.0)]
-        matrix = np.array(rows)
-        both = np.linalg.lstsq(matrix[:, :2], matrix[:, 2])[0]
-        both = np.maximum(both, both.max() / 10)
-        self.slower = self.slower[0] * float(both[0]), self.slower[1] * float(both[1])
-
-    def nothing_fits(self, chosen: ChosenPlan, proof: Proof) -> NoPlanFits:
-        """What is too much, by how much, and what would fit."""
-        usable, count = self.machine.usable, proof.plan.sequences
-        held = sorted((n, x) for x, n in chosen.held.items() if x != "total")[::-1]
-        message = (
-            f"nothing fits {self.machine.target}: a step may take {size(usable)} of a device, and "
-            f"{short(proof.plan)} needs {needed(proof.memory)}, {needed(proof.memory - usable)} "
-            f"too much; planned are {', '.join(f'{name} {size(n)}' for n, name in held)}."
-        )
-        # Slower choices, then lossy ones; the first of each that fits.
-        slower: list[Any] = [("keep={}", count, {"keep": self.fixed})]
-        slower *= self.asked["keep"] != self.fixed
-        fewer = [count // 2**i for i in range(1, 64) if count % (self.machine.devices * 2**i) == 0]
-        slower += [(f"a batch of {n} examples", n, {}) for n in fewer]
-        names = (name for name in STATE_FORMATS if name not in self.asked["state_formats"])
-        rough = [(f"lossy={name!r}", count, {"state_formats": (None, name)}) for name in names]
-        budget = usable / min(proof.memory / proof.planned, 4.0)
-        for choices in (slower, rough):
-            for words, examples, change in choices:
-                with contextlib.suppress(ValueError):
-                    best = self.search(examples, budget, **change).best
-                    takes = f"{best.summary}, {seconds(best.seconds.seconds)}"
-                    message += f" With {words} a step is predicted to fit: {takes}."
-                    break
-        return NoPlanFits(f"{message} {_NOT_COMPARED}", chosen)
-
-
-def _unreplicated(plan: ParallelPlan) -> ParallelPlan:
-    return dataclasses.replace(plan, replicas=1, spread=False)
-
-
-def _as_zeros(tree: Tree) -> Any:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
-
-
-def _values(kept: Any) -> tuple[Any, ...]:
-    """What plans may have of a value that is kept, as for ``search``."""
-    return kept if isinstance(kept, tuple) else (kept,)
-
-
-def _lossy(names: Sequence[str]) -> dict[str, Any]:
-    """The arguments of ``search`` that allow these."""
-    names = (names,) if isinstance(names, str) else names
-    syncs = [name for name in names if "(" in str(name)]  # which search checks
-    others = [name for name in names if name not in syncs]
-    for name in others:
-        known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
-        check_choice("lossy", name, known)
-    formats = [name for name in others if name != "stochastic"]
-    weights = ("plain", "stochastic") if "stochastic" in others else ("plain",)
-    return {"state_formats": (None, *formats), "weights": weights, "syncs": (None, *syncs)}
-
-
-def _check_trace(model: TracedModel, devices: int) -> None:
-    """Raises unless a loss can be traced, and compiled for several devices."""
-    with users_code(
-        "loss_fn must take parameters and a batch of any number of examples, in shapes that depend "
-        "on no value, and sum over no mesh axis itself; its gradient was traced for "
-        f"{model.size} and for {devices} examples, and failed"
-    ):
-        every = [*all_equations(model.trace.graph.jaxpr)]
-        model.traced(devices, jnp.dtype(jnp.bfloat16), "none")
-    own = dict(model.zero.mesh.shape) if model.zero else None
-    for eqn in every:
-        name = eqn.primitive.name
-        if "callback" in name and not name.startswith("debug"):
-            raise ValueError(f"the loss calls functions of the host ({name}): leave them out.")
-        if name == "shard_map" and (mesh := dict(eqn.params["mesh"].shape)) != own:
-            raise ValueError(
-                f"the loss has a shard_map over a mesh {mesh}, and fit chooses the mesh: give "
-                "zero=, a Zero on the mesh of the loss, or leave out shard_map."
-            )
-
-
-def _read_saved(path: pathlib.Path | None, make: Callable[[Any], Any]) -> Any:
-    """What is made of a file; None unless all processes have one that is whole."""
-    found = None
-    if path and path.exists():
-        try:
-            found = make(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-            reason = reason_of(error)
-            warn(f"{path} is not used, since fit did not write it, or not to its end ({reason}).")
-    return found if path and _of_all(found is not None).all() else None
-
-
-def _write(path: pathlib.Path | None, value: Any) -> None:
-    """Writes a file that is whole, whenever this process ends."""
-    if path and jax.process_index() == 0:
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(value, indent=2))
-        part.replace(path)
-
-
-def _of_all(value: float) -> np.ndarray:
-    """A value of each process."""
-    return np.asarray(multihost_utils.process_allgather(np.array(value)))
+def _remedies(request: FitRequest, plan: ParallelPlan) -> list[list[Any]]:
+    """Slower choices, then lossy ones; the first of each that fits is named."""
+    count, devices = plan.sequences, request.machine.devices
+    slower: list[Any] = []
+    if request.allowed["keep"] != request.fixed:
+        slower.append(("keep={}", count, {"keep": request.fixed}))
+    fewer = [count // 2**i for i in range(1, 64) if count % (devices * 2**i) == 0]
+    slower += [(f"a batch of {n} examples", n, {}) for n in fewer]
+    names = (name for name in STATE_FORMATS if name not in request.allowed["state_formats"])
+    rough = [(f"lossy={name!r}", count, {"state_formats": (None, name)}) for name in names]
+    return [slower, rough]

@@ -99,7 +99,6 @@ class PlanSpace:
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""
-        param_bytes = self.costs.param_bytes if self.costs else 2.0
         for pipe, tensor in self._meshes():
             data = self.num_devices // (pipe * tensor)
             if self.sequences % data:
@@ -111,8 +110,6 @@ class PlanSpace:
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
                         **(schedule | {"even": even, "recompute": recompute}),
-                        param_bytes=param_bytes,
-                        grad_bytes=param_bytes,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -137,12 +134,15 @@ class PlanSpace:
                 # Left out, too, where it compresses no gradient.
                 if not possible or (self.costs and not self.costs.sync(plan).moved):
                     continue
-            state_bytes = self.costs.state_bytes_in(*form) if self.costs else 12.0
-            variants.append(variant | {"state_bytes": state_bytes})
+            variants.append(variant)
         return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
+        """Numbers of stages, and of devices that share each layer."""
         model = self.model
+        if not isinstance(model, Decoder):  # its mesh says who shares a layer
+            yield 1, model.tensor
+            return
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
                 others = self.num_devices // pipe
@@ -150,7 +150,8 @@ class PlanSpace:
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
-        if pipe == 1:
+        model = self.model
+        if pipe == 1 or not isinstance(model, Decoder):
             yield {}
             return
         for schedule in SCHEDULES:
@@ -158,11 +159,11 @@ class PlanSpace:
                 continue
             first = last = chunks_of(schedule)
             if schedule == "interleaved":
-                first, last = 2, 0 if microbatches % pipe else self.model.layers
-            for chunks in range(first, min(last, self.model.layers // pipe) + 1):
+                first, last = 2, 0 if microbatches % pipe else model.layers
+            for chunks in range(first, min(last, model.layers // pipe) + 1):
                 yield {"schedule": schedule, "chunks": chunks}
-        alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
-        fills = microbatches >= 2 * pipe - 1 and self.model.layers % pipe == 0
+        alone = pipe == self.num_devices and not model.tied
+        fills = microbatches >= 2 * pipe - 1 and model.layers % pipe == 0
         if self.asynchronous and alone and fills:
             for schedule in ASYNC_SCHEDULES:
                 yield {"schedule": schedule}

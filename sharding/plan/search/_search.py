@@ -283,17 +283,9 @@ def search(
     check_values(recompute=recompute, **lossy)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
-    if asynchronous and (isinstance(model, TracedModel) or model.tied):
-        raise ValueError(
-            "asynchronous pipelines need a Decoder whose embedding is not its output matrix, which "
-            "the first and the last stage would update independently."
-        )
     check_choice("offload", offload, (False, True, "update"))
     machine = machine_of(target, device)
-    if isinstance(model, Decoder):
-        check_dtype(target, jnp.dtype(dtype), weights)
-    elif length not in (None, model.length):
-        raise ValueError(f"length is that of the example, {model.length}, got {length}.")
+    _check_model(model, target, length, jnp.dtype(dtype), weights, asynchronous)
     length = length or model.length
     sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
     costs = costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
@@ -326,45 +318,65 @@ def search(
         raise ValueError(_no_plan(space, keep))
     compared = sum(len(group.variants) for group in groups)
 
-    tokens = float(sequences * length)
     flops = costs.flops(sequences)
-
-    def chosen_plan(plan: ParallelPlan) -> ChosenPlan:
-        step = costs.seconds(plan, costs.passes(plan))
-        least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
-        utilization = flops / machine.device.flops / step.seconds
-        held, layers = costs.by_part(plan), costs.passes(plan).chunks
-        return ChosenPlan(plan, step, held, least, layers, tokens, utilization)
-
+    chosen_plan = functools.partial(_chosen_plan, costs, float(sequences * length), flops)
     if not chosen:
         plan = _smallest(costs, groups)
+        needs = costs.fullest(plan)
         raise NoPlanFits(
             f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their "
-            f"memory left free, and the smallest of {compared:,} plans needs "
-            f"{size(costs.fullest(plan))}, {size(costs.fullest(plan) - budget)} too much: "
-            f"{short(plan)} (docs: how_to/let_it_choose).",
+            f"memory left free, and the smallest of {compared:,} plans needs {size(needs)}, "
+            f"{size(needs - budget)} too much: {short(plan)} (docs: how_to/let_it_choose).",
             chosen_plan(plan),
         )
+    about: tuple[str, ...] = ()
+    if isinstance(model, TracedModel):
+        about = model.about_layers(chosen[0].update_in_backward)
     bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
         *(target, machine.device, headroom),
         plans=tuple(map(chosen_plan, chosen)),
-        rejected=tuple(
-            dataclasses.replace(chosen_plan(plan), change=change) for plan, change in rejected
-        ),
+        rejected=tuple(chosen_plan(plan, change) for plan, change in rejected),
         bound=bound,
         compared=compared,
         sequences=sequences,
         length=length,
-        about=(
-            model.about_layers(chosen[0].update_in_backward)
-            if isinstance(model, TracedModel)
-            else ()
-        ),
+        about=about,
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
         frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
+
+
+def _check_model(
+    model: AnyModel,
+    target: str,
+    length: int | None,
+    dtype: DType,
+    weights: Sequence[str],
+    asynchronous: bool,
+) -> None:
+    """Raises unless plans of a model can be timed as they are asked for."""
+    if asynchronous and (isinstance(model, TracedModel) or model.tied):
+        raise ValueError(
+            "asynchronous pipelines need a Decoder whose embedding is not its output matrix, which "
+            "the first and the last stage would update independently."
+        )
+    if isinstance(model, Decoder):
+        check_dtype(target, dtype, weights)
+    elif length not in (None, model.length):
+        raise ValueError(f"length is that of the example, {model.length}, got {length}.")
+
+
+def _chosen_plan(
+    costs: PlanCosts, tokens: float, flops: float, plan: ParallelPlan, change: str = ""
+) -> ChosenPlan:
+    """A plan with its figures, of so many operations without recomputation."""
+    step = costs.seconds(plan, costs.passes(plan))
+    least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
+    utilization = flops / costs.machine.device.flops / step.seconds
+    held, layers = costs.by_part(plan), costs.passes(plan).chunks
+    return ChosenPlan(plan, step, held, least, layers, tokens, utilization, change)
 
 
 def _changes(space: PlanSpace, keep: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -62,8 +62,6 @@ class TracedModel:
     zero: Any = None  #: a ``Zero`` of one's own, whose mesh and axes plans keep
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
 
-    layers = 1  # to plans, which no pipeline shares
-
     def __post_init__(self) -> None:
         for name in ("abstract", "traced", "_trace", "_planned"):  # by this object alone
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
@@ -73,20 +71,12 @@ class TracedModel:
         """Devices of the other axes of the mesh, which share each layer."""
         return self.zero.mesh.size // self.zero.num_devices if self.zero else 1
 
-    heads = kv_heads = hidden = tensor
-
     def specs(self, axis: str = "", shards: int = 1) -> Any:
         """Those of the parameters, whatever a plan names the axis."""
         return self.param_specs
 
     def shards_of_tokens(self, shards: int) -> int:
         return shards
-
-    def placed(self, zero: Any) -> Any:
-        """The ``Zero`` of a plan, on the mesh of one's own if there is one."""
-        names = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")
-        fields = {name: getattr(zero, name) for name in names}
-        return dataclasses.replace(self.zero, **fields) if self.zero else zero
 
     def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""

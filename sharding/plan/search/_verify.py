@@ -1,26 +1,31 @@
 """A plan beside the program of its step: memory, bytes sent and operations."""
 
+import collections
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
+from sharding.pipeline import pipedream_2bw
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
-from sharding.plan.cost import _wire_and_flops as of_program
-from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._ledger import DIFFERS, Difference, WorkRow, differences, sent_over
+from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._plan_costs import sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
+from sharding.plan.cost._wire_and_flops import decoder_flops, pipeline_work, tensor_row
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
+from sharding.plan.search._build import BuiltStep
+from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 
+# Updates of an asynchronous pipeline in the program that is verified.
+LOWERED_UPDATES = 2
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
-# From what difference on memory is named: it is an estimate, which the program replaces.
-MEMORY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Verification:
     update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
     #: whether the compiler decides what is sent: 0.95 to 1.5 of what is planned
     partitioned: bool = False
+    #: what is sent by operation and axes, and memory by part, where they differ by more than 3 %
+    differences: tuple[Difference, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -58,7 +65,7 @@ class Verification:
     @property
     def correction(self) -> str:
         """What memory the program needs, if it is not that of the plan; else empty."""
-        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+        if abs(self.memory / self.planned_memory - 1) <= DIFFERS:
             return ""
         return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
 
@@ -101,77 +108,90 @@ def verify(
     >>> init = lambda dtype: {"w": jnp.zeros((256, 256), dtype)}
     >>> batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
     >>> model = TracedModel(lambda params, x: jnp.mean((x @ params["w"]) ** 2), init, batch)
-    >>> plan = ParallelPlan(microbatch=8, recompute="none", param_bytes=4, grad_bytes=4)
+    >>> plan = ParallelPlan(microbatch=8, recompute="none")
     >>> file = PlanFile("mine", "adam", "cpu:1", 1, "float32", (), plan, {"memory": 2**20})
     >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
     ()
     """
-    plan = file.plan
-    tx = transformation_of(plan, tx)
+    plan, axes = file.plan, file.mesh_axes
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
-    axes = file.mesh_axes
-    mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
-    step = lowered_step(file, mesh, model, tx)
-    audited = audit(step.lowered, mesh=mesh, device=device or file.target)
-    update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
+    devices = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
+    built = file.build(model, tx, devices, updates=LOWERED_UPDATES)
+    mesh = built.zero.mesh
+    audited = audit(built.lower(), mesh=mesh, device=device or file.target)
     update_flops = audited.products.get("update", 0.0)
+    sent: dict[str, float] = collections.defaultdict(float)
+    of_program: dict[str, float] = collections.defaultdict(float)
+    for work in planned_work(file, built, model):
+        sent[sent_over(work.op, work.on, mesh.shape)] += work.sent(mesh.shape)
+    update_wire = 0.0
+    for row in audited.traffic:
+        if row.phase == "update":
+            update_wire += row.wire_bytes
+        else:
+            of_program[sent_over(row.op, row.axes, mesh.shape)] += row.wire_bytes
+    # The plan's memory by part, if its file has it.
+    held = {name: file.promised[name] for name in audited.by_part if name in file.promised}
+    parts = {name: audited.by_part[name] for name in held}
     return Verification(
         planned_memory=file.promised["memory"],
         memory=audited.memory,
-        planned_wire=planned_wire(file, mesh, model, tx),
+        planned_wire=sum(sent.values()),
         wire=audited.wire_bytes - update_wire,
         planned_flops=planned_flops(file, model),
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
-        partitioned=not step.per_device,
+        partitioned=built.is_partitioned,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
         update_flops=0.0 if plan.asynchronous else update_flops,
+        differences=(*differences(sent, of_program), *differences(held, parts)),
     )
 
 
-def planned_wire(
-    file: PlanFile, mesh: Any, model: AnyModel, tx: optax.GradientTransformation
-) -> float:
-    """Bytes that one device sends in a step, without what optimizers send."""
-    plan, dtype = file.plan, jnp.dtype(file.dtype)
-    if plan.asynchronous:
-        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
-        params = pipeline.stack(model.abstract(dtype))
-        return of_program.updates_wire(pipeline, updates, params, model.batch(plan.sequences))
-    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+def planned_work(file: PlanFile, built: BuiltStep, model: AnyModel) -> tuple[WorkRow, ...]:
+    """What one device sends in a step, without what optimizers send."""
+    plan = file.plan
+    dtype = jnp.dtype(file.dtype)
+    params = model.abstract(dtype)
+    rows: list[WorkRow] = []
     if plan.pipe > 1:
-        pipeline = file.pipeline(mesh, model)
-        params = pipeline.stack(params)
-        specs = pipeline.param_specs(params, specs)
+        pipeline, params = built.loss, built.loss.stack(params)
+        updates = None
+        if plan.asynchronous:
+            updates = pipedream_2bw(plan.pipe, plan.microbatches, LOWERED_UPDATES)
         batch = model.batch(plan.microbatches * plan.microbatch)
-        sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
+        rows += pipeline_work(pipeline, params, batch, specs=built.param_specs, updates=updates)
     if isinstance(model, Decoder) and plan.tensor > 1:
-        sent += of_program.tensor_wire(
+        row = tensor_row(
             *(model, plan),
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
-            schedule=file.schedule() if plan.pipe > 1 else None,
+            schedule=built.loss.schedule if plan.pipe > 1 else None,
             rows=max(file.layers),
         )
-    if plan.sync:
-        sent += sync_change(plan, params)
-    options: Any = {"param_specs": specs, "gathered_once": ""}
+        rows.append(row)
+    if plan.asynchronous:
+        return tuple(rows)
+    options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
+    options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
-    return stage_plan(params, tx, file.zero(mesh), **options).wire + sent
+    return (*rows, *stage_plan(params, built.tx, built.zero, **options).work)
 
 
 def planned_flops(file: PlanFile, model: AnyModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if isinstance(model, Decoder) and plan.pipe > 1:
-        updates = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else None
-        schedule = updates or file.schedule()
-        return of_program.decoder_flops(model, plan, schedule, max(file.layers))
+        sizes = plan.pipe, plan.microbatches
+        schedule: Any = schedule_of(plan.schedule, *sizes, plan.chunks)
+        if plan.asynchronous:
+            schedule = pipedream_2bw(*sizes, LOWERED_UPDATES)
+        return decoder_flops(model, plan, schedule, max(file.layers))
     by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
         traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)
         return plan.microbatches * traced.flops / plan.data + by_sync
-    return of_program.decoder_flops(model, plan) + by_sync
+    return decoder_flops(model, plan) + by_sync

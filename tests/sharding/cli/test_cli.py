@@ -241,23 +241,20 @@ WRONG = [
     (f"plan {CPU} --length 2000", "has 1024 positions, --length 2000 was requested"),
     (f"plan {CPU} --reduce-dtype int8", "--reduce-dtype must be a floating dtype"),
     ("plan --model 1e9 --target cpu:8 --batch 2", "--batch counts sequences, .* give --length"),
-    (f"plan {LLAMA} --pipeline 0", "--pipeline must be from 1 to 1e.09, got 0"),
-    (f"plan {LLAMA} --pipeline two", "--pipeline must be a whole number, got 'two'"),
+    (f"plan {LLAMA} --microbatches 0", "--microbatches must be from 1 to 1e.09, got 0"),
+    (f"plan {LLAMA} --microbatches two", "--microbatches must be a whole number, got 'two'"),
     (f"plan {LLAMA} --memory nan", "--memory must be from 1e-09 to 1e.09, got nan"),
-    (f"plan {LLAMA} --schedul gpip", "--schedule must be one of 'gpipe', .*; nearest is 'gpipe'"),
+    (f"plan {LLAMA} --stat 8bi", "--state must be one of 'bfloat16', .*; nearest .*'8bit'"),
     (f"plan {LLAMA} --remat lots", "--remat expected bytes, or a text .* got 'lots'.$"),
-    (f"plan {LLAMA} --stages 1", "--stages is no option; nearest are --stage, --state"),
+    (f"audit {LLAMA} --stages 1", "--stages is no option; nearest are --stage"),
     (f"search {LLAMA} --batch 8 --headroom 1", "--headroom must be from 0 to 0.99, got 1"),
     (f"search {LLAMA}", "the following arguments are required --batch"),
     ("plan --model gpt2-small --target h100x99999999999", "has more than 10 million devices"),
     (f"search {LLAMA} --batch 1e30", "--batch must look like 1024 or 4M-tokens"),
     (f"search {LLAMA} --batch {10**30}", "--batch must be at most 1e9 sequences"),
-    ("plan --model 7e9 --target h100x8 --pipeline 2", "needs a model whose layers are known"),
-    (f"plan {CPU} --pipeline 2", "needs --memory, --bandwidth, --tflops, --link of a device of"),
-    (f"plan {LLAMA} --pipeline 4 --mesh x=8", "--mesh cannot be combined"),
-    (f"plan {LLAMA} --pipeline 4 --offload --update-on-host", "--update-on-host cannot be"),
-    (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline.$"),
-    (f"plan {LLAMA} --pipeline 3", "pipe=3 is none of 1, 2, 4, 8"),
+    (f"search {CPU} --batch 8", "needs --memory, --bandwidth, --tflops, --link of a device of"),
+    (f"search {LLAMA} --batch 8 --keep pipe=3", "pipe=3 is none of 1, 2, 4, 8"),
+    (f"plan {LLAMA} --pipeline 4", "--pipeline is no option"),
     (
         f"plan {LLAMA} --batch 4",
         "of all devices in a step, .* of 8, got 4; 32 are 4 on each device",
@@ -424,9 +421,6 @@ def test_names_of_stages_have_a_legend(text):
     assert "The * marks it." in shown
     assert "3 hybrid is stage 3 within each replica; in 3 spread replicas share" in shown
     assert "3 hybrid is" not in text("plan --model llama2-7b --target h100x8")
-    pipelined = " ".join(text("plan --model gpt2-small --target h100x8 --pipeline 2").split())
-    assert " ZeRO * " in pipelined
-    assert "A * marks what is recommended." in pipelined
 
 
 def test_audit_of_the_update_in_backward(figures, monkeypatch):

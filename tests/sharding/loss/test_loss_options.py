@@ -12,7 +12,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import sharding as shd
-from sharding.step._rng import microbatch_key
+from sharding.step._loss import microbatch_key
 
 from ...flax_nnx import needs_nnx, nnx
 from ..model import mesh_of, zero_on

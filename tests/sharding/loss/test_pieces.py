@@ -9,9 +9,21 @@ from jax import lax
 
 from optax_ext.traced_graph import Graph
 from sharding.loss._row_states import Coupled, Rows, Shared
-from sharding.loss._rows import rows_of_equations, rows_of_loss
+from sharding.loss._row_walk import Walk, steps_of
+from sharding.loss._rows import rows_of_loss
 
 from .losses import DECODER, EXPERTS, TEXT, TOKENS, VOCAB, WIDTH, X, attention, decoder, route
+
+
+def rows_of_equations(equations, dims, types=()):
+    """The states of values of equations of a jaxpr, or of a graph of these types.
+
+    ``dims`` are those that have rows, of some values; all rows share the others.
+    """
+    avals = {v: v.aval if hasattr(v, "aval") else types[v] for v in dims}
+    states = {v: Rows((dim,), avals[v].shape[dim]) for v, dim in dims.items()}
+    Walk().run(steps_of(list(equations), None, types), states)
+    return states
 
 
 def equation(jaxpr, name):

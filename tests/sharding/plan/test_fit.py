@@ -19,7 +19,9 @@ from sharding.plan import NoPlanFits, fit
 from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
-from sharding.plan.search import _fit
+from sharding.plan.search import _fit_files, _fit_measure
+from sharding.plan.search._fit_proof import FitProofs
+from sharding.plan.search._fit_request import FitRequest
 
 from ...flax_nnx import needs_nnx
 from .test_traced_model import skips
@@ -326,8 +328,9 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}
     first = fit(*small(), **options)
     assert first.proofs[0].measured
-    for name in ("search", "prove", "measured"):
-        monkeypatch.delattr(_fit._FitRequest, name)
+    names = (FitRequest, "search"), (FitProofs, "prove"), (_fit_measure, "measured_step")
+    for place, name in names:
+        monkeypatch.delattr(place, name)
     loss_fn, make_state, batch = small()
     x = jnp.ones(batch.shape)
     again = fit(loss_fn, make_state, x, **options | {"tx": optax.adam(1e-2)})
@@ -345,7 +348,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     others = ({"target": "cpu:4"}, {"memory": 2.0**29}, {"lossy": "8bit"}, {"measure": False})
     for change in others:
         is_planned_anew(small(), **change)
-    for module in (jax, _fit):
+    for module in (jax, _fit_files):
         with monkeypatch.context() as patch:
             patch.setattr(module, "__version__", "0.0")
             is_planned_anew(small())
@@ -387,6 +390,21 @@ def test_one_of_equal_programs_is_run(stage):
     plan = fit(loss_fn, state, jnp.ones((16, 256)), tx=TX, memory=2**30, keep=keep, measure=3)
     assert [bool(proof.measured) for proof in plan.proofs] == [True, False][: len(plan.proofs)]
     assert len(plan.proofs) == len(np.atleast_1d(stage))
+
+
+def test_a_plan_whose_program_needs_more_than_planned_is_not_chosen(monkeypatch):
+    first = []
+
+    def nbytes(proofs, fitted):
+        """The first program does not fit, though its plan does; others are as they are planned."""
+        first[:] = first or [fitted.plan]
+        return 2.0**31 if fitted.plan == first[0] else fitted.proofs[0].planned
+
+    monkeypatch.setattr(FitProofs, "_compiled_bytes", nbytes)
+    found = fit(*small(), tx=TX, memory=2.0**30)
+    assert found.plan != first[0]
+    assert found.memory <= found.machine.usable
+    assert {proof.plan: proof.memory for proof in found.proofs}[first[0]] == 2.0**31
 
 
 def test_the_largest_batch_that_fits():

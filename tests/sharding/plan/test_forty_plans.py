@@ -4,19 +4,56 @@
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import pathlib
+import re
 
 import jax
+import optax
 import pytest
 
 from sharding.cli import main
-from sharding.plan import audit
+from sharding.plan import MODELS, NoPlanFits, ParallelPlan, audit, kind_of, search
+from sharding.plan.cost._pipeline_schedules import bubble_share
+from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.search._search import machine_of
 
+ADAMW = optax.adamw(1e-3)
 RECORDED = pathlib.Path(__file__).with_name("forty_plans.json")
 # Searches of seconds whose choices other lines keep, too.
 SLOW = "--keep stage=0", "--keep stage=1 --master", "--sync qsgd(8) --keep sync=qsgd(8)"
+
+
+def figures_of_pipeline(line):
+    """Of the fastest pipeline, or the smallest if none fits; its stages; the plan without one."""
+    asked, *texts = line.split(" --keep ")
+    given = dict(re.findall(r"--(\w+) (\S+)", asked))
+    kept = {name: value_of(value) for name, value in (text.split("=") for text in texts)}
+    device, model = kind_of(given["target"]), MODELS[given["model"]]
+    if network := given.get("network"):
+        device = dataclasses.replace(device, network=1e9 * float(network))
+    length = int(given.get("length", model.length))
+    of_both = {name: kept[name] for name in ("tensor", "offload")}
+    both = []
+    for keep in (kept, of_both | {"pipe": 1}):
+        options = {"sequences": int(given["batch"]), "length": length, "keep": keep, "top": 1}
+        try:
+            found = search(model, ADAMW, given["target"], device=device, **options).best
+        except NoPlanFits as error:
+            found = error.smallest
+        both.append([dataclasses.asdict(found.plan), found.seconds.seconds, found.memory])
+    plan, machine = ParallelPlan(**both[0][0]), machine_of(given["target"], device)
+    stage = PlanCosts(model, ADAMW, machine, length=length).stages(plan)[0]
+    bubble = bubble_share(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+    figures = {"bubble": bubble, "plans": both, "stage": vars(stage) | {"memory": stage.memory}}
+    return json.loads(json.dumps(figures))
+
+
+def value_of(text):
+    """A number, a truth value or a word."""
+    return {"true": True, "false": False}.get(text, int(text) if text.isdigit() else text)
 
 
 def figures_of(line):
@@ -25,6 +62,8 @@ def figures_of(line):
         found = audit(RECORDED.with_name("programs").joinpath(line).read_text()).to_dict()
         names = ("memory", "wire_bytes", "matmul_flops", "arguments", "at_peak", "nbytes")
         return {name: found[name] for name in names}
+    if line.startswith("pipeline"):
+        return figures_of_pipeline(line)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         main([*line.split(), "--json"])
     found = json.loads(out.getvalue())
@@ -34,8 +73,6 @@ def figures_of(line):
         plans = [[x["plan"], x["seconds"]["total"], x["memory"]["total"]] for x in rows]
     if line.startswith("search"):
         return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
-    if "bubble" in first:
-        return {"bubble": first["bubble"], "plans": plans, "stage": first["stages"][0]}
     names = ("name", "memory", "peak", "unreduced", "wire", "network", "host_wire", "moved")
     return {"stages": [[x["zero"][name] for name in names] for x in found["plans"]]}
 

@@ -12,8 +12,10 @@ import pytest
 import sharding as shd
 from sharding.plan import kind_of, targets
 from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._plan_file import PlanFile, lowered_step
+from sharding.plan.search._build import mesh_axes, zero_on
+from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
 from sharding.plan.search._verify import planned_flops, verify
 
@@ -86,7 +88,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     file.write(tmp_path / "plan.json")
     assert PlanFile.read(tmp_path / "plan.json") == file
     assert file.promised["memory"] == found.best.memory
-    assert json.loads((tmp_path / "plan.json").read_text())["code"] == file.code()
+    assert file.promised["state"] == found.best.held["state"]
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["code"] == file.code()
+    figures["plan"] |= {"param_bytes": 2.0, "grad_bytes": 2.0, "state_bytes": 4.0}  # of 0.1.0
+    (tmp_path / "earlier.json").write_text(json.dumps(figures))
+    assert PlanFile.read(tmp_path / "earlier.json") == file
     assert "tx = optax.set_to_zero()" in dataclasses.replace(file, optimizer="set_to_zero").code()
 
 
@@ -111,11 +118,11 @@ def test_other_files(tmp_path):
     ],
 )
 def test_shards_span_the_axes_of_a_torus(target, sizes, axes):
-    file = file_of(ParallelPlan(stage=2, microbatches=4, **sizes), target=target)
-    assert list(file.mesh_axes.items()) == list(axes.items())
+    plan = ParallelPlan(stage=2, microbatches=4, **sizes)
+    assert list(mesh_axes(plan, target).items()) == list(axes.items())
     others = ("pipe", "replica", "model")
     mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    assert file.zero(mesh).axis == tuple(axis for axis in axes if axis not in others)
+    assert zero_on(plan, mesh).axis == tuple(axis for axis in axes if axis not in others)
 
 
 ON_TORUS = (ParallelPlan(data=8, stage=2), (3,))
@@ -129,25 +136,26 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
     file, model = file_of(plan, layers, target), model_of(layers)
     names = {"model": model, "tx": TX}
     exec("\n".join(file.code(run=False)), names)
-    zero, pipeline, specs = (names.get(name) for name in ("zero", "pipeline", "param_specs"))
-
-    def init():
-        params = model.init(jnp.float32)
-        return pipeline.stack(params) if pipeline else params
-
-    make_state = make_of(init, names["tx"])
-    if pipeline:
-        specs = pipeline.param_specs(jax.eval_shape(init), specs)
-    state = zero.abstract_state(make_state, tx=names["tx"], param_specs=specs)
-    tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
-    mine = names["step"].lower(state, tokens)
-    assert names["mesh"].axis_names == file.axis_order
-    assert dict(names["mesh"].shape) == file.mesh_axes
+    built = names["built"]
+    assert dict(built.zero.mesh.shape) == file.mesh_axes
+    # Devices that share layers are nearest; stages come behind data parallelism.
+    ids = np.array([d.id for d in built.zero.mesh.devices.flat])
+    if plan.pipe > 1 and plan.tensor > 1:
+        assert built.zero.mesh.axis_names == ("data", "pipe", "model")
+        ids = ids.reshape(2, 2, 2).transpose(1, 0, 2).ravel()
+    assert list(ids) == list(range(8))
     far = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
-    ids = [[d.id for d in mesh.devices.flat] for mesh in (file.arranged(far), names["mesh"])]
-    assert ids[0] == ids[1]
-    theirs = lowered_step(file, names["mesh"], model, names["tx"]).lowered
-    assert mine.as_text() == theirs.as_text()
+    assert built.lower().as_text() == file.build(model, TX, far).lower().as_text()
+    # By hand.
+    if plan.sync == "qsgd(8)" and plan.stage == 2:
+        sync = shd.sync.qsgd(8)
+        zero = shd.Zero(names["mesh"], 2, axis="data", replica_axis="replica", sync=sync)
+        loss = model.make_loss(jax.checkpoint(zero.gathered(model.apply_layer)))
+        step = zero.train_step(loss, tx=TX, microbatches=plan.microbatches)
+        make_state = make_of(lambda: model.init(jnp.float32), TX)
+        tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
+        by_hand = step.lower(zero.abstract_state(make_state, tx=TX), tokens)
+        assert by_hand.as_text() == built.lower().as_text()
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -156,15 +164,14 @@ def test_the_code_of_a_pipeline(name):
     file = file_of(plan, layers)
     names = {"model": model_of(layers), "tx": TX}
     exec("\n".join(file.code(run=False)), names)
-    made, schedule = names["pipeline"].schedule, file.schedule()
-    assert made.name == schedule.name
-    assert np.array_equal(made.op, schedule.op)
-    assert names["pipeline"].num_layers == layers
+    pipeline = names["built"].loss
+    schedule = schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+    assert pipeline.schedule.name == schedule.name
+    assert np.array_equal(pipeline.schedule.op, schedule.op)
+    assert pipeline.num_layers == layers
     others = {"replica": plan.replicas, "model": plan.tensor}
     sizes = {"pipe": plan.pipe, "data": plan.shards} | {k: n for k, n in others.items() if n > 1}
     assert dict(names["mesh"].shape) == file.mesh_axes == sizes
-    with pytest.raises(ValueError, match="the plan has no asynchronous pipeline"):
-        file.async_schedule(3)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,10 @@ def test_programs_send_and_compute_what_is_planned(request, plan, layers):
     options = {"memory": 2.0**40, "device": kind_of("h100")}  # CPUs, with the figures of a GPU
     found = verify(file_of(plan, layers), model_of(layers), TX, **options)
     assert not found.failures
+    # Row by row; updated parameters of a state that replicas share are gathered over all at once.
+    at_once = {f"all-gather over {axes}" for axes in ("data", "replica", "replica+data")}
+    names = {row.name for row in found.differences}
+    assert names == (at_once if plan.spread and plan.stage < 3 else set())
     assert found.wire == pytest.approx(found.planned_wire, rel=0.02)
     assert found.flops == pytest.approx(found.planned_flops, rel=0.01)
     assert found.memory > 0
@@ -194,6 +205,15 @@ def test_programs_send_and_compute_what_is_planned(request, plan, layers):
         flops = planned_flops(stored, SMALL)
         wrong = dataclasses.replace(found, planned_flops=flops)
         assert "of the planned operations" in wrong.failures[0]
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_an_update_in_the_backward_pass_computes_layers_again(scan):
+    """Those that are scanned by itself, those with numbers by jax.checkpoint."""
+    model, plan = dataclasses.replace(SMALL, scan=scan), ParallelPlan(stage=0, microbatch=8)
+    file = file_of(dataclasses.replace(plan, update_in_backward=True), target="cpu:1")
+    found = verify(file, model, TX, memory=2.0**40, device=kind_of("h100"))
+    assert found.flops == pytest.approx(found.planned_flops, rel=0.01)
 
 
 LLAMA = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)

@@ -98,7 +98,8 @@ def test_schedules_of_plans():
 def every_plan(machine, memory, keep, sequences=16, **options):
     """All plans of a search, and the seconds of their steps."""
     space = PlanSpace(SMALL, machine.num_devices, sequences, costs=memory, **options)
-    return {plan: step_seconds(SMALL, plan, machine) for plan in space.plans(keep)}
+    plans = space.plans(keep)
+    return {plan: step_seconds(SMALL, plan, machine, each=memory.each(plan)) for plan in plans}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +125,10 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     assert found.compared == len(plans) >= len(fit) > 3
     times = sorted(plans[plan].seconds for plan in fit)
     assert [plan.seconds.seconds for plan in found.plans] == times[:100]
-    bound = min(step_seconds(SMALL, plan, machine, ideal=True).full_overlap for plan in fit)
-    assert found.bound == bound
+    bounds = (
+        step_seconds(SMALL, plan, machine, ideal=True, each=memory.each(plan)) for plan in fit
+    )
+    assert found.bound == min(bound.full_overlap for bound in bounds)
     for plan in found.plans:
         assert plan.memory == memory.fullest(plan.plan) <= found.memory
 
@@ -151,7 +154,8 @@ def test_products_of_an_update_are_shared_as_the_state_is():
         (ParallelPlan(data=4, tensor=2, stage=0), 1, 2, 2),
     ):
         found, without = (
-            x.seconds(plan, x.passes(plan, ideal=True), ideal=True) for x in (muon, plain)
+            x.seconds(plan, x.passes(plan, ideal=True), ideal=True, each=plain.each(plan))
+            for x in (muon, plain)  # of equal states
         )
         added = found.update - without.update
         flops = ((products - of_tables) / stages + of_tables / of_table) / shards
@@ -166,7 +170,8 @@ def test_pipelines_without_a_flush_wait_for_updates():
     best = search(SMALL, TX, "h100x4", sequences=16, keep=keep, asynchronous=True).best
     machine, memory = machine_of("h100x4"), memory_of(target="h100x4")
     aligned = dataclasses.replace(best.plan, schedule="aligned", even=True)  # the same layers
-    mine, other = (step_seconds(SMALL, p, machine) for p in (best.plan, aligned))
+    each = memory.each(best.plan)
+    mine, other = (step_seconds(SMALL, p, machine, each=each) for p in (best.plan, aligned))
     # Stages but the last are idle in all of its forward ticks, as they are to fill and to drain.
     layer = layer_costs(SMALL, kind_of("h100"), batch=best.plan.microbatch)[1]
     forward, backward = (2 * seconds for seconds in (layer.forward, layer.backward))

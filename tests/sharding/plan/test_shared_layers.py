@@ -11,7 +11,7 @@ import pytest
 from sharding.plan import MODELS, kind_of, layer_costs
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.model._models import Decoder
-from sharding.plan.search._plan_file import PlanFile
+from sharding.plan.search._build import build, mesh_axes
 
 from .. import model as models
 
@@ -55,11 +55,10 @@ def test_pipelines_of_shared_layers_are_exact():
     """All but the biases of keys, whose true gradient is zero."""
     tx = optax.adamw(1e-2)
     plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=1, recompute="save_qkv_proj")
-    file = PlanFile("", "", "cpu:8", GPT.length, "float64", (1, 1), plan, {})
-    mesh = file.arranged(models.mesh_of(**file.mesh_axes))
-    pipeline = file.pipeline(mesh, GPT)
-    zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
-    specs = pipeline.param_specs(pipeline.stack(GPT.abstract()), file.param_specs(GPT))
+    mesh = models.mesh_of(**mesh_axes(plan, "cpu:8"))
+    built = build(plan, GPT, tx, mesh, layers=(1, 1), dtype="float64")
+    pipeline, specs = built.loss, built.param_specs
+    zero = dataclasses.replace(built.zero, min_shard_size=0)
     make = models.make_of(lambda: pipeline.stack(make_params()), tx)
     state = models.run(zero, make, tx, pipeline, batch, STEPS, specs)
     alone, _ = models.alone(models.make_of(make_params, tx), tx, GPT.make_loss(), batch, STEPS)

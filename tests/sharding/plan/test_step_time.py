@@ -19,12 +19,12 @@ from sharding.plan import MODELS, estimate, kind_of
 from sharding.plan.cost import _pipeline_schedules as by_name
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import passes, step_seconds
-from sharding.plan.cost._update_traffic import update_bytes
-from sharding.plan.cost._wire_and_flops import tensor_wire
+from sharding.plan.cost._wire_and_flops import tensor_row
 from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
 from sharding.plan.model._layer_costs import Implementation, head_work, layer_costs, layer_work
 from sharding.plan.model._models import Decoder
+from sharding.plan.model._update_traffic import update_bytes
 
 from ..pipeline.families import seconds_in_lockstep
 
@@ -177,7 +177,8 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
     nbytes = 2 * (SMALL.layers * times + 2 * tables) * SMALL.width + 12 * tables
     assert found * A100.link == pytest.approx(tokens * nbytes * 2 * 7 / 8)
     if compiled:
-        assert found * A100.link == pytest.approx(tensor_wire(model, plan, itemsize=2))
+        row = tensor_row(model, plan, itemsize=2)
+        assert found * A100.link == pytest.approx(row.sent({"model": 8}))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -256,21 +257,19 @@ def test_groups_of_a_machine(machine, sizes, groups):
 
 
 def test_streamed_layers_are_read_twice_for_all_microbatches():
-    plan = ParallelPlan(
-        data=8, stage=3, microbatches=2, offload=True, update_in_backward=True, state_bytes=10.0
-    )
-    machine = Machine(H100, 8)
+    plan = ParallelPlan(data=8, stage=3, microbatches=2, offload=True, update_in_backward=True)
+    machine, options = Machine(H100, 8), {"ideal": True, "each": (2.0, 2.0, 10.0)}
     of_layers = SMALL.layers * SMALL.layer_elements / 8
-    found = step_seconds(SMALL, plan, machine, ideal=True).host
+    found = step_seconds(SMALL, plan, machine, **options).host
     assert found == pytest.approx(of_layers * (10 + 2 * 2) / H100.host_link)
-    for moved, options in ((10 + 2 * 2 * 8, {"stage": 2}), (10 + 2 * 2, {"microbatches": 1})):
-        step = step_seconds(SMALL, dataclasses.replace(plan, **options), machine, ideal=True)
+    for moved, other in ((10 + 2 * 2 * 8, {"stage": 2}), (10 + 2 * 2, {"microbatches": 1})):
+        step = step_seconds(SMALL, dataclasses.replace(plan, **other), machine, **options)
         assert step.host == pytest.approx(of_layers * moved / H100.host_link)
 
 
 def test_an_update_on_the_host_waits_for_gradients_and_parameters_for_it():
     machine = Machine(H100, 8)
-    plan = ParallelPlan(data=8, stage=2, offload="update", weights="master", state_bytes=12.0)
+    plan = ParallelPlan(data=8, stage=2, offload="update", weights="master")
     found, least = (step_seconds(SMALL, plan, machine, ideal=x) for x in (False, True))
     params = (SMALL.layers * SMALL.layer_elements + 2 * SMALL.vocabulary * SMALL.width) / 8
     linked, updated = params * 4 / H100.host_link, params * 30 / H100.host_bandwidth

@@ -156,7 +156,7 @@ def test_plans_of_a_graph_are_those_of_its_program(loss):
     model = TracedModel(skips, init_skips, x) if loss is skips else OWN
     memory, device = [], kind_of("h100")
     for form in ("none", "planned_half", "planned_third"):
-        plan = ParallelPlan(microbatch=2048, recompute=form, param_bytes=4, grad_bytes=4)
+        plan = ParallelPlan(microbatch=2048, recompute=form)
         costs = TracedCosts(model, TX, machine_of("cpu:1", device), dtype=jnp.float32)
         file = PlanFile("", "", "cpu:1", 1, "float32", (), plan, {"memory": costs.fullest(plan)})
         found = verify(file, model, TX, memory=2.0**40, device=device)

@@ -43,10 +43,10 @@ def run(values, steps, schedule, budget):
     """The time of a schedule, which keeps to a budget if values are dropped when they can be."""
     events = []  # what they read, make, and need beside values
     for step, ks in zip(steps, schedule.again, strict=True):
-        for k in ks:
-            if k < 0:
-                assert values[~k].fetch < math.inf
-                events.append(((), {~k}, step.before, values[~k].fetch))
+        for k, fetches in ks:
+            if fetches:
+                assert values[k].fetch < math.inf
+                events.append(((), {k}, step.before, values[k].fetch))
             else:
                 events.append(
                     (values[k].reads, {k}, step.before + values[k].inside, values[k].seconds)

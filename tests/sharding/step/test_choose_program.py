@@ -135,6 +135,21 @@ def test_a_loss_is_that_of_all_rows(name, stage, mesh, microbatches):
     np.testing.assert_allclose(value, loss(zero.full_params(found[0]), data(9)), rtol=1e-11)
 
 
+@pytest.mark.parametrize(("mesh", "traces"), [("one", 2), ("four", 4)])
+def test_how_often_a_first_call_traces_a_loss(mesh, traces):
+    """On one device nothing is proven; a loss and its totals are proven by one pair of traces."""
+    calls = []
+
+    def loss(p, batch):
+        calls.append(batch)
+        return masked(p, batch)
+
+    zero = runs.zero_of(2, mesh)
+    state = zero.init(make, tx=TX)
+    zero.train_step(loss, tx=TX).lower(state, zero.put(data(0)))
+    assert len(calls) == traces
+
+
 # --- What a loss returns beside its value, draws and prints ---------------------------------------
 
 

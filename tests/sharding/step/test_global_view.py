@@ -409,6 +409,25 @@ def test_a_piece_gathers_and_scatters_by_layers(stage, gathers):
     assert text.count('"stablehlo.reduce_scatter"') == 3 + LAYERS
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_several_pieces_use_is_scattered_once(stage):
+    """As a table that is looked up and is the head, too, around a batch norm."""
+    zero = runs.zero_of(stage, min_shard_size=0, view="global")
+    state, batch = {"w": params()["w"]}, runs.batch(0)
+
+    def loss_fn(p, batch):
+        x = batch_norm(jnp.tanh(batch["x"] @ p["w"] * 0.1))
+        return jnp.mean((batch_norm(x @ p["w"].T) @ p["w"]) ** 2)
+
+    run = zero.value_and_grad(loss_fn)
+    placed, rows = zero.place(state), zero.put(batch)
+    assert run.lower(placed, rows).as_text().count('"stablehlo.reduce_scatter"') == 1
+    expected, wanted = jax.value_and_grad(loss_fn)(state, batch)
+    value, grads = run(placed, rows)
+    np.testing.assert_allclose(value, expected, rtol=1e-12)
+    model.assert_close(grads, wanted, 1e-12)
+
+
 def test_a_stack_that_is_sharded_by_layers():
     """Loops slice what is gathered."""
     zero = runs.zero_of(3, min_shard_size=0, view="global")

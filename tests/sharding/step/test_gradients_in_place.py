@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sharding as shd
-from sharding.step import _microbatches, _step_plan
+from sharding.step import _gradients, _step_plan
 
 from .. import model
 
@@ -72,7 +72,7 @@ def test_layers_add_their_gradients_to_wider_sums(stage, saved, monkeypatch):
         return program(*args)[-1], program.memory_analysis().temp_size_in_bytes
 
     have, held = run()
-    for module in (_microbatches, _step_plan):
+    for module in (_gradients, _step_plan):
         monkeypatch.setattr(module, "IN_PLACE", False)
     want, more = run()
     jax.tree.map(np.testing.assert_array_equal, have, want)

@@ -1,0 +1,173 @@
+"""Plans that ``fit`` proves: their steps are built, compiled, and compared with what is there."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from sharding._types import Batch
+from sharding.placement._train_state import params_of
+from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
+from sharding.plan.cost._parallel_plan import ParallelPlan, short
+from sharding.plan.search._build import BuiltStep, build, mesh_axes
+from sharding.plan.search._fit_machine import FitMachine
+from sharding.plan.search._fit_request import NOT_COMPARED, FitRequest
+from sharding.plan.search._search import ChosenPlan
+from sharding.step._train_step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """One plan that was compiled."""
+
+    plan: ParallelPlan  #: how the step is shared
+    planned: float  #: bytes of a device
+    memory: float  #: bytes of a device in its program; infinite where the compiler had too few
+    predicted: float  #: seconds
+    operations: float  #: of these, what computing takes
+    measured: float | None = None  #: seconds, where it ran
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedPlan(BuiltStep, Printed):
+    """What ``fit`` chose; ``str()`` says what else was compiled, and why it was not taken."""
+
+    machine: FitMachine  #: the machine
+    proofs: tuple[Proof, ...]  #: the chosen plan, then others that were compiled
+    notes: tuple[str, ...] = ()  #: what else is worth knowing
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a device that the compiled step needs."""
+        return self.proofs[0].memory
+
+    def init(self, *args: Any) -> Any:
+        """The train state of the arguments of ``make_state``, such as a key; see ``Zero.init``."""
+        self._check_here()
+        return super().init(*args)
+
+    def put(self, batch: Batch) -> Any:
+        """Places a batch of all devices, as each process has it; see ``Zero.put``."""
+        self._check_here()
+        index, count = self.zero.data_shard()
+        own = jax.tree.map(lambda x: np.split(x, count)[index] if np.ndim(x) else x, batch)
+        return self.zero.put(own if count > 1 else batch)
+
+    def train_step(self) -> TrainStep:
+        """The step that was compiled; see ``Zero.train_step``."""
+        return self.step
+
+    def _check_here(self) -> None:
+        if not self.machine.runs:
+            raise ValueError(
+                f"the plan is for {self.machine.target}, for which this machine can only compile. "
+                "Call fit without target= on the machine that trains."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"proofs": [*map(dataclasses.asdict, self.proofs)]}
+
+    def tables(self) -> list[Table]:
+        rows = [
+            (
+                short(proof.plan),
+                seconds(proof.predicted),
+                "-" if proof.measured is None else seconds(proof.measured),
+                *(size(proof.planned), needed(proof.memory)),
+                "no" if proof.memory > self.machine.usable else "chosen" if not i else "yes",
+            )
+            for i, proof in enumerate(self.proofs)
+        ]
+        usable = f"{size(self.machine.usable)} of each device"
+        title = f"{self.plan.sequences:,} examples a step on {self.machine.target}, {usable}"
+        columns = ("plan", "predicted", "measured", "memory planned", "compiled", "fits")
+        return [Table(title, columns, rows)]
+
+
+class FitProofs:
+    """The plans of a request that were compiled."""
+
+    def __init__(self, request: FitRequest):
+        self.request = request
+        self.known: dict[ParallelPlan, Proof] = {}
+        self.programs: dict[ParallelPlan, int] = {}  # of plans that were proven
+        self._made: dict[ParallelPlan, FittedPlan] = {}
+        self._audits: dict[int, tuple[Audit | None, float]] = {}  # of each; bytes of a device
+
+    def prove(self, chosen: ChosenPlan) -> Proof | None:
+        """Compiles the step of a plan, where this machine can.
+
+        None if its loss or its transformation cannot be updated in the backward pass.
+        """
+        took = chosen.seconds
+        operations = took.matmul + took.elementwise + took.overhead
+        proof = Proof(chosen.plan, chosen.memory, chosen.memory, took.seconds, operations)
+        fitted = self.fitted([proof])
+        if isinstance(fitted.zero.mesh, jax.sharding.Mesh):
+            memory = self._compiled_bytes(fitted)
+            if memory is None:
+                return None
+            proof = dataclasses.replace(proof, memory=memory)
+        self.known[proof.plan] = proof
+        return proof
+
+    def _compiled_bytes(self, fitted: FittedPlan) -> float | None:
+        """What the program of a step needs of a device; None if it cannot be made."""
+        allowed, plan = self.request.allowed, fitted.plan
+        state = fitted.abstract_state(*self.request.args)
+        try:
+            lowered = fitted.step.lower(state, fitted.batch, self.request.key)
+        except ValueError:
+            if not plan.update_in_backward or "update_in_backward" in allowed["keep"]:
+                raise
+            allowed["update_in_backward"] = False
+            return None
+        # Where no parameter is large enough to be sharded, several stages are one program.
+        program = self.programs[plan] = hash(lowered.as_text())
+        if program not in self._audits:
+            kind = self.request.machine.kind
+            self._audits[program] = audit_or_bytes(lambda: lowered, kind)
+        return self._audits[program][1]
+
+    def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
+        """The step of the first plan."""
+        plan = proofs[0].plan
+        if plan not in self._made:
+            self._made[plan] = self._make(plan)
+        made = self._made[plan]
+        model = self.request.model
+        notes = (*notes, *model.about_layers(plan.update_in_backward), NOT_COMPARED)
+        for proof in proofs:
+            found, _ = self._audits.get(self.programs.get(proof.plan, 0), (None, 0.0))
+            of_compiler = found.of_compiler if found else ()
+            notes = (*notes, *(f"warning: {short(proof.plan)}: {text}." for text in of_compiler))
+        if not isinstance(made.zero.mesh, jax.sharding.Mesh):
+            none = f"warning: nothing can be compiled for {made.machine.target} here: its memory"
+            notes = (*notes, f"{none} is planned, not proven.")
+        return dataclasses.replace(made, proofs=tuple(proofs), notes=notes)
+
+    def _make(self, plan: ParallelPlan) -> FittedPlan:
+        """The step of a plan, of the user's loss and state."""
+        request, machine = self.request, self.request.machine
+        axes = mesh_axes(plan, machine.target)
+
+        def make_state(tx: Any, *args: Any) -> Any:
+            state = request.make_state(*args)
+            if tx is request.tx:
+                return state
+            opt_state = tx.init(params_of(state))
+            if request.is_pair:
+                return state[0], opt_state
+            return state.replace(tx=tx, opt_state=opt_state)
+
+        built = build(
+            *(plan, request.model, request.tx, request.model.zero or machine.mesh(axes)),
+            loss=request.loss,
+            make_state=make_state,
+            tx_in_state=not request.is_pair,
+            **request.options,
+        )
+        return FittedPlan(**vars(built), machine=machine, proofs=())
