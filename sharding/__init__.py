@@ -5,6 +5,7 @@ from sharding import pipeline as pipeline
 from sharding import plan as plan
 from sharding import recovery as recovery
 from sharding import remat as remat
+from sharding import stored as stored
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart

@@ -107,7 +107,18 @@ def test_only_public_interfaces():
 # Each layer of `sharding` imports only itself and those before it, and so do the folders of `plan`.
 LAYERS = (
     *("_types", "_jaxprs", "_own_gradient", "_traced_types", "_user_line", "placement"),
-    *("collectives", "sync", "offload", "loss", "recovery", "step", "_zero", "pipeline", "plan"),
+    *(
+        "collectives",
+        "sync",
+        "offload",
+        "loss",
+        "stored",
+        "recovery",
+        "step",
+        "_zero",
+        "pipeline",
+        "plan",
+    ),
     *("remat", "plan.search", "cli", "__main__"),
 )
 PLAN_LAYERS = ("_format", "machine", "model", "cost", "audit", "search")

@@ -13,6 +13,7 @@ const LOOKUPS = {
   "weight decay mask": "how_to/masks",
   "freeze layers": "how_to/freeze",
   "LoRA": "how_to/freeze",
+  "QLoRA": "how_to/freeze",
   "multi host": "how_to/clusters",
   "jax.distributed": "how_to/clusters",
   "slurm": "how_to/clusters",

@@ -177,7 +177,7 @@ const WORDS = {
     weight decay mask, no decay on bias, no_decay, exclude bias from weight decay,
     layernorm weight decay, decay mask`,
   "how_to/freeze": `
-    freeze, freeze layers, frozen parameters, lora, qlora, peft, adapters, finetune, fine-
+    freeze, freeze layers, frozen parameters, lora, qlora, nf4, bitsandbytes, pruning, peft, adapters, finetune, fine-
                 tuning, trainable, requires_grad, stop gradient, set_to_zero`,
   "how_to/ema": `
     ema, exponential moving average, polyak averaging, model averaging, averaged weights,

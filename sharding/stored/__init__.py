@@ -9,11 +9,26 @@ from sharding.stored._store import adapters as adapters
 from sharding.stored._store import frozen as frozen
 from sharding.stored._store import lora as lora
 from sharding.stored._store import masked as masked
-from sharding.stored._store import merged as merged
+from sharding.stored._store import merged_params as merged
 from sharding.stored._store import peft as peft
 from sharding.stored._store import store as store
 from sharding.stored._store import trained as trained
-from sharding.stored._stored_loss import loss as loss
+from sharding.stored._stored_loss import stored_loss as loss
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "Adapted",
+    "Coded",
+    "Form",
+    "Masked",
+    "NormalFloat4",
+    "adapters",
+    "frozen",
+    "lora",
+    "loss",
+    "masked",
+    "merged",
+    "peft",
+    "store",
+    "trained",
+]
 __dir__ = __all__.copy

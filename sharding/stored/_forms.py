@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext.low_precision._formats import Quantized
-from optax_ext.low_precision._quantize import dequantize
+from optax_ext import Quantized
+from optax_ext.low_precision import dequantize
 
 
 class Form:
@@ -44,7 +44,7 @@ class Form:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self))
 
 
-def over_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
+def each_of_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     """A function of one array or form, over leading dims of a stack."""
     for _ in range(dims):
         fn = jax.vmap(fn)
@@ -77,7 +77,7 @@ class Coded(Form):
         return (*self.quantized.codes.shape[: self.stacked], *self.quantized.shape)
 
     def decode(self) -> jax.Array:
-        return over_stack(dequantize, self.stacked)(self.quantized).astype(self.dtype)
+        return each_of_stack(dequantize, self.stacked)(self.quantized).astype(self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +134,7 @@ class Adapted(Form):
                 f"{self.shape} elsewhere than in a product with its rows. Leave dropout out, or "
                 "that adapter."
             )
-        product = over_stack(lambda ab: jnp.tensordot(ab[0], ab[1], axes=1), self.stacked)
+        product = each_of_stack(lambda ab: jnp.tensordot(ab[0], ab[1], axes=1), self.stacked)
         low = self.scale * product((self.a, self.b))
         base = self.frozen()
         return base + low.astype(base.dtype)

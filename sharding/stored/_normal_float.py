@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_ext._leaves import at_least_float32
-from sharding.stored._forms import Form, over_stack
+from sharding.stored._forms import Form, each_of_stack
 
 BLOCK = 64  # elements of a scale, along the last dim
 GROUP = 256  # scales of a block that share a float32
@@ -58,16 +57,16 @@ class NormalFloat4(Form):
         return len(self.offset.shape)
 
     def decode(self) -> jax.Array:
-        return over_stack(_decode, self.stacked)(self).astype(self.dtype)
+        return each_of_stack(_decode, self.stacked)(self).astype(self.dtype)
 
 
 def encode(w: jax.Array) -> NormalFloat4:
     """A matrix, or array of more dims, whose last dim is a multiple of 64."""
-    x = w.astype(at_least_float32(w.dtype)).reshape(-1, BLOCK)
+    x = w.astype(jnp.promote_types(w.dtype, jnp.float32)).reshape(-1, BLOCK)
     # Scales: the largest of each block, less their mean, in 8 bits.
     largest = jnp.max(jnp.abs(x), axis=-1)
     offset = jnp.mean(largest)
-    grouped = _groups(largest - offset)
+    grouped = _scale_groups(largest - offset)
     group = jnp.max(jnp.abs(grouped), axis=-1)
     unit = jnp.where(group > 0, 127 / jnp.where(group > 0, group, 1), 0)
     scale = jnp.round(grouped * unit[:, None]).astype(jnp.int8).reshape(-1)[: len(largest)]
@@ -100,7 +99,7 @@ def _level(codes: jax.Array, offset: jax.Array) -> jax.Array:
     return found
 
 
-def _groups(scales: jax.Array) -> jax.Array:
+def _scale_groups(scales: jax.Array) -> jax.Array:
     """Scales by groups, the last one padded."""
     padded = jnp.pad(scales, (0, -len(scales) % GROUP))
     return padded.reshape(-1, GROUP)
@@ -108,5 +107,5 @@ def _groups(scales: jax.Array) -> jax.Array:
 
 def _scales(scale: jax.Array, group: jax.Array, offset: jax.Array) -> jax.Array:
     """The scales of blocks; none is negative."""
-    relative = _groups(scale.astype(group.dtype)) * (group[:, None] / 127)
+    relative = _scale_groups(scale.astype(group.dtype)) * (group[:, None] / 127)
     return jnp.maximum(relative.reshape(-1)[: len(scale)] + offset, 0)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext import Dynamic, Float8, Linear
-from optax_ext.low_precision._quantize import quantize
+from optax_ext.low_precision import quantize
 from sharding._types import Tree
 from sharding.placement._specs import check_patterns, leaf_names, plain_path
 from sharding.stored import _normal_float
-from sharding.stored._forms import Adapted, Coded, Form, Masked, decoded, is_form, over_stack
+from sharding.stored._forms import Adapted, Coded, Form, Masked, decoded, each_of_stack, is_form
 
 # From an array, or the form that a step before made of it, to a form: ``(x, path, key)``.
 Step = Callable[[Any, str, jax.Array | None], Any]
@@ -184,7 +184,7 @@ def trained(params: Tree) -> Any:
     return jax.tree.map(of, params, is_leaf=is_form)
 
 
-def merged(params: Tree) -> Any:
+def merged_params(params: Tree) -> Any:
     """Parameters as the loss sees them, without forms; adapters are added to their matrices."""
     return jax.tree.map(decoded, params, is_leaf=is_form)
 
@@ -225,7 +225,7 @@ def _by_array(encode: Callable[[Any], Any], x: Any, dims: int) -> Any:
     """What a stack is encoded to, each array by itself; in host memory if that has ``x``."""
     stack = x.shape[: max(len(x.shape) - dims, 0)]
     if not isinstance(x, np.ndarray):
-        return over_stack(encode, len(stack))(x)
+        return each_of_stack(encode, len(stack))(x)
     run = jax.jit(encode)
     parts = [jax.tree.map(np.asarray, run(jnp.asarray(x[index]))) for index in np.ndindex(*stack)]
     return jax.tree.map(lambda *arrays: np.stack(arrays).reshape(*stack, *arrays[0].shape), *parts)

@@ -22,7 +22,7 @@ from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.stored._forms import Adapted, is_form
 
 
-def loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
+def stored_loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
     """The loss of parameters of which some are stored in forms.
 
     It is the given loss of what the forms decode to, whatever framework that is written in, and is
@@ -41,10 +41,10 @@ def loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from sharding import stored
-      >>> params = {"w": jnp.ones((64, 64)), "v": jnp.ones(64)}
+      >>> params = {"w": jnp.ones((64, 64))}
       >>> forms = {"w": (stored.frozen(4), stored.lora(rank=4))}
       >>> params = stored.store(params, forms, jax.random.key(0))
-      >>> fn = stored.loss(lambda params, x: jnp.sum(x @ params["w"] * params["v"]))
+      >>> fn = stored.loss(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
       >>> float(fn(params, jnp.ones((1, 64))))
       4096.0
     """
@@ -71,7 +71,7 @@ def loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x for x in leaves]
         closed, results = trace(flat, *types, *rest)
         held = [_param(i, x) if is_form(x) else x for i, x in enumerate(leaves)]
-        evaluator = Evaluator(recompute=True, equations={lax.dot_general_p: _product})
+        evaluator = Evaluator(recompute=True, equations={lax.dot_general_p: _product_with_form})
         return jax.tree.unflatten(jax.tree.structure(results), evaluator(closed, [*held, *rest]))
 
     return dataclasses.replace(inner, fn=fn, rngs=inner.rngs or bool(dropout))
@@ -130,7 +130,7 @@ class StoredRule:
         return x
 
 
-def _product(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
     """A product of matrices, of which one may be a form."""
     stored = [i for i, x in enumerate(operands) if is_param(x) and all(map(is_cast, x.moves))]
     if len(stored) != 1:

@@ -1,0 +1,89 @@
+"""What QLoRA holds: Llama 2 in NF4, with adapters of rank 16, in programs for GPUs.
+
+The loss is that of plain jit, with jax.checkpoint around a layer. Nothing is run. Needs the
+compilers: pip install '.[aot]'.
+
+  python benchmarks/fine_tuning_memory.py           # writes results/fine_tuning_memory.md
+  python benchmarks/fine_tuning_memory.py --smoke   # the CPU and two small layers, prints only
+"""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _results
+import jax
+import jax.numpy as jnp
+import optax
+
+import sharding as shd
+from sharding import stored
+from sharding.plan import MODELS, Decoder, targets
+
+GIB = 2**30
+MATRICES = "layers/(query|key|value|out|gate|up|down)$"
+FORMS = {MATRICES: (stored.frozen(4), stored.lora(16))}
+# Model, target, ZeRO stage.
+CASES = [
+    ("llama2-7b", "h100x1", 0),
+    ("llama2-13b", "h100x1", 0),
+    ("llama2-70b", "h100x1", 0),
+    ("llama2-70b", "h100x8", 3),
+]
+HEADER = """
+| model | target | stage | GiB: parameters | state | temporaries | total | TFLOP | sent |
+|---|---|---|---|---|---|---|---|---|
+""".strip()
+
+
+def row(model: Decoder, name: str, target: str, stage: int) -> str:
+    """The figures of one device, with one sequence."""
+    axes = targets.parse(target).mesh_axes
+    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
+    zero = shd.Zero(mesh, stage=stage, axis=tuple(axes))
+    tx = optax.masked(optax.adamw(1e-4), stored.trained)
+
+    def make_state() -> tuple[Any, Any]:
+        params = stored.store(model.init(jnp.bfloat16), FORMS, jax.random.key(0))
+        return params, tx.init(params)
+
+    loss = stored.loss(model.make_loss(jax.checkpoint(model.apply_layer)))
+    step = zero.train_step(loss, tx=tx, trainable=stored.trained)
+    state = zero.abstract_state(make_state, tx=tx)
+    found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=mesh)
+    sizes = found.arguments["parameters"], found.arguments["optimizer state"]
+    figures = [f"{x / GIB:.2f}" for x in (*sizes, found.temporaries or 0.0, found.memory)]
+    figures += [f"{sum(found.flops.values()) / 1e12:.1f}", f"{found.wire_bytes / GIB:.1f}"]
+    return f"| {name} | {target} | {stage} | {' | '.join(figures)} |"
+
+
+def rows(smoke: bool) -> Iterator[str]:
+    """A row of each model."""
+    if smoke:
+        yield row(Decoder(2, 64, 4, 4, 128, 96, 32), "tiny", "cpu:1", 0)
+        return
+    for name, target, stage in CASES:
+        yield row(dataclasses.replace(MODELS[name], length=1024), name, target, stage)
+
+
+def main() -> None:
+    """Prints the table, and writes it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--smoke", action="store_true")
+    smoke = parser.parse_args().smoke
+    table = _results.table(HEADER, rows(smoke))
+    if not smoke:
+        about = (
+            "Llama 2, all matrices of its layers in NF4 with scales in 8 bits and adapters of rank "
+            "16 in bfloat16, AdamW, a sequence of 1,024 tokens a device, every layer computed "
+            "again. GiB of one device, and those that it sends in a step."
+        )
+        _results.write("fine_tuning_memory", "What QLoRA holds", about, table)
+
+
+if __name__ == "__main__":
+    main()
