@@ -1,7 +1,8 @@
 """For each primitive: what the dims of its operands are in its result, and what kind it is of.
 
 This is all that most primitives need: what becomes of rows, and of what they share, follows from
-it. A primitive that is not in the table couples the rows that it reads.
+it. Rules of the few that need more, as reshapes and indices, are in ``_row_equations``, and those
+of calls and loops in ``_row_walk``. A primitive that none of them knows couples the rows it reads.
 """
 
 import dataclasses

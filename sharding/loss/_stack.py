@@ -1,5 +1,8 @@
 """Stacks: the loops of a traced loss over stacked parameters. How they are found, and how they run.
 
+What is taken out of its loss is found here. A step that evaluates the whole loss finds loops as it
+meets them (``Evaluator._scan``).
+
 Remat and the planner run a stack's loop with layers of their own; the update in the backward pass
 runs its layers with passes of its own (``StackPasses``). Layers with numbers, of other operations
 each perhaps, are no stack: pieces of a loss, or layers of a plan.

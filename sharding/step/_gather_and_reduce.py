@@ -1,7 +1,8 @@
 """The loss of one device, and all-gather and reduce-scatter of parameters where it uses them.
 
 It is traced once: what is made of shards alone stays sharded; what else it uses is gathered there,
-at stage 3. ``gather`` in a loss marks places, or gathers handles. Layers that gather their
+at stage 3, in a loop over layers by ``Evaluator._scan`` in ``loss/_evaluate``, which asks the rules
+of this file. ``gather`` in a loss marks places, or gathers handles. Layers that gather their
 own parameters free them after their forward pass, and gather them again in the backward pass.
 """
 

@@ -1,4 +1,15 @@
-"""The plan of a step: how each parameter is sharded, gathered, differentiated and synchronized."""
+"""The plan of a step: how each parameter is sharded, gathered, differentiated and synchronized.
+
+Where the gradient of a parameter is reduced, in the loss of a device:
+
+| stage | its use | reduced |
+|---|---|---|
+| 3 | any | where it was gathered, by the rule of the parameter (``DeviceRule.reduce``) |
+| 2; 1 of one micro-batch | in a layer that fetches for itself | there, too (``reduced_in_layer``) |
+| | elsewhere | after each micro-batch (``reduce_microbatch``) |
+| 0; 1 of several; a sync with a state | any | once, after the last one |
+| any | rows of a table (``lookup``) whose sync knows rows | where they are looked up |
+"""
 
 import dataclasses
 import math

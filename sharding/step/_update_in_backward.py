@@ -2,7 +2,8 @@
 
 The loss is traced and differentiated piece by piece, from its last to its first. A loop over
 stacked layers writes new parameters and new state into refs of the old ones, layer by layer; other
-parameters are updated after the piece that completes their gradients. If the update depends on sums
+parameters are updated after the piece that completes their gradients. (A layer's way is
+``LossPieces.backward``, ``StackBackward``, ``StackUpdate.take``, ``LayerUpdate.write``.) If the update depends on sums
 of all gradients, as on their norm, a first backward pass computes these. All of it is partitioned:
 refs hold the arrays of all devices, and the update is of their shards.
 """
@@ -29,6 +30,7 @@ from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
 from sharding.step import _global_gradients
+from sharding.step._backward_pieces import ForwardPass, LossPieces, Pending
 from sharding.step._layer_updates import (
     OTHERWISE,
     StackUpdate,
@@ -37,7 +39,6 @@ from sharding.step._layer_updates import (
     squared_norm,
 )
 from sharding.step._loss import Inputs, StepLoss
-from sharding.step._loss_pieces import ForwardPass, LossPieces, Pending
 from sharding.step._stack_backward import Microbatches, StackPasses, Take
 from sharding.step._step_plan import StepSpec
 from sharding.step._update import gather_updated
