@@ -2,10 +2,12 @@
 
 The loss is traced and differentiated piece by piece, from its last to its first. A loop over
 stacked layers writes new parameters and new state into refs of the old ones, layer by layer; other
-parameters are updated after the piece that completes their gradients. (A layer's way is
-``LossPieces.backward``, ``StackBackward``, ``StackUpdate.take``, ``LayerUpdate.write``.) If the update depends on sums
+parameters are updated after the piece that completes their gradients. If the update depends on sums
 of all gradients, as on their norm, a first backward pass computes these. All of it is partitioned:
 refs hold the arrays of all devices, and the update is of their shards.
+
+A layer's way is ``LossPieces.backward``, ``StackBackward``, ``StackUpdate.take`` and
+``LayerUpdate.write``.
 """
 
 import functools
