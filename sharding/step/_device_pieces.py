@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext.equations import Scan, name_of, record_of, trace
@@ -82,9 +83,14 @@ def _of_devices(rule: DeviceRule, shard: P, tap: jax.Array) -> jax.Array:
 
 
 def _reduce_once(rule: DeviceRule, shard: P, _: None, grads: jax.Array) -> tuple[jax.Array]:
-    reduce = lambda grad: rule.reduce(grad[0], grad)  # noqa: E731
-    of_device = P(entry_of(rule.layout.data_axes))
-    return (over_data_axes(rule.layout, reduce, of_device, shard)(grads),)
+    axes = rule.layout.data_axes
+    others = tuple(axis for axis in axes if axis not in rule.reduce_axes)  # of replicas
+
+    def reduce(grad: jax.Array) -> jax.Array:
+        own = rule.reduce(grad[0], grad)
+        return lax.psum(own, others) if others else own
+
+    return (over_data_axes(rule.layout, reduce, P(entry_of(axes)), shard)(grads),)
 
 
 _of_devices.defvjp(lambda rule, shard, tap: (_of_devices(rule, shard, tap), None), _reduce_once)
