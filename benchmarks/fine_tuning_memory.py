@@ -51,7 +51,7 @@ def row(model: Decoder, name: str, target: str, stage: int) -> str:
         params = stored.store(model.init(jnp.bfloat16), FORMS, jax.random.key(0))
         return params, tx.init(params)
 
-    loss = stored.loss(model.make_loss(jax.checkpoint(model.apply_layer)))
+    loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer)))
     step = zero.train_step(loss, tx=tx, trainable=stored.trained)
     state = zero.abstract_state(make_state, tx=tx)
     found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=mesh)

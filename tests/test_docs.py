@@ -83,13 +83,17 @@ def test_the_api_pages_have_every_public_name():
         sharding.plan: ("search",),
         optax_ext: ("low_precision",),
     }
-    modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)
+    modules = (
+        *(sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat),
+        sharding.stored,
+    )
     for module in (optax_ext, sharding, *modules):
         names = (module.__name__.split(".")[-1], *inside.get(module, ()))
         lines = "".join((DOCS / "api" / f"{name}.rst").read_text() for name in names)
         documented = re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M)
         exported = re.findall(r" as (\w+),?$", pathlib.Path(module.__file__).read_text(), re.M)
-        known = {"pipeline", "plan", "recovery", "remat", "sync", "targets", "__version__"}
+        known = {"pipeline", "plan", "recovery", "remat", "stored", "sync", "targets"}
+        known |= {"__version__"}
         assert exported
         assert set(exported) - set(documented) <= known, module
         # What help, completion and a star show.

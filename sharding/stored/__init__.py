@@ -9,26 +9,11 @@ from sharding.stored._store import adapters as adapters
 from sharding.stored._store import frozen as frozen
 from sharding.stored._store import lora as lora
 from sharding.stored._store import masked as masked
-from sharding.stored._store import merged_params as merged
+from sharding.stored._store import merge as merge
 from sharding.stored._store import peft as peft
 from sharding.stored._store import store as store
 from sharding.stored._store import trained as trained
-from sharding.stored._stored_loss import stored_loss as loss
+from sharding.stored._stored_loss import loss_of as loss_of
 
-__all__ = [
-    "Adapted",
-    "Coded",
-    "Form",
-    "Masked",
-    "NormalFloat4",
-    "adapters",
-    "frozen",
-    "lora",
-    "loss",
-    "masked",
-    "merged",
-    "peft",
-    "store",
-    "trained",
-]
+__all__ = [name for name in dir() if not name.startswith("_")]
 __dir__ = __all__.copy

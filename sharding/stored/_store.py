@@ -32,7 +32,14 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
         of layers, stack arrays.
 
     Raises:
-      ValueError: if ``bits`` is none of these.
+      ValueError: if ``bits`` is none of these, or, once it is stored, a parameter does not suit it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sharding import stored
+      >>> w = stored.store({"w": jnp.ones((64, 256))}, {"w": stored.frozen(8)})["w"]
+      >>> w.shape, w.nbytes / w.decode().nbytes
+      ((64, 256), 0.25390625)
     """
     if not isinstance(bits, CodedFormat) and bits not in (4, 8):
         raise ValueError(f"frozen takes 4 or 8 bits, or a format of optax_ext, got {bits!r}.")
@@ -72,7 +79,15 @@ def lora(
       dtype: of A and B; None for the parameter's.
 
     Raises:
-      ValueError: if the rank is not below the rows and columns.
+      ValueError: if the rank is above the rows or columns of a parameter, or there is no key.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import stored
+      >>> form = stored.lora(rank=4, alpha=8)
+      >>> w = stored.store({"w": jnp.ones((3, 64, 256))}, {"w": form}, jax.random.key(0))["w"]
+      >>> w.a.shape, w.b.shape, w.scale
+      ((3, 64, 4), (3, 4, 256), 2.0)
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora: the rank must be an integer of at least 1, got {rank!r}.")
@@ -103,8 +118,18 @@ def lora(
 def masked(sparsity: float) -> Step:
     """A pruned parameter: the share ``sparsity`` of its smallest magnitudes is zero, and stays so.
 
+    Args:
+      sparsity: the share that is zero.
+
     Raises:
       ValueError: if the share is not at least 0 and below 1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sharding import stored
+      >>> w = stored.store({"w": jnp.array([1.0, -4, 3, 2])}, {"w": stored.masked(0.5)})["w"]
+      >>> w.decode().tolist()
+      [0.0, -4.0, 3.0, 0.0]
     """
     if not 0 <= sparsity < 1:
         raise ValueError(f"masked: the sparsity must be at least 0 and below 1, got {sparsity!r}.")
@@ -171,7 +196,22 @@ def _paths(params: Tree) -> list[str]:
 
 
 def trained(params: Tree) -> Any:
-    """Which parts are trained, for ``trainable`` and ``optax.masked``: adapters, masked values."""
+    """Which parts are trained, for ``trainable`` and ``optax.masked``: adapters, masked values.
+
+    Args:
+      params: parameters, of which some are stored in forms.
+
+    Returns:
+      A tree of bools.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = {"v": jnp.ones(4), "w": jnp.ones(4)}
+      >>> params = stored.store(params, {"w": stored.masked(0.0)})
+      >>> stored.trained(params)
+      {'v': False, 'w': Masked(values=True, kept=False)}
+    """
 
     def of(x: Any) -> Any:
         if isinstance(x, Adapted):
@@ -184,13 +224,36 @@ def trained(params: Tree) -> Any:
     return jax.tree.map(of, params, is_leaf=is_form)
 
 
-def merged_params(params: Tree) -> Any:
-    """Parameters as the loss sees them, without forms; adapters are added to their matrices."""
+def merge(params: Tree) -> Any:
+    """Parameters as the loss sees them, without forms; adapters are added to their matrices.
+
+    Args:
+      params: parameters, of which some are stored in forms.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = stored.store({"w": jnp.ones((64, 64))}, {"w": stored.frozen(4)})
+      >>> float(stored.merge(params)["w"][0, 0])
+      1.0
+    """
     return jax.tree.map(decoded, params, is_leaf=is_form)
 
 
 def adapters(params: Tree) -> dict[str, Adapted]:
-    """The adapted parameters, by their paths."""
+    """The adapted parameters, by their paths.
+
+    Args:
+      params: parameters, of which some are stored in forms.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = {"layer": {"w": jnp.ones((64, 64))}}
+      >>> params = stored.store(params, {"w": stored.lora(2)}, jax.random.key(0))
+      >>> list(stored.adapters(params))
+      ['layer/w']
+    """
     named = zip(_paths(params), jax.tree.leaves(params, is_leaf=is_form), strict=True)
     return {path: x for path, x in named if isinstance(x, Adapted)}
 
@@ -207,6 +270,15 @@ def peft(
 
     Returns:
       ``base_model.model.<name>.lora_A.weight`` (rank, rows) and ``lora_B.weight`` (columns, rank).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding import stored
+      >>> params = {"layer": {"w": jnp.ones((64, 32))}}
+      >>> params = stored.store(params, {"w": stored.lora(2)}, jax.random.key(0))
+      >>> {name: x.shape for name, x in stored.peft(params).items()}
+      {'base_model.model.layer.w.lora_A.weight': (2, 64),
+       'base_model.model.layer.w.lora_B.weight': (32, 2)}
     """
     found = {}
     for path, form in adapters(params).items():
@@ -215,7 +287,6 @@ def peft(
             name = ".".join([*path.split("/"), *map(str, index)])
             name = name if name_of is None else name_of(path, index)
             a, b = np.asarray(form.a[index]), np.asarray(form.b[index])
-            # peft has the same alpha for all: what a scale lacks goes into B.
             found[f"base_model.model.{name}.lora_A.weight"] = a.reshape(-1, rank).T
             found[f"base_model.model.{name}.lora_B.weight"] = b.reshape(rank, -1).T
     return found

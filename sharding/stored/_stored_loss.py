@@ -22,7 +22,7 @@ from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.stored._forms import Adapted, is_form
 
 
-def stored_loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
+def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
     """The loss of parameters of which some are stored in forms.
 
     It is the given loss of what the forms decode to, whatever framework that is written in, and is
@@ -44,7 +44,7 @@ def stored_loss(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
       >>> params = {"w": jnp.ones((64, 64))}
       >>> forms = {"w": (stored.frozen(4), stored.lora(rank=4))}
       >>> params = stored.store(params, forms, jax.random.key(0))
-      >>> fn = stored.loss(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+      >>> fn = stored.loss_of(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
       >>> float(fn(params, jnp.ones((1, 64))))
       4096.0
     """

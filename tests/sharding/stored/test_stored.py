@@ -98,7 +98,7 @@ def differentiable(loss, params):
 
 
 def of_decoded(loss):
-    return lambda params, batch: loss(stored.merged(params), batch)
+    return lambda params, batch: loss(stored.merge(params), batch)
 
 
 FORMS = {
@@ -114,7 +114,7 @@ FORMS = {
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 def test_value_and_gradients_are_those_of_what_is_decoded(loss, forms, x64):
     params = trained_b(stored.store(arrays(), forms, KEY))
-    found, chosen = differentiable(stored.loss(loss), params)
+    found, chosen = differentiable(stored.loss_of(loss), params)
     expected, _ = differentiable(of_decoded(loss), params)
     found = jax.jit(jax.value_and_grad(found))(chosen, batch())
     model.assert_close(found, jax.jit(jax.value_and_grad(expected))(chosen, batch()), 1e-12)
@@ -124,7 +124,7 @@ def test_value_and_gradients_are_those_of_what_is_decoded(loss, forms, x64):
 def test_one_layer_is_decoded_at_a_time(loss):
     """No loop of the gradient takes or gives the stack as the loss sees it, nor its gradient."""
     params = stored.store(arrays(np.float32), FORMS["QLoRA"], KEY)
-    fn, chosen = differentiable(stored.loss(loss), params)
+    fn, chosen = differentiable(stored.loss_of(loss), params)
     compiled = jax.jit(jax.grad(fn)).lower(chosen, batch()).compile()
     for shape in ((WIDTH, HIDDEN), (HIDDEN, WIDTH)):
         for dtype in ("f32", "u8", "s8", "pred"):
@@ -143,7 +143,7 @@ def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
     params = trained_b(stored.store(arrays(), FORMS["QLoRA"], KEY))
     state = zero.init(lambda: (params, TX.init(params)), tx=TX)
     step = zero.train_step(
-        stored.loss(scanned),
+        stored.loss_of(scanned),
         tx=TX,
         trainable=stored.trained,
         update=update,
@@ -228,8 +228,10 @@ def test_kernels_of_more_dims_have_adapters_of_two():
         return jnp.sum(jnp.einsum("bhk,hkd->bd", jnp.einsum("bd,dhk->bhk", x, p["in"]), p["out"]))
 
     x = jnp.asarray(rng.normal(size=(8, 32)), jnp.float32)
-    np.testing.assert_allclose(stored.loss(loss)(made, x), loss(stored.merged(made), x), rtol=1e-4)
-    products = str(jax.make_jaxpr(stored.loss(loss))(made, x))
+    np.testing.assert_allclose(
+        stored.loss_of(loss)(made, x), loss(stored.merge(made), x), rtol=1e-4
+    )
+    products = str(jax.make_jaxpr(stored.loss_of(loss))(made, x))
     assert "f32[2,4,64]" in products  # B of the first, which no sum is formed with
 
 
@@ -241,7 +243,7 @@ def test_adapters_have_the_names_of_peft():
     a, b = (named[f"{prefix}.lora_{part}.weight"] for part in "AB")
     up = params["layers"]["up"]
     assert (a.shape, b.shape) == ((4, WIDTH), (HIDDEN, 4))
-    added = (stored.merged(params)["layers"]["up"] - up.base.decode())[1]
+    added = (stored.merge(params)["layers"]["up"] - up.base.decode())[1]
     np.testing.assert_allclose(8 / 4 * (x @ a.T) @ b.T, x @ added, rtol=1e-4, atol=1e-5)
     assert len(named) == 2 * (2 * LAYERS + 1)
 
@@ -249,11 +251,11 @@ def test_adapters_have_the_names_of_peft():
 def test_dropout_is_of_the_input_of_an_adapter(x64):
     """With the same keys it is what it says, and each layer has its own mask."""
     params = trained_b(stored.store(arrays(), FORMS["linear"], KEY))
-    fn = stored.loss(scanned, dropout=0.5)
+    fn = stored.loss_of(scanned, dropout=0.5)
     assert fn.rngs
     keys = jax.random.split(KEY, 200)
     values = jax.lax.map(lambda key: fn(params, batch(), key), keys)
-    without = stored.loss(scanned)(params, batch())
+    without = stored.loss_of(scanned)(params, batch())
     assert np.std(values) > 1e-4
     assert abs(np.mean(values) - without) < 0.1 * abs(without)
     np.testing.assert_array_equal(fn(params, batch(), KEY), fn(params, batch(), KEY))
@@ -263,7 +265,7 @@ def test_pruned_values_stay_zero():
     params = stored.store(arrays(np.float32), {"head": stored.masked(0.75)})
     head = params["head"]
     assert np.mean(head.decode() == 0) == 0.75
-    fn, chosen = differentiable(stored.loss(checkpointed), params)
+    fn, chosen = differentiable(stored.loss_of(checkpointed), params)
     grads = jax.grad(fn)(chosen, batch())
     assert not np.any(np.asarray(grads["head"].values)[~np.asarray(head.kept)])
 
@@ -296,7 +298,7 @@ def test_bad_options_raise():
             lambda: stored.store(arrays(np.float32), {"head": stored.lora(4)}),
             "give store(..., key)",
         ),
-        (lambda: stored.loss(scanned, dropout=1.0), "dropout must be"),
+        (lambda: stored.loss_of(scanned, dropout=1.0), "dropout must be"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
