@@ -1,4 +1,4 @@
-"""An optimizer's step as benchmarks compile it, and steps that are timed alternately."""
+"""Steps as benchmarks compile them: of an optimizer, of a loss; and how they are timed in turns."""
 
 import math
 import time
@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding as shd
 from optax_ext import kernels
+from sharding.plan import targets
 
 Shapes = Sequence[tuple[int, ...]]
 
@@ -53,6 +54,26 @@ def lowered(
     return jax.jit(step, donate_argnums=(0, 1)).lower(
         on_device(params), on_device(state), on_device(grads)
     )
+
+
+def zero_on(target: str, **options: Any) -> shd.Zero:
+    """On all devices of a target, along its links."""
+    axes = targets.parse(target).mesh_axes
+    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
+    return shd.Zero(mesh, axis=tuple(axes), **options)
+
+
+def jitted_step(loss: Callable[..., Any], tx: Any, state: Any) -> Any:
+    """A user's step by ``jit`` alone, whose results stay where the state, real or abstract, is."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), {"loss": value}
+
+    of_state = jax.tree.map(lambda x: x.sharding, state)
+    return jax.jit(step, donate_argnums=0, out_shardings=(of_state, None))
 
 
 def compiled(*arguments: Any) -> jax.stages.Compiled:

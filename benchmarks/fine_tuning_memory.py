@@ -19,10 +19,11 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
+from _steps import zero_on
 
 import sharding as shd
 from sharding import stored
-from sharding.plan import MODELS, Decoder, targets
+from sharding.plan import MODELS, Decoder
 
 GIB = 2**30
 MATRICES = "layers/(query|key|value|out|gate|up|down)$"
@@ -42,9 +43,7 @@ HEADER = """
 
 def row(model: Decoder, name: str, target: str, stage: int) -> str:
     """The figures of one device, with one sequence."""
-    axes = targets.parse(target).mesh_axes
-    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
-    zero = shd.Zero(mesh, stage=stage, axis=tuple(axes))
+    zero = zero_on(target, stage=stage)
     tx = optax.masked(optax.adamw(1e-4), stored.trained)
 
     def make_state() -> tuple[Any, Any]:
@@ -54,7 +53,7 @@ def row(model: Decoder, name: str, target: str, stage: int) -> str:
     loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer)))
     step = zero.train_step(loss, tx=tx, trainable=stored.trained)
     state = zero.abstract_state(make_state, tx=tx)
-    found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=mesh)
+    found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=zero.mesh)
     sizes = found.arguments["parameters"], found.arguments["optimizer state"]
     figures = [f"{x / GIB:.2f}" for x in (*sizes, found.temporaries or 0.0, found.memory)]
     figures += [f"{sum(found.flops.values()) / 1e12:.1f}", f"{found.wire_bytes / GIB:.1f}"]

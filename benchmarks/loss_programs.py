@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _steps import quartiles, time_alternately
+from _steps import jitted_step, quartiles, time_alternately
 from _transformer import Config, init, make_loss
 
 import sharding as shd
@@ -78,27 +78,6 @@ MODELS = {
 }
 
 
-def plain_step(zero: shd.Zero, loss: Loss) -> Callable[[Any, Any], Any]:
-    """What a user would write for ``jit``."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": value}
-
-    @functools.cache
-    def jitted(shardings: Any) -> Any:
-        of_state = jax.tree.unflatten(*shardings)
-        return jax.jit(step, donate_argnums=0, out_shardings=(of_state, None))
-
-    def call(state: Any, batch: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, state))
-        return jitted((treedef, tuple(leaves)))(state, batch)
-
-    return call
-
-
 def rows(name: str, stage: int, rounds: int, smoke: bool) -> Iterator[str]:
     """A row for each step of a model at a stage."""
     make, loss, batch = MODELS[name](smoke)
@@ -111,13 +90,13 @@ def rows(name: str, stage: int, rounds: int, smoke: bool) -> Iterator[str]:
         return params, TX.init(params)
 
     for program in (BASE, *PROGRAMS):
+        held = [zero.init(make_state, tx=TX)]
         if program == BASE:
-            step: Any = plain_step(zero, loss)
+            step: Any = jitted_step(loss, TX, held[0])
         else:
             new = functools.partial(zero.train_step, shd.Loss(loss, per_device=PROGRAMS[program]))
             hows[program] = str(new(tx=TX).loss_program(jax.eval_shape(make_state), batch))
             step = new(tx=TX)
-        held = [zero.init(make_state, tx=TX)]
         jax.clear_caches()
         start = time.process_time()
         held[0], _ = step(held[0], placed)

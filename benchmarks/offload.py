@@ -21,10 +21,11 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
+from _steps import zero_on
 
 import optax_ext
 import sharding as shd
-from sharding.plan import MODELS, targets
+from sharding.plan import MODELS
 
 MIB = 2**20
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -46,9 +47,7 @@ def rows(name: str, target: str, optimizer: str, stacked: bool) -> Iterator[str]
     """Lines of the table: one update with three placements of its state."""
     model = dataclasses.replace(MODELS[name], scan=stacked)
     tx = OPTIMIZERS[optimizer]()
-    axes = targets.parse(target).mesh_axes
-    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
-    on_device = shd.Zero(mesh, 3, tuple(axes))
+    on_device = zero_on(target, stage=3)
     on_host = dataclasses.replace(on_device, offload="optimizer")
 
     def make_state() -> Any:

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from _steps import zero_on
 from _transformer import Config, init, make_loss
 from jax.experimental import multihost_utils
 
@@ -354,18 +355,16 @@ def program_rows(config: Config, names: tuple[str, ...]) -> Iterator[str]:
     """Lines for each target: the compiled step without and with a snapshot."""
     tx = optax.adamw(1e-4)
     for name in names:
-        axes = targets.parse(name).mesh_axes
-        mesh = targets.mesh(name, tuple(axes.values()), tuple(axes))
-        zero = shd.Zero(mesh, 3, tuple(axes))
+        zero = zero_on(name, stage=3)
 
         def make_state() -> Any:
             params = init(config)
             return params, tx.init(params)
 
         state = zero.abstract_state(make_state, tx=tx)
-        batch = jax.ShapeDtypeStruct((mesh.size, 513), np.int32)
+        batch = jax.ShapeDtypeStruct((zero.mesh.size, 513), np.int32)
         held = sum(shard_bytes(x) for x in jax.tree.leaves(state))
-        store = shd.PeerCheckpoints(mesh, "unused", run_id="compiled")
+        store = shd.PeerCheckpoints(zero.mesh, "unused", run_id="compiled")
         for snapshot in (None, store):
             step = zero.train_step(zero_loss(zero), tx=tx, snapshot=snapshot)
             compiled = step.lower(state, batch).compile()

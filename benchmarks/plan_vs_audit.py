@@ -22,6 +22,7 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
+from _steps import zero_on
 
 import optax_ext
 import sharding as shd
@@ -33,7 +34,6 @@ from sharding.plan import (
     estimate,
     kind_of,
     layer_costs,
-    targets,
 )
 from sharding.plan.audit._audit import Audit
 from sharding.plan.cost._stage_plan import StagePlan
@@ -85,9 +85,7 @@ def step_of(
     model = MODELS[name]
     model = dataclasses.replace(model, length=length or model.length)
     dtype = jnp.float32 if target.startswith("cpu") else jnp.bfloat16  # XLA:CPU widens sums
-    axes = targets.parse(target).mesh_axes
-    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
-    zero = shd.Zero(mesh, stage, tuple(axes))
+    zero = zero_on(target, stage=stage)
     layer = zero.gathered(model.apply_layer)
     loss = model.make_loss(layer if stage == 3 else jax.checkpoint(layer))
 

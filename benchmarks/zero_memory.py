@@ -24,6 +24,7 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
+from _steps import jitted_step, zero_on
 
 import optax_ext
 import sharding as shd
@@ -112,26 +113,6 @@ def loss_of(name: str, model: Decoder, zero: shd.Zero) -> Any:
     return shd.Loss(whole, per_device=False) if name == "mean, partitioned" else whole
 
 
-def jitted_step(loss: Any, tx: Any) -> Any:
-    """A user's step by ``jit`` and shardings alone, whose results stay where the state is."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
-
-    class Step:
-        @staticmethod
-        def lower(state: Any, batch: Any) -> Any:
-            of_state = jax.tree.map(lambda x: x.sharding, state)
-            return jax.jit(step, donate_argnums=0, out_shardings=(of_state, None)).lower(
-                state, batch
-            )
-
-    return Step
-
-
 def compiled(
     model: Decoder,
     target: str,
@@ -177,17 +158,18 @@ def compiled(
         params = model.init(dtype)
         return params, tx.init(params)
 
-    function = loss_of(loss, model, zero)
-    step: Any = jitted_step(function, tx) if jit else None
-    if step is None:
-        step = zero.train_step(function, tx=tx, microbatches=microbatches)
+    function, state = loss_of(loss, model, zero), zero.abstract_state(make_state, tx=tx)
     # With a row a device a contrastive loss is another program.
     rows = 2 if loss == "contrastive" else 1
     tokens = model.batch(zero.num_devices * microbatches * rows)
+    step: Any
     if jit:
+        step = jitted_step(function, tx, state)
         placed = jax.NamedSharding(zero.mesh, jax.P(tuple(MESHES[target])))
         tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=placed)
-    lowered = step.lower(zero.abstract_state(make_state, tx=tx), tokens)
+    else:
+        step = zero.train_step(function, tx=tx, microbatches=microbatches)
+    lowered = step.lower(state, tokens)
     start = time.perf_counter()
     program = lowered.compile()
     seconds = time.perf_counter() - start
@@ -335,13 +317,6 @@ def audited(zero: shd.Zero, model: Decoder, tx: Any, update: str, microbatches: 
             raise
         return None
     return shd.audit(program, mesh=zero.mesh)
-
-
-def zero_on(target: str, **options: Any) -> shd.Zero:
-    """On all devices of a target, along its links."""
-    axes = targets.parse(target).mesh_axes
-    mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
-    return shd.Zero(mesh, axis=tuple(axes), **options)
 
 
 def backward_rows(smoke: bool) -> Iterator[str]:

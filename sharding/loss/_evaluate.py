@@ -119,6 +119,10 @@ class Param(NamedTuple):
         if rule not in fetched:
             fetched[rule] = rule.fetch(self.held) if rule.by_use else use(rule, self.held, self.tap)
         full = tapped(rule, fetched[rule], self.tap) if rule.by_use else fetched[rule]
+        return self.moved(full)
+
+    def moved(self, full: jax.Array) -> jax.Array:
+        """What was fetched, moved as the loss moves it."""
         for eqn in self.moves:
             (full,) = bind(eqn, [full])
         return full

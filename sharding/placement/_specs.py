@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -135,6 +136,11 @@ def leaf_names(
 def plain_path(name: str) -> str:
     """The path as text, which patterns match, of a name of ``leaf_names``."""
     return name.replace(r"\/", "/")
+
+
+def key_of_path(key: jax.Array, path: str) -> jax.Array:
+    """A key for the array of this path, the same in every process."""
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
 def check_patterns(name: str, patterns: Iterable[Any]) -> None:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_ext.equations import Scan, name_of, record_of, trace
+from optax_ext.equations import Scan, inner_jaxprs, name_of, record_of, trace
 from optax_ext.traced_graph import Value
+from sharding._jaxprs import all_equations
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._row_pieces import RowPieces
@@ -43,6 +44,11 @@ class DevicePiece(NamedTuple):
 
 
 # --- Parameters in a piece ------------------------------------------------------------------------
+
+
+def _with_rows(layout: Layout, dim: int = 0) -> P:
+    """The spec of an array of whose dim each device has a part."""
+    return P(*[None] * dim, entry_of(layout.data_axes))
 
 
 def _specs(x: Param) -> tuple[P, P]:
@@ -79,21 +85,27 @@ def _rule_in_piece(x: Param) -> DeviceRule:
 def _of_devices(rule: DeviceRule, shard: P, tap: jax.Array) -> jax.Array:
     """A tap (devices, ...) for what each device makes of a gradient; its sum is that of ``tap``."""
     zeros = jnp.zeros((rule.layout.num_devices, *tap.shape), tap.dtype)
-    return rule.layout.constrain(zeros, P(entry_of(rule.layout.data_axes)))
+    return rule.layout.constrain(zeros, _with_rows(rule.layout))
 
 
 def _reduce_once(rule: DeviceRule, shard: P, _: None, grads: jax.Array) -> tuple[jax.Array]:
-    axes = rule.layout.data_axes
-    others = tuple(axis for axis in axes if axis not in rule.reduce_axes)  # of replicas
+    # Those of replicas.
+    others = tuple(axis for axis in rule.layout.data_axes if axis not in rule.reduce_axes)
 
     def reduce(grad: jax.Array) -> jax.Array:
         own = rule.reduce(grad[0], grad)
         return lax.psum(own, others) if others else own
 
-    return (over_data_axes(rule.layout, reduce, P(entry_of(axes)), shard)(grads),)
+    return (over_data_axes(rule.layout, reduce, _with_rows(rule.layout), shard)(grads),)
 
 
 _of_devices.defvjp(lambda rule, shard, tap: (_of_devices(rule, shard, tap), None), _reduce_once)
+
+
+def _has_loop(eqn: Any) -> bool:
+    """Whether an equation is a scan, or has one in it, as a checkpoint may."""
+    inner = (x for jaxpr in inner_jaxprs(eqn) for x in all_equations(jaxpr))
+    return any(isinstance(record_of(x), Scan) for x in (eqn, *inner))
 
 
 # --- A loss in pieces -----------------------------------------------------------------------------
@@ -145,9 +157,7 @@ class PiecesEvaluator(Evaluator):
         """
         uses = collections.Counter(v for numbers in own for v in set(pieces.reads(numbers)))
         equations = [pieces.graph.equations[i] for numbers in own for i in numbers]
-        in_loops = {
-            v for eqn in equations if isinstance(record_of(eqn), Scan) for v in eqn.operands
-        }
+        in_loops = {v for eqn in equations if _has_loop(eqn) for v in eqn.operands}
         params = {v: values[v] for v, n in uses.items() if n > 1 and is_param(values.get(v))}
         return {
             v: _of_devices(_rule_in_piece(x), _specs(x)[1], x.tap)
@@ -184,12 +194,12 @@ class PiecesEvaluator(Evaluator):
 
         def spec(value: Any) -> P:
             dim = pieces.row_dim(value)
-            return P() if dim is None else P(*[None] * dim, entry_of(self.layout.data_axes))
+            return P() if dim is None else _with_rows(self.layout, dim)
 
         def specs(v: Any, x: Param) -> tuple[P, P | None]:
             held, shard = _specs(x)
             if v in summed:
-                return held, P(entry_of(self.layout.data_axes))
+                return held, _with_rows(self.layout)
             return held, None if x.tap is None else shard
 
         pairs = [(x.held, summed.get(v, x.tap)) for v, x in params.items()]

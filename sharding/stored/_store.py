@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from optax_ext import Dynamic, Float8, Linear
 from optax_ext.low_precision import quantize
 from sharding._types import Tree
-from sharding.placement._specs import check_patterns, leaf_names, plain_path
+from sharding.placement._specs import check_patterns, key_of_path, leaf_names, plain_path
 from sharding.stored import _normal_float
 from sharding.stored._forms import Adapted, Coded, Form, Masked, decoded, each_of_stack, is_form
 
@@ -179,7 +178,8 @@ def store(
         used.add(pattern)
         steps = forms[pattern]
         for number, step in enumerate(steps if isinstance(steps, Sequence) else [steps]):
-            x = step(x, path, None if key is None else _key_of(key, path, number))
+            own = None if key is None else jax.random.fold_in(key_of_path(key, path), number)
+            x = step(x, path, own)
         return x
 
     made = list(map(form_of, paths, leaves))
@@ -306,8 +306,3 @@ def _check_array(x: Any, path: str, what: str) -> None:
     if is_form(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         kind = type(x).__name__ if is_form(x) else f"an array of {x.dtype}"
         raise ValueError(f"{what} takes an array of floating numbers, and {path} is {kind}.")
-
-
-def _key_of(key: jax.Array, path: str, number: int) -> jax.Array:
-    """The key of a parameter, the same in every process."""
-    return jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(path.encode())), number)

@@ -26,7 +26,7 @@ def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
     """The loss of parameters of which some are stored in forms.
 
     It is the given loss of what the forms decode to, whatever framework that is written in, and is
-    itself a loss like any other: ``Zero`` gathers codes, ``offload`` streams them.
+    itself a loss like any other, of whose stacks ``Zero`` gathers the codes of one layer at a time.
 
     Args:
       given: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
@@ -57,11 +57,11 @@ def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
 
     def fn(params: Tree, *args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
-        if not any(map(is_form, leaves)):
-            return inner(params, *args)
         if dropout:
             leaves = _with_keys(leaves, dropout, args[-1])
             args = args if inner.rngs else args[:-1]
+        if not any(map(is_form, leaves)):
+            return inner(params, *args)
         rest, rest_treedef = jax.tree.flatten(args)
 
         def flat(*values: Any) -> Any:
@@ -93,7 +93,10 @@ def _param(number: int, form: Any) -> Param:
 
 @dataclasses.dataclass(frozen=True)
 class StoredRule:
-    """How a loss reads a form; its parts are differentiated as they are."""
+    """How a loss reads a form; its parts are differentiated as they are.
+
+    Before it is decoded no more is done to it than that it is cast, or sliced by layers.
+    """
 
     by_use = False
     again = True
@@ -109,7 +112,7 @@ class StoredRule:
         """Casts of a whole stack, and its layers, before it is decoded."""
         if is_cast(eqn):
             return [x.moved_by(eqn)]
-        if rest or not all(map(is_cast, x.moves)):
+        if rest:
             return None
         form: Any = x.held
         name, params = eqn.primitive.name, eqn.params
@@ -124,7 +127,7 @@ class StoredRule:
 
     def stack(self, x: Param) -> Param | None:
         form: Any = x.held
-        return x if form.stacked and all(map(is_cast, x.moves)) else None
+        return x if form.stacked else None
 
     def layer(self, x: Param) -> Param:
         return x
@@ -132,7 +135,7 @@ class StoredRule:
 
 def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
     """A product of matrices, of which one may be a form."""
-    stored = [i for i, x in enumerate(operands) if is_param(x) and all(map(is_cast, x.moves))]
+    stored = [i for i, x in enumerate(operands) if is_param(x)]
     if len(stored) != 1:
         return bind(eqn, list(map(evaluator.full, operands)))
     (at,) = stored
@@ -141,37 +144,30 @@ def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> S
 
     def product(form: Any, other: jax.Array) -> jax.Array:
         def times(matrix: jax.Array) -> jax.Array:
-            for cast in x.moves:
-                (matrix,) = bind(cast, [matrix])
+            matrix = x.moved(matrix)
             (out,) = bind(eqn, [matrix, other] if at == 0 else [other, matrix])
             return out
 
-        dims = _low_rank_dims(form, eqn.params["dimension_numbers"], at)
-        if dims is None:
-            return times(form.decode())
-        return times(form.frozen()) + _low_rank(form, dims, other, eqn, at)
+        low = _low_rank(form, other, eqn, at)
+        return times(form.decode()) if low is None else times(form.frozen()) + low
 
     # Within a checkpoint of the user's all is computed again, but for what its policy stores.
     run: Callable[..., Any] = product if x.in_layer else jax.checkpoint(product)
     return [run(x.held, other)]
 
 
-def _low_rank_dims(form: Any, dimension_numbers: Any, at: int) -> bool | None:
-    """Whether a product is over the columns of an adapted matrix; None if not over one side."""
-    contracted, batch = dimension_numbers
+def _low_rank(form: Any, other: jax.Array, eqn: Any, at: int) -> jax.Array | None:
+    """A product with s A B, first with the side that it is over; None if not over one side."""
+    contracted, batch = eqn.params["dimension_numbers"]
     if not isinstance(form, Adapted) or any(batch) or form.stacked:
         return None
-    over = tuple(sorted(contracted[at]))
-    rows = form.rows
-    if over == tuple(range(rows)):
-        return False
-    return True if over == tuple(range(rows, form.ndim)) else None
-
-
-def _low_rank(form: Adapted, over_columns: bool, other: jax.Array, eqn: Any, at: int) -> jax.Array:
-    """A product with s A B, first with the side that the product is over."""
+    over = sorted(contracted[at])
+    over_columns = over == list(range(form.rows, form.ndim))
+    if not over_columns and over != list(range(form.rows)):
+        return None
+    if over_columns and form.dropout:
+        return None  # which raises: there is no input of A
     options = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
-    contracted, _ = eqn.params["dimension_numbers"]
     a, b = form.a.astype(other.dtype), form.b.astype(other.dtype)
     first, own, second, of_rank = a, contracted[at], b, 0
     if over_columns:
@@ -182,8 +178,7 @@ def _low_rank(form: Adapted, over_columns: bool, other: jax.Array, eqn: Any, at:
         both, numbers = ((matrix, x), (dims, of_x)) if at == 0 else ((x, matrix), (of_x, dims))
         return lax.dot_general(*both, (numbers, ((), ())), **options)
 
-    if not over_columns:
-        other = form.dropped(other)
+    other = form.dropped(other)
     # What is not summed of the matrix comes first if that is the first operand, else last.
     narrow = dot(first, other, own, contracted[1 - at]).astype(other.dtype)
     return form.scale * dot(second, narrow, (of_rank,), (0 if at == 0 else narrow.ndim - 1,))

@@ -1,6 +1,5 @@
 """The interface of gradient sync, and how a sync of trees is made of methods for single arrays."""
 
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from jax import lax
 from sharding._types import Array, Tree
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.collectives._sparse_rows import SparseRows, rows_of_array, rows_of_lookups
-from sharding.placement._specs import Axes, Axis, axes_of, leaf_names
+from sharding.placement._specs import Axes, Axis, axes_of, key_of_path, leaf_names
 
 Reduced = tuple[jax.Array, Any]  # a mean, or a shard of it, and the new state
 
@@ -70,7 +69,7 @@ class StepContext(NamedTuple):
 
     def key(self, seed: int) -> jax.Array:
         """For this step and array, the same in every process."""
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(self.path.encode()))
+        key = key_of_path(jax.random.key(seed), self.path)
         return key if self.step is None else jax.random.fold_in(key, self.step)
 
 

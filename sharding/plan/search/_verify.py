@@ -11,6 +11,7 @@ from sharding.pipeline import pipedream_2bw
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost._ledger import DIFFERS, Difference, WorkRow, differences, sent_over
+from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
@@ -158,9 +159,7 @@ def planned_work(file: PlanFile, built: BuiltStep, model: AnyModel) -> tuple[Wor
     rows: list[WorkRow] = []
     if plan.pipe > 1:
         pipeline, params = built.loss, built.loss.stack(params)
-        updates = None
-        if plan.asynchronous:
-            updates = pipedream_2bw(plan.pipe, plan.microbatches, LOWERED_UPDATES)
+        updates = _schedule(plan) if plan.asynchronous else None
         batch = model.batch(plan.microbatches * plan.microbatch)
         rows += pipeline_work(pipeline, params, batch, specs=built.param_specs, updates=updates)
     if isinstance(model, Decoder) and plan.tensor > 1:
@@ -181,15 +180,19 @@ def planned_work(file: PlanFile, built: BuiltStep, model: AnyModel) -> tuple[Wor
     return (*rows, *stage_plan(params, built.tx, built.zero, **options).work)
 
 
+def _schedule(plan: ParallelPlan) -> Any:
+    """Of the stages of a pipeline; without a flush of the updates in the program."""
+    sizes = plan.pipe, plan.microbatches
+    if plan.asynchronous:
+        return pipedream_2bw(*sizes, LOWERED_UPDATES)
+    return schedule_of(plan.schedule, *sizes, plan.chunks)
+
+
 def planned_flops(file: PlanFile, model: AnyModel) -> float:
     """Operations of matrix products of one device in a step, as ``audit`` counts them."""
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     if isinstance(model, Decoder) and plan.pipe > 1:
-        sizes = plan.pipe, plan.microbatches
-        schedule: Any = schedule_of(plan.schedule, *sizes, plan.chunks)
-        if plan.asynchronous:
-            schedule = pipedream_2bw(*sizes, LOWERED_UPDATES)
-        return decoder_flops(model, plan, schedule, max(file.layers))
+        return decoder_flops(model, plan, _schedule(plan), max(file.layers))
     by_sync = sync_of_plan(plan, model.abstract(dtype)).flops if plan.sync else 0.0
     if isinstance(model, TracedModel):
         traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)

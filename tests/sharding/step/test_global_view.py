@@ -428,6 +428,24 @@ def test_what_several_pieces_use_is_scattered_once(stage):
     model.assert_close(grads, wanted, 1e-12)
 
 
+def test_a_stack_that_loops_of_several_pieces_use_is_scattered_by_layers():
+    """Also of loops within checkpoints: no device holds the gradients of all layers."""
+    zero = runs.zero_of(2, min_shard_size=0, view="global")
+
+    @jax.checkpoint
+    def through(x, layers):
+        return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers)[0]
+
+    def loss_fn(p, batch):
+        x = through(batch_norm(through(first(p, batch), p["layers"])), p["layers"])
+        return jnp.mean(batch_norm(x) ** 2)
+
+    placed, rows = zero.place(params()), zero.put(runs.batch(0))
+    text = zero.value_and_grad(loss_fn).lower(placed, rows).as_text()
+    shape = "x".join(map(str, (zero.num_devices, *params()["layers"].shape)))
+    assert f"tensor<{shape}x" not in text
+
+
 def test_a_stack_that_is_sharded_by_layers():
     """Loops slice what is gathered."""
     zero = runs.zero_of(3, min_shard_size=0, view="global")

@@ -259,6 +259,12 @@ def test_dropout_is_of_the_input_of_an_adapter(x64):
     assert np.std(values) > 1e-4
     assert abs(np.mean(values) - without) < 0.1 * abs(without)
     np.testing.assert_array_equal(fn(params, batch(), KEY), fn(params, batch(), KEY))
+    # A product with the columns of W has no input of A.
+    products = lambda p, x: jnp.sum(jnp.einsum("bw,dw->bd", x, p["head"]))  # noqa: E731
+    over_columns = stored.loss_of(products, dropout=0.5)
+    head = stored.store(arrays(), {"head": stored.lora(4)}, KEY)
+    with pytest.raises(ValueError, match="elsewhere than in a product with its rows"):
+        over_columns(head, jnp.ones((2, WORDS)), KEY)
 
 
 def test_pruned_values_stay_zero():
