@@ -161,6 +161,7 @@ def lossy_rows(smoke: bool) -> Iterator[str]:
             "qsgd(8)": (sync.qsgd(8, rounding="nearest"), 2 * size * (1 + 4 / 512), 0.5),
             "qsgd(4)": (sync.qsgd(4, rounding="nearest"), 2 * size * (0.5 + 4 / 512), 0.5),
             "powersgd(4)": (sync.powersgd(4), 2 * 4 * 4 * (rows + cols), 1),
+            "gradzip(4)": (sync.gradzip(4), 2 * 4 * 4 * max(rows, cols), 1),
             "top_k(0.001)": (sync.top_k(0.001), 8 * num * math.ceil(0.001 * size), 1),
         }
         dense = sent(target, num, sync.dense(), (rows, cols))

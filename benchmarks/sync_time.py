@@ -74,6 +74,7 @@ def gradients(
         'qsgd(8, rounding="nearest")': sync.qsgd(8, rounding="nearest"),
         'qsgd(4, rounding="nearest")': sync.qsgd(4, rounding="nearest"),
         "powersgd(4)": sync.powersgd(4),
+        "gradzip(4)": sync.gradzip(4),
         "top_k(0.01)": sync.top_k(0.01),
         "top_k(0.001)": sync.top_k(0.001),
     }

@@ -20,7 +20,7 @@ import matplotlib
 import numpy as np
 
 OPTIMIZERS = ("sgd", "adamw", "came")
-SYNCS = ("dense", "zen", "topk", "ef21", "dgc", "qsgd4", "powersgd", "qsgd8")
+SYNCS = ("dense", "zen", "topk", "ef21", "dgc", "qsgd4", "powersgd", "gradzip", "qsgd8")
 STEPS = 300
 SEEDS = (0, 1)  # of dense; the others have the first
 Summaries = Mapping[tuple[str, str, int], dict]
@@ -138,7 +138,7 @@ def main() -> None:
             "optimizer have its learning rate of train_lm.py: adamw's and came's were tuned for "
             "`--config small` and plain sums, sgd's was not. Loss in nats per byte on 16 batches "
             "of held-out text. Bytes are read from the compiled step, for zen from the branch "
-            "that gradients as sparse as these take. The last table has relative differences of "
+            "that gradients as sparse as these take, for gradzip from the one that sends more. The last table has relative differences of "
             "training losses, the largest of all steps."
         )
         picture = "![loss against steps and bytes](sync_training.png)"

@@ -120,6 +120,7 @@ SYNCS = {
     "qsgd8": lambda config, windows: sync.qsgd(8),
     "qsgd4": lambda config, windows: sync.qsgd(4),
     "powersgd": lambda config, windows: sync.powersgd(4, **FACTORING),
+    "gradzip": lambda config, windows: sync.gradzip(4, **FACTORING),
     "topk": lambda config, windows: sync.top_k(0.01),
     "ef21": lambda config, windows: sync.top_k(0.01, feedback="ef21"),
     # Deep gradient compression includes momentum and clipping: see make_optimizer.

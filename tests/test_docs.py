@@ -197,3 +197,17 @@ def test_readme_states_what_its_picture_shows():
         assert {f"{x + 1e-9:.3g}" for x in shown.values()} <= set(re.findall(r"[\d.]+\b", alt)), (
             page
         )
+
+
+def test_each_technique_of_the_survey_is_shown_or_has_its_reason():
+    """The last column names a test or results that exist; where it has none, "here" says why."""
+    rows = re.findall(r"^\| (?!technique)(\w.*) \|$", (DOCS / "reference/survey.md").read_text(), re.M)
+    rows = [row.split(" | ") for row in rows]
+    assert len(rows) > 40
+    for name, _, here, shown in rows:
+        if shown == "-":
+            assert re.match("does not apply: |not here: |host memory alone: ", here), name
+            continue
+        path, _, test = shown.strip("`").partition("::")
+        assert (ROOT / path).exists(), (name, path)
+        assert f"def {test}" in (ROOT / path).read_text() if test else True, (name, shown)

@@ -3,6 +3,7 @@
 from sharding.sync._agsparse import agsparse as agsparse
 from sharding.sync._by_path import by_path as by_path
 from sharding.sync._dense import dense as dense
+from sharding.sync._gradzip import gradzip as gradzip
 from sharding.sync._interface import GradientSync as GradientSync
 from sharding.sync._interface import RowMethod as RowMethod
 from sharding.sync._interface import SyncedState as SyncedState

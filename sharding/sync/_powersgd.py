@@ -1,6 +1,8 @@
 """Gradients as products of two narrow matrices."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,18 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization, NeurIPS 2019, arXiv 1905.13727.
     """
+    method_of = functools.partial(_method_of, seed=seed)
+    return low_rank("powersgd", method_of, rank, min_compression, factoring)
+
+
+def low_rank(
+    name: str,
+    method_of: Callable[[str, MatrixForm, int], Method],
+    rank: int,
+    min_compression: float,
+    factoring: FactoringRule,
+) -> GradientSync:
+    """The sync of this name, which sends matrices by ``method_of(path, form, rank)`` where that pays off."""
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
     if not min_compression >= 1:
@@ -71,11 +85,11 @@ def powersgd(
                 return dense_method()
             *_, rows, cols = form.shape
             pays_off = rank * (rows + cols) * min_compression < rows * cols
-            return _method_of(path, form, rank, seed) if pays_off else dense_method()
+            return method_of(path, form, rank) if pays_off else dense_method()
 
         return leafwise(
             choose,
-            f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
+            f"{name}: rank {rank} compresses no parameter: rank x (rows + columns) x "
             f"{min_compression} is less than rows x columns",
         )
 

@@ -35,6 +35,7 @@ def test_a_nonfinite_number_is_nan_in_its_array_alone(x64):
         "top": sync.top_k(0.1, min_size=1),
         "code": sync.qsgd(8, rounding="nearest", min_size=1),
         "power": sync.powersgd(2),
+        "zip": sync.gradzip(2),
     }
     shapes = {f"{m}/{k}": (24, 40) for m in lossy for k in ("bad", "good")} | {"dense": (24,)}
     runner = SyncRunner(sync.by_path(lossy), shapes, 4)
@@ -104,7 +105,7 @@ def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sync.powersgd(0), "rank must be an integer of at least 1, got 0"),
+        (lambda: sync.gradzip(0), "rank must be an integer of at least 1, got 0"),
         (lambda: sync.top_k(1.5), "density must be above 0 and at most 1, got 1.5"),
         (lambda: sync.top_k({3: 0.5}), "an entry for step 0"),
         (lambda: sync.top_k(feedback="sum"), "feedback must be 'error', 'ef21' or None"),

@@ -17,6 +17,7 @@ METHODS = {
     "dense": sync.dense("bfloat16"),
     "qsgd": sync.qsgd(4, rounding="nearest"),
     "powersgd": sync.powersgd(4),
+    "gradzip": sync.gradzip(4),
     "top_k": sync.top_k(0.01),
     "top_k, by steps": sync.top_k({0: 0.25, 9: 0.01}, momentum=0.9, clip_norm=1.0),
     "top_k, EF21": sync.top_k(0.01, feedback="ef21"),

@@ -40,6 +40,7 @@ BLOCK = 16  # elements per scale
 RULES = {
     "dense": sync.dense(),
     "powersgd": sync.powersgd(RANK_3, min_compression=1.0),
+    "gradzip": sync.gradzip(RANK_3, min_compression=1.0),
     **{name: sync.top_k(**({"min_size": 1} | kw)) for name, kw in TOP_K.items()},
     **{
         name: sync.qsgd(bits, block_size=BLOCK, rounding=rounding, min_size=1)
@@ -109,10 +110,12 @@ def test_bytes_on_the_wire(sharded):
     run = run_of(sharded)
     share, sizes = (NUM - 1) / NUM, {k: math.prod(s) for k, s in BIG.items()}
     dense = {k: share * 8 * n * (1 if run.dims and run.dims[k] else 2) for k, n in sizes.items()}
-    small, factors = 2 * share * 8 * sizes["b"], 0
+    small, both, larger = 2 * share * 8 * sizes["b"], 0, 0
     for k in MATRICES:
         *count, rows, cols = BIG[k]
-        factors += 2 * share * 8 * RANK_3 * math.prod(count) * (rows + cols)
+        one_row = 2 * share * 8 * RANK_3 * math.prod(count)
+        both += one_row * (rows + cols)
+        larger += one_row * max(rows, cols)  # the branch that sends most
 
     def largest(density, names):
         return sum((NUM - 1) * math.ceil(density * sizes[k]) * 12 for k in names)
@@ -126,14 +129,14 @@ def test_bytes_on_the_wire(sharded):
         return found
 
     want = {"dense": sum(dense.values())}
-    want["powersgd"] = factors + small
+    want |= {"powersgd": both + small, "gradzip": larger + small}
     for name, options in TOP_K.items():
         names = MATRICES if "min_size" in options else BIG
         density = 1.0 if options["density"] is BY_STEP else options["density"]
         want[name] = largest(density, names) + (small if "min_size" in options else 0)
     want |= {name: codes(bits) for name, (bits, _) in QSGD.items()}
     # Of small arrays with momentum too; of none that is sent in full without a state.
-    flags = dict.fromkeys(RULES, 3) | {"dense": 0, "powersgd": 2}
+    flags = dict.fromkeys(RULES, 3) | {"dense": 0, "powersgd": 2, "gradzip": 2}
     total = sum(want[rule] + 2 * share * 4 * flags[rule] for rule in run.runners)
     sent = sum(wire_bytes(runner.compiled) for runner in run.runners.values())
     assert sent == pytest.approx(total, rel=1e-12)
@@ -169,6 +172,31 @@ def test_powersgd(rule, sharded):
     assert sizes[1] < 1.3 * sizes[0]
     for grads, means, *_ in run.steps(rule, ("b",)):
         assert_close(means, {"b": grads["b"].mean(0)}, 1e-14)
+
+
+@rules("gradzip")
+def test_gradzip(rule, sharded):
+    """Alternating least squares, by solvers of NumPy: one factor is fixed, the other is solved.
+
+    A device's own solution is of its own matrix; their mean is that of all.
+    """
+    run = run_of(sharded)
+    for step, (grads, means, before, after) in enumerate(run.steps(rule, MATRICES)):
+        even = step % 2 == 0
+        for k, old in before.items():
+            m = (grads[k] + old["error"]).reshape(NUM, -1, *BIG[k][-2:])
+            m = m if even else np.swapaxes(m, -1, -2)
+            fixed = np.linalg.qr(old["q" if even else "p"][0])[0]
+            own = [[np.linalg.lstsq(f, x.T, rcond=None)[0].T for f, x in zip(fixed, of, strict=True)]
+                   for of in m]  # fmt: skip
+            want, error = np.mean(own, 0) @ np.swapaxes(fixed, -1, -2), m - own @ np.swapaxes(fixed, -1, -2)
+            want, error = (x if even else np.swapaxes(x, -1, -2) for x in (want, error))
+            new = after[k]
+            assert norm(means[k] - want.reshape(BIG[k])) < 1e-12 * norm(want)
+            assert norm(new["p" if even else "q"] - np.mean(own, 0)) < 1e-12 * norm(own)
+            assert norm(new["error"] - error.reshape(new["error"].shape)) < 1e-12 * norm(error)
+    sizes = [norm(run.states[step]["gradzip/w"]["error"]) for step in (10, NUM_STEPS)]
+    assert sizes[1] < 1.3 * sizes[0]
 
 
 def test_powersgd_of_special_gradients():

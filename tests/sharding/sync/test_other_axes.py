@@ -27,13 +27,14 @@ STEPS, RATE, ROWS = 4, 0.1, 32
 
 SHAPES = {
     **{"qsgd": (32, 64), "nearest": (32, 64), "power": (4, 32, 32)},
-    **{"top": (32, 64), "bias": (64,), "frozen": (32, 64), "ef21": (32, 64)},
+    **{"zip": (32, 64), "top": (32, 64), "bias": (64,), "frozen": (32, 64), "ef21": (32, 64)},
 }
 TRAINABLE = {k: k != "frozen" for k in SHAPES}
 # Blocks along rows, columns and layers; others are replicated.
 SPECS = {
     **{"qsgd": P(None, "model"), "nearest": P("model"), "power": P("model")},
     **{"top": P("model"), "bias": P(), "ef21": P(), "frozen": P(None, "model")},
+    "zip": P(None, "model"),
 }
 TOP_K = sync.top_k(0.1, momentum=0.9, min_size=1)
 STATEFUL = sync.by_path(
@@ -41,6 +42,7 @@ STATEFUL = sync.by_path(
         "qsgd": sync.qsgd(8, block_size=64, min_size=1),
         "nearest": sync.qsgd(4, block_size=64, rounding="nearest", min_size=1),
         "power": sync.powersgd(2, min_compression=1.0),
+        "zip": sync.gradzip(2, min_compression=1.0),
         "ef21": sync.top_k(0.2, feedback="ef21", min_size=1),
         "top|bias|frozen": TOP_K,
     }
