@@ -7,6 +7,8 @@ from sharding import recovery as recovery
 from sharding import remat as remat
 from sharding import stored as stored
 from sharding import sync as sync
+from sharding._local_steps import LocalState as LocalState
+from sharding._local_steps import LocalSteps as LocalSteps
 from sharding._zero import Zero as Zero
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.loss._loss_options import Loss as Loss

@@ -27,6 +27,7 @@ TESTS = {
     "sharding/__init__.py": ["tests/sharding/test_zero.py"],
     "sharding/__main__.py": ["tests/sharding/cli"],
     "sharding/_jaxprs.py": ["tests/sharding/step"],
+    "sharding/_local_steps.py": ["tests/sharding/test_local_steps.py"],
     "sharding/_own_gradient.py": ["tests/sharding/remat"],
     "sharding/_traced_types.py": ["tests/sharding/remat"],
     "sharding/_types.py": ["tests/sharding/test_zero.py"],

@@ -66,7 +66,7 @@ def main():
     own = len(re.sub(r"^\|.*$", "", contributing, flags=re.MULTILINE).split())
     for name, words, limit in (
         ("README.md", readme, 750),
-        ("docs/", total - readme, 20_000),
+        ("docs/", total - readme, 22_000),
         ("CONTRIBUTING.md without its tables and drawings", own, 900),
     ):
         failed += [f"{name}: {words} words, of at most {limit}"] * (words > limit)

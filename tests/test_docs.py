@@ -201,7 +201,9 @@ def test_readme_states_what_its_picture_shows():
 
 def test_each_technique_of_the_survey_is_shown_or_has_its_reason():
     """The last column names a test or results that exist; where it has none, "here" says why."""
-    rows = re.findall(r"^\| (?!technique)(\w.*) \|$", (DOCS / "reference/survey.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| (?!technique)(\w.*) \|$", (DOCS / "reference/survey.md").read_text(), re.M
+    )
     rows = [row.split(" | ") for row in rows]
     assert len(rows) > 40
     for name, _, here, shown in rows:

@@ -42,9 +42,9 @@ def gradzip(
     is closer. This is written from the idea of the paper as later papers tell it: its regularizer
     is left out, which orthonormal factors do not need.
 
-    Wire bytes per device and matrix: 2 (n - 1) / n times those of rank x rows numbers in even steps,
-    of rank x columns in odd ones, in one all-reduce. State per device: the residual, as large as the
-    gradients, and both factors.
+    Wire bytes per device and matrix, in one all-reduce: 2 (n - 1) / n times those of rank x rows
+    numbers in even steps, of rank x columns in odd ones. State per device: the residual, as large
+    as the gradients, and both factors.
 
     Args:
       rank: columns of both factors.

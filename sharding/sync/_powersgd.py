@@ -70,7 +70,7 @@ def low_rank(
     min_compression: float,
     factoring: FactoringRule,
 ) -> GradientSync:
-    """The sync of this name, which sends matrices by ``method_of(path, form, rank)`` where that pays off."""
+    """Sends matrices by ``method_of(path, form, rank)`` where that pays off, others in full."""
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
     if not min_compression >= 1:

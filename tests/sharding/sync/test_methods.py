@@ -174,6 +174,11 @@ def test_powersgd(rule, sharded):
         assert_close(means, {"b": grads["b"].mean(0)}, 1e-14)
 
 
+def solved(m, fixed):
+    """The least-squares solution of m = x fixed^T."""
+    return np.linalg.lstsq(fixed, m.T, rcond=None)[0].T
+
+
 @rules("gradzip")
 def test_gradzip(rule, sharded):
     """Alternating least squares, by solvers of NumPy: one factor is fixed, the other is solved.
@@ -187,13 +192,13 @@ def test_gradzip(rule, sharded):
             m = (grads[k] + old["error"]).reshape(NUM, -1, *BIG[k][-2:])
             m = m if even else np.swapaxes(m, -1, -2)
             fixed = np.linalg.qr(old["q" if even else "p"][0])[0]
-            own = [[np.linalg.lstsq(f, x.T, rcond=None)[0].T for f, x in zip(fixed, of, strict=True)]
-                   for of in m]  # fmt: skip
-            want, error = np.mean(own, 0) @ np.swapaxes(fixed, -1, -2), m - own @ np.swapaxes(fixed, -1, -2)
+            own = np.array([[solved(x, f) for x, f in zip(of, fixed, strict=True)] for of in m])
+            across = np.swapaxes(fixed, -1, -2)
+            want, error = own.mean(0) @ across, m - own @ across
             want, error = (x if even else np.swapaxes(x, -1, -2) for x in (want, error))
             new = after[k]
             assert norm(means[k] - want.reshape(BIG[k])) < 1e-12 * norm(want)
-            assert norm(new["p" if even else "q"] - np.mean(own, 0)) < 1e-12 * norm(own)
+            assert norm(new["p" if even else "q"] - own.mean(0)) < 1e-12 * norm(own)
             assert norm(new["error"] - error.reshape(new["error"].shape)) < 1e-12 * norm(error)
     sizes = [norm(run.states[step]["gradzip/w"]["error"]) for step in (10, NUM_STEPS)]
     assert sizes[1] < 1.3 * sizes[0]

@@ -1,0 +1,153 @@
+"""Local steps against NumPy-like loops on one device, and the bytes that they send."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sharding as shd
+from sharding import sync
+
+pytestmark = pytest.mark.usefixtures("x64")
+SHAPES = {"a": (32, 64), "b": (64,), "c": (64, 32)}
+ROWS = 32
+
+
+def initial():
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(0.3 * rng.normal(size=s)) for k, s in SHAPES.items()}
+
+
+def loss(params, x):
+    hidden = jnp.tanh(x @ params["a"] + params["b"][None])
+    return jnp.mean((hidden @ params["c"] - x) ** 2)
+
+
+def batch_of(step):
+    """Rows of different scale: replicas see other losses."""
+    x = np.random.default_rng(step + 1).normal(size=(ROWS, 32))
+    return x * 2.0 ** (np.arange(ROWS) // 8 - 1)[:, None]
+
+
+def zero_of(replicas=4, data=2, stage=2, **options):
+    devices = jax.devices()[: replicas * data]
+    mesh = jax.make_mesh((replicas, data), ("slice", "data"), devices=devices)
+    return shd.Zero(mesh, stage, replica_axis="slice", min_shard_size=256, **options)
+
+
+def trained(local, tx, steps, state=None):
+    state = local.init(lambda: (initial(), tx.init(initial())), tx=tx) if state is None else state
+    step, metrics = local.train_step(loss, tx=tx), []
+    for i in steps:
+        state, found = step(state, local.put(batch_of(i)))
+        metrics.append(found)
+    return state, metrics
+
+
+def by_hand(tx, outer, every, steps, replicas=4, groups=((0, 1, 2),)):
+    """The algorithm of the paper, replica by replica, on one device."""
+    names = list(SHAPES)
+    theta, own = initial(), [initial() for _ in range(replicas)]
+    inner = [tx.init(params) for params in own]
+    parts = [{names[i]: theta[names[i]] for i in group} for group in groups]
+    outers = [outer.init(part) for part in parts]
+    grad = jax.jit(jax.grad(loss))
+    for count, i in enumerate(steps, 1):
+        for r, rows in enumerate(np.split(batch_of(i), replicas)):
+            updates, inner[r] = tx.update(grad(own[r], rows), inner[r], own[r])
+            own[r] = optax.apply_updates(own[r], updates)
+        for g, part in enumerate(parts):
+            if (count + g * every // len(groups)) % every:
+                continue
+            moved = {k: sum(part[k] - params[k] for params in own) / replicas for k in part}
+            updates, outers[g] = outer.update(moved, outers[g], part)
+            parts[g] = part = optax.apply_updates(part, updates)
+            own = [params | part for params in own]
+    return {k: x for part in parts for k, x in part.items()}, own
+
+
+def close(have, want, tolerance=1e-12):
+    for k, x in want.items():
+        x = np.asarray(x)
+        assert np.linalg.norm(np.asarray(have[k]) - x) < tolerance * np.linalg.norm(x), k
+
+
+def test_one_local_step_is_the_ordinary_step():
+    """With an outer SGD of rate 1 and an inner one with momentum, which is linear in gradients."""
+    tx = optax.sgd(0.1, momentum=0.9)
+    zero = zero_of()
+    state, metrics = trained(shd.LocalSteps(zero, optax.sgd(1.0), every=1), tx, range(20))
+    ordinary = zero.init(lambda: (initial(), tx.init(initial())), tx=tx)
+    step = zero.train_step(loss, tx=tx)
+    for i in range(20):
+        ordinary, found = step(ordinary, zero.put(batch_of(i)))
+        mean = np.mean([x["loss"] for x in metrics[i]])
+        assert mean == pytest.approx(float(found["loss"]), rel=1e-12)
+    merged = shd.LocalSteps(zero, every=1).merged(state)
+    close(merged[0], ordinary[0])
+    close(merged[1][0].trace, ordinary[1][0].trace)
+
+
+@pytest.mark.parametrize(("groups", "stage"), [(1, 3), (3, 2)])
+def test_diloco_by_hand(groups, stage):
+    """Adam within, Nesterov between, 40 steps; groups meet in different steps."""
+    tx, outer = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
+    local = shd.LocalSteps(zero_of(stage=stage), every=6, groups=groups)
+    state, _ = trained(local, tx, range(40))
+    split = ((0, 1, 2),) if groups == 1 else ((0,), (1,), (2,))
+    want, own = by_hand(tx, outer, 6, range(40), groups=split)
+    close(local.merged(state)[0], want)
+    for replica, params in zip(state.replicas, own, strict=True):
+        close(replica[0], params, 1e-11)
+    assert np.any(np.asarray(own[0]["a"]) != np.asarray(own[1]["a"]))
+
+
+def test_another_number_of_replicas_goes_on():
+    """With outer momentum, residuals and count; what all replicas share is the same."""
+    tx, method = optax.adam(1e-2), sync.top_k(0.25, min_size=1)
+    local = shd.LocalSteps(zero_of(sync=method), every=4)
+    state, _ = trained(local, tx, range(8))
+    fewer = shd.LocalSteps(zero_of(replicas=2, sync=method), every=4)
+    one = jax.device_get(local.merged(state))
+    shardings = zero_of(replicas=2).shardings(one, tx=tx)
+    again = fewer.start(jax.tree.map(jax.device_put, one, shardings), state)
+    for a, b in zip(*(jax.tree.leaves(x.outer) for x in (again, state)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(*(jax.tree.leaves(x.sync) for x in (again, state)), strict=True):
+        by_replica = np.asarray(b).reshape(4, 2, *b.shape[1:]).mean(0)
+        np.testing.assert_allclose(np.asarray(a)[:2], by_replica, rtol=1e-12)
+    assert again.num_steps == 8
+    after, _ = trained(fewer, tx, range(8, 12), again)
+    assert np.any(np.asarray(fewer.merged(after)[0]["a"]) != np.asarray(one[0]["a"]))
+
+
+@pytest.mark.parametrize("method", [None, sync.qsgd(8, min_size=1)])
+def test_bytes_between_replicas(method):
+    """Of a group, those of an all-reduce of the shards in float64, or of the codes."""
+    local = shd.LocalSteps(zero_of(sync=method), every=4)
+    tx = optax.sgd(0.1)
+    state = local.init(lambda: (initial(), tx.init(initial())), tx=tx)
+    held = 8 * sum(x.addressable_shards[0].data.size for x in state.anchor[0])
+    plain = 2 * 3 / 4 * held
+    sent = shd.wire_bytes(local.lower_sync(state).compile())
+    if method is None:
+        assert sent == pytest.approx(plain, rel=1e-12)
+    else:
+        assert 0.1 * plain < sent < 0.2 * plain
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: shd.LocalSteps(shd.Zero(jax.make_mesh((8,), ("data",)))), "one replica_axis"),
+        (lambda: shd.LocalSteps(zero_of(), every=2, groups=3), "groups=3 and every=2"),
+        (
+            lambda: shd.LocalSteps(zero_of()).put(np.ones((6, 32))),
+            "6.* cannot be divided among 4 replicas",
+        ),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
