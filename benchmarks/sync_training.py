@@ -138,8 +138,8 @@ def main() -> None:
             "optimizer have its learning rate of train_lm.py: adamw's and came's were tuned for "
             "`--config small` and plain sums, sgd's was not. Loss in nats per byte on 16 batches "
             "of held-out text. Bytes are read from the compiled step, for zen from the branch "
-            "that gradients as sparse as these take, for gradzip as a mean of its two steps. The last "
-            "table has relative differences of training losses, the largest of all steps."
+            "that gradients as sparse as these take, for gradzip as a mean of its two steps. The "
+            "last table has relative differences of training losses, the largest of all steps."
         )
         picture = "![loss against steps and bytes](sync_training.png)"
         title = "Gradient syncs: training"
