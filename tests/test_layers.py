@@ -116,6 +116,7 @@ LAYERS = (
         "recovery",
         "step",
         "_zero",
+        "_local_steps",
         "pipeline",
         "plan",
     ),
