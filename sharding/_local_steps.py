@@ -258,14 +258,14 @@ class LocalSteps:
 
         def part(x: jax.Array) -> jax.Array:
             blocks = [shard.data for shard in x.addressable_shards if shard.device in own]
-            sharding = NamedSharding(mesh, _spec(x))
+            sharding = NamedSharding(mesh, _spec_of_array(x))
             return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 
         return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(jax.tree.map(part, state))
 
     def _stacked(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array (replicas, ...) of the same array of each replica; nothing is sent."""
-        shape, spec = parts[0].shape, _spec(parts[0])
+        shape, spec = parts[0].shape, _spec_of_array(parts[0])
         blocks = [s.data[None] for x in parts for s in x.addressable_shards]
         sharding = NamedSharding(self._mesh, PartitionSpec(self._axis, *spec))
         shape = (self._mesh.shape[self._axis], *shape)
@@ -274,7 +274,7 @@ class LocalSteps:
     def _unstacked(self, x: jax.Array) -> list[jax.Array]:
         """The array of each replica of this process, of one (replicas, ...)."""
         block_of = {s.device: s.data[0] for s in x.addressable_shards}
-        spec = PartitionSpec(*_spec(x)[1:])
+        spec = PartitionSpec(*_spec_of_array(x)[1:])
         return [
             jax.make_array_from_single_device_arrays(
                 x.shape[1:],
@@ -287,7 +287,7 @@ class LocalSteps:
     def _mean(self, x: jax.Array) -> jax.Array:
         """Over replicas (replicas, ...); of what is not floating the first."""
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        out = NamedSharding(self._mesh, PartitionSpec(*_spec(x)[1:]))
+        out = NamedSharding(self._mesh, PartitionSpec(*_spec_of_array(x)[1:]))
         return jax.jit(_mean_of_rows if floating else _first_row, out_shardings=out)(x)
 
     def _stacked_params(self, state: LocalState) -> list[jax.Array]:
@@ -321,7 +321,7 @@ class LocalSteps:
     def _program(self, state: LocalState, group: int) -> Any:
         """Of a group: (anchor, outer, sync, local) to the new ones."""
         if group not in self._programs:
-            specs = [_spec(x) for x in state.anchor[group]]
+            specs = [_spec_of_array(x) for x in state.anchor[group]]
             self._programs[group] = jax.jit(
                 functools.partial(self._average_and_update, specs),
                 donate_argnums=(0, 1, 2, 3),
@@ -346,7 +346,7 @@ class LocalSteps:
 
         def mean(anchor: list[jax.Array], local: list[jax.Array], sync: Tree) -> Any:
             """Of the blocks of a device: what its replica moved, and the mean of all replicas."""
-            moved = [a - b[0] for a, b in zip(_widened(anchor), _widened(local), strict=True)]
+            moved = [a - b[0] for a, b in zip(_in_float32(anchor), _in_float32(local), strict=True)]
             own = jax.tree.map(_first_row, sync)
             found, new = self._method.all_reduce(moved, own, self._axis)
             return found, jax.tree.map(_as_row, new)
@@ -355,7 +355,7 @@ class LocalSteps:
         moved, sync = self._on_devices(
             mean, (specs, of_replicas, self._each_device), (specs, self._each_device)
         )(anchor, local, sync)
-        updates, outer = self.outer.update(moved, outer, _widened(anchor))
+        updates, outer = self.outer.update(moved, outer, _in_float32(anchor))
         anchor = optax.apply_updates(anchor, updates)
         num = self._mesh.shape[self._axis]
         return anchor, outer, sync, [jnp.broadcast_to(x, (num, *x.shape)) for x in anchor]
@@ -370,16 +370,16 @@ class LocalSteps:
         return PartitionSpec((self._axis, *self._others))
 
     def _init_outer(self, anchor: list[jax.Array]) -> Any:
-        specs = [_spec(x) for x in anchor]
-        found = state_specs(self.outer, _widened(anchor), specs, self._mesh)
+        specs = [_spec_of_array(x) for x in anchor]
+        found = state_specs(self.outer, _in_float32(anchor), specs, self._mesh)
         shardings = jax.tree.map(lambda s: NamedSharding(self._mesh, s), found, is_leaf=is_spec)
-        return jax.jit(lambda x: self.outer.init(_widened(x)), out_shardings=shardings)(anchor)
+        return jax.jit(lambda x: self.outer.init(_in_float32(x)), out_shardings=shardings)(anchor)
 
     def _init_sync(self, anchor: list[jax.Array]) -> Any:
         def init(blocks: list[jax.Array]) -> Any:
-            return jax.tree.map(_as_row, self._method.init(_widened(blocks)))
+            return jax.tree.map(_as_row, self._method.init(_in_float32(blocks)))
 
-        specs = [_spec(x) for x in anchor]
+        specs = [_spec_of_array(x) for x in anchor]
         return jax.jit(self._on_devices(init, (specs,), self._each_device))(anchor)
 
 
@@ -388,11 +388,11 @@ def _is_own(devices: np.ndarray) -> bool:
     return any(device.process_index == jax.process_index() for device in devices.flat)
 
 
-def _spec(x: jax.Array) -> PartitionSpec:
+def _spec_of_array(x: jax.Array) -> PartitionSpec:
     return getattr(x.sharding, "spec", PartitionSpec())
 
 
-def _widened(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def _in_float32(xs: Sequence[jax.Array]) -> list[jax.Array]:
     """In float32 at least."""
     return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
 

@@ -250,6 +250,9 @@ const WORDS = {
     ethernet, bandwidth, error feedback`,
   "how_to/compress#embedding-tables": `
     embedding table, large embeddings, sparse embedding, vocabulary, recommender, lazy adam`,
+  "how_to/local_steps": `
+    diloco, local sgd, post-local sgd, streaming diloco, federated, federated averaging,
+    infrequent synchronization, several data centers, two data centers`,
   "how_to/pipelines": `
     PipelineModule, pipeline module, LayerSpec,
     tied embeddings, pipeline parallel, pipeline parallelism, gpipe, 1f1b, pp, model stages,
@@ -297,6 +300,10 @@ const WORDS = {
     recompilation, compilation cache, second step slow, why is my parameter not sharded,
     not divisible, same result on any number of devices, clip gradients, gradient clipping,
     max_grad_norm, clip_grad_norm`,
+  "reference/survey": `
+    checkmate, revolve, rotor, dtr, monet, rockmate, vdnn, tflms, autoswap, swapadvisor, l2l, pofo,
+    capuchin, gradzip, pipe-torch, hetpipe, dapple, varuna, terapipe, flexflow, mesh-tensorflow,
+    survey, zero-infinity, sm3`,
   "reference/terms": `
     ds_config, ds_config.json, deepspeed config, deepspeed.initialize, per_device_batch_size,
     allgather_bucket_size, contiguous_gradients, bucket size,

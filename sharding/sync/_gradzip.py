@@ -64,11 +64,11 @@ def gradzip(
       Cho, Muthusamy, Nemanich, Puri: GradZip: Gradient Compression using Alternating Matrix
       Factorization for Large-scale Deep Learning, NeurIPS 2019 workshop on systems for ML.
     """
-    method_of = functools.partial(_method_of, seed=seed)
+    method_of = functools.partial(_gradzip_of, seed=seed)
     return low_rank("gradzip", method_of, rank, min_compression, factoring)
 
 
-def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
+def _gradzip_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
     """The method of the array with this path and these matrices (stack..., rows, cols)."""
     *stack, rows, cols = form.shape
     count = math.prod(stack)
