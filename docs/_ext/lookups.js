@@ -13,6 +13,8 @@ const LOOKUPS = {
   "weight decay mask": "how_to/masks",
   "freeze layers": "how_to/freeze",
   "LoRA": "how_to/freeze",
+  "check my machine": "how_to/check",
+  "self test": "how_to/check",
   "QLoRA": "how_to/freeze",
   "multi host": "how_to/clusters",
   "jax.distributed": "how_to/clusters",

@@ -250,6 +250,8 @@ const WORDS = {
     ethernet, bandwidth, error feedback`,
   "how_to/compress#embedding-tables": `
     embedding table, large embeddings, sparse embedding, vocabulary, recommender, lazy adam`,
+  "how_to/check": `
+    check machine, self test, diagnose, verify installation, does it work on my gpu, sanity check`,
   "how_to/pipelines": `
     PipelineModule, pipeline module, LayerSpec,
     tied embeddings, pipeline parallel, pipeline parallelism, gpipe, 1f1b, pp, model stages,
