@@ -10,6 +10,8 @@ from sharding import sync as sync
 from sharding._local_steps import LocalState as LocalState
 from sharding._local_steps import LocalSteps as LocalSteps
 from sharding._zero import Zero as Zero
+from sharding.check._check_machine import check_machine as check_machine
+from sharding.check._machine_report import MachineReport as MachineReport
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.loss._loss_options import Loss as Loss
 from sharding.offload._transformation import offload as offload
@@ -35,6 +37,6 @@ from sharding.step._precision import Precision as Precision
 from sharding.step.flax._modules import sparse_embedding as sparse_embedding
 from sharding.step.owners._by_owner import by_owner as by_owner
 
-_INTERNAL = {"collectives", "loss", "placement", "step"}  # modules
+_INTERNAL = {"check", "collectives", "loss", "placement", "step"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

@@ -32,6 +32,7 @@ TESTS = {
     "sharding/_traced_types.py": ["tests/sharding/remat"],
     "sharding/_types.py": ["tests/sharding/test_zero.py"],
     "sharding/_user_line.py": ["tests/sharding/step/test_gathered_layers.py"],
+    "sharding/check/": ["tests/sharding/check"],
     "sharding/collectives/": ["tests/sharding/sync"],
     "sharding/placement/": ["tests/sharding/test_zero.py"],
     "sharding/sync/": ["tests/sharding/sync"],

@@ -120,7 +120,7 @@ LAYERS = (
         "pipeline",
         "plan",
     ),
-    *("remat", "plan.search", "cli", "__main__"),
+    *("remat", "plan.search", "check", "cli", "__main__"),
 )
 PLAN_LAYERS = ("_format", "machine", "model", "cost", "audit", "search")
 

@@ -17,6 +17,8 @@ const LOOKUPS = {
   "local sgd": "how_to/local_steps",
   "gradzip": "reference/survey how_to/compress",
   "checkmate": "reference/survey",
+  "check my machine": "how_to/check",
+  "self test": "how_to/check",
   "QLoRA": "how_to/freeze",
   "multi host": "how_to/clusters",
   "jax.distributed": "how_to/clusters",

@@ -253,6 +253,8 @@ const WORDS = {
   "how_to/local_steps": `
     diloco, local sgd, post-local sgd, streaming diloco, federated, federated averaging,
     infrequent synchronization, several data centers, two data centers`,
+  "how_to/check": `
+    check machine, self test, diagnose, verify installation, does it work on my gpu, sanity check`,
   "how_to/pipelines": `
     PipelineModule, pipeline module, LayerSpec,
     tied embeddings, pipeline parallel, pipeline parallelism, gpipe, 1f1b, pp, model stages,

@@ -16,6 +16,7 @@ from optax_ext._lamb import lamb
 from optax_ext._leaves import check_arrays, path_name
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision import _formats
+from optax_ext.low_precision._first_use import check_codes
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
 from optax_ext.low_precision._quantize import ROUNDINGS, quantize
 from optax_ext.low_precision._roles import fields_of, find_signs
@@ -155,6 +156,7 @@ class _Wrapper(NamedTuple):
             for i, (field, fmt) in enumerate(zip(fields, formats, strict=True)):
                 sign = signed.get(field and field[1])
                 if sign in fmt:
+                    check_codes(fmt[sign], self.rounding)
                     # Without the barrier XLA encodes large constants of zeros while compiling.
                     leaf = jax.lax.optimization_barrier(stored[i])
                     stored[i] = quantize(leaf, fmt[sign], sign is not False, first)

@@ -12,7 +12,8 @@ import jax
 
 from optax_ext import __version__
 from sharding.cli._audit_command import run_audit
-from sharding.cli._options import audit_options, plan_options, search_options
+from sharding.cli._check_command import run_check
+from sharding.cli._options import audit_options, machine_check_options, plan_options, search_options
 from sharding.cli._plan_command import run_plan
 from sharding.cli._search_command import run_search
 from sharding.plan._format import nearest
@@ -22,7 +23,8 @@ from sharding.plan.machine._devices import KINDS
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
 also for compile-only targets, and reads from the program what it costs; search compares all plans
-of a step, and lists the fastest that fit.
+of a step, and lists the fastest that fit; check runs every feature on this machine's devices, and
+compares it with a reference.
 """
 _EPILOG = """\
 examples:
@@ -34,6 +36,7 @@ examples:
   {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch
   {prog} audit --step my_project.train:lowered --target v5e:4x4
   {prog} search --model llama2-13b --optimizer came --target h100x64 --batch 4M-tokens
+  {prog} check
 
 targets to plan and to compile for (audit; all but CPUs need
 pip install '.[aot]' in a checkout):
@@ -60,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if "" in (value if isinstance(value, list) else [value]):
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} is empty: give it a value, or leave it out.")
-        # Nothing runs on accelerators: where their compilers are installed and they are not there,
-        # jax would look for them for 20 seconds, and print a traceback.
-        jax.config.update("jax_platforms", "cpu")
+        if options.command != "check":
+            # Nothing runs on accelerators: where their compilers are installed and they are not
+            # there, jax would look for them for 20 seconds, and print a traceback.
+            jax.config.update("jax_platforms", "cpu")
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,7 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0]
-        print(f"error: the compiler of {options.target} failed: {reason}", file=sys.stderr)
+        print(
+            f"error: the compiler of {getattr(options, 'target', 'this machine')} failed: {reason}",
+            file=sys.stderr,
+        )
     return 2
 
 
@@ -90,7 +97,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"optax-ext {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="plan|audit|search")
+    commands = parser.add_subparsers(required=True, metavar="plan|audit|search|check")
 
     def add(name: str, add_options: Any, run: Any, summary: str, description: str) -> None:
         command = commands.add_parser(name, help=summary, description=description)
@@ -111,6 +118,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         *("search", search_options, run_search, "closed form: the fastest plan that fits"),
         "Compares every way to share a step among devices, and lists the fastest that fit, with a "
         "bound that none goes below; with --verify their programs beside them.",
+    )
+    add(
+        *(
+            "check",
+            machine_check_options,
+            run_check,
+            "every feature on this machine, beside a reference",
+        ),
+        "Runs every feature on the devices that jax shows, in small, and compares it with NumPy or "
+        "a CPU. The exit status is 1 if something differs.",
     )
     return parser
 

@@ -186,6 +186,15 @@ def search_options(parser: ArgumentParser) -> None:
     _add_output(parser)
 
 
+def machine_check_options(parser: ArgumentParser) -> None:
+    checks = {
+        "--match TEXT": "only checks with this text in their name",
+        "--folder DIR": "also save and restore by orbax in this folder, which all processes see",
+    }
+    _add(parser, "checks", checks)
+    _add_output(parser)
+
+
 def _add_machine(parser: ArgumentParser, helps: Mapping[str, str], **kinds: dict[str, Any]) -> None:
     _add(parser, "machine and sharding", helps, target={"required": True}, **kinds)
     title = "figures of a device: of an unknown one, or other than known"

@@ -1,0 +1,1 @@
+"""The library's own check of the machine that it runs on."""

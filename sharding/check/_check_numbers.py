@@ -1,0 +1,183 @@
+"""Checks of one device: codes of all formats, rounding, updates of few-bit state."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+from optax_ext.low_precision import dequantize, quantize
+from sharding import stored
+from sharding.check._machine_report import MachineCheck, NotHere
+
+# Formats, and by what share of their norm values that are stored in them may differ: half more than
+# those of _spread do.
+_FORMATS = {
+    "dynamic 8 bits": (optax_ext.Dynamic(8), 0.015),
+    "dynamic 4 bits": (optax_ext.Dynamic(4), 0.18),
+    "linear 8 bits": (optax_ext.Linear(8), 0.04),
+    "linear 4 bits": (optax_ext.Linear(4), 0.6),
+    "linear 4 bits, rows and columns": (optax_ext.Linear(4, rank1=True), 0.65),
+    "float8": (optax_ext.Float8(), 0.055),
+    "float8 without a power": (optax_ext.Float8(expand=False), 0.03),
+    "bfloat16": (optax_ext.BFloat16(), 0.003),
+}
+# Updates of few-bit state, the same with float32 state, and how far what they move may be apart.
+_OPTIMIZERS = {
+    "adamw8bit": (optax_ext.adamw8bit(1e-3), optax.adamw(1e-3), 0.15),
+    "came8bit": (optax_ext.came8bit(1e-3), optax_ext.came(1e-3), 0.9),
+    "4-bit AdamW": (
+        optax_ext.low_precision_state(optax.adamw(1e-3), 4, rounding="nearest"),
+        optax.adamw(1e-3),
+        0.45,
+    ),
+    "CAME": (optax_ext.came(1e-3), optax_ext.came(1e-3), 1e-3),
+}
+
+
+def cpu_device() -> jax.Device:
+    """A CPU of this process, beside the accelerators."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        raise NotHere("jax has no CPU beside it: JAX_PLATFORMS lacks ',cpu'") from None
+
+
+def both(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """What a function returns on the first device of this process, and on a CPU; as NumPy."""
+    found = []
+    for device in (jax.local_devices()[0], cpu_device()):
+        with jax.default_device(device), jax.default_matmul_precision("float32"):
+            placed = jax.tree.map(lambda x, device=device: jax.device_put(x, device), args)
+            found.append(jax.device_get(jax.jit(fn)(*placed)))
+    return found[0], found[1]
+
+
+def apart(have: Any, want: Any) -> float:
+    """The relative norm of the difference; infinite if it is not finite."""
+    squares = [0.0, 0.0]
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        squares[0] += float(np.sum((a - b) ** 2))
+        squares[1] += float(np.sum(b**2))
+    found = np.sqrt(squares[0] / squares[1]) if squares[1] else np.sqrt(squares[0])
+    return float(found) if np.isfinite(found) else np.inf
+
+
+def number_checks() -> Iterator[MachineCheck]:
+    """Of one device."""
+    for name, (fmt, allowed) in _FORMATS.items():
+        yield MachineCheck(
+            f"codes: {name}, there and back",
+            functools.partial(_compare_codes, fmt, allowed),
+            "optimizer state, frozen parameters and gathers of that format",
+            "another format, or float32 state",
+        )
+    yield MachineCheck(
+        "codes: NF4 of frozen parameters",
+        _compare_normal_float,
+        "stored.frozen(4)",
+        "stored.frozen(8)",
+    )
+    yield MachineCheck(
+        "rounding: the mean of stochastically rounded codes and parameters",
+        _compare_rounding,
+        "low_precision_state and stochastic_rounding",
+        'rounding="nearest" or "compensated", and float32 parameters',
+    )
+    for name, options in _OPTIMIZERS.items():
+        yield MachineCheck(
+            f"update: ten of {name} beside the CPU's",
+            functools.partial(_compare_updates, *options),
+            f"{name}; on TPUs its kernel",
+            "the same optimizer with float32 state, or optax's",
+        )
+
+
+def _spread_values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Of both signs, over seven powers of ten, with zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 10.0 ** rng.uniform(-7, 0, shape)
+    x.flat[:: x.size // 7] = 0
+    return x.astype(np.float32)
+
+
+def _compare_codes(fmt: Any, allowed: float) -> float:
+    """Codes and values beside the CPU's, and values beside what was stored.
+
+    Of 1,000 codes one may be a neighbour: divisions differ.
+    """
+    worst = 0.0
+    for signed in (True, False):
+        x = _spread_values((256, 512))
+        x = x if signed else np.abs(x)
+        have, want = both(lambda x, signed=signed: quantize(x, fmt, signed), x)
+        codes, expected = (np.asarray(q.codes).view(np.uint8) for q in (have, want))
+        values, expected_values = both(dequantize, want)  # of the same codes
+        worst = max(
+            worst,
+            float(np.mean(codes != expected)) / 1e-3,
+            apart(values, expected_values) / 1e-5,
+            apart(values, x) / allowed,
+        )
+    return worst
+
+
+def _compare_normal_float() -> float:
+    params = {"w": _spread_values((128, 256))}
+
+    def there_and_back(params: Any) -> Any:
+        forms = stored.store(params, {"w": stored.frozen(4)}, None)
+        return forms["w"].decode()
+
+    have, want = both(there_and_back, params)
+    return apart(have, want) / 1e-3
+
+
+def _compare_rounding() -> float:
+    """In standard deviations, of which six are allowed."""
+    count = 1 << 16
+    fmt, worst = optax_ext.Linear(8), 0.0
+    x = np.full((256, count // 256), 0.3003, np.float32)
+    x[:, 0] = 1.0  # the scale of each block
+
+    def mean_of_codes(x: jax.Array) -> jax.Array:
+        noise = jax.random.uniform(jax.random.key(0), x.shape)
+        return dequantize(quantize(x, fmt, True, "stochastic", noise))[:, 1:].mean()
+
+    step = 1 / 127
+    have, _ = both(mean_of_codes, x)
+    worst = abs(float(have) - 0.3003) / (step * np.sqrt(0.25 / count)) / 6
+
+    def mean_of_params(p: jax.Array) -> jax.Array:
+        moved = optax_ext.apply_updates(p, jnp.full(p.shape, 1e-3), jax.random.key(1))
+        return jnp.mean(moved, dtype=jnp.float32)
+
+    p = np.ones(count, jnp.bfloat16)
+    have, _ = both(mean_of_params, p)
+    spacing = 2.0**-7
+    return max(worst, abs(float(have) - 1.001) / (spacing * np.sqrt(0.25 / count)) / 6)
+
+
+def _compare_updates(tx: Any, plain: Any, allowed: float) -> float:
+    """What ten updates move: beside the CPU by 1 %, as codes round either way; and in float32."""
+    params = {"w": _spread_values((256, 512)), "b": _spread_values((512,))}
+
+    def ten(params: Any, tx: Any) -> Any:
+        def one(carry: Any, i: jax.Array) -> Any:
+            params, state = carry
+            grads = jax.tree.map(lambda x: jnp.sin(x * 1000 + i), params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (after, _), _ = jax.lax.scan(one, (params, tx.init(params)), jnp.arange(10.0))
+        return jax.tree.map(jnp.subtract, after, params)
+
+    have, want = both(functools.partial(ten, tx=tx), params)
+    with jax.default_device(cpu_device()):
+        wide = jax.device_get(jax.jit(functools.partial(ten, tx=plain))(params))
+    return max(apart(have, want) / 1e-2, apart(have, wide) / allowed)

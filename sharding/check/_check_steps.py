@@ -1,0 +1,216 @@
+"""Checks of training: steps on all devices beside plain optax on one CPU."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType
+
+import optax_ext
+from sharding import remat, stored
+from sharding._zero import Zero
+from sharding.check._check_numbers import apart, cpu_device
+from sharding.check._check_wire import mesh_of_all
+from sharding.check._machine_report import MachineCheck, NotHere
+from sharding.pipeline._pipeline import Pipeline
+from sharding.pipeline._schedules import one_f_one_b
+from sharding.step.owners._by_owner import by_owner
+
+_LAYERS, _WIDTH, _STEPS = 4, 64, 3
+_STAGES: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "stage 2, replicas": {"stage": 2, "split": 2},
+    "stage 2, 2 micro-batches": {"stage": 2, "microbatches": 2},
+    "update in the backward pass": {"stage": 3, "update": "backward"},
+    "optimizer state in host memory": {"stage": 2, "offload": "optimizer"},
+    "parameters in host memory, streamed": {"stage": 3, "offload": "all"},
+    "update on the host": {"stage": 2, "update_on": "host"},
+}
+_OF_STEP = ("microbatches", "update")
+_HOST = {"offload", "update_on"}
+
+
+def initial_params() -> dict[str, jax.Array]:
+    """Layers that a loss scans over, and a head."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    layers = jax.random.normal(keys[0], (_LAYERS, _WIDTH, _WIDTH)) / _WIDTH**0.5
+    return {"layers": layers, "head": jax.random.normal(keys[1], (_WIDTH, 32)) / _WIDTH**0.5}
+
+
+def outputs(params: Any, x: jax.Array) -> jax.Array:
+    """(rows, 32)."""
+
+    def layer(x: jax.Array, w: jax.Array) -> Any:
+        return x + jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return x @ params["head"]
+
+
+def mean_loss(params: Any, x: jax.Array) -> jax.Array:
+    """A mean over rows: each device runs its own."""
+    return jnp.mean((outputs(params, x) - x[:, :32]) ** 2)
+
+
+def coupled_loss(params: Any, x: jax.Array) -> jax.Array:
+    """Rows meet in a variance: the partitioner runs it."""
+    y = outputs(params, x)
+    return jnp.mean((y - x[:, :32]) ** 2) + jnp.mean(jnp.var(y, axis=0))
+
+
+_LOSSES = {"mean": mean_loss, "coupled": coupled_loss}
+_OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, eps=1e-3),
+    "came": optax_ext.came(1e-2),
+    "muon": by_owner(optax.contrib.muon(1e-2)),
+}
+
+
+def batches() -> list[np.ndarray]:
+    """Of all devices; rows differ in scale."""
+    rows = 4 * jax.device_count()
+    scale = 2.0 ** (np.arange(rows) % 4 - 2)[:, None]
+    rng = np.random.default_rng(0)
+    return [(rng.standard_normal((rows, _WIDTH)) * scale).astype(np.float32) for _ in range(_STEPS)]
+
+
+@functools.cache
+def reference(loss: str, optimizer: str) -> tuple[Any, Any]:
+    """What plain optax moves on a CPU, and its parameters."""
+    tx = _OPTIMIZERS[optimizer]
+    with jax.default_device(cpu_device()), jax.default_matmul_precision("float32"):
+        params = initial_params()
+        state, start = tx.init(params), jax.device_get(params)
+
+        @jax.jit
+        def step(params: Any, state: Any, x: jax.Array) -> Any:
+            grads = jax.grad(_LOSSES[loss])(params, x)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for x in batches():
+            params, state = step(params, state, x)
+        after = jax.device_get(params)
+    return jax.tree.map(np.subtract, after, start), start
+
+
+def step_checks() -> Iterator[MachineCheck]:
+    """Of training steps."""
+    for loss, runs in (("mean", "each device its rows"), ("coupled", "partitioned")):
+        for name, options in _STAGES.items():
+            if loss == "coupled" and (not name.startswith("stage") or "micro" in name):
+                continue  # partitioned in any case, or refused
+            yield MachineCheck(
+                f"step: {name}, {runs}",
+                functools.partial(_compare_step, loss, "adamw", options),
+                f"train_step with {name}",
+                "another stage, or the option that is named",
+            )
+    yield MachineCheck(
+        "step: CAME at stage 2",
+        functools.partial(_compare_step, "mean", "came", {"stage": 2}),
+        "came",
+        "adamw",
+    )
+    yield MachineCheck(
+        "step: Muon with an owner for each matrix",
+        functools.partial(_compare_step, "mean", "muon", {"stage": 2}),
+        "by_owner",
+        "the transformation without by_owner",
+    )
+    yield MachineCheck(
+        "step: parameters frozen in NF4, adapters", _compare_stored, "sharding.stored", "16 bits"
+    )
+    yield MachineCheck(
+        "remat: a plan's gradient and bytes", _compare_plan, "remat.plan", "jax.checkpoint"
+    )
+    yield MachineCheck(
+        "pipeline: 1F1B over two stages", _compare_pipeline, "Pipeline", "ZeRO alone"
+    )
+
+
+def _compare_step(loss: str, optimizer: str, options: dict[str, Any]) -> float:
+    """What parameters moved; updates of different sums may differ by 1e-3."""
+    options = dict(options)
+    moved, start = reference(loss, optimizer)
+    of_step = {name: options.pop(name) for name in _OF_STEP if name in options}
+    split = options.pop("split", 1)
+    if _HOST & options.keys():
+        _need_host_memory()
+        options["offload_min_size"] = 0
+    mesh = mesh_of_all(split=split) if jax.device_count() > 1 else jax.make_mesh((1,), ("data",))
+    if split > 1:
+        options["replica_axis"] = "replica"
+    zero, tx = Zero(mesh, min_shard_size=1, **options), _OPTIMIZERS[optimizer]
+    with jax.default_matmul_precision("float32"):
+        state = zero.init(lambda: (params := initial_params(), tx.init(params)), tx=tx)
+        step = zero.train_step(_LOSSES[loss], tx=tx, **of_step)
+        for x in batches():
+            state, _ = step(state, zero.put(_rows_of_process(zero, x)))
+    have = jax.tree.map(np.subtract, zero.full_params(state), start)
+    return apart(have, moved) / 1e-3
+
+
+def _rows_of_process(zero: Zero, x: np.ndarray) -> np.ndarray:
+    """Those of a batch that this process gives."""
+    index, count = zero.data_shard()
+    return np.split(x, count)[index]
+
+
+def _need_host_memory() -> None:
+    kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise NotHere(f"its devices have no memory kind pinned_host, only {sorted(kinds)}")
+
+
+def _compare_stored() -> float:
+    """A loss of coded layers beside that of what they decode to."""
+    params, x = initial_params(), batches()[0]
+    forms = {"layers": (stored.frozen(4), stored.lora(rank=4))}
+    held = stored.store(params, forms, jax.random.key(1))
+    seen = stored.merge(held)
+    with jax.default_matmul_precision("float32"):
+        have = jax.jit(stored.loss_of(mean_loss))(held, x)
+        want = jax.jit(mean_loss)(seen, x)
+    return apart(have, want) / 1e-4
+
+
+def _compare_plan() -> float:
+    """The plan of fewest bytes: its gradient, and the bytes of its program by the compiler."""
+    params, x = initial_params(), jnp.asarray(batches()[0])
+    planned = min(remat.frontier(mean_loss, params, x), key=lambda found: found.peak)
+    with jax.default_matmul_precision("float32"):
+        want = jax.jit(jax.grad(mean_loss))(params, x)
+        compiled = jax.jit(jax.grad(planned)).lower(params, x).compile()
+    analysis = compiled.memory_analysis()
+    held = analysis.temp_size_in_bytes if analysis else 0
+    return max(apart(compiled(params, x), want) / 1e-4, held / (1.1 * planned.peak))
+
+
+def _compare_pipeline() -> float:
+    """Loss and gradients of two stages and four micro-batches beside one device's."""
+    if jax.device_count() < 2 or jax.process_count() > 1:
+        raise NotHere("it needs two devices of one process")
+    mesh = jax.make_mesh((2,), ("pipe",), (AxisType.Auto,), devices=jax.devices()[:2])
+    pipeline = Pipeline(
+        mesh,
+        one_f_one_b(stages=2, microbatches=4),
+        num_layers=_LAYERS,
+        embed=lambda shared, x: x,
+        block=lambda w, x, _: x + jnp.tanh(x @ w),
+        head=lambda shared, y, x: (jnp.sum((y @ shared["head"] - x[:, :32]) ** 2), 32 * len(x)),
+    )
+    params, x = initial_params(), batches()[0][:8]
+
+    def mean_of_pipeline(params: Any, x: jax.Array) -> jax.Array:
+        total, weight = pipeline.loss(params, x)
+        return total / weight
+
+    with jax.default_matmul_precision("float32"):
+        grads = jax.jit(jax.grad(mean_of_pipeline))(pipeline.stack(params), x)
+        want = jax.jit(jax.grad(mean_loss))(params, x)
+    return apart(pipeline.unstack(grads), want) / 1e-4

@@ -1,0 +1,68 @@
+"""The first use of a format: on CPUs nothing, elsewhere known numbers, once."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_ext
+from optax_ext.low_precision import _first_use
+
+FORMATS = {
+    "dynamic": optax_ext.Dynamic(8),
+    "4 bits": optax_ext.Linear(4),
+    "rows and columns": optax_ext.Dynamic(4, rank1=True),
+    "float8": optax_ext.Float8(),
+    "bfloat16": optax_ext.BFloat16(),
+}
+
+
+@pytest.fixture
+def accelerator(monkeypatch, tmp_path):
+    """As if the default backend were one, with a folder of its compilation cache."""
+    _first_use._check_once.cache_clear()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(_first_use, "_file", lambda: tmp_path / "folder" / "codes.json")
+    yield tmp_path / "folder" / "codes.json"
+    _first_use._check_once.cache_clear()
+
+
+def last_codes(*args, **kwargs):
+    """As a compiler made them: every code is the last one."""
+    found = quantize(*args, **kwargs)
+    return type(found)(**(vars(found) | {"codes": jnp.full_like(found.codes, 255)}))
+
+
+quantize = _first_use.quantize
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rounding", ["nearest", "compensated"])
+def test_right_codes_are_remembered(accelerator, monkeypatch, name, rounding):
+    _first_use.check_codes(FORMATS[name], rounding)
+    assert str(FORMATS[name]) in accelerator.read_text()
+    _first_use._check_once.cache_clear()  # another process
+    monkeypatch.setattr(_first_use, "quantize", None)
+    _first_use.check_codes(FORMATS[name], rounding)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "4 bits", "float8"])
+def test_wrong_codes_raise_before_a_state_is_made(accelerator, monkeypatch, name):
+    """Also where init is traced; and again in the next call."""
+    monkeypatch.setattr(_first_use, "quantize", last_codes)
+    tx = optax_ext.low_precision_state(optax.adam(1e-3), FORMATS[name])
+    for init in (tx.init, jax.jit(tx.init)):
+        with pytest.raises(RuntimeError, match=r"differ by .* Use another format or float32 state"):
+            init({"w": jnp.ones((256, 256))})
+    assert not accelerator.exists()
+
+
+def test_a_file_that_cannot_be_used_is_no_error(accelerator, monkeypatch):
+    accelerator.parent.write_text("a file in the place of the folder")
+    _first_use.check_codes(FORMATS["dynamic"], "nearest")
+
+
+def test_nothing_is_checked_on_cpus(monkeypatch):
+    _first_use._check_once.cache_clear()
+    monkeypatch.setattr(_first_use, "quantize", last_codes)
+    optax_ext.adamw8bit(1e-3).init({"w": jnp.ones((256, 256))})
