@@ -15,7 +15,7 @@ import rich.panel
 import rich.progress
 import rich.text
 
-from optax_ext import batch_advice
+from optax_ext import BatchSchedule, batch_advice
 from sharding import Audit
 from sharding.plan._format import show
 
@@ -88,10 +88,15 @@ class Progress:
     """A bar on a terminal; in a log, a line every twentieth of the run or every 30 seconds."""
 
     def __init__(
-        self, title: str, rows: list[dict[str, float]], steps: int, tokens: int, windows: int
+        self,
+        title: str,
+        rows: list[dict[str, float]],
+        steps: int,
+        context: int,
+        batches: BatchSchedule,
     ):
-        """``rows``: metrics of the steps done so far; ``tokens``, ``windows``: of one step."""
-        self._steps, self._tokens, self._windows = steps, tokens, windows
+        """``rows``: metrics of the steps done so far; ``context``: tokens of a window."""
+        self._steps, self._context, self._batches = steps, context, batches
         self._first: tuple[int, float] | None = None  # the step that compiled, and when it ended
         self._printed = time.monotonic()
         self._val_loss = next((r["val_loss"] for r in reversed(rows) if "val_loss" in r), None)
@@ -128,9 +133,11 @@ class Progress:
         else:
             pace = (now - self._first[1]) / (step - self._first[0])
             minutes, seconds = divmod(round(pace * (self._steps - step)), 60)
-            text += f"  {self._tokens / pace:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+            windows = self._batches.examples(step) - self._batches.examples(self._first[0])
+            rate = self._context * windows / (now - self._first[1])
+            text += f"  {rate:,.0f} tokens/s  {minutes}:{seconds:02d} left"
         if "noise_scale" in row:
-            text += f"  {batch_note(row['noise_scale'], self._windows)}"
+            text += f"  {batch_note(row['noise_scale'], self._batches.size(step - 1))}"
         self._bar.update(self._task, completed=step, text=text)
         due = step % -(-self._steps // 20) == 0 or now - self._printed > 30
         if due and not console.is_terminal:

@@ -128,14 +128,18 @@ SYNCS = {
 }
 
 
-def make_optimizer(name, peak, steps, state="float32", sync_name="dense", noise_scale_batch=None):
+def make_optimizer(
+    name, peak, steps, state="float32", sync_name="dense", noise_scale_batch=None, batches=None
+):
     """The chain of transformations, and its schedule: warm-up to ``peak``, then cosine to 5 %.
 
-    With ``noise_scale_batch`` the chain starts by measuring the noise scale of such batches.
+    With ``noise_scale_batch`` the chain starts by measuring the noise scale of such batches. With
+    ``batches``, ``steps`` are of the first size, and rates grow with the root of the size.
     """
     make, _ = OPTIMIZERS[name]
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
+    schedule = batches.rates(schedule) if batches else schedule
     tx = make(schedule)
     if state != "float32":
         tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])
@@ -179,10 +183,11 @@ def train(options, corpus, mesh, directory, stop):
     tx, schedule = make_optimizer(
         options.optimizer,
         options.learning_rate,
-        options.steps,
+        options.batches.examples(options.steps) // options.batch_size,
         options.state,
         options.sync,
         options.batch_size if options.noise_scale else None,
+        options.batches,
     )
 
     def make_state(key, form=lambda params: params):
@@ -245,17 +250,21 @@ def train(options, corpus, mesh, directory, stop):
         {"devices": zero.num_devices, "form": form},
     )
     if pipeline:
-        step = zero.train_step(pipeline, snapshot=snapshots.store)
+        steps = {options.batch_size: zero.train_step(pipeline, snapshot=snapshots.store)}
         evaluate = zero.eval_step(pipeline)
     elif auto:
-        step, evaluate = planned.train_step(), zero.eval_step(loss_fn)
+        steps, evaluate = {options.batch_size: planned.train_step()}, zero.eval_step(loss_fn)
     else:
-        step = zero.train_step(
-            trained_loss,
-            microbatches=options.microbatches,
-            snapshot=snapshots.store,
-            update="backward" if options.update_in_backward else "after",
-        )
+        # A larger batch has more micro-batches of the same size: memory stays.
+        steps = {
+            size: zero.train_step(
+                trained_loss,
+                microbatches=options.microbatches * size // options.batch_size,
+                snapshot=snapshots.store,
+                update="backward" if options.update_in_backward else "after",
+            )
+            for size in options.batches.sizes.values()
+        }
         evaluate = zero.eval_step(loss_fn)
 
     manager = ocp.CheckpointManager(
@@ -299,12 +308,12 @@ def train(options, corpus, mesh, directory, stop):
             state = restore(manager, start, zero, make_state, key)
 
     if options.audit:
-        windows = corpus.batch(options.seed, start + 1, options.batch_size)
+        windows = corpus.batch(options.seed, start + 1, options.batches.size(start))
         # Lowered for the real arguments, so that the first step reuses the compiled program.
-        compiled = step.lower(state, place(windows)).compile()
+        compiled = steps[len(windows)].lower(state, place(windows)).compile()
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
-        tokens = options.batch_size * corpus.context
+        tokens = len(windows) * corpus.context
         found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
         print_audit(found, notes)
         # For gradients as sparse as the sync expects; gradzip's steps take one branch or the other.
@@ -312,12 +321,11 @@ def train(options, corpus, mesh, directory, stop):
         sent = [shd.wire_bytes(compiled, branches=branches) for branches in taken]
         sizes["wire_bytes"] = sum(sent) / len(sent)
 
-    tokens = options.batch_size * corpus.context
-    progress = Progress(options.optimizer, metrics.rows, options.steps, tokens, options.batch_size)
-    with progress:
+    of_run = options.steps, corpus.context, options.batches
+    with Progress(options.optimizer, metrics.rows, *of_run) as progress:
         for i in range(start + 1, options.steps + 1):
-            windows = corpus.batch(options.seed, i, options.batch_size)
-            state, out = step(state, place(windows))
+            windows = corpus.batch(options.seed, i, options.batches.size(i - 1))
+            state, out = steps[len(windows)](state, place(windows))
             row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
             if options.noise_scale:
                 row["noise_scale"] = float(optax_ext.noise_scale(state.opt_state))
@@ -468,7 +476,7 @@ class UserError(Exception):
 # sync.
 IDENTITY = (
     *("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed"),
-    "noise_scale",
+    *("noise_scale", "double_batch"),
 )
 
 
@@ -487,7 +495,8 @@ def check_same_run(options, corpus, directory):
     wait_for_all("options.json")
     if not path.exists():
         raise UserError(f"{path} is missing: all processes must share the folder --runs-dir.")
-    started = {"noise_scale": False} | json.loads(path.read_text())  # absent in older runs
+    absent = {"noise_scale": False, "double_batch": []}  # in older runs
+    started = absent | json.loads(path.read_text())
     for name in requested:
         if requested[name] == started[name]:
             continue
@@ -526,6 +535,9 @@ def parse_args():
             raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
         return int(text)
 
+    def windows(text):
+        return [positive(part) for part in text.split(",")]
+
     def memory(text):
         try:
             return shd.remat.in_bytes(text)
@@ -560,6 +572,8 @@ def parse_args():
     add("--data", type=pathlib.Path, metavar="PATH", help="a file or a folder [Python's library]")
     add("--steps", type=positive, metavar="N", help="[the size's]")
     add("--batch-size", type=positive, metavar="N", help="windows a step [the size's]")
+
+    add("--double-batch", type=windows, default=[], metavar="N,...", help="after N windows")
 
     add = parser.add_argument_group("optimizer").add_argument
     names = {"choices": OPTIMIZERS, "default": "came", "metavar": "NAME"}
@@ -608,6 +622,10 @@ def resolve(options):
     config = CONFIGS[options.config]
     options.steps = options.steps or config.steps
     options.batch_size = options.batch_size or config.batch_size
+    grown = {at: options.batch_size * 2**k for k, at in enumerate((0, *options.double_batch))}
+    options.batches = optax_ext.BatchSchedule(grown)
+    if options.double_batch and (options.pipeline or options.plan == "auto"):
+        fail("--double-batch adds micro-batches: it goes without --pipeline and --plan auto.")
     options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
     options.microbatches = options.microbatches or 2 * (options.pipeline or 0) or 1
     check_pipeline(options, config)

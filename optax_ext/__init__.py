@@ -4,6 +4,7 @@ from optax_ext._adafactor import MomentumState as MomentumState
 from optax_ext._adafactor import ScaleByAdafactorState as ScaleByAdafactorState
 from optax_ext._adafactor import adafactor as adafactor
 from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
+from optax_ext._batch_schedule import BatchSchedule as BatchSchedule
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
