@@ -319,9 +319,9 @@ def _distinct(states: _States) -> np.ndarray:
 
     In front of late values segments are left for earlier steps.
     """
-    scale = 2.0**29 / (float(states.seconds.max()) or 1.0)
-    seconds, keys = (states.seconds * scale).astype(np.int64), states.keys.astype(np.int64)
-    order = _order((seconds << 20) - (keys >> 30))
+    keys = states.keys.astype(np.int64)
+    order = _order(-keys)
+    order = order[np.argsort(states.seconds[order], kind="stable")]
     keys = keys[order]
     equal = _order(keys)
     keys = keys[equal]
