@@ -76,7 +76,8 @@ class PlannableLoss:
     """A loss of inputs in a list, with its loops found."""
 
     def __init__(self, loss_fn: Callable[..., Any], params: Tree, batch: Batch, device: jax.Device):
-        self.loss_fn, self.device = loss_fn, device
+        self.loss_fn = loss_fn
+        self.device = device
         self.types: tuple[Any, Any] = types_of((params, batch))
         self._named = jax.tree_util.tree_leaves_with_path(self.types)
         self.leaves, self._treedef = jax.tree.flatten(self.types)
@@ -195,7 +196,8 @@ class LossSearch:
         offload: Offload = False,
         in_loops: bool = False,
     ):
-        self._loss, self._kind = loss, kind
+        self._loss = loss
+        self._kind = kind
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}

@@ -113,11 +113,13 @@ class ScheduleSearch:
 
     def __init__(self, values: Sequence[Value], steps: Sequence[Step], results: Sequence[int] = ()):
         # ``results`` are values that the loss returns.
-        self._count, self._num_steps = len(values), len(steps)
+        self._count = len(values)
+        self._num_steps = len(steps)
         order = sorted(range(len(values)), key=lambda k: values[k].nbytes)
         sums = np.cumsum([0.0, *(values[k].nbytes for k in order)])
         few = int(np.searchsorted(sums, _SMALL * sums[-1], side="right")) - 1
-        self._small, self._fixed = order[:few], float(sums[few])
+        self._small = order[:few]
+        self._fixed = float(sums[few])
         self._large = sorted(order[few:])  # from here on by their numbers in it
         number = {k: n for n, k in enumerate(self._large)}
 
@@ -138,7 +140,7 @@ class ScheduleSearch:
             else:
                 self._steps.append((t, step))
         keys = np.arange(len(number)) + np.random.default_rng(0).random(len(number))
-        keys = np.floor(2.0**50 * keys / max(1, len(number)) ** 2)  # their sums are exact
+        keys = np.floor(2.0**48 * keys / max(1, len(number)) ** 2)  # their sums are exact
         self._numbers = np.stack([[value.nbytes for value in self._values], keys], axis=1)
 
     def find(
@@ -195,7 +197,8 @@ class ScheduleSearch:
     @functools.cached_property
     def most(self) -> float:
         """Bytes with which nothing is computed again."""
-        peak, live = 0.0, set(self._results)
+        peak = 0.0
+        live = set(self._results)
         for step, later in self._with_later():
             peak = max(peak, self._nbytes(later) + step.during)
             live |= set(step.reads)
@@ -223,7 +226,8 @@ class _Find:
     tasks: list[tuple[int, ScheduledTask, np.ndarray]] = dataclasses.field(default_factory=list)
 
     def run(self) -> LossSchedule | None:
-        search, limit = self.search, self.limit
+        search = self.search
+        limit = self.limit
         self.exact = search._count <= _FEW
         words = -(-len(search._values) // 64)
         left = _States(np.zeros((6 + words, 1)))  # by the forward pass
@@ -240,7 +244,8 @@ class _Find:
         if not len(states):
             return None
         best = states.take(np.argmin(states.seconds, keepdims=True))
-        seconds, stored = float(best.seconds[0]), left.take(best.stored.astype(int))
+        seconds = float(best.seconds[0])
+        stored = left.take(best.stored.astype(int))
         values = [k for k in range(len(search._values)) if stored.having(k)[0]]
         least = seconds if self.exact else min(seconds, search._at_least(limit))
         return LossSchedule(search._stored(values), self._tasks(best.last[:, 0]), seconds, least)
@@ -334,12 +339,13 @@ def _some(nbytes: np.ndarray, most: int, num_sizes: int) -> np.ndarray:
     """Of every number of bytes, the first with about as many."""
     sizes = nbytes - nbytes.min()
     bins = (sizes / max(float(sizes.max()), 1e-30) * (num_sizes - 1)).astype(np.int16)
-    order, counts = np.argsort(bins, kind="stable"), np.bincount(bins)
+    order = np.argsort(bins, kind="stable")
+    counts = np.bincount(bins)
     rank = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
     return order[np.argsort(rank.astype(np.int16), kind="stable")[:most]]
 
 
 def _order(numbers: np.ndarray) -> np.ndarray:
-    """The stable order of integers below 2**50, ten times as fast as ``argsort``."""
+    """The stable order of integers below 2**49, ten times as fast as ``argsort``."""
     bits = len(numbers).bit_length()
     return np.sort((numbers << bits) + np.arange(len(numbers))) & ((1 << bits) - 1)
