@@ -85,7 +85,8 @@ class JointGraph:
 
         deferred = [False] * len(inputs) + [True]
         self.graph = Graph(joint, [*inputs, loss], deferred, exact=True)
-        self.seed, outputs = len(inputs), self.graph.outputs
+        self.seed = len(inputs)
+        outputs = self.graph.outputs
         count = len(outputs) - sum(trained)
         self.results, self.grads = outputs[:count], outputs[count:]
         equations = self.graph.needed(outputs, self.graph.constants)[0]
@@ -102,7 +103,8 @@ class JointGraph:
         self._kept = {self._behind_moves(v) for eqn in heavy for v in eqn.operands}.union(outputs)
         groups = self._groups()
         number = {k: n for n, k in enumerate(groups)}
-        self._kind, self._shards = kind or ANY_DEVICE, shards
+        self._kind = kind or ANY_DEVICE
+        self._shards = shards
         self.nodes = [self._node(k, own, number) for k, own in groups.items()]
         self.forward = sum(not self._is_gradient(self._equations[k]) for k in groups)
         self.work = sum((node.work for node in self.nodes), Work(0.0, 0.0))
@@ -157,7 +159,8 @@ class JointGraph:
         # XLA fuses a softmax unless its maximum is stored.
         maxima = {i for i, eqn in enumerate(self._equations) if eqn.primitive is lax.reduce_max_p}
         for k in [k for k, own in groups.items() if own.equations & maxima]:
-            own, readers = groups[k], [each for each in groups.values() if k in each.reads]
+            own = groups[k]
+            readers = [each for each in groups.values() if k in each.reads]
             inner = self._returned.isdisjoint(self._equations[k].results)
             if inner and all(own.reads <= each.reads for each in readers):
                 del groups[k]
@@ -182,7 +185,9 @@ class JointGraph:
         return alone and 2 * self._nbytes(last) > self._nbytes(eqn)  # and is no reduction
 
     def _node(self, last: int, own: _FusedGroup, number: dict[int, int]) -> LossNode:
-        graph, inside, shards = self.graph, 0.0, self._shards
+        graph = self.graph
+        inside = 0.0
+        shards = self._shards
         equations = [self._equations[i] for i in sorted(own.equations)]
         made = {v: eqn for eqn in equations for v in eqn.results}
         for eqn in equations:
@@ -222,7 +227,8 @@ class JointGraph:
         return ScheduleSearch(self._stored_values(host_link), self._steps(), returned)
 
     def _stored_values(self, host_link: float | None) -> list[Value]:
-        types, needed = self.graph.types, self.graph.needed(self.results, self.graph.constants)[0]
+        types = self.graph.types
+        needed = self.graph.needed(self.results, self.graph.constants)[0]
         made = {v for eqn in needed for v in eqn.results if not in_host_memory(types[v])}
         made = {v for v in made if jnp.issubdtype(types[v].dtype, jnp.floating)}
         values = []
@@ -238,7 +244,8 @@ class JointGraph:
         """The operations of the gradient, and what it holds beside values of the loss."""
         gradient = list(enumerate(self.nodes))[self.forward :]
         last = {k: i for i, node in gradient for k in node.reads if k >= self.forward}
-        steps, live = [], dict[int, float]()
+        steps = list[Step]()
+        live = dict[int, float]()
         for i, node in gradient:
             before = sum(live.values())
             ends = [live.pop(k) for k in node.reads if last.get(k) == i]

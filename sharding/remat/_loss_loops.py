@@ -76,11 +76,15 @@ class Loop:
     """
 
     def __init__(self, stack: Stack, kind: DeviceKind | None, offload: Offload = False):
-        self._kind, self._stack, scan = kind, stack, stack.scan
+        self._kind = kind
+        self._stack = stack
+        scan = stack.scan
         self.length = n = int(scan.options["length"])
         self.inner = max(i for i in range(1, math.isqrt(n) + 1) if n % i == 0)  # of a segment
-        run, types = jaxpr_as_fun(scan.body), scan.body.in_avals
-        self._types, self._offload = [*map(traced_type, types)], offload
+        run = jaxpr_as_fun(scan.body)
+        types = scan.body.in_avals
+        self._types = [*map(traced_type, types)]
+        self._offload = offload
         deferred = [False] * len(types)
         self._layer = Graph(lambda args: run(*args), self._types, deferred, exact=True)
         self._names = self._named()
@@ -104,12 +108,14 @@ class Loop:
 
     def _named(self) -> dict[int, str]:
         """Names of values of a layer."""
-        graph, counts = self._layer, Counter[str]()
+        graph = self._layer
+        counts = Counter[str]()
         floating = {v for v, t in enumerate(graph.types) if jnp.issubdtype(t.dtype, jnp.floating)}
         names = dict[int, str].fromkeys(floating.intersection(self._stack.carried), INPUT)
         known = {v for eqn in graph.equations if _name_of(eqn) for v in eqn.operands}
         for eqn in graph.equations:
-            name, values = _name_of(eqn), floating.intersection(eqn.results) - known
+            name = _name_of(eqn)
+            values = floating.intersection(eqn.results) - known
             if name:  # from where it is computed on
                 values = {v if v in graph.producer else eqn.results[0] for v in eqn.operands}
             elif is_light(eqn) or eqn.primitive.name == "split":
@@ -122,7 +128,8 @@ class Loop:
 
     def _run_layer(self, *args: Any) -> list[Any]:
         def named(vs: Iterable[int], xs: Iterable[Any]) -> dict[int, Any]:
-            pairs, own = zip(vs, xs, strict=True), self._names
+            pairs = zip(vs, xs, strict=True)
+            own = self._names
             return {v: checkpoint_name(x, own[v]) if v in own else x for v, x in pairs}
 
         values = self._layer.constants | named(range(len(args)), args)
@@ -158,19 +165,22 @@ class Loop:
         computed again, which reads others. Of equal values that are still read, and about as many
         bytes on the host, the choices go on that no other one beats.
         """
-        graph, fixed = self._graph, 0.0
+        graph = self._graph
+        fixed = 0.0
         always = set[int](graph.outputs)  # are read, whatever is stored
         states: dict[Any, list[Any]] = {(frozenset(), ""): [LoopForm((), ())]}
         for eqn in reversed(graph.equations):
             operands, results = ([graph.types[v] for v in vs] for vs in (eqn.operands, eqn.results))
             seconds = self.length * work_of_equation(eqn, operands, results, self._kind).seconds
-            name, nbytes = _name_of(eqn), self.length * num_bytes(results)
+            name = _name_of(eqn)
+            nbytes = self.length * num_bytes(results)
             reads = graph.producer.keys() & eqn.operands
             needed = name == INPUT or not always.isdisjoint(eqn.results)
             if needed and not name:
                 always |= reads
                 fixed, seconds = fixed + seconds, 0.0
-            again, stored = reads - always, () if name == INPUT else (name,)
+            again = reads - always
+            stored = () if name == INPUT else (name,)
             ways: tuple[tuple[bool, set[int], tuple[Any, ...]], ...] = (
                 (name != "", set(), (stored, (), 0, 0, nbytes, 0)),
                 (name in self._moved, set(), ((), (name,), nbytes, 0, 0, 0)),

@@ -76,7 +76,8 @@ class PlannableLoss:
     """A loss of inputs in a list, with its loops found."""
 
     def __init__(self, loss_fn: Callable[..., Any], params: Tree, batch: Batch, device: jax.Device):
-        self.loss_fn, self.device = loss_fn, device
+        self.loss_fn = loss_fn
+        self.device = device
         self.types: tuple[Any, Any] = types_of((params, batch))
         self._named = jax.tree_util.tree_leaves_with_path(self.types)
         self.leaves, self._treedef = jax.tree.flatten(self.types)
@@ -195,7 +196,8 @@ class LossSearch:
         offload: Offload = False,
         in_loops: bool = False,
     ):
-        self._loss, self._kind = loss, kind
+        self._loss = loss
+        self._kind = kind
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}
@@ -274,20 +276,28 @@ class LossSearch:
         return sorted(plans.values(), key=lambda plan: plan.work.seconds)
 
     def compiled(
-        self, planned: float, budget: float | None = None, states: int | None = None
+        self,
+        planned: float,
+        budget: float | None = None,
+        states: int | None = None,
+        exact: bool = True,
     ) -> LossPlan | None:
-        """The same with the bytes of its program; infinite where the compiler gives up."""
+        """The same with the bytes of its program; infinite where the compiler gives up.
+
+        If not ``exact``, of that which returns the value of the loss.
+        """
+        exact_within = budget if exact else 0.0
         plan = self.plan(planned, states)
         if plan is None:
             return None
         if not any(plan._schedule.again):  # perhaps nothing has to be ordered, either
             schedule = plan._schedule._replace(again=())
-            plain = self._measured(dataclasses.replace(plan, _schedule=schedule), budget)
+            plain = self._measured(dataclasses.replace(plan, _schedule=schedule), exact_within)
             if plain.peak <= (budget or planned) or self._loss.device.platform == "cpu":
                 return plain
-        return self._measured(plan, budget)
+        return self._measured(plan, exact_within)
 
-    def _measured(self, plan: LossPlan, budget: float | None = None) -> LossPlan:
+    def _measured(self, plan: LossPlan, exact_within: float | None = None) -> LossPlan:
         stored, again, *_ = plan._schedule
         key = (plan.loops, plan._graph, stored, again) if again else plan.loops
         bytes_of = functools.partial(step_temporaries, plan, *self._loss.types, self._loss.device)
@@ -300,7 +310,8 @@ class LossSearch:
             self._known[key] = dataclasses.replace(plan, peak=nbytes)
         nbytes = self._known[key].peak
         # Steps return the loss. Programs without it keep to a budget, too.
-        if key not in self._exact and nbytes <= (budget or nbytes) < math.inf:
+        limit = nbytes if exact_within is None else exact_within
+        if key not in self._exact and nbytes <= limit < math.inf:
             self._exact.add(key)
             nbytes = max(nbytes, bytes_of(value=False))
             self._known[key] = dataclasses.replace(plan, peak=nbytes)
@@ -379,33 +390,38 @@ class LossSearch:
         return ValueError(f"no plan fits {size(budget)}{found} (docs: how_to/recompute).")
 
     def _in_order(self, budget: float) -> LossPlan | None:
-        best: LossPlan | None = None
+        fitting = list[LossPlan]()
         # Bytes that are planned are not those of programs: from above and below.
         low, fails, before = 0.0, self.most * 1.01, len(self._known)
         planned = min(budget, self.most)
         for _ in range(4 * _MOST_PROGRAMS):  # most guesses are programs that are known
             if len(self._known) - before >= _MOST_PROGRAMS:
                 break
-            plan = self.compiled(planned, budget)
+            plan = self.compiled(planned, budget, exact=False)
             if plan is None:  # fewer than the graph needs
                 planned = low = max(low, self.least)
-                few = functools.partial(self.compiled, states=_FEW_STATES)
-                plan = self.compiled(planned, budget) or few(planned, budget)
+                plan = self.compiled(planned, budget, exact=False)
+                plan = plan or self.compiled(planned, budget, _FEW_STATES, exact=False)
             assert plan is not None
+            is_last = _FITS * budget <= plan.peak <= budget or plan.extra_time <= 0
+            if is_last:
+                plan = self._measured(plan, budget)
             if plan.peak > budget:
                 fails = min(fails, planned)
             else:
                 low = max(low, planned)
-                if best is None or plan.work.seconds < best.work.seconds:
-                    best = plan
-                if plan.peak >= _FITS * budget or plan.extra_time <= 0:
+                fitting.append(plan)
+                if is_last:
                     break
             planned += _AIM * budget - plan.peak
             if not low < planned < fails:
                 planned = (low + fails) / 2
             if fails - low < 0.01 * budget:
                 break
-        return best
+        for plan in sorted(fitting, key=lambda plan: plan.work.seconds):
+            if (exact := self._measured(plan, budget)).peak <= budget:
+                return exact
+        return None
 
     @property
     def most(self) -> float:

@@ -9,6 +9,7 @@ import jax
 from sharding._types import Batch, Tree
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.plan._format import Printed, Table, check_choice, read_size, size
+from sharding.plan.audit._find_batch import largest as largest_size
 from sharding.plan.audit._program_bytes import is_sharded, types_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
@@ -149,21 +150,29 @@ def _of_most_examples(
 
         return loss_search(loss_fn, params, jax.tree.map(resized, types), device, *options)
 
-    # By the graph first: programs are compiled on the way down.
-    search, count = search_of(given), given
-    while search.least <= most:
-        before, count = search.least, 2 * count
-        search = search_of(count)
-        if search.least <= before:
+    searches = dict[int, LossSearch]()
+
+    def least_bytes(count: int) -> float:
+        searches[count] = search_of(count)
+        least = searches[count].least
+        if count > given and least <= searches[count // 2].least:
             raise ValueError("largest= needs a loss whose bytes grow with its batch.")
-    while count > 1:
-        try:
-            search, count = search_of(count // 2), count // 2
-        except (TypeError, ValueError):  # not of so few
-            break
+        return least
+
+    # By the graph first: programs are compiled on the way down.
+    count = largest_size(least_bytes, most, start=given, doubled=True) or given
+    search = searches[count]
+    while True:
         if search.least <= most:
             with contextlib.suppress(ValueError):
                 return search.fastest(most)
+        count //= 2
+        if not count:
+            break
+        try:
+            search = search_of(count)
+        except (TypeError, ValueError):  # not of so few
+            break
     return search.fastest(most)
 
 

@@ -73,7 +73,8 @@ class LossPlan:
 
     def __call__(self, params: Tree, batch: Batch, *more: Any) -> Any:
         """What the loss returns, for parameters, a batch and others of the planned types."""
-        inputs, plan = self._loss.inputs_of(params, (batch, *more) if more else batch), self
+        inputs = self._loss.inputs_of(params, (batch, *more) if more else batch)
+        plan = self
         if self._schedule.again or self.loops.stored is not None or self._loss.checkpoints:
             inputs = varying_alike(inputs)
             plan = self._traced_with(self._loss.traced_with(inputs))
@@ -97,7 +98,8 @@ class LossPlan:
 
     def _forward(self, inputs: list[Any]) -> tuple[list[Any], tuple[Values, Values]]:
         """Results, the values that are stored, and those that are copied to the host."""
-        joint, graph = self._graph, self._graph.graph
+        joint = self._graph
+        graph = self._graph.graph
         stored = [v for k in self._schedule.stored for v in joint.nodes[k].values]
         copied = {v for k in self._copied for v in joint.nodes[k].values}
         values: Values = graph.constants | dict(enumerate(inputs))
@@ -193,7 +195,8 @@ class LossPlan:
             )
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
-        nodes, computed = self._graph.nodes, Counter[str]()
+        nodes = self._graph.nodes
+        computed = Counter[str]()
         for what, ks in ("stores", self._schedule.stored), ("copies", self._copied):
             nbytes = Counter[str]()
             for k in ks:
@@ -240,9 +243,11 @@ class _OrderedRun:
             self.values |= jax.device_put(there, jax.memory.Space.Device)
 
     def compute(self, tasks: list[ScheduledTask], group: _TaskGroup) -> None:
-        joint, graph = self.joint, self.joint.graph
+        joint = self.joint
+        graph = self.joint.graph
         equations = joint.equations(tasks)
-        read, made = set[int](), set[int]()
+        read = set[int]()
+        made = set[int]()
         for eqn in equations:  # some values are computed again behind what reads them
             read.update(v for v in eqn.operands if v not in made)
             made.update(eqn.results)
@@ -300,8 +305,10 @@ def _groups(joint: JointGraph, order: Sequence[ScheduledTask], single: bool) -> 
     One ends in front of a node that is not fused where all that it makes would exceed the peak of
     the order, and in front of values that are fetched.
     """
-    nodes, live = joint.nodes, set[int]()
-    rows, peak = list[tuple[ScheduledTask, set[int], float, float]](), 0.0
+    nodes = joint.nodes
+    live = set[int]()
+    rows = list[tuple[ScheduledTask, set[int], float, float]]()
+    peak = 0.0
     for task in reversed(order):
         node = nodes[task.value]
         if task.fetches:
@@ -322,13 +329,15 @@ def _groups(joint: JointGraph, order: Sequence[ScheduledTask], single: bool) -> 
         fetch = bool(last) and task.fetches and not last[-1].fetches
         if single or not groups or full or fetch or task in last:
             groups.append(([], set()))
-            made, inside = held + new, node.inside
+            made = held + new
+            inside = node.inside
         groups[-1][0].append(task)
         # XLA would not compute again what reads values that are not behind a barrier.
         is_step = task.value >= joint.forward
         if is_step and new < node.nbytes and held + node.nbytes + node.inside > peak:
             groups[-1][1].update(i for i in over if i < joint.forward)
-    later, out = set[int](joint.grads), list[_TaskGroup]()
+    later = set[int](joint.grads)
+    out = list[_TaskGroup]()
     for tasks, replaced in reversed(groups):
         out.append(_TaskGroup(tasks, replaced, later))
         later = later | {v for eqn in joint.equations(tasks) for v in eqn.operands}

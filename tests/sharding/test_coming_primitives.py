@@ -146,6 +146,20 @@ def test_what_is_not_known_inside_of(inside):
         equations.trace(INSIDE[inside](own(sub=SINE)), X)
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_derivatives_of_windows_are_known(order):
+    """Their operations hold functions, as the maximum of a pooling does."""
+
+    def loss(x):
+        return jnp.sum(jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "SAME") ** 2)
+
+    def of_gradient(x):
+        return jnp.sum(jax.grad(loss)(x) ** 2)
+
+    closed, _ = equations.trace(jax.grad((loss, of_gradient)[order - 1]), X)
+    assert "select_and_scatter_add" in {equations.name_of(eqn) for eqn in closed.eqns}
+
+
 def test_what_is_not_known_in_an_update():
     tx = optax.stateless(lambda updates, params: jax.tree.map(own(sub=SINE), updates))
     with pytest.raises(UnknownOperationError, match="own at"):
