@@ -304,7 +304,7 @@ def train(options, corpus, mesh, directory, stop):
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = options.batch_size * corpus.context
-        found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
+        found = shd.audit(compiled, mesh=mesh, expected=expected_wire, tokens=tokens)
         print_audit(found, notes)
         # For gradients as sparse as the sync expects.
         sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")

@@ -233,14 +233,11 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     shared = setup.parallel_plan(zero)
     built = build(shared, model, setup.optimizer, zero, dtype=opts.dtype_of(options), loss=loss)
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
-    expected = plan.stage(plan.requested)
-    is_planned = expected.activations is not None
     found = audit(
         dataclasses.replace(built, batch=tokens).lower(),
         mesh=zero.mesh,
         device=setup.device,
-        expected_wire=expected.wire,
-        expected_memory=expected.peak if is_planned else None,
+        expected=plan.stage(plan.requested),
         predicted=setup.seconds(shared) if setup.timed else None,
         tokens=plan.tokens,
     )

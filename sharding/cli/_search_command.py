@@ -10,7 +10,7 @@ from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, writing
 from sharding.plan._format import Table, show, size
-from sharding.plan.cost._ledger import DIFFERS
+from sharding.plan.cost._ledger import table_of_differences
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
@@ -58,9 +58,7 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            named = [row._asdict() for row in beside.differences]
-            program = vars(beside) | {"failures": [*beside.failures], "differences": named}
-            figures["plans"][i]["program"] = program
+            figures["plans"][i]["program"] = beside.to_dict()
         figures["chosen"] = holding[0] if holding else None
         asked = {"sequences": result.sequences, "length": length}
         print_json(options, figures, params=model.abstract(dtype), **asked)
@@ -105,16 +103,8 @@ def _programs(verified: dict[int, Verification]) -> list[Table]:
         return []
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-    tables = [Table("compiled for the target", columns, rows)]
-    others = [
-        (f"{i + 1}: {row.name}", size(row.planned), size(row.program))
-        for i, found in verified.items()
-        for row in found.differences
-    ]
-    if others:
-        title = f"of these more than {DIFFERS:.0%} from the plan"
-        tables.append(Table(title, ("plan", "planned", "program"), others))
-    return tables
+    differ = {f"{i + 1}: ": found.differences for i, found in verified.items()}
+    return [Table("compiled for the target", columns, rows), *table_of_differences(differ)]
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:

@@ -47,14 +47,6 @@ class Printed:
         return dataclasses.asdict(fields) | {name: getattr(self, name) for name in self.derived}
 
 
-def memory_by_part(
-    total: float, *, params: float, grads: float, state: float, batch: float
-) -> dict[str, float]:
-    """Bytes of a device by what they are; the rest is activations, with all temporaries."""
-    parts = {"params": params, "grads": grads, "state": state, "batch": batch}
-    return parts | {"activations": total - params - grads - state - batch, "total": total}
-
-
 def entry(
     name: str, memory: Mapping[str, float], plan: Any = None, **figures: Any
 ) -> dict[str, Any]:

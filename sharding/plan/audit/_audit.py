@@ -13,7 +13,6 @@ from sharding.plan._format import (
     Printed,
     Table,
     count,
-    memory_by_part,
     seconds,
     size,
     with_article,
@@ -24,6 +23,15 @@ from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._warnings import computed_again, warnings_of
+from sharding.plan.cost._ledger import (
+    Difference,
+    HeldRow,
+    Ledger,
+    StepRows,
+    WorkRow,
+    differences,
+    table_of_differences,
+)
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
 
@@ -60,8 +68,8 @@ class Audit(Printed):
     flops: dict[str, float]  #: floating-point operations by phase
     products: dict[str, float]  #: the part of them in matrix products
     nbytes: dict[str, float]  #: bytes read from and written to main memory, by phase
-    expected_wire: float | None  #: bytes that the plan sends; None where none was given
-    expected_memory: float | None  #: bytes that the plan holds; None where none was given
+    #: the ledger of the plan, or bytes that it sends; None where none was given
+    expected: Ledger | float | None
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
@@ -70,11 +78,68 @@ class Audit(Printed):
     predicted: StepSeconds | None = None  #: what a step takes, by a plan; None where none was given
     #: of ``warnings``, those on what the compiler chose and what its program does not say
     of_compiler: tuple[str, ...] = ()
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  #: sizes of the mesh's axes
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
-        "tokens_per_second",
+        *("tokens_per_second", "expected_wire", "expected_memory", "differences"),
     )
+
+    def ledger(self) -> StepRows:
+        """The same as the rows of a plan: what is sent and computed by phases, and what is held.
+
+        The rows of a plan and those of its program differ by ``differences``.
+        """
+        sent = [
+            WorkRow(row.phase, row.op, row.wire_bytes, row.axes, is_sent=True)
+            for row in self.traffic
+        ]
+        products = [
+            WorkRow(phase, "products", amount, ("flops",))
+            for phase, amount in self.products.items()
+        ]
+        passes = [
+            WorkRow(phase, "passes", nbytes, ("memory",)) for phase, nbytes in self.nbytes.items()
+        ]
+        params = self.arguments.get("parameters", 0.0)
+        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
+        arguments = sum(self.arguments.values())
+        grads = self.at_peak.get("gradients", 0.0)
+        held = (
+            HeldRow("params", params),
+            HeldRow("state", state),
+            HeldRow("batch", arguments - params - state),
+            HeldRow("host", self.host, memory="host"),
+            HeldRow("gradients", grads, "peak"),
+            HeldRow("activations", self.memory - arguments - grads, "peak"),
+        )
+        return StepRows((*sent, *products, *passes), self.mesh, held)
+
+    @property
+    def expected_wire(self) -> float | None:
+        """Bytes that the plan sends; None where none was given."""
+        return self.expected.wire if isinstance(self.expected, Ledger) else self.expected
+
+    @property
+    def expected_memory(self) -> float | None:
+        """Bytes that the plan holds; None where none was given that has activations."""
+        expected = self.expected
+        return expected.peak if isinstance(expected, Ledger) and expected.is_whole else None
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Rows in which the program differs from the plan by more than 3 %."""
+        if not isinstance(self.expected, Ledger):
+            return ()
+        return differences(self.expected, self.ledger())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        figures = dataclasses.replace(self, expected=None)
+        found = dataclasses.asdict(figures) | {name: getattr(self, name) for name in self.derived}
+        found["differences"] = [row._asdict() for row in self.differences]
+        del found["expected"], found["mesh"]
+        return found
 
     @property
     def memory(self) -> float:
@@ -85,11 +150,7 @@ class Audit(Printed):
     @property
     def by_part(self) -> dict[str, float]:
         """``memory`` by what it is; gradients are those that are live at its peak, estimated."""
-        params = self.arguments.get("parameters", 0.0)
-        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
-        grads = self.at_peak.get("gradients", 0.0)
-        batch = sum(self.arguments.values()) - params - state
-        return memory_by_part(self.memory, params=params, grads=grads, state=state, batch=batch)
+        return self.ledger().by_part()
 
     @property
     def matmul_flops(self) -> float:
@@ -128,6 +189,7 @@ class Audit(Printed):
 
     def tables(self) -> list[Table]:
         tables = [self._memory_table(), self._traffic_table(), self._work_table()]
+        tables += table_of_differences({"": self.differences})
         return [table for table in tables if table.rows]
 
     @property
@@ -206,8 +268,7 @@ def audit(
     *,
     mesh: AnyMesh | None = None,
     device: DeviceKind | str | None = None,
-    expected_wire: float | None = None,
-    expected_memory: float | None = None,
+    expected: Ledger | float | None = None,
     predicted: StepSeconds | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
@@ -223,9 +284,9 @@ def audit(
         temporaries and host memory.
       mesh: names the axes of collectives; by default the mesh of the arguments.
       device: figures, or the name of a target; by default those of the arguments' devices.
-      expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
-        plus ``pipeline_wire``.
-      expected_memory: bytes that one device should need, such as ``StagePlan.peak``.
+      expected: the ledger of a plan, such as a stage that ``estimate`` returns, whose rows are
+        compared with those of the program; or bytes that one device should send, such as those of a
+        stage and of ``pipeline_wire``.
       predicted: what a step takes, such as ``step_seconds`` of its plan.
       parts: a regular expression of argument names for each part; the first match counts. By
         default, arguments that no name matches but that come back from a training step are
@@ -281,12 +342,12 @@ def audit(
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
-        expected_wire=expected_wire,
-        expected_memory=expected_memory,
+        expected=expected,
         predicted=predicted,
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
+        mesh=dict(mesh.shape) if mesh is not None else {},
     )
     held = size(result.memory)
     if result.kind:

@@ -122,8 +122,10 @@ class StagePlan(Ledger):
     work: tuple[WorkRow, ...]
     sizes: Mapping[str, int]
     far: tuple[str, ...]
-    host_wire: float  #: bytes that move to host memory and back per step
-    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
+
+    @property
+    def is_whole(self) -> bool:
+        return self.activations is not None
 
     @property
     def memory(self) -> float:
@@ -171,9 +173,11 @@ class StagePlan(Ledger):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        derived = ("arguments", "memory", "moments", "peak", "wire", "network")
-        figures = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-        work = [row._asdict() | {"on": [*row.on]} for row in self.work]
+        derived = ("arguments", "memory", "moments", "peak")
+        sums = ("wire", "network", "host_wire", "moved")
+        figures = dataclasses.asdict(self) | {x: getattr(self, x) for x in (*derived, *sums)}
+        fields = WorkRow._fields[:-1]
+        work = [{x: getattr(row, x) for x in fields} | {"on": [*row.on]} for row in self.work]
         return figures | {"work": work, "far": [*self.far]}
 
     def with_activations(self, found: Activations | None) -> Self:
@@ -467,7 +471,14 @@ def stage_plan(
         {axis: shape[axis] for axis in axes_of(x)} for x in (zero.axis, zero.replica_axis)
     )
     params_sent = _sent_params(zero, placed, local, gathered_once)
-    moved = 2 * sum(held.used.values()) + held.full_grads
+    # At least parameters twice and gradients are moved, and what is updated twice.
+    moved = microbatches * (2 * sum(held.used.values()) + held.full_grads) + 2 * updated
+    work = (
+        *zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync),
+        WorkRow("data", "products", sync.flops if sync else 0.0, ("flops",)),
+        WorkRow("host", "copies", linked, ("host_link",)),
+        WorkRow("elementwise", "passes", moved, ("memory",)),
+    )
     return StagePlan(
         name=name,
         batch=batch,
@@ -475,11 +486,9 @@ def stage_plan(
         full_grads=held.full_grads,
         share=1 / zero.num_shards if zero.stage == 3 else 1.0,
         in_backward=microbatches if in_backward else 0,
-        work=merged(zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync)),
+        work=merged(work),
         sizes=dict(shape),
         far=tuple(axis for axis in shape if axis in ("host", "slice")) or tuple(replicas),
-        host_wire=linked,
-        moved=microbatches * moved + 2 * updated,
     ).with_activations(activations)
 
 

@@ -45,10 +45,10 @@ def _over_ticks(
     )
 
 
-def decoder_flops(
+def decoder_products(
     model: Decoder, plan: ParallelPlan, schedule: Schedule | None = None, rows: int = 0
-) -> float:
-    """Operations of matrix products that ``audit`` counts in a step, with those that run again.
+) -> WorkRow:
+    """The matrix products that ``audit`` counts in a step, with those that run again.
 
     Chunks of a pipeline have ``rows`` layers.
     """
@@ -58,11 +58,13 @@ def decoder_flops(
     forward, head = work.forward.matmul, sum(part.matmul for part in of_head)
     backward = (work.backward + work.again(plan.recompute)).matmul
     if schedule is None:
-        return plan.microbatches * (model.layers * (forward + backward) + head)
-    # Of a split backward pass gradients of matrices are the second half.
-    weight = work.weight.matmul if schedule.splits_backward else 0.0
-    parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
-    return _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
+        flops = plan.microbatches * (model.layers * (forward + backward) + head)
+    else:
+        # Of a split backward pass gradients of matrices are the second half.
+        weight = work.weight.matmul if schedule.splits_backward else 0.0
+        parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
+        flops = _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
+    return WorkRow("matmul", "products", flops, ("flops",))
 
 
 def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree = None) -> float:

@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from optax_ext import __version__
 from sharding._user_line import warn
 from sharding.plan._format import reason_of
+from sharding.plan.cost._ledger import Difference
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.search._fit_proof import FitProofs, FittedPlan, Proof
 from sharding.plan.search._fit_request import FitRequest
@@ -48,7 +49,11 @@ class FitFiles(NamedTuple):
         """The plan that was found before."""
 
         def of_rows(rows: Any) -> FittedPlan:
-            found = [Proof(ParallelPlan(**row.pop("plan")), **row) for row in rows]
+            found = []
+            for row in rows:
+                plan = ParallelPlan(**row.pop("plan"))
+                differ = tuple(Difference(*each) for each in row.pop("differences"))
+                found.append(Proof(plan, **row, differences=differ))
             return proofs.fitted(found, f"The plan was read from {self.path}.")
 
         fitted: FittedPlan | None = _read_whole(self.path, of_rows)

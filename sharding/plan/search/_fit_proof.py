@@ -11,11 +11,19 @@ from sharding._types import Batch
 from sharding.placement._train_state import params_of
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
+from sharding.plan.cost._ledger import (
+    Difference,
+    StepRows,
+    differences,
+    held_by_part,
+    table_of_differences,
+)
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.search._build import BuiltStep, build, mesh_axes
 from sharding.plan.search._fit_machine import FitMachine
 from sharding.plan.search._fit_request import NOT_COMPARED, FitRequest
 from sharding.plan.search._search import ChosenPlan
+from sharding.plan.search._verify import rows_of_zero
 from sharding.step._train_step import TrainStep
 
 
@@ -29,6 +37,8 @@ class Proof:
     predicted: float  #: seconds
     operations: float  #: of these, what computing takes
     measured: float | None = None  #: seconds, where it ran
+    #: what its program sends and holds otherwise than planned, by more than 3 %
+    differences: tuple[Difference, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +94,18 @@ class FittedPlan(BuiltStep, Printed):
         usable = f"{size(self.machine.usable)} of each device"
         title = f"{self.plan.sequences:,} examples a step on {self.machine.target}, {usable}"
         columns = ("plan", "predicted", "measured", "memory planned", "compiled", "fits")
-        return [Table(title, columns, rows)]
+        differ = table_of_differences({"": self.proofs[0].differences})
+        return [Table(title, columns, rows), *differ]
+
+
+def _differences(
+    fitted: FittedPlan, request: FitRequest, chosen: ChosenPlan, found: Audit
+) -> tuple[Difference, ...]:
+    """What a program sends and holds otherwise than its plan."""
+    rows = rows_of_zero(fitted, request.model, request.model.abstract())
+    sizes = dict(fitted.zero.mesh.shape)
+    planned = StepRows(rows, sizes, held_by_part(chosen.held))
+    return differences(planned, found.ledger())
 
 
 class FitProofs:
@@ -107,15 +128,17 @@ class FitProofs:
         proof = Proof(chosen.plan, chosen.memory, chosen.memory, took.seconds, operations)
         fitted = self.fitted([proof])
         if isinstance(fitted.zero.mesh, jax.sharding.Mesh):
-            memory = self._compiled_bytes(fitted)
-            if memory is None:
+            compiled = self._compiled(fitted)
+            if compiled is None:
                 return None
-            proof = dataclasses.replace(proof, memory=memory)
+            found, memory = compiled
+            differ = _differences(fitted, self.request, chosen, found) if found else ()
+            proof = dataclasses.replace(proof, memory=memory, differences=differ)
         self.known[proof.plan] = proof
         return proof
 
-    def _compiled_bytes(self, fitted: FittedPlan) -> float | None:
-        """What the program of a step needs of a device; None if it cannot be made."""
+    def _compiled(self, fitted: FittedPlan) -> tuple[Audit | None, float] | None:
+        """The program of a step and its bytes of a device; None if it cannot be made."""
         allowed, plan = self.request.allowed, fitted.plan
         state = fitted.abstract_state(*self.request.args)
         try:
@@ -129,8 +152,8 @@ class FitProofs:
         program = self.programs[plan] = hash(lowered.as_text())
         if program not in self._audits:
             kind = self.request.machine.kind
-            self._audits[program] = audit_or_bytes(lambda: lowered, kind)
-        return self._audits[program][1]
+            self._audits[program] = audit_or_bytes(lambda: lowered, kind, mesh=fitted.zero.mesh)
+        return self._audits[program]
 
     def fitted(self, proofs: Sequence[Proof], *notes: str) -> FittedPlan:
         """The step of the first plan."""
