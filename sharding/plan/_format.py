@@ -71,9 +71,9 @@ def document(
     ``device`` is a ``DeviceKind`` or None; plans that fit leave a share of its memory free.
     """
     figures = device and dataclasses.asdict(device)
-    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": [], "frontier": []}
+    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": []}
     found |= {"bound": None, "compared": len(plans), "not_counted": [], "notes": [], **others}
-    for row in (*found["plans"], *found["rejected"], *found["frontier"]):
+    for row in (*found["plans"], *found["rejected"]):
         if device and row["memory"]:
             row["left"] = device.memory - row["memory"]["total"]
             row["fits"] = row["memory"]["total"] <= device.memory * (1 - headroom)

@@ -18,10 +18,16 @@ from sharding.plan._format import (
     with_article,
 )
 from sharding.plan.audit._hlo import PHASES, Program, phase_of, shortened
-from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
-from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._program_memory import (
+    PARTS,
+    Argument,
+    Buffer,
+    arguments_of,
+    at_peak,
+    temporary_bytes,
+)
 from sharding.plan.audit._warnings import computed_again, warnings_of
 from sharding.plan.cost._ledger import (
     Difference,

@@ -15,10 +15,9 @@ from sharding.plan.audit._hlo import (
     changed_in_place,
     phase_of,
 )
-from sharding.plan.audit._liveness import Buffer, copied_argument
-from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_collectives import Collective
 from sharding.plan.audit._program_costs import Cost, read_by_fusion
+from sharding.plan.audit._program_memory import STATE, Argument, Buffer, copied_argument
 
 _SMALL = 1 << 16  # bytes that need no warning
 _WIDE = 0.05  # the share of the work of matrix products that needs none

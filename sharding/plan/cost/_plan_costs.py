@@ -30,12 +30,10 @@ from sharding.plan.cost._wire_and_flops import (
     sync_work,
 )
 from sharding.plan.machine._collective_time import Machine
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import DeviceKind, num_bytes
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Activations,
-    Implementation,
     KernelSeconds,
     LayerCost,
     Roofline,
@@ -43,8 +41,7 @@ from sharding.plan.model._layer_costs import (
     layer_costs,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_work import Traced, work_of
-from sharding.plan.model._update_traffic import update_bytes
+from sharding.plan.model._traced_work import Traced, update_bytes, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,11 +224,9 @@ class PlanCosts:
         *,
         length: int | None = None,
         dtype: DType = jnp.bfloat16,
-        implementation: Implementation = COMPILED,
     ):
         self.model, self.tx, self.machine = model, tx, machine
         self.length, self.dtype = length or model.length, jnp.dtype(dtype)
-        self.implementation = implementation
         params = model.abstract(self.dtype)
         self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
         self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
@@ -327,8 +322,7 @@ class PlanCosts:
         return self._passes_of(dataclasses.replace(plan, **_NO_STATE), ideal)
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        options: Any = {"length": self.length, "implementation": self.implementation}
-        options["item"] = self.param_bytes
+        options: Any = {"length": self.length, "item": self.param_bytes}
         return passes(self.model, plan, self.machine, ideal=ideal, **options)
 
     def seconds(

@@ -21,8 +21,7 @@ from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
 from sharding.plan.cost._ledger import HeldRow, Ledger, WorkRow, held_at, merged
 from sharding.plan.cost._wire_and_flops import SyncWork
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import padded_to_tiles
+from sharding.plan.machine._devices import DeviceKind, padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
 
 # --- What ZeRO sends ------------------------------------------------------------------------------

@@ -447,13 +447,22 @@ def _state_rows(
     """
     params, sync = step_passes.params, costs.sync
     if plan.data > 1:
-        stored = params * costs.param
-        sent = SentParams(
-            params * costs.grad, stored, stored, layers=step_passes.layers, spread=plan.spread
-        )
+        # Stage 3 gathers those of no layer once for both passes, like all those of a pipeline.
+        outside = step_passes.outside if plan.stage == 3 else 0.0
+        options: Any = {"spread": plan.spread}
+        sent = [
+            SentParams(
+                number * costs.grad, number * costs.param, number * costs.param, **own, **options
+            )
+            for number, own in (
+                (params - outside, {"layers": step_passes.layers, "once": plan.pipe > 1}),
+                (outside, {"once": True}),
+            )
+            if number
+        ]
         replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
         times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
-        yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
+        yield from zero_work(sent, plan.stage, {"shards": plan.shards}, replicas, times, sync)
     shards, on_cpu = plan.shards_of_state, plan.offload == "update"
     each = 2 * (costs.param + costs.state) + costs.grad
     touched = params * (each if ideal else max(each, costs.moved)) / shards

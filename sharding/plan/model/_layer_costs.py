@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from sharding._types import Array, Batch, DType
 from sharding.pipeline._stage import LayerParams, Scope, Stage
-from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved, num_bytes
 from sharding.plan.model._models import Decoder, saved_elements, saved_parts
 from sharding.plan.model._traced_work import products_of, stored_by
 

@@ -23,7 +23,7 @@ from sharding._types import Tree
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._stack import ParamNumber, Stack, cast_params, find_stacks, numbered_layers
 from sharding.placement._specs import path_str
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]

@@ -15,7 +15,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
 from sharding.plan._format import check_choice
 from sharding.plan.cost._parallel_plan import PLANNED
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 from sharding.plan.model._loss_layers import Layer, LossTrace, Run
 from sharding.plan.model._models import PRESETS, Decoder
 from sharding.plan.model._traced_work import (

@@ -242,7 +242,6 @@ def test_json_has_the_form_that_is_documented(line, figures):
         assert row["at_least"]["total"] == max(row["at_least"].values())
     assert line.startswith("audit") == (found["chosen"] is None)
     assert set().union(*found["plans"]) == common | LINES[line]
-    assert bool(found["frontier"]) == ("PICTURE" in line)
-    for row in (*found["rejected"], *found["frontier"]):
+    for row in found["rejected"]:
         assert common <= set(row)
         assert row["memory"]["total"] > 0 < row["seconds"]["total"]

@@ -18,9 +18,8 @@ import optax_ext
 import sharding as shd
 from sharding.plan import estimate, find_batch
 from sharding.plan.audit._hlo import Program, phase_of, shortened
-from sharding.plan.audit._liveness import at_peak, temporary_bytes
-from sharding.plan.audit._program_arguments import PARTS, arguments_of
 from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._program_memory import PARTS, arguments_of, at_peak, temporary_bytes
 from sharding.plan.machine._devices import KINDS
 
 from ...compilers import need

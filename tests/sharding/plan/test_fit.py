@@ -19,7 +19,7 @@ from sharding.plan import NoPlanFits, fit
 from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
-from sharding.plan.search import _fit_files, _fit_measure, _fit_proof
+from sharding.plan.search import _fit, _fit_proof
 from sharding.plan.search._fit_proof import FitProofs
 from sharding.plan.search._fit_request import FitRequest
 
@@ -328,7 +328,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}
     first = fit(*small(), **options)
     assert first.proofs[0].measured
-    names = (FitRequest, "search"), (FitProofs, "prove"), (_fit_measure, "measured_step")
+    names = (FitRequest, "search"), (FitProofs, "prove"), (_fit_proof, "measured_step")
     for place, name in names:
         monkeypatch.delattr(place, name)
     loss_fn, make_state, batch = small()
@@ -348,7 +348,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     others = ({"target": "cpu:4"}, {"memory": 2.0**29}, {"lossy": "8bit"}, {"measure": False})
     for change in others:
         is_planned_anew(small(), **change)
-    for module in (jax, _fit_files):
+    for module in (jax, _fit):
         with monkeypatch.context() as patch:
             patch.setattr(module, "__version__", "0.0")
             is_planned_anew(small())

@@ -24,7 +24,7 @@ from sharding.plan.machine import _collective_time
 from sharding.plan.machine._collective_time import Machine, NodeGroup, TorusGroup
 from sharding.plan.model._layer_costs import Implementation, head_work, layer_costs, layer_work
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._update_traffic import update_bytes
+from sharding.plan.model._traced_work import update_bytes
 
 from ..pipeline.families import seconds_in_lockstep
 
