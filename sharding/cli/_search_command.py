@@ -21,12 +21,14 @@ from sharding.plan.search._verify import Verification, verify
 
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    target, device = opts.target_of(options), opts.known_device(options)
+    target = opts.target_of(options)
+    device = opts.known_device(options)
     _check_search_options(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
     in_backward = options.update_in_backward
-    dtype, tx = opts.dtype_of(options), loading.optimizer_of(options.optimizer, in_backward)
+    dtype = opts.dtype_of(options)
+    tx = loading.optimizer_of(options.optimizer, in_backward)
     _, model = loading.model_of(options.model, dtype, options.length)
     if model is None:
         raise ValueError(
@@ -125,7 +127,8 @@ def _verified(
     options: Namespace, memory: float, files: list[PlanFile], model: AnyModel, tx: Any
 ) -> dict[int, Verification]:
     """The first plans beside their programs; a line as soon as one is compiled."""
-    target, device = opts.target_of(options), opts.device_of(options)
+    target = opts.target_of(options)
+    device = opts.device_of(options)
     verified: dict[int, Verification] = {}
     for i, file in enumerate(files[: options.verify]):
         if file.plan.offload and not target.is_torus and target.kind != "cpu":
@@ -139,7 +142,8 @@ def _verified(
 
 def _compared(verified: dict[int, Verification], written: int | None) -> list[str]:
     """Which programs need other memory than planned, and which plans do not hold."""
-    corrected, dropped = [], []
+    corrected = []
+    dropped = []
     for i, found in verified.items():
         if found.failures:
             reasons = "; ".join(found.failures)

@@ -115,7 +115,8 @@ def flops(value: float) -> str:
 def _in_units(value: float, step: int, units: Sequence[str]) -> str:
     unit = 0
     while abs(value) >= 1000 and unit < len(units) - 1:
-        value, unit = value / step, unit + 1
+        value = value / step
+        unit = unit + 1
     digits = 0 if unit == 0 or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{digits}f}{units[unit]}"
 
@@ -156,7 +157,8 @@ def reason_of(error: Exception) -> str:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
-    word, names = word.lower(), {name.lower(): name for name in known}
+    word = word.lower()
+    names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word, names, n=4, cutoff=0.4)
     longer = [each for each in close if each.startswith(f"{word}-") and word not in names]
     near = [names[each] for each in longer or close]
@@ -178,7 +180,8 @@ def text_of(tables: Sequence[Table]) -> str:
     """Tables as aligned text."""
     blocks = []
     for table in tables:
-        block, (first, *others) = [table.title], _widths(table)
+        block = [table.title]
+        first, *others = _widths(table)
         for name, *line in (table.columns, *table.rows):
             cells = [cell.rjust(width) for cell, width in zip(line, others, strict=True)]
             block.append("  " + " ".join([name.ljust(first), *cells]).rstrip())

@@ -247,7 +247,8 @@ class Audit(Printed):
         return Table("Sent by one device", columns, rows)
 
     def _work_table(self) -> Table:
-        total, moved = sum(self.flops.values()), sum(self.nbytes.values())
+        total = sum(self.flops.values())
+        moved = sum(self.nbytes.values())
         rows = [
             (phase, f"{self.flops.get(phase, 0) / 1e9:,.1f}", size(self.nbytes.get(phase, 0)))
             for phase in PHASES
@@ -313,18 +314,23 @@ def audit(
     # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
     source = ""
     if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
-        source, compiled = compiled.as_text(), compiled.compile()
+        source = compiled.as_text()
+        compiled = compiled.compile()
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
         kind = type(compiled).__name__
         raise ValueError(f"audit reads a program, got a {kind}: pass step.lower(*arguments).")
-    program, memory, placed = Program(compiled), None, []
+    program = Program(compiled)
+    memory = None
+    placed = []
     if not isinstance(compiled, str):
-        memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
+        memory = compiled.memory_analysis()
+        placed = jax.tree.leaves(compiled.input_shardings)
     if mesh is None:
         mesh = next((x.mesh for x in placed if isinstance(x, NamedSharding)), None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown) = collectives(program, once=True), costs(program)
+    sent = collectives(program, once=True)
+    work, unknown = costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
@@ -424,7 +430,8 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
     """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
 
     def use(buffer: Buffer) -> str:
-        made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
+        made = phase_of(buffer.scope)
+        read = {phase_of(scope) for scope in buffer.readers}
         if buffer.copy_of:
             return "copies of arguments"
         if made in ("gather", "update"):
@@ -445,7 +452,8 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
 
 def _tight(result: Audit) -> str:
     assert result.kind is not None
-    name, left = with_article(result.kind.name), result.kind.memory - result.memory
+    name = with_article(result.kind.name)
+    left = result.kind.memory - result.memory
     if result.fits:
         spare = f"{size(left)} ({result.headroom:.0%}) to spare"
         return f"the step fits {name} with only {spare}: allocators and libraries need some of it"

@@ -147,10 +147,12 @@ def largest(
     limit -= limit % unit
     low, high = 0, limit + unit  # the largest that fits, the smallest that does not
     known = dict[int, float]()
-    size, misses = start or unit, 0
+    size = start or unit
+    misses = 0
     while True:
         known[size] = nbytes_of(size)
-        width, before = high - low, low
+        width = high - low
+        before = low
         if known[size] <= usable:
             low = size
         else:

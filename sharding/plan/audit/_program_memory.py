@@ -66,8 +66,10 @@ def arguments_of(
 
     Programs for TPUs do not contain the ``shardings`` of their arguments.
     """
-    results, notes = _results(program), []
-    arguments, unnamed = [], []
+    results = _results(program)
+    notes = []
+    arguments = []
+    unnamed = []
     read = _read_by_loss(program, program.entry) if parts is PARTS else set()
     table = program.computations[program.entry]
     given = [instr for instr in table.values() if instr.op == "parameter"]
@@ -114,7 +116,8 @@ def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
 
     for instr in reversed(table.values()):
         places = needed.get(instr.name, set())
-        called, chooses = instr.called or instr.callees("calls"), instr.op == "conditional"
+        called = instr.called or instr.callees("calls")
+        chooses = instr.op == "conditional"
         for i, callee in enumerate(called, 1):
             for number, place in _read_by_loss(program, callee):
                 need(instr.operands[i if chooses else number], place)
@@ -181,7 +184,8 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
     for buffer in (buffer for buffers in made for buffer in buffers):
         freed_after[buffer.last].append(buffer)
     live: dict[Buffer, float] = {}
-    peak, at_peak = 0.0, list[Buffer]()
+    peak = 0.0
+    at_peak = list[Buffer]()
     for i, instr in enumerate(table.values()):
         # Allocate: an in-place instruction takes over an operand of its size that ends here.
         allocated = {buffer: buffer.nbytes for buffer in made[i] if buffer not in results}
@@ -198,7 +202,8 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
         callee_peak, buffers = max(callees, default=(0.0, []), key=lambda callee: callee[0])
         total = sum(live.values()) + callee_peak
         if total > peak:
-            peak, at_peak = total, [*sorted(live, key=lambda x: x.name), *buffers]
+            peak = total
+            at_peak = [*sorted(live, key=lambda x: x.name), *buffers]
 
         # Free.
         for buffer in freed_after[i]:
@@ -213,9 +218,12 @@ def _lifetimes(program: Program, table: Table) -> tuple[list[list[Buffer]], dict
     for i, instr in enumerate(table.values()):
         made.append([])
         values[instr.name] = _value(instr, values, made[-1], table, program)
-        scope, copied = program.scope(instr, table), copied_argument(instr, table)
+        scope = program.scope(instr, table)
+        copied = copied_argument(instr, table)
         for buffer in made[-1]:
-            buffer.scope, buffer.copy_of, buffer.last = scope, copied, i
+            buffer.scope = scope
+            buffer.copy_of = copied
+            buffer.last = i
         # An instruction that renames a buffer does not use it, its users do.
         for buffer in (buffer for name in instr.operands for buffer in _leaves(values.get(name))):
             buffer.readers.add(scope)
@@ -243,7 +251,8 @@ def _value(
     if instr.op == "tuple":
         return operands
     if instr.op == "get-tuple-element":
-        index, value = instr.element or 0, operands[0]
+        index = instr.element or 0
+        value = operands[0]
         return value[index] if isinstance(value, list) and index < len(value) else value
     if instr.op in _ALIASES and operands:
         return operands[0]
@@ -324,7 +333,8 @@ def step_temporaries(
         found = grad(loss, has_aux=True, allow_int=True)(params)
         return (found[0], _floating(found[1])) if value else (_floating(found[0]), found[1])
 
-    args, shardings = (params, batch), cast(Any, None)
+    args = (params, batch)
+    shardings = cast(Any, None)
     if is_sharded(args):
         of_grads = [t.sharding for t in _floating(params)]
         shardings = (None, of_grads) if value else (of_grads, None)

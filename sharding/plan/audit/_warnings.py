@@ -94,7 +94,9 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
     narrow = sum(param.nbytes for param in params if param.array.dtype in ("bf16", "f16"))
     if not source or narrow <= sum(param.nbytes for param in params) / 2:
         return
-    total, wide, largest = 0.0, 0.0, (0.0, "")
+    total = 0.0
+    wide = 0.0
+    largest = (0.0, "")
     for match in _PRODUCT.finditer(source):
         *left, dtype = match[2].split("x")
         summed = math.prod(int(left[int(d)]) for d in match[1].split(",") if d.strip())

@@ -227,7 +227,8 @@ def differences(planned: Ledger, program: Ledger) -> tuple[Difference, ...]:
     if planned.products:
         found += _that_differ({"products": planned.products}, {"products": program.products})
     if planned.is_whole:
-        held, parts = planned.by_part(), program.by_part()
+        held = planned.by_part()
+        parts = program.by_part()
         del held["total"]
         found += _that_differ(held, {name: parts[name] for name in held})
     return tuple(found)

@@ -284,7 +284,8 @@ def layers_of_chunks(
 
     def time(most: int) -> tuple[float, int]:
         *others, last = shared_layers(layers, chunks, most)
-        n, of_last = max(others), (last * both + head, last * weight)
+        n = max(others)
+        of_last = (last * both + head, last * weight)
         return lockstep(n * forward, n * backward, weight=n * weight, last=of_last), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or

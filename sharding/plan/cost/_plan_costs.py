@@ -92,7 +92,9 @@ def pipeline_stages(
 
     ``counts`` are the layers of its chunks; ``held`` is the plan of ZeRO over its replicas.
     """
-    schedule, num_stages, chunks = plan.schedule, plan.pipe, plan.chunks
+    schedule = plan.schedule
+    num_stages = plan.pipe
+    chunks = plan.chunks
     # The first layer of each chunk and the one after its last, with the embedding and the head.
     ends = [1 + number for number in itertools.accumulate(counts)]
     ranges = list(itertools.pairwise([0, *ends[:-1], ends[-1] + 1]))
@@ -225,8 +227,11 @@ class PlanCosts:
         length: int | None = None,
         dtype: DType = jnp.bfloat16,
     ):
-        self.model, self.tx, self.machine = model, tx, machine
-        self.length, self.dtype = length or model.length, jnp.dtype(dtype)
+        self.model = model
+        self.tx = tx
+        self.machine = machine
+        self.length = length or model.length
+        self.dtype = jnp.dtype(dtype)
         params = model.abstract(self.dtype)
         self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
         self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
@@ -302,7 +307,8 @@ class PlanCosts:
         placed = dataclasses.replace(_placed(plan), microbatches=1)
         rows = self.model.layers / plan.pipe
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
-        held, options = self._rows(placed, rows), (self.dtype, self.machine.device)
+        held = self._rows(placed, rows)
+        options = (self.dtype, self.machine.device)
         return pipeline_stages(self.model, plan, costs, counts, held, *options)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
@@ -370,7 +376,8 @@ class PlanCosts:
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        params, gpu = self.model.abstract(self.dtype), self.machine.device.tile is None
+        params = self.model.abstract(self.dtype)
+        gpu = self.machine.device.tile is None
         return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
@@ -391,7 +398,8 @@ class PlanCosts:
 
     def _rows(self, plan: ParallelPlan, rows: float) -> StagePlan:
         """ZeRO over the replicas of the stages of a pipeline, which have so many layers each."""
-        zero, layers = zero_of(plan), round(plan.pipe * rows)
+        zero = zero_of(plan)
+        layers = round(plan.pipe * rows)
         axes = {"pipe": plan.pipe} | dict(zero.mesh.shape)
         mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
         stacked = dataclasses.replace(self.model, scan=True, layers=layers)
@@ -499,11 +507,14 @@ class TracedCosts(PlanCosts):
 
     def traced(self, size: float, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
-        low, high, devices = 1, 2, self.machine.num_devices
+        low = 1
+        high = 2
+        devices = self.machine.num_devices
         if recompute in PLANNED:
             high = 8
             while size > high:
-                low, high = high, 8 * high
+                low = high
+                high = 8 * high
         one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (low, high))
         growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
         each = zip(one, growths, strict=True)
@@ -516,7 +527,8 @@ class TracedCosts(PlanCosts):
         return zero_of(plan, self.model.zero)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        names, devices = self.model.names, self.machine.num_devices
+        names = self.model.names
+        devices = self.machine.num_devices
         known = {"none": 0, "full": 1} | ({} if names else {"minimal": 2})
         kinds: dict[Traced, str] = {}  # of the names, a model may have none
         for form in sorted(recompute, key=lambda form: known.get(form, 3)):

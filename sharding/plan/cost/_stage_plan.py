@@ -146,7 +146,8 @@ class StagePlan(Ledger):
     @property
     def _beside(self) -> tuple[HeldRow, ...]:
         """What is beside the arguments, if the update is after the backward pass."""
-        stored, copied = self.activations or 0.0, self.copied * self.share
+        stored = self.activations or 0.0
+        copied = self.copied * self.share
         gathers = self.share < 1
         outside = self.outside if gathers else 0.0
         gathered = max(self.layer, outside - self.working) if gathers else 0.0
@@ -162,7 +163,8 @@ class StagePlan(Ledger):
     @property
     def _streamed(self) -> tuple[HeldRow, ...]:
         """The same if each layer is updated as soon as its gradients exist."""
-        stored, grads = self.in_backward * (self.activations or 0.0), self.grads + self.unreduced
+        stored = self.in_backward * (self.activations or 0.0)
+        grads = self.grads + self.unreduced
         read = self.layer if self.host else max(0.0, self.layer - self.working)
         return held_at(
             head=(stored, self.head, 0.0, self.updated),
@@ -404,7 +406,8 @@ def variants_of(zero: Zero) -> dict[str, Zero]:
 
 def _at_stage(zero: Zero, stage: int, **fields: Any) -> Zero:
     """A ``Zero`` at another stage, without the options that this stage does not have."""
-    precision, sync = zero.precision, zero.sync
+    precision = zero.precision
+    sync = zero.sync
     if stage < 3:
         precision = dataclasses.replace(precision, gather=None)
     elif not fields.get("replica_axis", zero.replica_axis):
@@ -434,7 +437,9 @@ def stage_plan(
 
     ``sync`` is what its ``Zero.sync`` sends; None: gradients are counted as if they were dense.
     """
-    name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
+    name = name_of(zero)
+    options = (microbatches, gathered_once)
+    in_backward = update == "backward"
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
     by_layer = in_backward or (microbatches == 1 and gathered_once is not None)
     if zero.stage == 1 and by_layer:

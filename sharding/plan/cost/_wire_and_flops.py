@@ -55,7 +55,8 @@ def decoder_products(
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
     work = layer_work(model, OPERATIONS, tensor=plan.tensor, **options)
     of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
-    forward, head = work.forward.matmul, sum(part.matmul for part in of_head)
+    forward = work.forward.matmul
+    head = sum(part.matmul for part in of_head)
     backward = (work.backward + work.again(plan.recompute)).matmul
     if schedule is None:
         flops = plan.microbatches * (model.layers * (forward + backward) + head)
@@ -109,7 +110,8 @@ def pipeline_work(
 
     These exchange parameters, not sums of gradients, before and after all.
     """
-    mesh, axis = pipeline.mesh, pipeline.axis
+    mesh = pipeline.mesh
+    axis = pipeline.axis
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
     program = instructions(updates or pipeline.schedule, pipeline.recompute)

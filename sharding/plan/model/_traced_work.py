@@ -58,7 +58,8 @@ def work_of_equation(
 ) -> Work:
     """The work of one operation; operands and results have ``shape`` and ``dtype``."""
     kind = kind or ANY_DEVICE
-    name, params = name_of(eqn), params_of(eqn)
+    name = name_of(eqn)
+    params = params_of(eqn)
     inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
     others = _MOVED * sum(map(num_bytes, results)) / kind.bandwidth
     if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
@@ -161,7 +162,9 @@ def work_of_group(
 
     The others read what is not made here, and write what is in ``written``.
     """
-    types, work, moved = graph.types, Work(0.0, 0.0), set[int]()
+    types = graph.types
+    work = Work(0.0, 0.0)
+    moved = set[int]()
     made = {v for eqn in equations for v in eqn.results} | graph.constants.keys()
     for eqn in equations:
         operands, results = ([types[v] for v in vs] for vs in (eqn.operands, eqn.results))
@@ -225,7 +228,9 @@ def _bytes_of(tx: optax.GradientTransformation, params: Tree, gpu: bool) -> floa
 
     def add(key: tuple[int, Any], values: Iterable[int]) -> None:
         """Adds what a pass must read to compute these values."""
-        found, pending, seen = reads.setdefault(key, set()), list(values), set[int]()
+        found = reads.setdefault(key, set())
+        pending = list(values)
+        seen = set[int]()
         while pending:
             value = pending.pop()
             if value in seen:

@@ -148,9 +148,13 @@ def fit(
 
 def _fastest_that_fits(request: FitRequest, proofs: FitProofs, largest: bool) -> Proof:
     """Compiles plans until none that may be faster is left."""
-    usable, known, best = request.machine.usable, proofs.known, None
+    usable = request.machine.usable
+    known = proofs.known
+    best = None
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
-    low, high, budget = 0.0, math.inf, usable
+    low = 0.0
+    high = math.inf
+    budget = usable
     while len(known) < _TRIES:
         try:
             if largest:
@@ -165,7 +169,8 @@ def _fastest_that_fits(request: FitRequest, proofs: FitProofs, largest: bool) ->
         if (proof := proofs.prove(chosen)) is None:  # nor is it searched again
             continue
         if proof.memory <= usable:
-            best, low = proof, max(low, proof.planned)
+            best = proof
+            low = max(low, proof.planned)
         else:
             high = min(high, proof.planned)
         budget = usable * proof.planned / proof.memory
@@ -199,7 +204,8 @@ def _nothing_fits(request: FitRequest, chosen: ChosenPlan, proof: Proof) -> NoPl
 
 def _remedies(request: FitRequest, plan: ParallelPlan) -> list[list[Any]]:
     """Slower choices, then lossy ones; the first of each that fits is named."""
-    count, devices = plan.sequences, request.machine.devices
+    count = plan.sequences
+    devices = request.machine.devices
     slower: list[Any] = []
     if request.allowed["keep"] != request.fixed:
         slower.append(("keep={}", count, {"keep": request.fixed}))
@@ -226,7 +232,8 @@ class FitFiles(NamedTuple):
             home.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
-        model, versions = request.model, (jax.__version__, __version__)
+        model = request.model
+        versions = (jax.__version__, __version__)
         step = str(model.trace.graph.jaxpr), request.state, model.zero, model.param_specs
         options = vars(request.loss) | {"fn": None}, sorted(request.options)
         text = repr((step, request.machine, request.allowed, options, more, versions))

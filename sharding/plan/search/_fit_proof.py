@@ -140,7 +140,8 @@ class FitProofs:
 
     def _compiled(self, fitted: FittedPlan) -> tuple[Audit | None, float] | None:
         """The program of a step and its bytes of a device; None if it cannot be made."""
-        allowed, plan = self.request.allowed, fitted.plan
+        allowed = self.request.allowed
+        plan = fitted.plan
         state = fitted.abstract_state(*self.request.args)
         try:
             lowered = fitted.step.lower(state, fitted.batch, self.request.key)
@@ -175,7 +176,8 @@ class FitProofs:
 
     def _make(self, plan: ParallelPlan) -> FittedPlan:
         """The step of a plan, of the user's loss and state."""
-        request, machine = self.request, self.request.machine
+        request = self.request
+        machine = self.request.machine
         axes = mesh_axes(plan, machine.target)
 
         def make_state(tx: Any, *args: Any) -> Any:
@@ -215,7 +217,8 @@ def fastest_of_those_that_ran(
         measured = [measured_step(request, proofs, proof) for proof in ran]
         ran = sorted(measured, key=lambda proof: proof.measured or 0.0)
         proofs.known |= {proof.plan: proof for proof in ran}
-        best, ran = ran[0], ran[: max(2, len(ran) // 2)]
+        best = ran[0]
+        ran = ran[: max(2, len(ran) // 2)]
     every = [proof for proof in proofs.known.values() if proof.measured]
     request.slower = _slower_than_predicted(request.slower, every)
     return best
@@ -228,7 +231,8 @@ def _programs_that_fit(
 
     Programs may need less than planned, those of some forms more than those of others.
     """
-    usable, known = request.machine.usable, proofs.known
+    usable = request.machine.usable
+    known = proofs.known
     budget = _WIDER * usable * max(x.planned / x.memory for x in known.values())
     fits = [proof for proof in known.values() if proof.memory <= usable]
     programs = {proofs.programs[proof.plan]: proof for proof in fits[-top:]}

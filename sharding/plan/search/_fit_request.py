@@ -76,7 +76,8 @@ class FitMachine(NamedTuple):
         return cls(name, parsed.num_devices, kind, (1 - headroom) * kind.memory, runs)
 
     def mesh(self, axes: Mapping[str, int]) -> Any:
-        sizes, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+        sizes = tuple(axes.values())
+        auto = (AxisType.Auto,) * len(axes)
         if self.runs:
             return jax.make_mesh(sizes, tuple(axes), auto, devices=jax.devices()[: self.devices])
         if targets.parse(self.target, other_gpus=True).compiles:
@@ -110,7 +111,9 @@ NOT_COMPARED = "Pipelines are not compared, and tensor axes are those of the mes
 
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raises unless the arguments of ``fit`` are what they must be, by their names."""
-    zero, headroom, measure = given["zero"], given["headroom"], given["measure"]
+    zero = given["zero"]
+    headroom = given["headroom"]
+    measure = given["measure"]
     is_loss = callable(given["loss_fn"]) or hasattr(given["loss_fn"], "as_loss")
     is_real = zero is None or isinstance(getattr(zero, "mesh", None), jax.sharding.Mesh)
     is_share = isinstance(headroom, int | float | np.number) and 0 <= headroom < 1

@@ -199,7 +199,8 @@ def _chosen_plan(
     step = costs.seconds(plan, costs.passes(plan))
     least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
     utilization = flops / costs.machine.device.flops / step.seconds
-    held, layers = costs.by_part(plan), costs.passes(plan).chunks
+    held = costs.by_part(plan)
+    layers = costs.passes(plan).chunks
     return ChosenPlan(plan, step, held, least, layers, tokens, utilization, change)
 
 

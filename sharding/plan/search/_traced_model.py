@@ -219,7 +219,8 @@ class TracedModel:
         """Bytes of temporaries of the backward pass of a layer."""
         # The gradient of the largest array; where it is computed again, also what products read and
         # write, without what is saved.
-        run, args = layer.run, layer.args
+        run = layer.run
+        args = layer.args
         if recompute == "none":
             return max(map(num_bytes, stored_by(run, *args)), default=0)
         products = products_of(run, *args)

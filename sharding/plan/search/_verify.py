@@ -35,7 +35,8 @@ from sharding.plan.search._traced_model import AnyModel
 # Updates of an asynchronous pipeline in the program that is verified.
 LOWERED_UPDATES = 2
 # By how much bytes sent and operations may differ from those planned.
-WIRE, FLOPS = 0.02, 0.01
+WIRE = 0.02
+FLOPS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Verification:
     @property
     def failures(self) -> tuple[str, ...]:
         """What does not hold; empty where the plan does."""
-        excess, reasons = self.memory - self.available, []
+        excess = self.memory - self.available
+        reasons = []
         if excess > 0:
             reasons.append(f"needs {size(self.memory)}, {size(excess)} too much")
         differs = self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE
@@ -130,7 +132,8 @@ class Verification:
     def ratios(self) -> tuple[str, str, str]:
         """Memory, bytes sent and operations of the program over those of the plan."""
         wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
-        memory, flops = self.memory / self.planned_memory, self.flops / self.planned_flops
+        memory = self.memory / self.planned_memory
+        flops = self.flops / self.planned_flops
         return f"{memory:.3f}", wire, f"{flops:.3f}"
 
 
@@ -160,7 +163,8 @@ def verify(
     >>> verify(file, model, optax.adam(1e-3), memory=2**30, device=kind_of("h100")).failures
     ()
     """
-    plan, axes = file.plan, file.mesh_axes
+    plan = file.plan
+    axes = file.mesh_axes
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
     devices = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
@@ -191,7 +195,8 @@ def planned_rows(
 
     ``layers`` are those of the chunks of a pipeline, ``dtype`` is that of the parameters.
     """
-    plan, mesh = built.plan, built.zero.mesh
+    plan = built.plan
+    mesh = built.zero.mesh
     dtype = jnp.dtype(dtype)
     params = model.abstract(dtype)
     schedule = _schedule(plan) if plan.pipe > 1 else None
