@@ -185,7 +185,7 @@ def read_by_fusion(instr: Instruction, operand: str, program: Program) -> float:
     """The bytes of one operand that a fusion reads: the slices, where it only slices it."""
     inner = program.computations[instr.callees("calls")[0]]
     index = instr.operands.index(operand)
-    name, = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == index)
+    (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == index)
     return _read(inner, name, program)
 
 

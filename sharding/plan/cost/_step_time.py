@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._ledger import WorkRow
+from sharding.plan.cost._ledger import WorkRow, merged
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
 from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
@@ -471,7 +471,8 @@ def _state_rows(
         ]
         replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
         times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
-        yield from zero_work(sent, plan.stage, {"shards": plan.shards}, replicas, times, sync)
+        rows = zero_work(sent, plan.stage, {"shards": plan.shards}, replicas, times, sync)
+        yield from rows if sync else merged(rows)  # replicas sum both at once
     shards = plan.shards_of_state
     on_cpu = plan.offload == "update"
     each = 2 * (costs.param + costs.state) + costs.grad

@@ -274,7 +274,7 @@ def _layer_and_input(
     model: Decoder, batch: int, length: int, dtype: DType, tensor: int
 ) -> tuple[Any, Any]:
     """The types of a layer's parameters on one device, and of its input."""
-    layer, = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
+    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
     return layer, jax.ShapeDtypeStruct((batch, length, model.width), dtype)
 
 
