@@ -16,8 +16,8 @@ from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
-from sharding.plan.audit._audit import Audit, audit, audit_or_bytes, needed
-from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch
+from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.audit._find_batch import FoundBatch, Tried, audit_or_bytes, find_batch, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM

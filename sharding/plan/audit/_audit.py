@@ -1,8 +1,7 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,13 +21,12 @@ from sharding.plan.audit._program_collectives import Collective, axes_of_groups,
 from sharding.plan.audit._program_costs import costs
 from sharding.plan.audit._program_memory import (
     PARTS,
-    Argument,
-    Buffer,
     arguments_of,
     at_peak,
+    by_use,
     temporary_bytes,
 )
-from sharding.plan.audit._warnings import computed_again, warnings_of
+from sharding.plan.audit._warnings import computed_again, warnings_of, widened
 from sharding.plan.cost._ledger import (
     Difference,
     HeldRow,
@@ -40,8 +38,6 @@ from sharding.plan.cost._ledger import (
 )
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +330,7 @@ def audit(
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
-    about += _widened(arguments, sent, placed)
+    about += widened(arguments, sent, placed)
     about += [f"the loss runs {loss_program}"] if loss_program is not None else []
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
@@ -347,7 +343,7 @@ def audit(
         | _sums((x.part, x.nbytes) for x in arguments if x.part),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
         temporaries=temporaries,
-        at_peak=_by_use(buffers, temporaries),
+        at_peak=by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(sent, mesh),
         least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest", once=True)),
@@ -394,18 +390,6 @@ def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> Devic
     return device
 
 
-def _widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
-    """A note on the CPU's float32 collectives of bfloat16 arrays."""
-    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
-    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
-    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
-        return []
-    return [
-        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
-        "a GPU they send half"
-    ]
-
-
 def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
     """Collectives by phase, operation, axes and dtype; the dearest first."""
     groups: dict[tuple, list[Collective]] = {}
@@ -426,30 +410,6 @@ def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traff
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
-def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
-    """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
-
-    def use(buffer: Buffer) -> str:
-        made = phase_of(buffer.scope)
-        read = {phase_of(scope) for scope in buffer.readers}
-        if buffer.copy_of:
-            return "copies of arguments"
-        if made in ("gather", "update"):
-            return {"gather": "gathered parameters", "update": "the update"}[made]
-        if made == "gradient sync" or read & {"gradient sync", "update"}:
-            return "gradients"
-        if made == "forward" and "backward" in read:
-            return "saved activations"
-        return {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
-
-    total = _sums((use(buffer), buffer.nbytes) for buffer in buffers)
-    estimate = sum(total.values())
-    # The compiler may write a buffer into the memory of a result, where it is no temporary.
-    if limit is not None and estimate > limit:
-        total = {use: value * limit / estimate for use, value in total.items()}
-    return total
-
-
 def _tight(result: Audit) -> str:
     assert result.kind is not None
     name = with_article(result.kind.name)
@@ -459,27 +419,3 @@ def _tight(result: Audit) -> str:
         return f"the step fits {name} with only {spare}: allocators and libraries need some of it"
     needs = f"{size(result.memory)} on each device"
     return f"the step needs {needs}, {size(-left)} more than {name} has"
-
-
-def audit_or_bytes(
-    make_step: Callable[[], Any], kind: DeviceKind | None, **options: Any
-) -> tuple[Audit | None, float]:
-    """The audit of a step and its bytes; only these where the compiler runs out of memory.
-
-    The step is lowered or compiled, or an ``Audit``. Bytes are infinite where the compiler does not
-    say how many it needs.
-    """
-    try:
-        step = make_step()
-        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
-        return found, found.memory
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
-        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
-
-
-def needed(nbytes: float) -> str:
-    """The memory of a step in words; infinite where the compiler failed without a figure."""
-    return size(nbytes) if nbytes < float("inf") else "more than there is"

@@ -175,6 +175,32 @@ def at_peak(program: Program) -> list[Buffer]:
     return _peak(program, program.entry)[1]
 
 
+def by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
+    """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
+
+    def use(buffer: Buffer) -> str:
+        made = phase_of(buffer.scope)
+        read = {phase_of(scope) for scope in buffer.readers}
+        if buffer.copy_of:
+            return "copies of arguments"
+        if made in ("gather", "update"):
+            return {"gather": "gathered parameters", "update": "the update"}[made]
+        if made == "gradient sync" or read & {"gradient sync", "update"}:
+            return "gradients"
+        if made == "forward" and "backward" in read:
+            return "saved activations"
+        return {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
+
+    total: dict[str, float] = collections.defaultdict(float)
+    for buffer in buffers:
+        total[use(buffer)] += buffer.nbytes
+    estimate = sum(total.values())
+    # The compiler may write a buffer into the memory of a result, where it is no temporary.
+    if limit is not None and estimate > limit:
+        return {use: value * limit / estimate for use, value in total.items()}
+    return dict(total)
+
+
 def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
     """The bytes of a computation's temporaries at their peak, and the buffers that are live."""
     table = program.computations[name]

@@ -4,6 +4,7 @@ import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sharding.plan._format import size
 from sharding.plan.audit._hlo import (
@@ -228,3 +229,15 @@ def _donated_and_copied(program: Program) -> Iterator[str]:
             f"{max(copies)[1]}): results that take over their memory are written before they are "
             "last read"
         )
+
+
+def widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
+    """A note on the CPU's float32 collectives of bfloat16 arrays."""
+    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
+    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
+    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
+        return []
+    return [
+        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
+        "a GPU they send half"
+    ]

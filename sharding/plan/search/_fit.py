@@ -19,7 +19,7 @@ from sharding._user_line import warn
 from sharding._zero import Tx, Zero
 from sharding.loss._loss_options import AnyLoss, take_loss
 from sharding.plan._format import reason_of, seconds, size
-from sharding.plan.audit._audit import needed
+from sharding.plan.audit._find_batch import needed
 from sharding.plan.cost._ledger import Difference
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.machine._devices import HEADROOM, DeviceKind

@@ -12,7 +12,8 @@ import numpy as np
 from sharding._types import Batch
 from sharding.placement._train_state import params_of
 from sharding.plan._format import Printed, Table, seconds, size
-from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
+from sharding.plan.audit._audit import Audit
+from sharding.plan.audit._find_batch import audit_or_bytes, needed
 from sharding.plan.cost._ledger import (
     Difference,
     StepRows,
