@@ -26,9 +26,8 @@ def run_search(options: Namespace) -> int:
     _check_search_options(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
-    in_backward = options.update_in_backward
     dtype = opts.dtype_of(options)
-    tx = loading.optimizer_of(options.optimizer, in_backward)
+    tx = loading.optimizer_of(options.optimizer, options.update_in_backward)
     _, model = loading.model_of(options.model, dtype, options.length)
     if model is None:
         raise ValueError(
@@ -46,7 +45,7 @@ def run_search(options: Namespace) -> int:
         keep=_kept_values(options.keep),
         offload="update" if options.update_on_host else not options.no_offload,
         asynchronous=options.asynchronous,
-        update_in_backward=in_backward,
+        update_in_backward=options.update_in_backward,
         state_formats=(None, *options.state),
         weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
@@ -76,17 +75,21 @@ def run_search(options: Namespace) -> int:
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
-        file = files[holding[0]]
-        if holding[0] in verified:
-            program = {"memory": verified[holding[0]].memory}
-            file = dataclasses.replace(file, promised=file.promised | program)
-        with writing("--write", options.write):
-            file.write(options.write)
+        _write_plan(options.write, files[holding[0]], verified.get(holding[0]))
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
+
+
+def _write_plan(path: str, file: PlanFile, program: Verification | None) -> None:
+    """Writes a plan, with the memory of its program where that is known."""
+    if program:
+        promised = file.promised | {"memory": program.memory}
+        file = dataclasses.replace(file, promised=promised)
+    with writing("--write", path):
+        file.write(path)
 
 
 def _check_search_options(options: Namespace, target: Target) -> None:

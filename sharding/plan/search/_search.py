@@ -16,7 +16,7 @@ from sharding.plan._format import (
     check_choice,
     size,
 )
-from sharding.plan.cost._parallel_plan import PLANNED, ParallelPlan, short
+from sharding.plan.cost._parallel_plan import PLANNED, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import StepSeconds
@@ -104,8 +104,7 @@ def search(
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
-    lossy = {"state_formats": state_formats, "weights": weights, "syncs": syncs}
-    check_values(recompute=recompute, **lossy)
+    check_values(recompute=recompute, state_formats=state_formats, weights=weights, syncs=syncs)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     check_choice("offload", offload, (False, True, "update"))
@@ -134,29 +133,24 @@ def search(
     for forms in dict.fromkeys((known, every)):
         space = dataclasses.replace(space, recompute=costs.forms(forms))
         groups = list(space.groups(keep))
-        chosen, rejected, short_of = _that_fit(
-            costs, groups, budget, top, _changes(space, keep or {})
-        )
+        changes = _changes(space, keep or {})
+        chosen, rejected, short_of = _that_fit(costs, groups, budget, top, changes)
         if len(chosen) == top and not short_of:
             break
     if not groups:
         raise ValueError(_no_plan(space, keep))
     compared = sum(len(group.variants) for group in groups)
-
     flops = costs.flops(sequences)
     chosen_plan = functools.partial(_chosen_plan, costs, float(sequences * length), flops)
     if not chosen:
-        plan = _smallest(costs, groups)
-        needs = costs.fullest(plan)
+        smallest = chosen_plan(_smallest(costs, groups))
+        room = f"{size(budget)}, {headroom:.0%} of their memory left free"
         raise NoPlanFits(
-            f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their "
-            f"memory left free, and the smallest of {compared:,} plans needs {size(needs)}, "
-            f"{size(needs - budget)} too much: {short(plan)} (docs: how_to/let_it_choose).",
-            chosen_plan(plan),
+            f"no plan fits {target}: its devices have {room}, and the smallest of {compared:,} "
+            f"plans needs {size(smallest.memory)}, {size(smallest.memory - budget)} too much: "
+            f"{smallest.summary} (docs: how_to/let_it_choose).",
+            smallest,
         )
-    about: tuple[str, ...] = ()
-    if isinstance(model, TracedModel):
-        about = model.about_layers(chosen[0].update_in_backward)
     bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
@@ -167,9 +161,16 @@ def search(
         compared=compared,
         sequences=sequences,
         length=length,
-        about=about,
+        about=_about(model, chosen[0]),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
     )
+
+
+def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:
+    """What was found in a loss of one's own."""
+    if isinstance(model, TracedModel):
+        return model.about_layers(plan.update_in_backward)
+    return ()
 
 
 def _check_model(
