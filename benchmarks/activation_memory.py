@@ -26,8 +26,8 @@ from _networks import NETWORKS, array, identity
 
 import sharding as shd
 from sharding.plan._format import size
-from sharding.plan.audit._program_bytes import step_temporaries
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.audit._program_memory import step_temporaries
+from sharding.plan.machine._devices import num_bytes
 from sharding.plan.model._models import MODELS, gpt2
 from sharding.plan.model._models import PRESETS as MAXTEXT
 from sharding.plan.model._traced_work import Work, work_of

@@ -29,8 +29,7 @@ from _networks import NETWORKS, array, identity
 
 from sharding.plan import kind_of
 from sharding.plan._format import size
-from sharding.plan.audit._liveness import temporaries_of
-from sharding.plan.audit._program_bytes import step_temporaries
+from sharding.plan.audit._program_memory import step_temporaries, temporaries_of
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_work import work_of_jaxpr
 from sharding.remat._loss_search import LossSearch, PlannableLoss

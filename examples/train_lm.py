@@ -314,7 +314,7 @@ def train(options, corpus, mesh, directory, stop):
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = len(windows) * corpus.context
-        found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
+        found = shd.audit(compiled, mesh=mesh, expected=expected_wire, tokens=tokens)
         print_audit(found, notes)
         # For gradients as sparse as the sync expects; gradzip's steps take one branch or the other.
         taken = ("cheapest", "dearest") if options.sync == "gradzip" else ("cheapest",)

@@ -31,7 +31,8 @@ def momentum(
         return make_state(wide_zeros(params, dtype))
 
     def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        (old,), (name,) = state, make_state._fields
+        (old,) = state
+        (name,) = make_state._fields
         Leaves.of(updates).averages_in(name, old, dtype)  # raises unless they match
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:

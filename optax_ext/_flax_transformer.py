@@ -118,7 +118,8 @@ class flax_transformer:
             modules.setdefault(path.rpartition("/")[0], []).append((path, sizes))
             if len(sizes) == 2:
                 matrices.setdefault(sizes, []).append(path)
-        vectors, apart = set[str](), set[str]()
+        vectors = set[str]()
+        apart = set[str]()
         for arrays in modules.values():
             # The bias (heads, head_dim) of a kernel (embed, heads, head_dim) has one of its sides.
             kernels = [(s, split_of(s)) for _, s in arrays if len(s) > 2]

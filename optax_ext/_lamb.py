@@ -28,7 +28,8 @@ _Hyper = collections.namedtuple("_Hyper", "b1 b2 eps weight_decay")
 
 def moments(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Returns ``r + lambda w`` and the new averages; r is Adam's direction."""
-    b1, b2 = hyper.b1, hyper.b2
+    b1 = hyper.b1
+    b2 = hyper.b2
     g = leaf.u.astype(leaf.dtype)
     mu = b1 * leaf.mu + (1 - b1) * g
     nu = b2 * leaf.nu + (1 - b2) * jnp.square(g)
@@ -42,7 +43,8 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds ``|w| / |u|``."""
     if not layer.has_ratio:
         return leaf
-    w_norm, u_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
+    w_norm = norm(leaf.w, layer.batch)
+    u_norm = norm(leaf.u, layer.batch)
     return leaf._replace(ratio=ratio(w_norm, u_norm, w_norm, u_norm))
 
 
@@ -117,7 +119,8 @@ def _scale(b1: Any, b2: Any, eps: Any, weight_decay: Any, stacked: Any, masks: T
 
     def update(updates: Tree, state: ScaleByLambState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
-        mus, nus = leaves.averages_in("mu", state.mu), leaves.averages_in("nu", state.nu)
+        mus = leaves.averages_in("mu", state.mu)
+        nus = leaves.averages_in("nu", state.nu)
         kinds, grads, weights = layers("lamb", leaves, params, stacked, **masks)
         decay = _validate.value_at(weight_decay, state.count)
         count = optax.safe_increment(state.count)

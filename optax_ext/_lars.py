@@ -35,7 +35,8 @@ def trust_ratio(hyper: _Hyper, layer: Layer, leaf: Leaf) -> Leaf:
     u = decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
         return leaf._replace(u=u)
-    w_norm, g_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
+    w_norm = norm(leaf.w, layer.batch)
+    g_norm = norm(leaf.u, layer.batch)
     denominator = decayed(g_norm, w_norm, layer, hyper.weight_decay)
     numerator = hyper.trust_coefficient * w_norm
     return leaf._replace(u=u, ratio=ratio(w_norm, g_norm, numerator, denominator))

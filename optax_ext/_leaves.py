@@ -148,7 +148,8 @@ def _difference(treedef: Any, tree: Tree) -> str:
         flat = jax.tree.leaves_with_path(tree, is_leaf=empty)
         return {path_name(path): leaf for path, leaf in flat}
 
-    gradients, of_state = by_path(treedef.unflatten(range(treedef.num_leaves))), by_path(tree)
+    gradients = by_path(treedef.unflatten(range(treedef.num_leaves)))
+    of_state = by_path(tree)
     for path, slot in of_state.items():
         if path not in gradients or (slot is not None and gradients[path] is None):
             return (

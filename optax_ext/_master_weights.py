@@ -32,7 +32,8 @@ class MasterWeightsState(NamedTuple):
 
 def _rounded(x: jax.Array, dtype: DType) -> jax.Array:
     """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``."""
-    narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    narrow = jnp.finfo(dtype)
+    wide = jnp.finfo(x.dtype)
     # XLA may remove a pair of casts, and few exponent bits have no subnormals here.
     out = jax.lax.reduce_precision(x, wide.nexp, narrow.nmant)
     smallest = float(narrow.smallest_normal)
@@ -131,7 +132,8 @@ def master_weights(
         if params is None:
             raise ValueError("master_weights needs params in update.")
         leaves = Leaves.of_any_dtype(updates)
-        masters, arrays = leaves.slots("master", state.master), leaves.slots("params", params)
+        masters = leaves.slots("master", state.master)
+        arrays = leaves.slots("params", params)
         _check(leaves, masters, arrays, wide)
         columns = list(zip(leaves.arrays, masters, arrays, strict=True))
         grads = leaves.unflatten([g if m is None else jnp.asarray(g, wide) for g, m, _ in columns])

@@ -12,7 +12,8 @@ from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._types import Tree
 
 # Powers of two: multiplying by them is exact.
-_DOWN, _UP = 2.0**-90, 2.0**90
+_DOWN = 2.0**-90
+_UP = 2.0**90
 
 
 class Layer(NamedTuple):
@@ -67,7 +68,8 @@ def _summed(x: jax.Array, batch: Dims) -> tuple[int, ...]:
 
 @norm.defjvp
 def _norm_jvp(batch: Dims, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x,), (dx,) = primals, tangents
+    (x,) = primals
+    (dx,) = tangents
     x_norm = norm(x, batch)
     unit = x / jnp.where(x_norm == 0, 1.0, x_norm)
     return x_norm, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)

@@ -169,7 +169,8 @@ def mask(name: str, value: Any, tree: Tree) -> list[bool]:
 
 def decayed_weights(rate: Any, weight_decay_mask: Any) -> optax.GradientTransformation:
     """``optax.add_decayed_weights``, which at a rate of 0 needs no parameters; the same state."""
-    name, chosen = "weight_decay_mask", weight_decay_mask
+    name = "weight_decay_mask"
+    chosen = weight_decay_mask
     not_called(name, chosen)
     if isinstance(chosen, str):
         mask(name, chosen, ())

@@ -81,7 +81,8 @@ def name_of(eqn: Any) -> str:
     if (called := _object_of(eqn)) is None:
         name: str = eqn.primitive.name
         return name
-    module, name = type(called).__module__, type(called).__name__
+    module = type(called).__module__
+    name = type(called).__name__
     return _PRIMITIVES.get(name, name) if module.startswith("jax.") else f"{module}.{name}"
 
 
@@ -162,7 +163,8 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 def check_known(jaxpr: Any) -> None:
     """Raises an ``UnknownOperationError`` at an operation that no reader knows."""
-    seen, pending = {id(jaxpr): jaxpr}, [jaxpr]
+    seen = {id(jaxpr): jaxpr}
+    pending = [jaxpr]
     while pending:
         for eqn in pending.pop().eqns:
             _check(eqn)

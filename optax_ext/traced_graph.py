@@ -65,7 +65,10 @@ class Graph:
     def of(cls, closed: Any) -> "Graph":
         """The exact graph of a jaxpr."""
         graph = cls.__new__(cls)
-        graph._portable, graph._kept, graph._exact, graph._selects = False, (), True, False
+        graph._portable = False
+        graph._kept = ()
+        graph._exact = True
+        graph._selects = False
         graph.reads = [0] * len(getattr(closed, "jaxpr", closed).invars)
         graph._read(closed)
         return graph
@@ -100,7 +103,8 @@ class Graph:
                 inner = eqn.params["default"]
             branch = _branch(eqn, self._portable)
             if self._exact:
-                inner, branch = (inner if isinstance(record_of(eqn), Call) else None), None
+                inner = inner if isinstance(record_of(eqn), Call) else None
+                branch = None
             if inner is not None:
                 results = self._inline(inner, operands, scope)
             elif branch is not None:

@@ -16,8 +16,8 @@ from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
 from sharding.placement._specs import axes_of
 from sharding.plan._format import Table, document, entry, show
-from sharding.plan.audit._audit import Audit, audit, audit_or_bytes, needed
-from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch
+from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.audit._find_batch import FoundBatch, Tried, audit_or_bytes, find_batch, needed
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM
@@ -48,7 +48,9 @@ def run_audit(options: Namespace) -> int:
 
     # Compile: each step once, or with several batches.
     headroom = HEADROOM if options.headroom is None else options.headroom
-    device, audits, searches = opts.device_of(options), dict[str, Audit](), dict[str, FoundBatch]()
+    device = opts.device_of(options)
+    audits = dict[str, Audit]()
+    searches = dict[str, FoundBatch]()
     setup, steps, batch, unit = _steps(options, target)
     for name, step in steps.items():
         if not options.find_batch:
@@ -153,10 +155,12 @@ def _row(
     """A step as JSON: how it is shared, and its program."""
     figures: dict[str, Any] = {}
     if search := searches.get(name):
-        batch, figures["find_batch"] = search.batch, search.to_dict()
+        batch = search.batch
+        figures["find_batch"] = search.to_dict()
     if name not in audits:
         return entry(name, {}, fits=False, **figures)
-    found, plan = audits[name], step.plan
+    found = audits[name]
+    plan = step.plan
     if plan:
         plan = dataclasses.replace(plan, microbatch=batch // (plan.data * plan.microbatches))
     figures |= {"at_least": found.seconds, "wire": found.wire_bytes}
@@ -207,7 +211,8 @@ def _steps(
     if not options.hybrid:
         axis = (*axes_of(zero.replica_axis), *axes_of(zero.axis))
         zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
-    unit, steps = zero.num_devices * setup.microbatches, dict[str, _Step]()
+    unit = zero.num_devices * setup.microbatches
+    steps = dict[str, _Step]()
     for stage in _stages(options):
         staged = dataclasses.replace(zero, stage=stage)
         again = stage == 3 or not options.no_remat
@@ -219,9 +224,11 @@ def _steps(
 
 def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     """The audit of a step of a named model."""
-    zero, loss = setup.zero, None
+    zero = setup.zero
+    loss = None
     setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
-    plan, model = setup.plan(zero), setup.model
+    plan = setup.plan(zero)
+    model = setup.model
     assert isinstance(model, Decoder)
     if options.remat is not None:
         planned, about = planned_loss(options, setup, plan, plan.requested)
@@ -233,14 +240,11 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     shared = setup.parallel_plan(zero)
     built = build(shared, model, setup.optimizer, zero, dtype=opts.dtype_of(options), loss=loss)
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
-    expected = plan.stage(plan.requested)
-    is_planned = expected.activations is not None
     found = audit(
         dataclasses.replace(built, batch=tokens).lower(),
         mesh=zero.mesh,
         device=setup.device,
-        expected_wire=expected.wire,
-        expected_memory=expected.peak if is_planned else None,
+        expected=plan.stage(plan.requested),
         predicted=setup.seconds(shared) if setup.timed else None,
         tokens=plan.tokens,
     )

@@ -17,7 +17,8 @@ from sharding.remat._planned_loss import LossPlan
 
 def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tuple[LossPlan, str]:
     """The fastest plan with which the loss takes at most ``--remat`` bytes, and a note on it."""
-    model, auto = setup.model, options.remat == "auto"
+    model = setup.model
+    auto = options.remat == "auto"
     if model is None:
         raise ValueError(
             "--remat plans a loss: give --model a model by name, or MODULE:NAME of a TracedModel."
@@ -28,7 +29,8 @@ def planned_loss(options: Namespace, setup: Setup, plan: Plan, stage: str) -> tu
     device, compiled = _compiled_for(options)
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
     if isinstance(model, TracedModel):
-        loss, batch = model.loss_fn, model.batch(setup.batch)
+        loss = model.loss_fn
+        batch = model.batch(setup.batch)
     else:
         loss = model.make_loss()
         batch = jax.ShapeDtypeStruct((setup.batch, setup.length + 1), jnp.int32)

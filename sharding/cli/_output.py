@@ -20,7 +20,8 @@ def print_json(
     length: int | None = None,
 ) -> None:
     """A ``document`` with what was asked; infinite figures, as unknown bandwidths, are null."""
-    step, arrays = getattr(options, "step", None), jax.tree.leaves(params)
+    step = getattr(options, "step", None)
+    arrays = jax.tree.leaves(params)
     model: dict[str, Any] = {"name": step or options.model}
     model |= {"num_params": sum(x.size for x in arrays) if arrays else None}
     model |= {"optimizer": None if step else options.optimizer, "length": length or None}

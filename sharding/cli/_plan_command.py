@@ -108,8 +108,10 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     adamw = optax_ext.master_weights(adamw) if options.master else adamw
     on_device = dataclasses.replace(setup.zero, offload=None, update_on="device")
     other = setup.plan(on_device, adamw)
-    mine, theirs = plan.stage(plan.recommended), other.stage(plan.recommended)
-    saved, name = theirs.memory - mine.memory, options.optimizer
+    mine = plan.stage(plan.recommended)
+    theirs = other.stage(plan.recommended)
+    saved = theirs.memory - mine.memory
+    name = options.optimizer
     share = abs(saved) / theirs.memory
     note = (
         f"At {mine.name} {name} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} than "
@@ -138,7 +140,8 @@ def _widest_of_state(tx: optax.GradientTransformation, params: Tree) -> int:
 
 
 def _what_would_fit(options: Namespace, setup: opts.Setup) -> list[str]:
-    zero, state = setup.zero, options.state
+    zero = setup.zero
+    state = options.state
     fitting = []
 
     # More devices, along the last axis that shards.

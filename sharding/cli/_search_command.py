@@ -10,7 +10,7 @@ from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, writing
 from sharding.plan._format import Table, show, size
-from sharding.plan.cost._ledger import DIFFERS
+from sharding.plan.cost._ledger import table_of_differences
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
@@ -21,12 +21,13 @@ from sharding.plan.search._verify import Verification, verify
 
 def run_search(options: Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    target, device = opts.target_of(options), opts.known_device(options)
+    target = opts.target_of(options)
+    device = opts.known_device(options)
     _check_search_options(options, target)
     if options.verify:
         opts.compile_on_cpu(target)
-    in_backward = options.update_in_backward
-    dtype, tx = opts.dtype_of(options), loading.optimizer_of(options.optimizer, in_backward)
+    dtype = opts.dtype_of(options)
+    tx = loading.optimizer_of(options.optimizer, options.update_in_backward)
     _, model = loading.model_of(options.model, dtype, options.length)
     if model is None:
         raise ValueError(
@@ -44,7 +45,7 @@ def run_search(options: Namespace) -> int:
         keep=_kept_values(options.keep),
         offload="update" if options.update_on_host else not options.no_offload,
         asynchronous=options.asynchronous,
-        update_in_backward=in_backward,
+        update_in_backward=options.update_in_backward,
         state_formats=(None, *options.state),
         weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
@@ -58,9 +59,7 @@ def run_search(options: Namespace) -> int:
     if options.json:
         figures = result.to_dict()
         for i, beside in verified.items():
-            named = [row._asdict() for row in beside.differences]
-            program = vars(beside) | {"failures": [*beside.failures], "differences": named}
-            figures["plans"][i]["program"] = program
+            figures["plans"][i]["program"] = beside.to_dict()
         figures["chosen"] = holding[0] if holding else None
         asked = {"sequences": result.sequences, "length": length}
         print_json(options, figures, params=model.abstract(dtype), **asked)
@@ -76,17 +75,21 @@ def run_search(options: Namespace) -> int:
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
-        file = files[holding[0]]
-        if holding[0] in verified:
-            program = {"memory": verified[holding[0]].memory}
-            file = dataclasses.replace(file, promised=file.promised | program)
-        with writing("--write", options.write):
-            file.write(options.write)
+        _write_plan(options.write, files[holding[0]], verified.get(holding[0]))
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
+
+
+def _write_plan(path: str, file: PlanFile, program: Verification | None) -> None:
+    """Writes a plan, with the memory of its program where that is known."""
+    if program:
+        promised = file.promised | {"memory": program.memory}
+        file = dataclasses.replace(file, promised=promised)
+    with writing("--write", path):
+        file.write(path)
 
 
 def _check_search_options(options: Namespace, target: Target) -> None:
@@ -105,16 +108,8 @@ def _programs(verified: dict[int, Verification]) -> list[Table]:
         return []
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
-    tables = [Table("compiled for the target", columns, rows)]
-    others = [
-        (f"{i + 1}: {row.name}", size(row.planned), size(row.program))
-        for i, found in verified.items()
-        for row in found.differences
-    ]
-    if others:
-        title = f"of these more than {DIFFERS:.0%} from the plan"
-        tables.append(Table(title, ("plan", "planned", "program"), others))
-    return tables
+    differ = {f"{i + 1}: ": found.differences for i, found in verified.items()}
+    return [Table("compiled for the target", columns, rows), *table_of_differences(differ)]
 
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:
@@ -135,7 +130,8 @@ def _verified(
     options: Namespace, memory: float, files: list[PlanFile], model: AnyModel, tx: Any
 ) -> dict[int, Verification]:
     """The first plans beside their programs; a line as soon as one is compiled."""
-    target, device = opts.target_of(options), opts.device_of(options)
+    target = opts.target_of(options)
+    device = opts.device_of(options)
     verified: dict[int, Verification] = {}
     for i, file in enumerate(files[: options.verify]):
         if file.plan.offload and not target.is_torus and target.kind != "cpu":
@@ -149,7 +145,8 @@ def _verified(
 
 def _compared(verified: dict[int, Verification], written: int | None) -> list[str]:
     """Which programs need other memory than planned, and which plans do not hold."""
-    corrected, dropped = [], []
+    corrected = []
+    dropped = []
     for i, found in verified.items():
         if found.failures:
             reasons = "; ".join(found.failures)

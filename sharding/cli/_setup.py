@@ -128,10 +128,13 @@ class Setup:
 
     def _fastest(self, plan: ParallelPlan, held: StagePlan) -> ParallelPlan:
         """The plan of a stage with the form of recomputation that is fastest of those that fit."""
-        costs, device, model = self.costs, self.device, self.model
+        costs = self.costs
+        device = self.device
+        model = self.model
         if not costs or not device or not model:
             return plan
-        usable, fitting = (1 - HEADROOM) * device.memory, []
+        usable = (1 - HEADROOM) * device.memory
+        fitting = []
         for recompute in costs.forms(SEARCHED):
             form = dataclasses.replace(plan, recompute=recompute)
             peak = held.with_activations(costs.activations(form)).peak
@@ -147,7 +150,8 @@ class Setup:
         passes = self.costs.passes(plan)
         passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
         # Gradients may be summed in another dtype.
-        leaves, precision = jax.tree.leaves(self.params), self.zero.precision
+        leaves = jax.tree.leaves(self.params)
+        precision = self.zero.precision
         sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
         grad = sum(sums) / sum(x.size for x in leaves)
         param, _, state = self.costs.each(plan)
@@ -175,7 +179,8 @@ class Setup:
 
         Empty where activations are not estimated. These grow alike with every sequence.
         """
-        one, two = self._estimated(1), self._estimated(2)
+        one = self._estimated(1)
+        two = self._estimated(2)
         if self.device is None or one is None or two is None or self.activations is not None:
             return {}
         usable = (1 - HEADROOM) * self.device.memory
@@ -217,8 +222,11 @@ def setup_of(options: Namespace) -> Setup:
             reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
         ),
     )
-    length, microbatches = options.length or (model.length if model else 0), options.microbatches
-    unit, device, costs = zero.num_devices * microbatches, device_of(options), None
+    length = options.length or (model.length if model else 0)
+    microbatches = options.microbatches
+    unit = zero.num_devices * microbatches
+    device = device_of(options)
+    costs = None
     if model and device:
         of_loss = zero.precision.of_loss(dtype_of(options))
         costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
@@ -352,7 +360,8 @@ def device_of(options: Namespace) -> DeviceKind | None:
 
 def known_device(options: Namespace) -> DeviceKind:
     """The figures of the target, which a search needs all."""
-    device, names = device_of(options), {"flops": "tflops"}
+    device = device_of(options)
+    names = {"flops": "tflops"}
     several = ("network",) if target_of(options).groups > 1 else ()
     unknown = [
         f"--{names.get(name, name)}"

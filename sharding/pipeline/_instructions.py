@@ -115,7 +115,8 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
             "input": slots.get(("input", forward), 0),
             "cotangent": slots.get(("cotangent", backward), 0),
         }
-        residual, cross = slots.get(("residual", forward)), slots.get(("crossing", weight))
+        residual = slots.get(("residual", forward))
+        cross = slots.get(("crossing", weight))
         if residual is not None:
             values["to_residuals" if op == Op.FORWARD else "residual"] = residual
         if cross is not None:
@@ -142,7 +143,9 @@ def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Sto
     # of versions (stage, version).
     when = {task: (tick, stage) for tick, stage, task in schedule.tasks()}
     last = schedule.num_virtual_stages - 1
-    messages, residuals, crossing = [], [], []
+    messages = []
+    residuals = []
+    crossing = []
     for task, (tick, stage) in when.items():
         op, m, v = task
         backward = when.get(Task(Op.BACKWARD, m, v))
@@ -181,7 +184,8 @@ def _check_replicas(schedule: Schedule) -> None:
 
 def assign_slots(stored: Sequence[Stored]) -> tuple[dict[Any, int], int]:
     """Slots by interval colouring: one is free again from the tick of its last read on."""
-    slots, num_slots = {}, 0
+    slots = {}
+    num_slots = 0
     for stage in {entry.stage for entry in stored}:
         until: list[int] = []  # per slot, the last tick that reads it
         for entry in sorted((e for e in stored if e.stage == stage), key=lambda e: e.start):
@@ -224,7 +228,8 @@ def _loops(arrivals: Arrivals, periods: Sequence[int]) -> Iterator[tuple[int, in
             yield 0, num_ticks, period
             return
     for middle in range(1, num_ticks):
-        before, after = union(sends[:middle]), union(sends[middle:])
+        before = union(sends[:middle])
+        after = union(sends[middle:])
         if before and after and not before & after:
             yield 0, middle, 1
             yield middle, num_ticks, 1

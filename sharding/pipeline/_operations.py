@@ -114,7 +114,8 @@ def table_from_orders(
                 task = Task(op, microbatch, at[route_of[microbatch], Place(stage, chunk)])
                 needed = dependencies(task, len(routes[0]))
                 if all(done.get(other, tick) < tick for other in needed):
-                    row[stage], done[task] = entry, tick
+                    row[stage] = entry
+                    done[task] = tick
                     order.remove(entry)
                     break
         rows.append(row)

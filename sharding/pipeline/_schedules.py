@@ -6,7 +6,9 @@ from typing import Any
 from sharding.pipeline._operations import Entry, Op, Place, Route, table_from_orders
 from sharding.pipeline._schedule import Schedule
 
-F, B, W = Op.FORWARD, Op.BACKWARD, Op.WEIGHT
+F = Op.FORWARD
+B = Op.BACKWARD
+W = Op.WEIGHT
 
 
 def straight(stages: int) -> tuple[Route, ...]:

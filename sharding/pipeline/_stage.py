@@ -144,7 +144,8 @@ class Stage:
     def _layer_vjp(self, params: LayerParams, stored: Arrays, scope: Scope) -> Callable[..., Any]:
         """``vjp(cotangent) -> (gradients of trained parameters, cotangent of the input)``."""
         treedef, sources = self._vjp
-        known, residuals = _known(params, scope), iter(stored)
+        known = _known(params, scope)
+        residuals = iter(stored)
         return treedef.unflatten([next(residuals) if s is None else known[s] for s in sources])
 
 
@@ -170,7 +171,8 @@ def split_backward(
     trained_treedef = jax.tree.structure(params.trained)
 
     def backward(inputs: Arrays) -> Arrays:
-        given, others = inputs[: len(known)], inputs[len(known) :]
+        given = inputs[: len(known)]
+        others = inputs[len(known) :]
         here, microbatch, key = known_treedef.unflatten(given)
         there = scope._replace(microbatch=microbatch, key=key)
         vjp = layer_vjp(here, others[: len(stored)], there)
@@ -179,7 +181,8 @@ def split_backward(
     # Values of the graph are numbers, of which the first are those of its inputs.
     inputs = [*known, *stored, *leaves]
     graph = Graph(backward, inputs, [False] * len(inputs))
-    of_params, of_input = graph.outputs[:num_trained], graph.outputs[num_trained:]
+    of_params = graph.outputs[:num_trained]
+    of_input = graph.outputs[num_trained:]
     first, _ = graph.needed(of_input, graph.constants)
     computed = {result for eqn in first for result in eqn.results}
     second, _ = graph.needed(of_params, computed | graph.constants.keys())

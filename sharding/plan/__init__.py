@@ -13,7 +13,7 @@ from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
 from sharding.plan.search._build import build as build
-from sharding.plan.search._compare import compare as compare
+from sharding.plan.search._chosen_plan import compare as compare
 from sharding.plan.search._fit import fit as fit
 from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import NoPlanFits as NoPlanFits

@@ -47,14 +47,6 @@ class Printed:
         return dataclasses.asdict(fields) | {name: getattr(self, name) for name in self.derived}
 
 
-def memory_by_part(
-    total: float, *, params: float, grads: float, state: float, batch: float
-) -> dict[str, float]:
-    """Bytes of a device by what they are; the rest is activations, with all temporaries."""
-    parts = {"params": params, "grads": grads, "state": state, "batch": batch}
-    return parts | {"activations": total - params - grads - state - batch, "total": total}
-
-
 def entry(
     name: str, memory: Mapping[str, float], plan: Any = None, **figures: Any
 ) -> dict[str, Any]:
@@ -79,9 +71,9 @@ def document(
     ``device`` is a ``DeviceKind`` or None; plans that fit leave a share of its memory free.
     """
     figures = device and dataclasses.asdict(device)
-    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": [], "frontier": []}
+    found: dict[str, Any] = {"plans": [*plans], "chosen": None, "rejected": []}
     found |= {"bound": None, "compared": len(plans), "not_counted": [], "notes": [], **others}
-    for row in (*found["plans"], *found["rejected"], *found["frontier"]):
+    for row in (*found["plans"], *found["rejected"]):
         if device and row["memory"]:
             row["left"] = device.memory - row["memory"]["total"]
             row["fits"] = row["memory"]["total"] <= device.memory * (1 - headroom)
@@ -123,7 +115,8 @@ def flops(value: float) -> str:
 def _in_units(value: float, step: int, units: Sequence[str]) -> str:
     unit = 0
     while abs(value) >= 1000 and unit < len(units) - 1:
-        value, unit = value / step, unit + 1
+        value = value / step
+        unit = unit + 1
     digits = 0 if unit == 0 or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:.{digits}f}{units[unit]}"
 
@@ -164,7 +157,8 @@ def reason_of(error: Exception) -> str:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """The end of a sentence on an unknown word: what it may mean, or all that are known."""
-    word, names = word.lower(), {name.lower(): name for name in known}
+    word = word.lower()
+    names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word, names, n=4, cutoff=0.4)
     longer = [each for each in close if each.startswith(f"{word}-") and word not in names]
     near = [names[each] for each in longer or close]
@@ -186,7 +180,8 @@ def text_of(tables: Sequence[Table]) -> str:
     """Tables as aligned text."""
     blocks = []
     for table in tables:
-        block, (first, *others) = [table.title], _widths(table)
+        block = [table.title]
+        first, *others = _widths(table)
         for name, *line in (table.columns, *table.rows):
             cells = [cell.rjust(width) for cell, width in zip(line, others, strict=True)]
             block.append("  " + " ".join([name.ljust(first), *cells]).rstrip())

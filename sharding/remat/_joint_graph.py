@@ -11,8 +11,7 @@ from jax import lax
 
 from optax_ext.equations import inner_jaxprs, name_of
 from optax_ext.traced_graph import Equation, Graph
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import DeviceKind, num_bytes
 from sharding.plan.model._traced_work import (
     ANY_DEVICE,
     MOVES,

@@ -19,8 +19,7 @@ from optax_ext.traced_graph import Equation, Graph, bind
 from optax_ext.user_line import line_of
 from sharding._traced_types import traced_type
 from sharding.loss._stack import Stack
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import DeviceKind, num_bytes
 from sharding.plan.model._traced_work import is_light, work_of, work_of_equation
 
 INPUT = "block_input"  # the name that is given to what a layer gets

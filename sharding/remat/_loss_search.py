@@ -25,9 +25,8 @@ from sharding.loss._derivatives import Differentiated
 from sharding.loss._stack import find_stacks
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
-from sharding.plan.audit._program_bytes import step_temporaries, types_of
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.audit._program_memory import step_temporaries, types_of
+from sharding.plan.machine._devices import DeviceKind, num_bytes
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of

@@ -10,7 +10,7 @@ from sharding._types import Batch, Tree
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
 from sharding.plan._format import Printed, Table, check_choice, read_size, size
 from sharding.plan.audit._find_batch import largest as largest_size
-from sharding.plan.audit._program_bytes import is_sharded, types_of
+from sharding.plan.audit._program_memory import is_sharded, types_of
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of

@@ -15,7 +15,7 @@ from sharding._own_gradient import with_own_gradient
 from sharding._traced_types import barrier, varying_alike
 from sharding._types import Batch, Tree
 from sharding.plan._format import Table, flops, size, text_of
-from sharding.plan.audit._liveness import temporaries_of
+from sharding.plan.audit._program_memory import temporaries_of
 from sharding.plan.model._traced_work import Work
 from sharding.remat._joint_graph import JointGraph, in_host_memory
 from sharding.remat._loss_loops import LoopForm, place_of

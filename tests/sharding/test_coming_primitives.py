@@ -29,7 +29,7 @@ from optax_ext import equations
 from optax_ext.equations import Name, UnknownOperationError, record_of
 from sharding._jaxprs import inputs_read
 from sharding.plan import fit
-from sharding.plan.model._update_traffic import update_bytes
+from sharding.plan.model._traced_work import update_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAYERS, WIDTH, ROWS = 4, 64, 16

@@ -42,7 +42,8 @@ class AsyncExecutor(_executor.Executor):
         def repeated(x: jax.Array, count: int) -> jax.Array:
             return jnp.broadcast_to(x, (count, *x.shape))
 
-        slots, (sum_, weight, aux) = self.program.num_versions, buffers.totals
+        slots = self.program.num_versions
+        sum_, weight, aux = buffers.totals
         sum_, weight = (repeated(x, len(self._weights)) for x in (sum_, weight))  # zeros
         own = self.layers.trained, self.shared.trained
         buffers = buffers._replace(
@@ -97,10 +98,8 @@ class AsyncExecutor(_executor.Executor):
     def _update(self, code: Code, column: _executor.Column) -> _executor.Result:
         buffers = self.buffers
         with jax.named_scope("update"):
-            leaves, state = (
-                _executor.read(buffers.versions, column["version"]),
-                _executor.read(buffers.opt_state),
-            )
+            leaves = _executor.read(buffers.versions, column["version"])
+            state = _executor.read(buffers.opt_state)
             scale = inverse_weight(self._weights[self._sums_of(column)])
             sums = buffers.layer_grads, buffers.shared_grads
             grads = jax.tree.map(lambda g, x: (g[...] * scale).astype(x.dtype), sums, leaves)

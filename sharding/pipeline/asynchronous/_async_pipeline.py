@@ -150,8 +150,10 @@ class AsyncPipeline:
         layers, shared = self._parts(state.params)
         self._check_batches(batches)
         self._check_state(state.opt_state)
-        pipeline, program = self.pipeline, self._program
-        axis, on_stages = pipeline.axis, P(pipeline.axis)
+        pipeline = self.pipeline
+        program = self._program
+        axis = pipeline.axis
+        on_stages = P(pipeline.axis)
         to_tree = functools.partial(self._to_tree, state.params)
 
         def on_stage(rows: Tree, shared: Any, opt_state: OptState, *args: Any) -> Any:
@@ -187,7 +189,8 @@ class AsyncPipeline:
 
     def _other_axes(self, x: Array) -> PartitionSpec:
         """The spec of an array that is on the mesh already, without the axis of the stages."""
-        mesh, sharding = self.pipeline.mesh, sharding_on(x, self.pipeline.mesh)
+        mesh = self.pipeline.mesh
+        sharding = sharding_on(x, self.pipeline.mesh)
         others = set(mesh.axis_names) - {self.pipeline.axis}
         return P() if sharding is None else only_axes(sharding.spec, others)
 

@@ -84,7 +84,8 @@ class AsyncSchedule(Schedule):
         forward: dict[tuple[int, int], int] = {}
         for tick, stage, task in self.tasks():
             op, microbatch, v = task
-            version, latest = int(self.version[tick, stage]), updates[stage]
+            version = int(self.version[tick, stage])
+            latest = updates[stage]
             where = f"{self.name}: tick {tick}, stage {stage}: {task}"
             if op == Op.UPDATE:
                 expected = (latest + 1) * per_update - 1
@@ -139,7 +140,8 @@ class AsyncSchedule(Schedule):
 
         Means over the last minibatch; in the first ones, which start with version 0, smaller.
         """
-        per_update, last = self.microbatches_per_update, self.num_updates - 1
+        per_update = self.microbatches_per_update
+        last = self.num_updates - 1
         sums = np.zeros((2, self.num_stages), np.int64)  # integers, so that means are exact
         for tick, stage, (op, microbatch, _) in self.tasks():
             if op != Op.UPDATE and microbatch // per_update == last:
@@ -248,7 +250,8 @@ def _asynchronous(
 ) -> AsyncSchedule:
     """1F1B over all minibatches; at most ``most_warmup`` forward passes come first."""
     check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
-    name, total = name + "-aligned" * aligned, microbatches * minibatches
+    name = name + "-aligned" * aligned
+    total = microbatches * minibatches
     orders: list[list[Entry]] = []
     for stage in range(stages):
         warmup = min(total, most_warmup, (stages - 1 - stage) * (2 if aligned else 1))
@@ -258,13 +261,15 @@ def _asynchronous(
             if entry[0] == Op.BACKWARD and (entry[1] + 1) % microbatches == 0:
                 order.append((Op.UPDATE, *entry[1:]))
         orders.append(order)
-    routes, route_of = straight(stages), [0] * total
+    routes = straight(stages)
+    route_of = [0] * total
     op, microbatch, chunk = table_from_orders(name, orders, routes, route_of, aligned=aligned)
     version = np.zeros_like(op)
     latest = [0] * stages
     forward: dict[tuple[int, int], int] = {}  # by stage and micro-batch
     for tick, stage in np.argwhere(op != Op.IDLE).tolist():
-        kind, m = Op(int(op[tick, stage])), int(microbatch[tick, stage])
+        kind = Op(int(op[tick, stage]))
+        m = int(microbatch[tick, stage])
         if kind == Op.UPDATE:
             latest[stage] += 1
             version[tick, stage] = latest[stage]

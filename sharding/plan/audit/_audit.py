@@ -1,8 +1,7 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -13,21 +12,32 @@ from sharding.plan._format import (
     Printed,
     Table,
     count,
-    memory_by_part,
     seconds,
     size,
     with_article,
 )
 from sharding.plan.audit._hlo import PHASES, Program, phase_of, shortened
-from sharding.plan.audit._liveness import Buffer, at_peak, temporary_bytes
-from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.audit._program_collectives import Collective, axes_of_groups, collectives
 from sharding.plan.audit._program_costs import costs
-from sharding.plan.audit._warnings import computed_again, warnings_of
+from sharding.plan.audit._program_memory import (
+    PARTS,
+    arguments_of,
+    at_peak,
+    by_use,
+    temporary_bytes,
+)
+from sharding.plan.audit._warnings import computed_again, warnings_of, widened
+from sharding.plan.cost._ledger import (
+    Difference,
+    HeldRow,
+    Ledger,
+    StepRows,
+    WorkRow,
+    differences,
+    table_of_differences,
+)
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +70,8 @@ class Audit(Printed):
     flops: dict[str, float]  #: floating-point operations by phase
     products: dict[str, float]  #: the part of them in matrix products
     nbytes: dict[str, float]  #: bytes read from and written to main memory, by phase
-    expected_wire: float | None  #: bytes that the plan sends; None where none was given
-    expected_memory: float | None  #: bytes that the plan holds; None where none was given
+    #: the ledger of the plan, or bytes that it sends; None where none was given
+    expected: Ledger | float | None
     warnings: tuple[str, ...]  #: likely mistakes, in words
     notes: tuple[str, ...] = ()  #: how to read the figures, in words
     tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
@@ -70,11 +80,68 @@ class Audit(Printed):
     predicted: StepSeconds | None = None  #: what a step takes, by a plan; None where none was given
     #: of ``warnings``, those on what the compiler chose and what its program does not say
     of_compiler: tuple[str, ...] = ()
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  #: sizes of the mesh's axes
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
-        "tokens_per_second",
+        *("tokens_per_second", "expected_wire", "expected_memory", "differences"),
     )
+
+    def ledger(self) -> StepRows:
+        """The same as the rows of a plan: what is sent and computed by phases, and what is held.
+
+        The rows of a plan and those of its program differ by ``differences``.
+        """
+        sent = [
+            WorkRow(row.phase, row.op, row.wire_bytes, row.axes, is_sent=True)
+            for row in self.traffic
+        ]
+        products = [
+            WorkRow(phase, "products", amount, ("flops",))
+            for phase, amount in self.products.items()
+        ]
+        passes = [
+            WorkRow(phase, "passes", nbytes, ("memory",)) for phase, nbytes in self.nbytes.items()
+        ]
+        params = self.arguments.get("parameters", 0.0)
+        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
+        arguments = sum(self.arguments.values())
+        grads = self.at_peak.get("gradients", 0.0)
+        held = (
+            HeldRow("params", params),
+            HeldRow("state", state),
+            HeldRow("batch", arguments - params - state),
+            HeldRow("host", self.host, memory="host"),
+            HeldRow("gradients", grads, "peak"),
+            HeldRow("activations", self.memory - arguments - grads, "peak"),
+        )
+        return StepRows((*sent, *products, *passes), self.mesh, held)
+
+    @property
+    def expected_wire(self) -> float | None:
+        """Bytes that the plan sends; None where none was given."""
+        return self.expected.wire if isinstance(self.expected, Ledger) else self.expected
+
+    @property
+    def expected_memory(self) -> float | None:
+        """Bytes that the plan holds; None where none was given that has activations."""
+        expected = self.expected
+        return expected.peak if isinstance(expected, Ledger) and expected.is_whole else None
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Rows in which the program differs from the plan by more than 3 %."""
+        if not isinstance(self.expected, Ledger):
+            return ()
+        return differences(self.expected, self.ledger())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        figures = dataclasses.replace(self, expected=None)
+        found = dataclasses.asdict(figures) | {name: getattr(self, name) for name in self.derived}
+        found["differences"] = [row._asdict() for row in self.differences]
+        del found["expected"], found["mesh"]
+        return found
 
     @property
     def memory(self) -> float:
@@ -85,11 +152,7 @@ class Audit(Printed):
     @property
     def by_part(self) -> dict[str, float]:
         """``memory`` by what it is; gradients are those that are live at its peak, estimated."""
-        params = self.arguments.get("parameters", 0.0)
-        state = sum(self.arguments.get(x, 0.0) for x in ("optimizer state", "master weights"))
-        grads = self.at_peak.get("gradients", 0.0)
-        batch = sum(self.arguments.values()) - params - state
-        return memory_by_part(self.memory, params=params, grads=grads, state=state, batch=batch)
+        return self.ledger().by_part()
 
     @property
     def matmul_flops(self) -> float:
@@ -128,6 +191,7 @@ class Audit(Printed):
 
     def tables(self) -> list[Table]:
         tables = [self._memory_table(), self._traffic_table(), self._work_table()]
+        tables += table_of_differences({"": self.differences})
         return [table for table in tables if table.rows]
 
     @property
@@ -179,7 +243,8 @@ class Audit(Printed):
         return Table("Sent by one device", columns, rows)
 
     def _work_table(self) -> Table:
-        total, moved = sum(self.flops.values()), sum(self.nbytes.values())
+        total = sum(self.flops.values())
+        moved = sum(self.nbytes.values())
         rows = [
             (phase, f"{self.flops.get(phase, 0) / 1e9:,.1f}", size(self.nbytes.get(phase, 0)))
             for phase in PHASES
@@ -206,8 +271,7 @@ def audit(
     *,
     mesh: AnyMesh | None = None,
     device: DeviceKind | str | None = None,
-    expected_wire: float | None = None,
-    expected_memory: float | None = None,
+    expected: Ledger | float | None = None,
     predicted: StepSeconds | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
@@ -223,9 +287,9 @@ def audit(
         temporaries and host memory.
       mesh: names the axes of collectives; by default the mesh of the arguments.
       device: figures, or the name of a target; by default those of the arguments' devices.
-      expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
-        plus ``pipeline_wire``.
-      expected_memory: bytes that one device should need, such as ``StagePlan.peak``.
+      expected: the ledger of a plan, such as a stage that ``estimate`` returns, whose rows are
+        compared with those of the program; or bytes that one device should send, such as those of a
+        stage and of ``pipeline_wire``.
       predicted: what a step takes, such as ``step_seconds`` of its plan.
       parts: a regular expression of argument names for each part; the first match counts. By
         default, arguments that no name matches but that come back from a training step are
@@ -246,22 +310,27 @@ def audit(
     # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
     source = ""
     if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
-        source, compiled = compiled.as_text(), compiled.compile()
+        source = compiled.as_text()
+        compiled = compiled.compile()
     if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
         kind = type(compiled).__name__
         raise ValueError(f"audit reads a program, got a {kind}: pass step.lower(*arguments).")
-    program, memory, placed = Program(compiled), None, []
+    program = Program(compiled)
+    memory = None
+    placed = []
     if not isinstance(compiled, str):
-        memory, placed = compiled.memory_analysis(), jax.tree.leaves(compiled.input_shardings)
+        memory = compiled.memory_analysis()
+        placed = jax.tree.leaves(compiled.input_shardings)
     if mesh is None:
         mesh = next((x.mesh for x in placed if isinstance(x, NamedSharding)), None)
 
     # Traffic, work by phase, and memory.
-    sent, (work, unknown) = collectives(program, once=True), costs(program)
+    sent = collectives(program, once=True)
+    work, unknown = costs(program)
     buffers = at_peak(program)
     by_phase = [(phase_of(cost.scope), cost) for cost in work]
     arguments, about = arguments_of(program, parts, placed)
-    about += _widened(arguments, sent, placed)
+    about += widened(arguments, sent, placed)
     about += [f"the loss runs {loss_program}"] if loss_program is not None else []
     temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
@@ -274,19 +343,19 @@ def audit(
         | _sums((x.part, x.nbytes) for x in arguments if x.part),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
         temporaries=temporaries,
-        at_peak=_by_use(buffers, temporaries),
+        at_peak=by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(sent, mesh),
         least_wire=sum(each.wire_bytes for each in collectives(program, "cheapest", once=True)),
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
-        expected_wire=expected_wire,
-        expected_memory=expected_memory,
+        expected=expected,
         predicted=predicted,
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
+        mesh=dict(mesh.shape) if mesh is not None else {},
     )
     held = size(result.memory)
     if result.kind:
@@ -321,18 +390,6 @@ def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> Devic
     return device
 
 
-def _widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
-    """A note on the CPU's float32 collectives of bfloat16 arrays."""
-    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
-    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
-    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
-        return []
-    return [
-        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
-        "a GPU they send half"
-    ]
-
-
 def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
     """Collectives by phase, operation, axes and dtype; the dearest first."""
     groups: dict[tuple, list[Collective]] = {}
@@ -353,58 +410,12 @@ def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traff
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
-def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
-    """Bytes of temporaries by the phases that make and read them, in all at most ``limit``."""
-
-    def use(buffer: Buffer) -> str:
-        made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
-        if buffer.copy_of:
-            return "copies of arguments"
-        if made in ("gather", "update"):
-            return {"gather": "gathered parameters", "update": "the update"}[made]
-        if made == "gradient sync" or read & {"gradient sync", "update"}:
-            return "gradients"
-        if made == "forward" and "backward" in read:
-            return "saved activations"
-        return {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
-
-    total = _sums((use(buffer), buffer.nbytes) for buffer in buffers)
-    estimate = sum(total.values())
-    # The compiler may write a buffer into the memory of a result, where it is no temporary.
-    if limit is not None and estimate > limit:
-        total = {use: value * limit / estimate for use, value in total.items()}
-    return total
-
-
 def _tight(result: Audit) -> str:
     assert result.kind is not None
-    name, left = with_article(result.kind.name), result.kind.memory - result.memory
+    name = with_article(result.kind.name)
+    left = result.kind.memory - result.memory
     if result.fits:
         spare = f"{size(left)} ({result.headroom:.0%}) to spare"
         return f"the step fits {name} with only {spare}: allocators and libraries need some of it"
     needs = f"{size(result.memory)} on each device"
     return f"the step needs {needs}, {size(-left)} more than {name} has"
-
-
-def audit_or_bytes(
-    make_step: Callable[[], Any], kind: DeviceKind | None, **options: Any
-) -> tuple[Audit | None, float]:
-    """The audit of a step and its bytes; only these where the compiler runs out of memory.
-
-    The step is lowered or compiled, or an ``Audit``. Bytes are infinite where the compiler does not
-    say how many it needs.
-    """
-    try:
-        step = make_step()
-        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
-        return found, found.memory
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
-        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
-
-
-def needed(nbytes: float) -> str:
-    """The memory of a step in words; infinite where the compiler failed without a figure."""
-    return size(nbytes) if nbytes < float("inf") else "more than there is"

@@ -1,14 +1,18 @@
-"""The largest batch that fits, found by compiling steps of several sizes."""
+"""What compiled steps need, and the largest batch that fits, found by compiling several sizes."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from sharding.plan._format import Printed, Table, size
-from sharding.plan.audit._audit import Audit, audit_or_bytes, needed
+from sharding.plan.audit._audit import Audit, audit
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _LARGEST_STEP = 8  # the next size, in units of the largest that fits
 
 
@@ -147,10 +151,12 @@ def largest(
     limit -= limit % unit
     low, high = 0, limit + unit  # the largest that fits, the smallest that does not
     known = dict[int, float]()
-    size, misses = start or unit, 0
+    size = start or unit
+    misses = 0
     while True:
         known[size] = nbytes_of(size)
-        width, before = high - low, low
+        width = high - low
+        before = low
         if known[size] <= usable:
             low = size
         else:
@@ -183,3 +189,27 @@ def _next(
     if high > limit:
         return min(2 * low, limit)
     return (low + high) // (2 * unit) * unit
+
+
+def audit_or_bytes(
+    make_step: Callable[[], Any], kind: DeviceKind | None, **options: Any
+) -> tuple[Audit | None, float]:
+    """The audit of a step and its bytes; only these where the compiler runs out of memory.
+
+    The step is lowered or compiled, or an ``Audit``. Bytes are infinite where the compiler does not
+    say how many it needs.
+    """
+    try:
+        step = make_step()
+        found = step if isinstance(step, Audit) else audit(step, device=kind, **options)
+        return found, found.memory
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
+        return None, float(match[1]) * _UNITS[match[2]] if match else float("inf")
+
+
+def needed(nbytes: float) -> str:
+    """The memory of a step in words; infinite where the compiler failed without a figure."""
+    return size(nbytes) if nbytes < float("inf") else "more than there is"

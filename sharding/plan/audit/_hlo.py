@@ -169,7 +169,9 @@ class Frame:
     """
 
     def __init__(self, program: Program, computation: str, arguments: Sequence[Any] = ()):
-        self.program, self.computation, self.arguments = program, computation, arguments
+        self.program = program
+        self.computation = computation
+        self.arguments = arguments
         self.instructions = program.computations[computation]
         self.known: dict[str, Any] = {}
 
@@ -236,7 +238,8 @@ class Frame:
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
         state = self.value(loop.operands[0])
-        body, condition = loop.callees("body")[0], loop.callees("condition")[0]
+        body = loop.callees("body")[0]
+        condition = loop.callees("condition")[0]
         for trips in range(_MAX_TRIPS):
             enters = Frame(self.program, condition, [state]).result()
             if enters is None:
@@ -306,7 +309,8 @@ def phase_of(scope: str) -> str:
 
 def shortened(scope: str) -> str:
     """The end of a scope, without the parts that jax adds to every loop and function."""
-    text, before = first_of(scope), ""
+    text = first_of(scope)
+    before = ""
     while text != before:  # a scope with a slash is inside, as in transpose(jvp(a/b))
         text, before = _OF_AUTODIFF.sub(r"\1", text), text
     own = [part for part in text.split("/") if part and not _OF_JAX.fullmatch(part)]

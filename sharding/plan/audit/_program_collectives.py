@@ -89,7 +89,8 @@ def _collectives_of_frame(
 
     for instr in frame.instructions.values():
         if instr.op == "while":
-            trips, carried = frame.trip_count(instr), [frame.invariants(instr)]
+            trips = frame.trip_count(instr)
+            carried = [frame.invariants(instr)]
             for key in ("body", "condition"):  # which runs once more
                 runs = 1 if trips is None else trips + (key == "condition")
                 called = inside(instr.callees(key)[0], count * runs, carried)

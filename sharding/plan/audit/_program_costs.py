@@ -51,7 +51,8 @@ def costs(program: Program, computation: str = "") -> tuple[list[Cost], list[str
 
 def _costs_of_frame(frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
     """The costs of a computation that runs ``count`` times, and of its callees."""
-    program, table = frame.program, frame.instructions
+    program = frame.program
+    table = frame.instructions
     for instr in table.values():
         if instr.called:
             trips = frame.trip_count(instr) if instr.op == "while" else 1
@@ -124,13 +125,15 @@ def _convolution(instr: Instruction, table: Table) -> float:
         keys = ("stride", "lhs_dilate", "rhs_dilate")
         stride, holes, spread = (int(window[k].split("x")[i]) if k in window else 1 for k in keys)
         low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-        inputs, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
+        inputs = left[labels[1].index(str(i))]
+        taps = right[labels[2].index(str(i))]
         outputs = out[labels[3].index(str(i))]
         read = np.arange(outputs)[:, None] * stride - low + np.arange(taps)[None, :] * spread
         # read: (outputs, taps), positions in the input with its holes.
         pairs *= int(np.sum((read >= 0) & (read % holes == 0) & (read <= (inputs - 1) * holes)))
     channels = right[labels[2].index("i")]
-    batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
+    batch = out[labels[3].index("b")]
+    features = out[labels[3].index("f")]
     groups = re.search(r"batch_group_count=(\d+)", instr.attributes)
     return 2.0 * pairs * channels * batch * features / (int(groups[1]) if groups else 1)
 

@@ -4,6 +4,7 @@ import collections
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sharding.plan._format import size
 from sharding.plan.audit._hlo import (
@@ -15,10 +16,9 @@ from sharding.plan.audit._hlo import (
     changed_in_place,
     phase_of,
 )
-from sharding.plan.audit._liveness import Buffer, copied_argument
-from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_collectives import Collective
 from sharding.plan.audit._program_costs import Cost, read_by_fusion
+from sharding.plan.audit._program_memory import STATE, Argument, Buffer, copied_argument
 
 _SMALL = 1 << 16  # bytes that need no warning
 _WIDE = 0.05  # the share of the work of matrix products that needs none
@@ -95,7 +95,9 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
     narrow = sum(param.nbytes for param in params if param.array.dtype in ("bf16", "f16"))
     if not source or narrow <= sum(param.nbytes for param in params) / 2:
         return
-    total, wide, largest = 0.0, 0.0, (0.0, "")
+    total = 0.0
+    wide = 0.0
+    largest = (0.0, "")
     for match in _PRODUCT.finditer(source):
         *left, dtype = match[2].split("x")
         summed = math.prod(int(left[int(d)]) for d in match[1].split(",") if d.strip())
@@ -227,3 +229,15 @@ def _donated_and_copied(program: Program) -> Iterator[str]:
             f"{max(copies)[1]}): results that take over their memory are written before they are "
             "last read"
         )
+
+
+def widened(arguments: list[Argument], sent: list[Collective], shardings: list[Any]) -> list[str]:
+    """A note on the CPU's float32 collectives of bfloat16 arrays."""
+    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
+    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
+    if platforms != {"cpu"} or not narrow or not any(x.dtype == "f32" for x in sent):
+        return []
+    return [
+        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
+        "a GPU they send half"
+    ]

@@ -108,7 +108,8 @@ class Plan(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON, in the form of all commands."""
-        names, times = [stage.name for stage in self.stages], self.predicted
+        names = [stage.name for stage in self.stages]
+        times = self.predicted
         return document(
             [
                 entry(
@@ -249,7 +250,8 @@ def estimate(
     options |= {"device": device, "gathered_once": gathered_once, "temporaries": temporaries}
     options |= {"update": update, "trainable": trainable}
     # The state is traced once, and placed once where the user's axes alone shard.
-    variants, opt_state = variants_of(zero), jax.eval_shape(tx.init, params)
+    variants = variants_of(zero)
+    opt_state = jax.eval_shape(tx.init, params)
     placed: Any = {"tx": tx, "param_specs": param_specs, "trainable": trainable}
     unsharded = variants["stage 0"].describe((params, opt_state), **placed)
     options |= {"opt_state": opt_state, "local": unsharded}

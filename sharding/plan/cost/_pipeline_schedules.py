@@ -113,31 +113,6 @@ def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:
     return num_stages - 1 - stage if schedule == "zb-v" and around % 2 else stage
 
 
-def max_in_flight(
-    schedule: str, num_stages: int, stage: int, microbatches: int, chunks: int = 1
-) -> int:
-    """How many micro-batches have activations on a stage at once; chunks where it has several.
-
-    By the name of a ``schedule``, with S = ``num_stages`` and M = ``microbatches``, on stage s:
-    M for ``gpipe``; S - s for ``1f1b``; 2 (S - 1 - s) + 1 for ``aligned`` and ``2bw``;
-    2 (S - 1 - s) + (V - 1) S + 1 of V ``chunks`` for ``interleaved``; up to S for ``zb-h1``, and
-    2 S chunks for ``zb-v``; at most all.
-    Sources: GPipe, NeurIPS 2019; DAPPLE, PPoPP 2021; Megatron-LM, SC 2021; Zero Bubble, ICLR 2024.
-
-    >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
-    [7, 5, 3, 1]
-    """
-    check_schedule(schedule, num_stages, microbatches, chunks)
-    if schedule in SPLIT_SCHEDULES:
-        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[0][stage]
-    if schedule == "gpipe":
-        return microbatches
-    if schedule == "1f1b":
-        return min(num_stages - stage, microbatches)
-    warm_up = 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages
-    return min(warm_up + 1, chunks * microbatches)
-
-
 class Slots(NamedTuple):
     """What one device of a program stores at once."""
 
@@ -147,27 +122,26 @@ class Slots(NamedTuple):
 
 
 def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:
-    """Slots of a program, without those of no use."""
+    """Slots of a program, without those of no use: those of its stage with most in flight.
+
+    By the name of a ``schedule``, with S = ``num_stages``, M = ``microbatches`` and V = ``chunks``,
+    residuals of the first stage are M for ``gpipe``; S for ``1f1b``; 2 (S - 1) + 1 for ``aligned``
+    and ``2bw``; 2 (S - 1) + (V - 1) S + 1 for ``interleaved``; at most all. Those of ``zb-h1`` and
+    ``zb-v`` are counted in their tables.
+    Sources: GPipe, NeurIPS 2019; DAPPLE, PPoPP 2021; Megatron-LM, SC 2021; Zero Bubble, ICLR 2024.
+
+    >>> slots_of("aligned", 4, 8)
+    Slots(messages=2, residuals=7, crossing=0)
+    """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _figures_of(schedule, num_stages, _steady(num_stages, microbatches))[1]
-    most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
-    return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
-
-
-def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The idle share of a step whose operations take equal times, by the name of a ``schedule``.
-
-    With S = ``num_stages``, M = ``microbatches`` and V = ``chunks`` on each device it is
-    (S - 1) / (V M + S - 1), of many micro-batches whose backward passes are split
-    (S - 1) / (3 V M + S - 1); 0 without a flush.
-
-    >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
-    (0.2, 0.1111111111111111)
-    """
-    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
-    operations = 3 if schedule in SPLIT_SCHEDULES else 2
-    return (ticks - operations * chunks * microbatches) / ticks
+        return _slots_of_table(schedule, num_stages, _steady(num_stages, microbatches))
+    if schedule == "gpipe":
+        return Slots(microbatches, microbatches, 0)
+    most = 2 * (num_stages - 1) + (chunks - 1) * num_stages + 1
+    if schedule == "1f1b":
+        most = num_stages
+    return Slots(min(microbatches, 2), min(most, chunks * microbatches), 0)
 
 
 def lockstep_seconds(
@@ -251,12 +225,10 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
 
 
 @functools.cache
-def _figures_of(schedule: str, num_stages: int, microbatches: int) -> tuple[tuple[int, ...], Slots]:
-    """Micro-batches in flight by stage, and slots."""
+def _slots_of_table(schedule: str, num_stages: int, microbatches: int) -> Slots:
     table = schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
     program = instructions(table, recompute=False)
-    slots = Slots(program.num_messages, program.num_residuals, program.num_crossing)
-    return table.check().live, slots
+    return Slots(program.num_messages, program.num_residuals, program.num_crossing)
 
 
 class LayerSeconds(NamedTuple):
@@ -284,7 +256,8 @@ def layers_of_chunks(
 
     def time(most: int) -> tuple[float, int]:
         *others, last = shared_layers(layers, chunks, most)
-        n, of_last = max(others), (last * both + head, last * weight)
+        n = max(others)
+        of_last = (last * both + head, last * weight)
         return lockstep(n * forward, n * backward, weight=n * weight, last=of_last), most
 
     # The last chunk runs both of its passes in one tick. Where that is as long for the others, or

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, num_shards, with_axis
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import with_state_format
-from sharding.plan.cost._ledger import HeldRow, Ledger, held_at
+from sharding.plan.cost._ledger import HeldRow, StepRows, held_at
 from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
 from sharding.plan.cost._stage_plan import StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StateCosts, StepSeconds, passes, with_state
@@ -30,12 +29,10 @@ from sharding.plan.cost._wire_and_flops import (
     sync_work,
 )
 from sharding.plan.machine._collective_time import Machine
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import DeviceKind, num_bytes
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Activations,
-    Implementation,
     KernelSeconds,
     LayerCost,
     Roofline,
@@ -43,46 +40,10 @@ from sharding.plan.model._layer_costs import (
     layer_costs,
 )
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_work import Traced, work_of
-from sharding.plan.model._update_traffic import update_bytes
+from sharding.plan.model._traced_work import Traced, update_bytes, work_of
 
 
-@dataclasses.dataclass(frozen=True)
-class PipelineStage(Ledger):
-    """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.
-
-    All devices run one program, and hold alike: layers of the largest chunk, which others pad, the
-    embedding and the head, and slots of the stage with most in flight.
-    """
-
-    layers: tuple[tuple[int, int], ...]  #: by chunk: the first, and the one after the last
-    forward: float  #: seconds of all chunks
-    backward: float  #: seconds of all chunks
-    in_flight: int  #: micro-batches whose activations it needs at once; chunks if it has several
-    params: float  #: with those that stage 3 gathers, those of unequal stages, and versions
-    grads: float  #: gradients that are accumulated, and what branches return of them but on TPUs
-    state: float  #: optimizer state and master weights in device memory
-    activations: float  #: of the micro-batches in flight, and temporaries of one backward pass
-    permuted: float  #: bytes that it needs to send to other stages in a step
-    synced: float  #: bytes that it sends to the replicas of its stage in a step
-    summed: float  #: bytes that it sends for embedding and head, and layers of unequal stages
-
-    @property
-    def held(self) -> tuple[HeldRow, ...]:
-        arguments = HeldRow("params", self.params), HeldRow("state", self.state)
-        return arguments + held_at(layers=(self.activations, 0.0, 0.0, self.grads))
-
-    @property
-    def memory(self) -> float:
-        """All that it holds, but for the batch."""
-        return self.peak
-
-    @property
-    def wire(self) -> float:
-        return self.permuted + self.synced + self.summed
-
-
-def pipeline_stages(
+def held_by_pipeline(
     model: Decoder,
     plan: ParallelPlan,
     costs: Sequence[LayerCost],
@@ -90,26 +51,22 @@ def pipeline_stages(
     held: StagePlan,
     dtype: DType,
     device: DeviceKind,
-) -> tuple[PipelineStage, ...]:
-    """The devices of a pipeline whose forward passes store what ``costs`` say.
+) -> tuple[HeldRow, ...]:
+    """What each device of a pipeline holds whose forward passes store what ``costs`` say.
 
-    ``counts`` are the layers of its chunks; ``held`` is the plan of ZeRO over its replicas.
+    All run one program, and hold alike: layers of the largest chunk, which others pad, the
+    embedding and the head, and slots of the stage with most in flight. ``counts`` are the layers of
+    its chunks; ``held`` is the plan of ZeRO over its replicas.
     """
-    schedule, num_stages, chunks = plan.schedule, plan.pipe, plan.chunks
-    # The first layer of each chunk and the one after its last, with the embedding and the head.
-    ends = [1 + number for number in itertools.accumulate(counts)]
-    ranges = list(itertools.pairwise([0, *ends[:-1], ends[-1] + 1]))
+    chunks = plan.chunks
     # Parameters of one chunk; of the embedding and the head, which are one matrix where tied.
     first, layer, *_, last = costs
     item = jnp.dtype(dtype).itemsize
     table = float(model.vocabulary // model.shards_of_tokens(plan.tensor) * model.width * item)
     layers = max(counts) * layer.param_bytes
     shared = first.param_bytes + last.param_bytes - (table if model.tied else 0.0)
-    # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
-    uneven = num_stages * chunks * max(counts) > model.layers and not plan.asynchronous
-    sent_counts = counts if uneven else ()
-    of_layer = layer.param_bytes, layer.param_bytes / item
-    moved = schedules.moved_params(schedule, num_stages, sent_counts, *of_layer, shared / item)
+    # Of unequal stages: rows beside the layers that a device holds.
+    uneven = plan.pipe * chunks * max(counts) > model.layers and not plan.asynchronous
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     wide = max(item, 4) / item
     sums = wide * (chunks * layers + shared)
@@ -123,31 +80,11 @@ def pipeline_stages(
     odd = 2.0 * table if copied and model.vocabulary % 8 else 0.0
     vocabulary = table / item / model.width
     working = _working(plan, costs, max(counts), vocabulary, crossing, odd, copied, wide)
-    stage_of = [schedules.stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
-
-    def of_stage(s: int) -> PipelineStage:
-        numbers = [v for v, stage in enumerate(stage_of) if stage == s]
-        own = tuple(ranges[v] for v in numbers)
-        # Of activations, and of their gradients.
-        sent = sum(stage_of[v + 1] != s for v in numbers if v + 1 < len(ranges))
-        sent += sum(stage_of[v - 1] != s for v in numbers if v)
-        mine = [cost for i, j in own for cost in costs[i:j]]
-        sizes = schedule, num_stages, s, plan.microbatches, chunks
-        return PipelineStage(
-            layers=own,
-            forward=sum(cost.forward for cost in mine),
-            backward=sum(cost.backward for cost in mine),
-            in_flight=schedules.max_in_flight(*sizes),
-            params=held.params + others,
-            grads=sums + copied,
-            state=held.opt_state + held.master - held.host,
-            activations=stored + working,
-            permuted=plan.microbatches * first.output_bytes * sent,
-            synced=held.wire,
-            summed=0.0 if plan.asynchronous else sum(x.sent({"pipe": num_stages}) for x in moved),
-        )
-
-    return tuple(map(of_stage, range(num_stages)))
+    return (
+        HeldRow("params", held.params + others),
+        HeldRow("state", held.opt_state + held.master - held.host),
+        *held_at(layers=(stored + working, 0.0, 0.0, sums + copied)),
+    )
 
 
 def _stored_in_slots(
@@ -211,7 +148,7 @@ class PlanCosts:
     """Memory and time of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``, all of a pipeline
-    those of ``pipeline_stages``; activations are those that the code of the model stores.
+    those of ``held_by_pipeline``; activations are those that the code of the model stores.
     """
 
     _CACHED = (
@@ -227,11 +164,12 @@ class PlanCosts:
         *,
         length: int | None = None,
         dtype: DType = jnp.bfloat16,
-        implementation: Implementation = COMPILED,
     ):
-        self.model, self.tx, self.machine = model, tx, machine
-        self.length, self.dtype = length or model.length, jnp.dtype(dtype)
-        self.implementation = implementation
+        self.model = model
+        self.tx = tx
+        self.machine = machine
+        self.length = length or model.length
+        self.dtype = jnp.dtype(dtype)
         params = model.abstract(self.dtype)
         self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
         self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
@@ -289,7 +227,7 @@ class PlanCosts:
     def by_part(self, plan: ParallelPlan) -> dict[str, float]:
         """The same by what they are."""
         if plan.pipe > 1:
-            return self.stages(plan)[0].by_part(self.batch(plan))
+            return self.pipeline(plan).by_part(self.batch(plan))
         held = self._stage(_placed(plan)).with_activations(self.activations(plan))
         if plan.sync:
             held = dataclasses.replace(held, synced=held.synced + self.sync(plan).held)
@@ -300,15 +238,16 @@ class PlanCosts:
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
         return activations_of(self.model, self.machine.device, costs, plan.tensor)
 
-    def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
-        """The devices of a pipeline, without the batch."""
+    def pipeline(self, plan: ParallelPlan) -> StepRows:
+        """What each device of a pipeline holds, without the batch."""
         # The update needs less than what it takes the place of: accumulated gradients are float32.
         counts = self.passes(plan).chunks
         placed = dataclasses.replace(_placed(plan), microbatches=1)
-        rows = self.model.layers / plan.pipe
         costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
-        held, options = self._rows(placed, rows), (self.dtype, self.machine.device)
-        return pipeline_stages(self.model, plan, costs, counts, held, *options)
+        held = self._rows(placed, self.model.layers / plan.pipe)
+        options = (self.dtype, self.machine.device)
+        rows = held_by_pipeline(self.model, plan, costs, counts, held, *options)
+        return StepRows(held.work, held.sizes, rows)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         """Forms of recomputation that differ in what is stored or computed."""
@@ -319,16 +258,15 @@ class PlanCosts:
         if plan.pipe == 1:
             found = self.activations(plan)
             return found.stored + max(found.working, found.head) + self.batch(plan)
-        stage = self.stages(plan)[0]  # at stage 0
-        return stage.grads + stage.activations + self.batch(plan)
+        rows = self.pipeline(plan)  # at stage 0
+        return rows.peak - rows.arguments + self.batch(plan)
 
     def passes(self, plan: ParallelPlan, *, ideal: bool = False) -> Passes:
         """The passes of a step; see ``step_seconds``."""
         return self._passes_of(dataclasses.replace(plan, **_NO_STATE), ideal)
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        options: Any = {"length": self.length, "implementation": self.implementation}
-        options["item"] = self.param_bytes
+        options: Any = {"length": self.length, "item": self.param_bytes}
         return passes(self.model, plan, self.machine, ideal=ideal, **options)
 
     def seconds(
@@ -376,7 +314,8 @@ class PlanCosts:
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        params, gpu = self.model.abstract(self.dtype), self.machine.device.tile is None
+        params = self.model.abstract(self.dtype)
+        gpu = self.machine.device.tile is None
         return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
@@ -397,7 +336,8 @@ class PlanCosts:
 
     def _rows(self, plan: ParallelPlan, rows: float) -> StagePlan:
         """ZeRO over the replicas of the stages of a pipeline, which have so many layers each."""
-        zero, layers = zero_of(plan), round(plan.pipe * rows)
+        zero = zero_of(plan)
+        layers = round(plan.pipe * rows)
         axes = {"pipe": plan.pipe} | dict(zero.mesh.shape)
         mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
         stacked = dataclasses.replace(self.model, scan=True, layers=layers)
@@ -505,11 +445,14 @@ class TracedCosts(PlanCosts):
 
     def traced(self, size: float, recompute: str) -> Traced:
         """A micro-batch of some examples of one device."""
-        low, high, devices = 1, 2, self.machine.num_devices
+        low = 1
+        high = 2
+        devices = self.machine.num_devices
         if recompute in PLANNED:
             high = 8
             while size > high:
-                low, high = high, 8 * high
+                low = high
+                high = 8 * high
         one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (low, high))
         growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
         each = zip(one, growths, strict=True)
@@ -522,7 +465,8 @@ class TracedCosts(PlanCosts):
         return zero_of(plan, self.model.zero)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        names, devices = self.model.names, self.machine.num_devices
+        names = self.model.names
+        devices = self.machine.num_devices
         known = {"none": 0, "full": 1} | ({} if names else {"minimal": 2})
         kinds: dict[Traced, str] = {}  # of the names, a model may have none
         for form in sorted(recompute, key=lambda form: known.get(form, 3)):

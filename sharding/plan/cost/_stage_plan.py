@@ -21,8 +21,7 @@ from sharding.placement._layout import GATHERED_LAYERS
 from sharding.placement._specs import axes_of
 from sharding.plan.cost._ledger import HeldRow, Ledger, WorkRow, held_at, merged
 from sharding.plan.cost._wire_and_flops import SyncWork
-from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.machine._tiles import padded_to_tiles
+from sharding.plan.machine._devices import DeviceKind, padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
 
 # --- What ZeRO sends ------------------------------------------------------------------------------
@@ -122,8 +121,10 @@ class StagePlan(Ledger):
     work: tuple[WorkRow, ...]
     sizes: Mapping[str, int]
     far: tuple[str, ...]
-    host_wire: float  #: bytes that move to host memory and back per step
-    moved: float  #: least traffic of device memory: parameters twice, gradients, twice the update
+
+    @property
+    def is_whole(self) -> bool:
+        return self.activations is not None
 
     @property
     def memory(self) -> float:
@@ -145,7 +146,8 @@ class StagePlan(Ledger):
     @property
     def _beside(self) -> tuple[HeldRow, ...]:
         """What is beside the arguments, if the update is after the backward pass."""
-        stored, copied = self.activations or 0.0, self.copied * self.share
+        stored = self.activations or 0.0
+        copied = self.copied * self.share
         gathers = self.share < 1
         outside = self.outside if gathers else 0.0
         gathered = max(self.layer, outside - self.working) if gathers else 0.0
@@ -161,7 +163,8 @@ class StagePlan(Ledger):
     @property
     def _streamed(self) -> tuple[HeldRow, ...]:
         """The same if each layer is updated as soon as its gradients exist."""
-        stored, grads = self.in_backward * (self.activations or 0.0), self.grads + self.unreduced
+        stored = self.in_backward * (self.activations or 0.0)
+        grads = self.grads + self.unreduced
         read = self.layer if self.host else max(0.0, self.layer - self.working)
         return held_at(
             head=(stored, self.head, 0.0, self.updated),
@@ -171,9 +174,11 @@ class StagePlan(Ledger):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        derived = ("arguments", "memory", "moments", "peak", "wire", "network")
-        figures = dataclasses.asdict(self) | {name: getattr(self, name) for name in derived}
-        work = [row._asdict() | {"on": [*row.on]} for row in self.work]
+        derived = ("arguments", "memory", "moments", "peak")
+        sums = ("wire", "network", "host_wire", "moved")
+        figures = dataclasses.asdict(self) | {x: getattr(self, x) for x in (*derived, *sums)}
+        fields = WorkRow._fields[:-1]
+        work = [{x: getattr(row, x) for x in fields} | {"on": [*row.on]} for row in self.work]
         return figures | {"work": work, "far": [*self.far]}
 
     def with_activations(self, found: Activations | None) -> Self:
@@ -401,7 +406,8 @@ def variants_of(zero: Zero) -> dict[str, Zero]:
 
 def _at_stage(zero: Zero, stage: int, **fields: Any) -> Zero:
     """A ``Zero`` at another stage, without the options that this stage does not have."""
-    precision, sync = zero.precision, zero.sync
+    precision = zero.precision
+    sync = zero.sync
     if stage < 3:
         precision = dataclasses.replace(precision, gather=None)
     elif not fields.get("replica_axis", zero.replica_axis):
@@ -431,7 +437,9 @@ def stage_plan(
 
     ``sync`` is what its ``Zero.sync`` sends; None: gradients are counted as if they were dense.
     """
-    name, options, in_backward = name_of(zero), (microbatches, gathered_once), update == "backward"
+    name = name_of(zero)
+    options = (microbatches, gathered_once)
+    in_backward = update == "backward"
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
     by_layer = in_backward or (microbatches == 1 and gathered_once is not None)
     if zero.stage == 1 and by_layer:
@@ -467,7 +475,14 @@ def stage_plan(
         {axis: shape[axis] for axis in axes_of(x)} for x in (zero.axis, zero.replica_axis)
     )
     params_sent = _sent_params(zero, placed, local, gathered_once)
-    moved = 2 * sum(held.used.values()) + held.full_grads
+    # At least parameters twice and gradients are moved, and what is updated twice.
+    moved = microbatches * (2 * sum(held.used.values()) + held.full_grads) + 2 * updated
+    work = (
+        *zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync),
+        WorkRow("data", "products", sync.flops if sync else 0.0, ("flops",)),
+        WorkRow("host", "copies", linked, ("host_link",)),
+        WorkRow("elementwise", "passes", moved, ("memory",)),
+    )
     return StagePlan(
         name=name,
         batch=batch,
@@ -475,11 +490,9 @@ def stage_plan(
         full_grads=held.full_grads,
         share=1 / zero.num_shards if zero.stage == 3 else 1.0,
         in_backward=microbatches if in_backward else 0,
-        work=merged(zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync)),
+        work=merged(work),
         sizes=dict(shape),
         far=tuple(axis for axis in shape if axis in ("host", "slice")) or tuple(replicas),
-        host_wire=linked,
-        moved=microbatches * moved + 2 * updated,
     ).with_activations(activations)
 
 

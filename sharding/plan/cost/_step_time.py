@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
-from sharding.plan.cost._ledger import WorkRow
+from sharding.plan.cost._ledger import WorkRow, merged
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
 from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
@@ -27,7 +27,8 @@ from sharding.plan.model._models import Decoder
 
 # How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,
 # factors that its code has for A100. TPUs send by engines of their own.
-COMPUTE_SLOWDOWN, WIRE_SLOWDOWN = 1.286, 1.039
+COMPUTE_SLOWDOWN = 1.286
+WIRE_SLOWDOWN = 1.039
 PARTS_OF_STEP = (
     *("matmul", "elementwise", "overhead", "tensor", "bubble", "transfers", "data", "update"),
     "host",
@@ -79,7 +80,8 @@ class StepSeconds:
         """Seconds of collectives and ``hideable`` together."""
         if not self.interference:
             return max(data, self.hideable)
-        compute, wire = self.hideable * COMPUTE_SLOWDOWN, data * WIRE_SLOWDOWN
+        compute = self.hideable * COMPUTE_SLOWDOWN
+        wire = data * WIRE_SLOWDOWN
         if compute < wire:
             return compute + (wire - compute) / WIRE_SLOWDOWN
         return wire + (compute - wire) / COMPUTE_SLOWDOWN
@@ -181,7 +183,8 @@ class _Clock:
             return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
         figure: float | None = getattr(device, unit)
         if figure is None:
-            words, name = "the " + unit.replace("_", " "), with_article(device.name)
+            words = "the " + unit.replace("_", " ")
+            name = with_article(device.name)
             raise ValueError(f"{words} of {name} is not known; offload needs it.")
         return figure * (1.0 if self.ideal else _HOST_SHARES[unit])
 
@@ -309,7 +312,8 @@ def _held_by(
     The first stage has the embedding; in one compiled program all have both tables, and share
     layers equally. A bound takes what the fullest stage has at least.
     """
-    held, tables = model.layers / plan.pipe, 1 if model.tied else 2
+    held = model.layers / plan.pipe
+    tables = 1 if model.tied else 2
     if plan.pipe > 1 and not one_program:
         tables = 0 if ideal else 1
     if not ideal and (not one_program or plan.asynchronous):
@@ -373,7 +377,8 @@ def _slowest(
 
     Forward, backward and second backward passes of both; of the latter the head first.
     """
-    count, chunks = plan.microbatches, plan.chunks
+    count = plan.microbatches
+    chunks = plan.chunks
     work = functools.reduce(operator.add, [part.work for part in most])
     wires = sum(part.wires for part in most)
     work_last = functools.reduce(operator.add, [part.work for part in last])
@@ -407,7 +412,8 @@ def with_state(
     ideal: bool = False,
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link."""
-    clock, seconds = _Clock(plan, machine, ideal), collections.defaultdict[Any, float](float)
+    clock = _Clock(plan, machine, ideal)
+    seconds = collections.defaultdict[Any, float](float)
     for row in _state_rows(plan, step_passes, costs, ideal):
         seconds[row.part, row.beside] += row.times * clock(row)
     # Gradients are reduced beside the last backward pass, at least.
@@ -416,8 +422,10 @@ def with_state(
     if plan.pipe > 1:
         shares = dict.fromkeys(shares, last)
     data = {beside: value for (part, beside), value in seconds.items() if part == "data"}
-    copies, on_cpu = seconds["host", ""], seconds["host", "copies"]
-    work, update = step_passes.work, seconds["update", ""]
+    copies = seconds["host", ""]
+    on_cpu = seconds["host", "copies"]
+    work = step_passes.work
+    update = seconds["update", ""]
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -445,16 +453,28 @@ def _state_rows(
     so in host memory, which its share of the cores keeps busy; what goes back to the device for
     sums is not counted.
     """
-    params, sync = step_passes.params, costs.sync
+    params = step_passes.params
+    sync = costs.sync
     if plan.data > 1:
-        stored = params * costs.param
-        sent = SentParams(
-            params * costs.grad, stored, stored, layers=step_passes.layers, spread=plan.spread
-        )
+        # Stage 3 gathers those of no layer once for both passes, like all those of a pipeline.
+        outside = step_passes.outside if plan.stage == 3 else 0.0
+        options: Any = {"spread": plan.spread}
+        sent = [
+            SentParams(
+                number * costs.grad, number * costs.param, number * costs.param, **own, **options
+            )
+            for number, own in (
+                (params - outside, {"layers": step_passes.layers, "once": plan.pipe > 1}),
+                (outside, {"once": True}),
+            )
+            if number
+        ]
         replicas = {"replicas": plan.replicas} if plan.replicas > 1 else {}
         times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
-        yield from zero_work([sent], plan.stage, {"shards": plan.shards}, replicas, times, sync)
-    shards, on_cpu = plan.shards_of_state, plan.offload == "update"
+        rows = zero_work(sent, plan.stage, {"shards": plan.shards}, replicas, times, sync)
+        yield from rows if sync else merged(rows)  # replicas sum both at once
+    shards = plan.shards_of_state
+    on_cpu = plan.offload == "update"
     each = 2 * (costs.param + costs.state) + costs.grad
     touched = params * (each if ideal else max(each, costs.moved)) / shards
     by_sync = sync.moved if sync and not ideal else 0.0

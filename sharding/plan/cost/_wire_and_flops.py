@@ -19,7 +19,7 @@ from sharding.placement._specs import num_shards, only_axes
 from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._collective_time import Operation
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder, saved_parts
 from sharding.step._loss import split_microbatches
@@ -45,24 +45,27 @@ def _over_ticks(
     )
 
 
-def decoder_flops(
+def decoder_products(
     model: Decoder, plan: ParallelPlan, schedule: Schedule | None = None, rows: int = 0
-) -> float:
-    """Operations of matrix products that ``audit`` counts in a step, with those that run again.
+) -> WorkRow:
+    """The matrix products that ``audit`` counts in a step, with those that run again.
 
     Chunks of a pipeline have ``rows`` layers.
     """
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
     work = layer_work(model, OPERATIONS, tensor=plan.tensor, **options)
     of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
-    forward, head = work.forward.matmul, sum(part.matmul for part in of_head)
+    forward = work.forward.matmul
+    head = sum(part.matmul for part in of_head)
     backward = (work.backward + work.again(plan.recompute)).matmul
     if schedule is None:
-        return plan.microbatches * (model.layers * (forward + backward) + head)
-    # Of a split backward pass gradients of matrices are the second half.
-    weight = work.weight.matmul if schedule.splits_backward else 0.0
-    parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
-    return _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
+        flops = plan.microbatches * (model.layers * (forward + backward) + head)
+    else:
+        # Of a split backward pass gradients of matrices are the second half.
+        weight = work.weight.matmul if schedule.splits_backward else 0.0
+        parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
+        flops = _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
+    return WorkRow("matmul", "products", flops, ("flops",))
 
 
 def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree = None) -> float:
@@ -107,7 +110,8 @@ def pipeline_work(
 
     These exchange parameters, not sums of gradients, before and after all.
     """
-    mesh, axis = pipeline.mesh, pipeline.axis
+    mesh = pipeline.mesh
+    axis = pipeline.axis
     stacked = jax.eval_shape(lambda: params)
     specs = pipeline.param_specs(stacked) if specs is None else specs
     program = instructions(updates or pipeline.schedule, pipeline.recompute)

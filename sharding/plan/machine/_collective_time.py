@@ -105,7 +105,9 @@ def _over_nodes(
     reached: Achieved,
     hierarchical: bool,
 ) -> float:
-    inside, nodes, link = min(group.inside, group.size), group.nodes, device.link * reached.link
+    inside = min(group.inside, group.size)
+    nodes = group.nodes
+    link = device.link * reached.link
     network = _network(device, reached) if nodes > 1 else math.inf
     last_hop = reached.network_hop if nodes > 1 else reached.link_hop  # to the next node, or around
     if operation == "permute":
@@ -204,7 +206,8 @@ class Machine:
             )
         if self.torus:
             return self._torus_groups(sizes)
-        node, inner = self.device.node_size, 1
+        node = self.device.node_size
+        inner = 1
         groups: list[Group] = []
         for size in sizes:
             groups.append(NodeGroup(size, max(1, min(size, node // inner))))

@@ -72,10 +72,12 @@ class Target(NamedTuple):
     @property
     def mesh_axes(self) -> dict[str, int]:
         """Axes that suit its links: those of the torus, after one of slices or hosts."""
-        outer, inner = "host", {"data": self.shape[0] // self.groups}
+        outer = "host"
+        inner = {"data": self.shape[0] // self.groups}
         if self.is_torus:
             named = zip("xyz", self.shape, strict=False)
-            outer, inner = "slice", {name: n for name, n in named if n > 1} or {"x": 1}
+            outer = "slice"
+            inner = {name: n for name, n in named if n > 1} or {"x": 1}
         inner |= {"core": _CORES[self.kind]} if self.kind in _CORES else {}
         return {outer: self.groups, **inner} if self.groups > 1 else inner
 
@@ -100,7 +102,8 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
     if match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name):
-        kind, num = match[1], int(match[2])
+        kind = match[1]
+        num = int(match[2])
         if other_gpus or kind in (*_GPUS, *_PLANNED):
             host = KINDS[kind].node_size if kind in KINDS else 8
             if num > host and num % host:
@@ -136,7 +139,8 @@ def topology(name: str) -> list[jax.Device]:
     """
     target = parse(name)
     if target.kind == "cpu":
-        devices, num = jax.devices("cpu"), target.num_devices
+        devices = jax.devices("cpu")
+        num = target.num_devices
         if len(devices) < num:
             raise ValueError(
                 f"{name!r} was requested, {len(devices)} CPU devices were found; set "

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from sharding._types import Array, Batch, DType
 from sharding.pipeline._stage import LayerParams, Scope, Stage
-from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved, num_bytes
 from sharding.plan.model._models import Decoder, saved_elements, saved_parts
 from sharding.plan.model._traced_work import products_of, stored_by
 
@@ -168,7 +167,8 @@ def layer_work(
     backward += unit.passes(heads * 2 * _ITEM, 4)
 
     # Attention: scores, softmax and the product with the values.
-    head, num_heads = model.queries // model.heads, microbatch * model.heads / tensor
+    head = model.queries // model.heads
+    num_heads = microbatch * model.heads / tensor
     scores = num_heads * length * length
     if implementation.attention == "fused":
         products["context"] = KernelSeconds()  # nothing is spared
@@ -201,7 +201,8 @@ def head_work(
     """
     unit = Roofline(device, implementation, ideal=ideal)
     tokens = microbatch * (length or model.length)
-    rows, cols = model.width, model.vocabulary / tensor
+    rows = model.width
+    cols = model.vocabulary / tensor
     wide = 2 * _ITEM
     forward = unit.matmul(tokens, rows, cols) + unit.passes(tokens * cols * (_ITEM + 2 * wide), 2)
     backward = unit.matmul(tokens, cols, rows) + unit.matmul(rows, tokens, cols)
@@ -243,7 +244,8 @@ def activations_of(
     528
     """
     first, *layers, last = costs
-    stored, working = sum(x.activation_bytes for x in costs), max(x.working_bytes for x in layers)
+    stored = sum(x.activation_bytes for x in costs)
+    working = max(x.working_bytes for x in layers)
     logits = first.activation_bytes * (model.vocabulary // model.shards_of_tokens(tensor))
     gradient = last.activation_bytes + last.working_bytes - first.output_bytes - logits
     if device.tile:
@@ -359,7 +361,8 @@ def layer_costs(
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
 
     # What a layer stores beside its input.
-    kept, again = full - stream, form != "none"
+    kept = full - stream
+    again = form != "none"
     if again:
         kept = float(tokens * itemsize * saved_elements(model, form, tensor))
     # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what

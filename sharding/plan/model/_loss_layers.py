@@ -23,7 +23,7 @@ from sharding._types import Tree
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._stack import ParamNumber, Stack, cast_params, find_stacks, numbered_layers
 from sharding.placement._specs import path_str
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 
 # Of the parameters of a layer, and of all else that it reads: what it hands on.
 Run = Callable[[list[Any], list[Any]], list[Any]]
@@ -111,7 +111,9 @@ class LossTrace:
     # --- Layers with numbers ----------------------------------------------------------------------
 
     def _layer(self, begin: int, end: int) -> Layer:
-        eqns, constants, types = self.eqns[begin:end], self.graph.constants, self.graph.types
+        eqns = self.eqns[begin:end]
+        constants = self.graph.constants
+        types = self.graph.types
         made = {v for eqn in eqns for v in eqn.results}
         reads = dict.fromkeys(v for eqn in eqns for v in eqn.operands if v not in made)
         own = [v for v in reads if v in self.params]
@@ -131,7 +133,8 @@ class LossTrace:
         types_of = [types[v] for v in (*own, *others, *outs)]
         text = str(([(eqn.primitive, eqn.params) for eqn in eqns], types_of))
         params, rest = ([types[v].update(sharding=None) for v in x] for x in (own, others))
-        code, numbers = re.sub(r"0x[0-9a-f]+", "", text), {self.params[v] for v in own}
+        code = re.sub(r"0x[0-9a-f]+", "", text)
+        numbers = {self.params[v] for v in own}
         return Layer(run, (params, rest), 1, code, begin, end, numbers, enter)
 
     def _numbered(self, names: list[str]) -> list[tuple[int, int]]:
@@ -174,7 +177,8 @@ class LossTrace:
 
 def _stack_layer(graph: Graph, stack: Stack, at: int) -> Layer:
     """A loop over layers, which is one equation; what casts parameters for it is in its layers."""
-    own, others = [*stack.own], [*stack.others]
+    own = [*stack.own]
+    others = [*stack.others]
     body = jaxpr_as_fun(stack.scan.body)
 
     def run(params: list[Any], rest: list[Any]) -> list[Any]:
@@ -196,5 +200,6 @@ def _stack_layer(graph: Graph, stack: Stack, at: int) -> Layer:
     rest = [stack.scan.body.in_avals[k].update(sharding=None) for k in others]
     stacks = [graph.types[i] for i in stack.params]
     params = [x.update(shape=x.shape[1:], sharding=None) for x in stacks]
-    times, numbers = stack.scan.options["length"], {*stack.params}
+    times = stack.scan.options["length"]
+    numbers = {*stack.params}
     return Layer(run, (params, rest), times, f"loop {at}", at, at + 1, numbers, enter)

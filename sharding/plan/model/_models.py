@@ -65,7 +65,10 @@ class Decoder:
         return jax.tree_util.tree_map_with_path(draw, self.abstract(dtype))
 
     def _shapes(self) -> dict[str, Any]:
-        width, hidden, gated, biased = self.width, self.hidden, self.gated, self.biased
+        width = self.width
+        hidden = self.hidden
+        gated = self.gated
+        biased = self.biased
         norm = {"scale": (width,)} | ({"bias": (width,)} if biased else {})
         matrices: dict[str, tuple[int, ...]] = {
             "query": (width, self.queries),
@@ -195,7 +198,8 @@ class Decoder:
         q = q.reshape(*y.shape[:2], k.shape[-1] // head, -1, head)
         k, v = (part.reshape(*y.shape[:2], -1, head) for part in (k, v))
         if not self.biased:
-            q, k = _rotate(q), _rotate(k)
+            q = _rotate(q)
+            k = _rotate(k)
         scores = jnp.einsum("btkgd,bskd->bktgs", q, k) * head**-0.5
         # Scores in the order of the product, (batch, kv_heads, length, group, length), which spares
         # a copy. The mask is added, for which the backward pass stores nothing.

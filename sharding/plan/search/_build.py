@@ -68,7 +68,8 @@ class BuiltUpdates(BuiltStep):
         return self.make_state(*args)
 
     def abstract_state(self, *args: Any) -> Any:
-        mesh, pipeline = self.zero.mesh, self.loss
+        mesh = self.zero.mesh
+        pipeline = self.loss
         params, opt_state = jax.eval_shape(self.make_state, *args)
         of_state = jax.tree.map(lambda _: P(pipeline.axis), opt_state)
         params = _typed_on(mesh, params, pipeline.param_specs(params))
@@ -190,13 +191,15 @@ def mesh_axes(plan: ParallelPlan, target: str) -> dict[str, int]:
 
 def _data_axes(plan: ParallelPlan, target: str) -> dict[str, int]:
     parsed = targets.parse(target, other_gpus=True)
-    nearer, left = plan.tensor, plan.shards
+    nearer = plan.tensor
+    left = plan.shards
     axes: dict[str, int] = {}
     if parsed.is_torus:
         for name, size in reversed([*zip("xyz", parsed.shape, strict=False)]):
             shared = math.gcd(nearer, size)
             axes[name] = math.gcd(left, size // shared)
-            nearer, left = nearer // shared, left // axes[name]
+            nearer = nearer // shared
+            left = left // axes[name]
         axes = {"slice": left} | dict(reversed(axes.items()))
         axes = {name: size for name, size in axes.items() if size > 1}
     several = len(axes) > 1 and left in (1, parsed.groups) and nearer == 1

@@ -1,31 +1,40 @@
-"""From a loss, a state and a batch to the fastest step that fits, proven by compiling it."""
+"""From a loss, a state and a batch to the fastest step that fits, compiled; the files of that."""
 
 import contextlib
+import dataclasses
+import hashlib
+import json
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from optax_ext import STATE_FORMATS
+import jax
+import numpy as np
+
+from optax_ext import STATE_FORMATS, __version__
 from sharding._types import Batch, Tree
+from sharding._user_line import warn
 from sharding._zero import Tx, Zero
 from sharding.loss._loss_options import AnyLoss, take_loss
-from sharding.plan._format import seconds, size
-from sharding.plan.audit._audit import needed
+from sharding.plan._format import reason_of, seconds, size
+from sharding.plan.audit._find_batch import needed
+from sharding.plan.cost._ledger import Difference
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
-from sharding.plan.search._fit_files import FitFiles
-from sharding.plan.search._fit_machine import FitMachine
-from sharding.plan.search._fit_measure import fastest_of_those_that_ran
-from sharding.plan.search._fit_proof import FitProofs, FittedPlan, Proof
+from sharding.plan.search._chosen_plan import ChosenPlan
+from sharding.plan.search._fit_proof import FitProofs, FittedPlan, Proof, fastest_of_those_that_ran
 from sharding.plan.search._fit_request import (
     NOT_COMPARED,
+    FitMachine,
     FitRequest,
     allowed_plans,
     check_arguments,
     check_step_options,
+    of_all,
 )
-from sharding.plan.search._search import ChosenPlan, NoPlanFits
+from sharding.plan.search._search import NoPlanFits
 
 _TRIES = 6  # plans that are compiled to find the fastest
 # A faster plan is compiled only if it is predicted to save this share of a step.
@@ -139,9 +148,13 @@ def fit(
 
 def _fastest_that_fits(request: FitRequest, proofs: FitProofs, largest: bool) -> Proof:
     """Compiles plans until none that may be faster is left."""
-    usable, known, best = request.machine.usable, proofs.known, None
+    usable = request.machine.usable
+    known = proofs.known
+    best = None
     # By planned bytes: the most that are known to fit, the fewest that are known not to.
-    low, high, budget = 0.0, math.inf, usable
+    low = 0.0
+    high = math.inf
+    budget = usable
     while len(known) < _TRIES:
         try:
             if largest:
@@ -156,7 +169,8 @@ def _fastest_that_fits(request: FitRequest, proofs: FitProofs, largest: bool) ->
         if (proof := proofs.prove(chosen)) is None:  # nor is it searched again
             continue
         if proof.memory <= usable:
-            best, low = proof, max(low, proof.planned)
+            best = proof
+            low = max(low, proof.planned)
         else:
             high = min(high, proof.planned)
         budget = usable * proof.planned / proof.memory
@@ -190,7 +204,8 @@ def _nothing_fits(request: FitRequest, chosen: ChosenPlan, proof: Proof) -> NoPl
 
 def _remedies(request: FitRequest, plan: ParallelPlan) -> list[list[Any]]:
     """Slower choices, then lossy ones; the first of each that fits is named."""
-    count, devices = plan.sequences, request.machine.devices
+    count = plan.sequences
+    devices = request.machine.devices
     slower: list[Any] = []
     if request.allowed["keep"] != request.fixed:
         slower.append(("keep={}", count, {"keep": request.fixed}))
@@ -199,3 +214,77 @@ def _remedies(request: FitRequest, plan: ParallelPlan) -> list[list[Any]]:
     names = (name for name in STATE_FORMATS if name not in request.allowed["state_formats"])
     rough = [(f"lossy={name!r}", count, {"state_formats": (None, name)}) for name in names]
     return [slower, rough]
+
+
+class FitFiles(NamedTuple):
+    """The files of a request; None without a folder."""
+
+    path: pathlib.Path | None = None  # of its plans
+    speeds: pathlib.Path | None = None  # of its machine: how slow that is
+
+    @classmethod
+    def of(cls, request: FitRequest, folder: Any, *more: Any) -> "FitFiles":
+        """Those in a folder, by all that plans depend on."""
+        if folder is None:
+            return cls()
+        home = pathlib.Path(folder)
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"folder must be one that plans can be saved in: {error}.") from error
+        model = request.model
+        versions = (jax.__version__, __version__)
+        step = str(model.trace.graph.jaxpr), request.state, model.zero, model.param_specs
+        options = vars(request.loss) | {"fn": None}, sorted(request.options)
+        text = repr((step, request.machine, request.allowed, options, more, versions))
+        fingerprint = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", text).encode()).hexdigest()[:16]
+        machine = re.sub("[^a-z0-9]+", "-", request.machine.target)
+        return cls(home / f"{fingerprint}.json", home / f"speeds-{machine}.json")
+
+    def read_plan(self, proofs: FitProofs) -> FittedPlan | None:
+        """The plan that was found before."""
+
+        def of_rows(rows: Any) -> FittedPlan:
+            found = []
+            for row in rows:
+                plan = ParallelPlan(**row.pop("plan"))
+                differ = tuple(Difference(*each) for each in row.pop("differences"))
+                found.append(Proof(plan, **row, differences=differ))
+            return proofs.fitted(found, f"The plan was read from {self.path}.")
+
+        fitted: FittedPlan | None = _read_whole(self.path, of_rows)
+        return fitted
+
+    def write_plan(self, proofs: Sequence[Proof]) -> None:
+        _write(self.path, [dataclasses.asdict(proof) for proof in proofs])
+
+    def read_speeds(self) -> tuple[float, float] | None:
+        """How much slower the machine was than by its figures: the slowest of its processes."""
+        slower = _read_whole(self.speeds, lambda x: np.array(x, float).reshape(2))
+        if slower is None:
+            return None
+        computing, others = of_all(slower).max(0)
+        return computing, others
+
+    def write_speeds(self, slower: tuple[float, float]) -> None:
+        _write(self.speeds, slower)
+
+
+def _read_whole(path: pathlib.Path | None, make: Callable[[Any], Any]) -> Any:
+    """What is made of a file; None unless all processes have one that is whole."""
+    found = None
+    if path and path.exists():
+        try:
+            found = make(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            reason = reason_of(error)
+            warn(f"{path} is not used, since fit did not write it, or not to its end ({reason}).")
+    return found if path and of_all(found is not None).all() else None
+
+
+def _write(path: pathlib.Path | None, value: Any) -> None:
+    """Writes a file that is whole, whenever this process ends."""
+    if path and jax.process_index() == 0:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(value, indent=2))
+        part.replace(path)

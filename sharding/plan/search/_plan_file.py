@@ -15,7 +15,7 @@ from sharding._zero import Tx
 from sharding.plan.cost._parallel_plan import ParallelPlan, short
 from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.search._build import BuiltStep, build, mesh_axes, saved_names, zero_on
-from sharding.plan.search._search import ChosenPlan
+from sharding.plan.search._chosen_plan import ChosenPlan
 from sharding.plan.search._traced_model import AnyModel
 
 _VERSION = 1

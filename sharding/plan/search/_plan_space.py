@@ -159,7 +159,8 @@ class PlanSpace:
                 continue
             first = last = chunks_of(schedule)
             if schedule == "interleaved":
-                first, last = 2, 0 if microbatches % pipe else model.layers
+                first = 2
+                last = 0 if microbatches % pipe else model.layers
             for chunks in range(first, min(last, model.layers // pipe) + 1):
                 yield {"schedule": schedule, "chunks": chunks}
         alone = pipe == self.num_devices and not model.tied

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,193 +13,23 @@ import optax
 
 from sharding._types import DType
 from sharding.plan._format import (
-    Printed,
-    Table,
     check_choice,
-    count,
-    document,
-    entry,
-    seconds,
     size,
-    with_article,
 )
-from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, PLANNED, ParallelPlan, cells, short
+from sharding.plan.cost._parallel_plan import PLANNED, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
-from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
+from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
-from sharding.plan.model._layer_costs import COMPILED, Implementation
 from sharding.plan.model._models import Decoder
+from sharding.plan.search._chosen_plan import ChosenPlan, SearchResult
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 
-_NOTED = 0.01  # a share of the operations
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
-
-
-COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
-
-
-@dataclasses.dataclass(frozen=True)
-class ChosenPlan:
-    """A plan that was compared."""
-
-    plan: ParallelPlan  #: how the step is shared
-    seconds: StepSeconds  #: what it takes, by what it waits for
-    held: dict[str, float]  #: bytes of the fullest device by what they are, and their ``"total"``
-    #: seconds that no program of this plan can go below: everything at its peak, at once
-    bound: float
-    layers: tuple[int, ...]  #: of each chunk, from the first to the last
-    tokens: float  #: of all devices in a step
-    utilization: float  #: the share of the peak, without recomputation (MFU)
-    change: str = ""  #: of a plan that does not fit, an argument of ``search`` with which it does
-
-    @property
-    def lossy(self) -> bool:
-        return self.plan.lossy
-
-    @property
-    def memory(self) -> float:
-        """Bytes of the fullest device."""
-        return self.held["total"]
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all devices per second."""
-        return self.tokens / self.seconds.seconds
-
-    @property
-    def summary(self) -> str:
-        """The plan in short.
-
-        >>> short(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, recompute="full"))
-        'stage 3 over 8, 8 replicas; 2 micro-batches of 1; recompute full'
-        """
-        return short(self.plan)
-
-    def row(self) -> tuple[str, ...]:
-        """Its cells under ``COLUMNS``."""
-        return (
-            *cells(self.plan),
-            seconds(self.seconds.seconds),
-            f"{100 * self.utilization:.0f} %",
-            count(self.tokens_per_second),
-            size(self.memory),
-            self.seconds.limit,
-        )
-
-    def to_dict(self, name: str = "") -> dict[str, Any]:
-        """Its figures, ready for JSON."""
-        names = ("tokens", "layers", "utilization", "lossy", "change")
-        figures: dict[str, Any] = {x: getattr(self, x) for x in names}
-        figures |= {"seconds": self.seconds.to_dict(), "at_least": {"total": self.bound}}
-        return entry(name or self.summary, self.held, self.plan, **figures)
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchResult(Printed):
-    """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON."""
-
-    target: str  #: the name of the machine
-    device: DeviceKind  #: its figures
-    headroom: float  #: the share of its memory that plans leave free
-    plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
-    rejected: tuple[ChosenPlan, ...]  #: faster than the last of these, which fit after a change
-    bound: float  #: seconds below which no plan of the space can go that fits
-    compared: int  #: the number of plans
-    sequences: int  #: of all devices in a step
-    length: int  #: tokens of a sequence
-    #: operations of matrix products in the update of the best plan, as a share of the step's
-    of_update: float = 0.0
-    about: tuple[str, ...] = ()  #: what was found in a loss of one's own
-    #: plans that no other one beats in both time and memory, fastest first, if it was asked for
-    frontier: tuple[ChosenPlan, ...] = ()
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a device that a plan may take."""
-        return self.device.memory * (1 - self.headroom)
-
-    @property
-    def best(self) -> ChosenPlan:
-        """The fastest plan."""
-        return self.plans[0]
-
-    @property
-    def gap(self) -> float:
-        """How much longer the best plan takes than the bound, as a share of the bound."""
-        return self.best.seconds.seconds / self.bound - 1
-
-    def tables(self) -> list[Table]:
-        title = f"fastest of {self.compared:,} plans on {self.target}"
-        tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
-        if self.rejected:
-            rows = [
-                (
-                    *cells(it.plan),
-                    seconds(it.seconds.seconds),
-                    *map(size, (it.memory, it.memory - self.memory)),
-                    it.change,
-                )
-                for it in self.rejected
-            ]
-            columns = (*PLAN_COLUMNS, "step", "memory", "too much", "fits with")
-            tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
-        return tables
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the figures mean."""
-        best = self.best.seconds
-        update = (
-            f"The update of the best plan computes products of {self.of_update:.0%} of the step's "
-            "operations, which are in its time, and in no planned operations."
-        )
-        return (
-            f"A step has {self.sequences:,} sequence{'s' * (self.sequences > 1)} of "
-            f"{self.length:,} token{'s' * (self.length > 1)}.",
-            *self.about,
-            f"Best: {self.best.summary}.",
-            *([update] if self.of_update > _NOTED else []),
-            f"Its parts: {_parts(best)}. With all wires hidden it takes "
-            f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
-            f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
-            f"of {with_article(self.device.name)} with everything hidden; the best is predicted "
-            f"to take {self.gap:.0%} more.",
-            "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
-            "the state is, and what is lossy; tensor is the number of devices that share each "
-            "layer; pipeline is the number of stages with their schedule, even where groups of "
-            "layers are equal; micro is the number of micro-batches and their sequences; stored "
-            "is what a layer stores for its backward pass: all that this reads, its input alone, "
-            "or results of products beside it (queries, keys and values; attention; its output; "
-            "hidden values); most is the largest part of a step. Memory of activations is "
-            "estimated: verify compiles the step.",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON, in the form of all commands."""
-        return document(
-            [plan.to_dict() for plan in self.plans],
-            device=self.device,
-            num_devices=self.best.plan.num_devices,
-            headroom=self.headroom,
-            chosen=0,
-            rejected=[plan.to_dict() for plan in self.rejected],
-            frontier=[plan.to_dict() for plan in self.frontier],
-            bound=self.bound,
-            compared=self.compared,
-            notes=[*self.notes],
-        )
-
-
-def _parts(step: StepSeconds) -> str:
-    """What a step waits for, longest first; nothing below 1 %."""
-    parts = sorted(((name, getattr(step, name)) for name in PARTS_OF_STEP), key=lambda x: -x[1])
-    least = 0.01 * step.no_overlap
-    return ", ".join(f"{name} {seconds(value)}" for name, value in parts if value > least)
 
 
 class NoPlanFits(ValueError):
@@ -229,9 +58,7 @@ def search(
     weights: Sequence[str] = ("plain",),
     syncs: Sequence[str | None] = (None,),
     headroom: float = HEADROOM,
-    implementation: Implementation = COMPILED,
     top: int = 5,
-    frontier: bool = False,
 ) -> SearchResult:
     """The fastest plans for a model on a machine.
 
@@ -262,9 +89,7 @@ def search(
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
         plans without pipelines and shared layers.
       headroom: the share of a device's memory that is left to the allocator.
-      implementation: how the program computes a layer.
       top: how many plans to return.
-      frontier: whether to find the plans of all budgets, too, which takes longer.
 
     Raises:
       ValueError: no plan exists, with the constraint; or none fits (``NoPlanFits``), and by how
@@ -279,8 +104,7 @@ def search(
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
-    lossy = {"state_formats": state_formats, "weights": weights, "syncs": syncs}
-    check_values(recompute=recompute, **lossy)
+    check_values(recompute=recompute, state_formats=state_formats, weights=weights, syncs=syncs)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     check_choice("offload", offload, (False, True, "update"))
@@ -288,7 +112,7 @@ def search(
     _check_model(model, target, length, jnp.dtype(dtype), weights, asynchronous)
     length = length or model.length
     sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
-    costs = costs_of(model, tx, sized, length, jnp.dtype(dtype), implementation)
+    costs = costs_of(model, tx, sized, length, jnp.dtype(dtype))
     places = (False, True, "update") if offload == "update" else (False, True)
     space = PlanSpace(
         model,
@@ -309,29 +133,24 @@ def search(
     for forms in dict.fromkeys((known, every)):
         space = dataclasses.replace(space, recompute=costs.forms(forms))
         groups = list(space.groups(keep))
-        chosen, rejected, short_of = _that_fit(
-            costs, groups, budget, top, _changes(space, keep or {})
-        )
-        if len(chosen) == top and not (short_of or frontier):
+        changes = _changes(space, keep or {})
+        chosen, rejected, short_of = _that_fit(costs, groups, budget, top, changes)
+        if len(chosen) == top and not short_of:
             break
     if not groups:
         raise ValueError(_no_plan(space, keep))
     compared = sum(len(group.variants) for group in groups)
-
     flops = costs.flops(sequences)
     chosen_plan = functools.partial(_chosen_plan, costs, float(sequences * length), flops)
     if not chosen:
-        plan = _smallest(costs, groups)
-        needs = costs.fullest(plan)
+        smallest = chosen_plan(_smallest(costs, groups))
+        room = f"{size(budget)}, {headroom:.0%} of their memory left free"
         raise NoPlanFits(
-            f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their "
-            f"memory left free, and the smallest of {compared:,} plans needs {size(needs)}, "
-            f"{size(needs - budget)} too much: {short(plan)} (docs: how_to/let_it_choose).",
-            chosen_plan(plan),
+            f"no plan fits {target}: its devices have {room}, and the smallest of {compared:,} "
+            f"plans needs {size(smallest.memory)}, {size(smallest.memory - budget)} too much: "
+            f"{smallest.summary} (docs: how_to/let_it_choose).",
+            smallest,
         )
-    about: tuple[str, ...] = ()
-    if isinstance(model, TracedModel):
-        about = model.about_layers(chosen[0].update_in_backward)
     bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
@@ -342,10 +161,16 @@ def search(
         compared=compared,
         sequences=sequences,
         length=length,
-        about=about,
+        about=_about(model, chosen[0]),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
-        frontier=tuple(map(chosen_plan, _frontier(costs, groups))) if frontier else (),
     )
+
+
+def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:
+    """What was found in a loss of one's own."""
+    if isinstance(model, TracedModel):
+        return model.about_layers(plan.update_in_backward)
+    return ()
 
 
 def _check_model(
@@ -375,7 +200,8 @@ def _chosen_plan(
     step = costs.seconds(plan, costs.passes(plan))
     least = costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap
     utilization = flops / costs.machine.device.flops / step.seconds
-    held, layers = costs.by_part(plan), costs.passes(plan).chunks
+    held = costs.by_part(plan)
+    layers = costs.passes(plan).chunks
     return ChosenPlan(plan, step, held, least, layers, tokens, utilization, change)
 
 
@@ -432,22 +258,6 @@ def _that_fit(
     return chosen, rejected, short_of
 
 
-def _frontier(costs: PlanCosts, groups: Sequence[PlanGroup]) -> list[ParallelPlan]:
-    points: list[ParallelPlan] = []
-    last, least = 0.0, math.inf  # seconds and bytes of the last point
-
-    def skip(passes: ParallelPlan) -> bool:
-        return costs.least(passes) >= least
-
-    for step, plan in _in_order(costs, groups, skip):
-        if costs.fullest(plan) < least:
-            if step.seconds == last:
-                points.pop()  # as fast, and takes more
-            points.append(plan)
-            last, least = step.seconds, costs.fullest(plan)
-    return points
-
-
 def _in_order(
     costs: PlanCosts,
     groups: Sequence[PlanGroup],
@@ -484,11 +294,10 @@ def costs_of(
     machine: Machine,
     length: int,
     dtype: DType,
-    implementation: Implementation = COMPILED,
 ) -> PlanCosts:
     """Those of all searches of a model, whatever memory there is."""
     kind: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
-    return kind(model, tx, machine, length=length, dtype=dtype, implementation=implementation)
+    return kind(model, tx, machine, length=length, dtype=dtype)
 
 
 def machine_of(target: str, device: DeviceKind | None = None) -> Machine:

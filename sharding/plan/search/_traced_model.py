@@ -15,7 +15,7 @@ from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
 from sharding.plan._format import check_choice
 from sharding.plan.cost._parallel_plan import PLANNED
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 from sharding.plan.model._loss_layers import Layer, LossTrace, Run
 from sharding.plan.model._models import PRESETS, Decoder
 from sharding.plan.model._traced_work import (
@@ -219,7 +219,8 @@ class TracedModel:
         """Bytes of temporaries of the backward pass of a layer."""
         # The gradient of the largest array; where it is computed again, also what products read and
         # write, without what is saved.
-        run, args = layer.run, layer.args
+        run = layer.run
+        args = layer.args
         if recompute == "none":
             return max(map(num_bytes, stored_by(run, *args)), default=0)
         products = products_of(run, *args)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from sharding.pipeline import gpipe, one_f_one_b
-from sharding.plan.audit._liveness import temporary_bytes
+from sharding.plan.audit._program_memory import temporary_bytes
 
 from .model import chain, mesh_of
 from .ticks import ticks

@@ -16,11 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 import optax_ext
 import sharding as shd
-from sharding.plan import find_batch
+from sharding.plan import estimate, find_batch
 from sharding.plan.audit._hlo import Program, phase_of, shortened
-from sharding.plan.audit._liveness import at_peak, temporary_bytes
-from sharding.plan.audit._program_arguments import PARTS, arguments_of
 from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._program_memory import PARTS, arguments_of, at_peak, temporary_bytes
 from sharding.plan.machine._devices import KINDS
 
 from ...compilers import need
@@ -262,6 +261,43 @@ def test_the_parts_of_a_state_of_zero():
     assert found.arguments["optimizer state"] == pytest.approx(8 * size / 8, abs=16)
     phases = {each.phase: each.axes for each in found.traffic if each.wire_bytes > 1e3}
     assert phases == {"gradient sync": ("data",), "gather": ("data",)}
+
+
+def test_a_program_is_compared_with_its_plan_row_by_row():
+    """Sent bytes by operation and axes, operations, parts of the memory; of another plan they are
+    named, each with both figures."""
+    tx, params = optax.adam(1e-3), {"w": jnp.ones((256, 64))}
+    zero = zero_on(8, stage=2)
+    step = zero.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx=tx)
+    state = zero.abstract_state(make_of(lambda: params, tx), tx=tx)
+    program = step.lower(state, jax.ShapeDtypeStruct((16, 256), jnp.float32)).compile()
+    plan = estimate(params, tx, zero)
+    found = shd.audit(program, expected=plan.stage("stage 2"))
+    assert not found.differences
+    assert found.wire_bytes == pytest.approx(found.expected_wire, rel=0.01)
+    assert found.expected_memory is None  # without activations
+
+    size = 4.0 * 256 * 64
+    other = shd.audit(program, expected=plan.stage("stage 0"))
+    rows = {row.name: row[1:] for row in other.differences}
+    assert rows["all-reduce over data"] == (2 * size * 7 / 8, pytest.approx(4, abs=8))
+    assert rows["all-gather over data"] == rows["reduce-scatter over data"] == (0, size * 7 / 8)
+    assert "all-gather over data" in str(other)
+    assert other.to_dict()["differences"] == [row._asdict() for row in other.differences]
+
+    # The ledger of a program has all its figures.
+    rows = found.ledger()
+    assert (rows.wire, rows.products, rows.peak) == (
+        *(found.wire_bytes, found.matmul_flops),
+        pytest.approx(found.memory),
+    )
+    more = dataclasses.replace(rows, work=(*rows.work, *rows.work))
+    names = {row.name for row in shd.audit(program, expected=more).differences}
+    assert names == {"products", "all-gather over data", "reduce-scatter over data"}
+    wide = tuple(row._replace(nbytes=2 * row.nbytes) for row in rows.held)
+    held = dataclasses.replace(rows, buffers=wide)
+    names = {row.name for row in shd.audit(program, expected=held).differences}
+    assert names == {"params", "state", "grads"}  # the batch is below 1 % of all
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from sharding.plan import NoPlanFits, fit
 from sharding.plan.machine import targets
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
-from sharding.plan.search import _fit_files, _fit_measure
+from sharding.plan.search import _fit, _fit_proof
 from sharding.plan.search._fit_proof import FitProofs
 from sharding.plan.search._fit_request import FitRequest
 
@@ -328,7 +328,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}
     first = fit(*small(), **options)
     assert first.proofs[0].measured
-    names = (FitRequest, "search"), (FitProofs, "prove"), (_fit_measure, "measured_step")
+    names = (FitRequest, "search"), (FitProofs, "prove"), (_fit_proof, "measured_step")
     for place, name in names:
         monkeypatch.delattr(place, name)
     loss_fn, make_state, batch = small()
@@ -348,7 +348,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     others = ({"target": "cpu:4"}, {"memory": 2.0**29}, {"lossy": "8bit"}, {"measure": False})
     for change in others:
         is_planned_anew(small(), **change)
-    for module in (jax, _fit_files):
+    for module in (jax, _fit):
         with monkeypatch.context() as patch:
             patch.setattr(module, "__version__", "0.0")
             is_planned_anew(small())
@@ -395,16 +395,34 @@ def test_one_of_equal_programs_is_run(stage):
 def test_a_plan_whose_program_needs_more_than_planned_is_not_chosen(monkeypatch):
     first = []
 
-    def nbytes(proofs, fitted):
+    def program(proofs, fitted):
         """The first program does not fit, though its plan does; others are as they are planned."""
         first[:] = first or [fitted.plan]
-        return 2.0**31 if fitted.plan == first[0] else fitted.proofs[0].planned
+        return None, 2.0**31 if fitted.plan == first[0] else fitted.proofs[0].planned
 
-    monkeypatch.setattr(FitProofs, "_compiled_bytes", nbytes)
+    monkeypatch.setattr(FitProofs, "_compiled", program)
     found = fit(*small(), tx=TX, memory=2.0**30)
     assert found.plan != first[0]
     assert found.memory <= found.machine.usable
     assert {proof.plan: proof.memory for proof in found.proofs}[first[0]] == 2.0**31
+
+
+def test_rows_of_the_program_that_are_not_those_of_the_plan(monkeypatch):
+    """They are printed, and saved with the plan."""
+    keep = {"stage": 3, "replicas": 1, "microbatches": 1, "recompute": "none"}
+    options = {"tx": TX, "memory": 2.0**30, "keep": keep}
+    proof = fit(*small(), **options).proofs[0]
+    assert not [row for row in proof.differences if row.name.startswith("reduce-scatter")]
+    planned = _fit_proof.rows_of_zero
+
+    def twice(*args):
+        return tuple(row._replace(amount=2 * row.amount) for row in planned(*args))
+
+    monkeypatch.setattr(_fit_proof, "rows_of_zero", twice)
+    found = fit(*small(), **options)
+    (row,) = [x for x in found.proofs[0].differences if x.name == "reduce-scatter over data"]
+    assert row.planned == pytest.approx(2 * row.program, rel=0.01)
+    assert "reduce-scatter over data" in str(found)
 
 
 def test_the_largest_batch_that_fits():

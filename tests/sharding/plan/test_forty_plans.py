@@ -16,7 +16,6 @@ import pytest
 
 from sharding.cli import main
 from sharding.plan import MODELS, NoPlanFits, ParallelPlan, audit, kind_of, search
-from sharding.plan.cost._pipeline_schedules import bubble_share
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.search._search import machine_of
 
@@ -27,7 +26,7 @@ SLOW = "--keep stage=0", "--keep stage=1 --master", "--sync qsgd(8) --keep sync=
 
 
 def figures_of_pipeline(line):
-    """Of the fastest pipeline, or the smallest if none fits; its stages; the plan without one."""
+    """The fastest pipeline, or the smallest if none fits; what it holds; a plan without one."""
     asked, *texts = line.split(" --keep ")
     given = dict(re.findall(r"--(\w+) (\S+)", asked))
     kept = {name: value_of(value) for name, value in (text.split("=") for text in texts)}
@@ -45,10 +44,8 @@ def figures_of_pipeline(line):
             found = error.smallest
         both.append([dataclasses.asdict(found.plan), found.seconds.seconds, found.memory])
     plan, machine = ParallelPlan(**both[0][0]), machine_of(given["target"], device)
-    stage = PlanCosts(model, ADAMW, machine, length=length).stages(plan)[0]
-    bubble = bubble_share(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
-    figures = {"bubble": bubble, "plans": both, "stage": vars(stage) | {"memory": stage.memory}}
-    return json.loads(json.dumps(figures))
+    held = PlanCosts(model, ADAMW, machine, length=length).pipeline(plan).by_part()
+    return json.loads(json.dumps({"plans": both, "held": held}))
 
 
 def value_of(text):

@@ -13,11 +13,12 @@ import sharding as shd
 from sharding.plan import kind_of, targets
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._wire_and_flops import decoder_products
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._build import mesh_axes, zero_on
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
-from sharding.plan.search._verify import planned_flops, verify
+from sharding.plan.search._verify import verify
 
 from ...compilers import need
 from ..model import make_of
@@ -198,13 +199,25 @@ def test_programs_send_and_compute_what_is_planned(request, plan, layers):
     small = dataclasses.replace(found, available=found.memory / 2)
     assert "too much" in small.failures[0]
     for factor in (1.5, 1 / 1.5):
-        wrong = dataclasses.replace(found, planned_wire=found.planned_wire * factor)
+        wrong = scaled(found, factor, lambda row: row.op != "products")
         assert "were planned" in wrong.failures[0]
+        assert {row.name for row in wrong.differences} > names
     if plan.pipe == 1 and plan.recompute != "none":
-        stored = file_of(dataclasses.replace(plan, recompute="none"), layers)
-        flops = planned_flops(stored, SMALL)
-        wrong = dataclasses.replace(found, planned_flops=flops)
+        stored = dataclasses.replace(plan, recompute="none")
+        fewer = decoder_products(SMALL, stored).amount / decoder_products(SMALL, plan).amount
+        wrong = scaled(found, fewer, lambda row: row.part == "matmul")
         assert "of the planned operations" in wrong.failures[0]
+    half = scaled(found, 0.5, lambda row: row.part == "matmul")
+    assert {row.name for row in half.differences} == {"products", *names}
+
+
+def scaled(verification, factor, chosen):
+    """With so many times the amounts of chosen rows of the plan."""
+    planned = verification.planned
+    work = tuple(
+        row._replace(amount=factor * row.amount) if chosen(row) else row for row in planned.work
+    )
+    return dataclasses.replace(verification, planned=dataclasses.replace(planned, work=work))
 
 
 @pytest.mark.parametrize("scan", [True, False])

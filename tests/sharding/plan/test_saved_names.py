@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import num_bytes
 from sharding.plan.model._layer_costs import OPERATIONS, layer_work
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder, saved_elements
 from sharding.plan.model._traced_work import stored_by, work_of

@@ -207,22 +207,6 @@ def test_equal_chunks_where_the_fastest_do_not_fit():
     assert found.rejected[0].plan == fastest.best.plan
 
 
-def test_the_frontier_is_that_of_all_plans():
-    """No plan is as good in both and better in one, and it has one as good as any plan."""
-    keep = {"recompute": "full", "offload": False}
-    found = search(SMALL, TX, "h100x8", sequences=16, keep=keep, frontier=True)
-    memory = memory_of()
-    plans = every_plan(machine_of("h100x8"), memory, keep)
-    plans = {(it.seconds, memory.fullest(plan)) for plan, it in plans.items()}
-    line = [(it.seconds.seconds, it.memory) for it in found.frontier]
-    assert len({seconds for seconds, _ in line}) == len(line) > 5
-    assert len({nbytes for _, nbytes in plans}) < len(plans)  # some hold alike
-    assert set(line) <= plans
-    for seconds, nbytes in plans:
-        assert not any(seconds <= s and nbytes <= b for s, b in line if (s, b) != (seconds, nbytes))
-        assert any(s <= seconds and b <= nbytes for s, b in line)
-
-
 @pytest.mark.parametrize(
     ("target", "layers", "vocabulary"), [("h100x8", 11, 256000), ("v5e:2x4", 8, 32000)]
 )

@@ -18,8 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 import sharding as shd
 from optax_ext.equations import inner_jaxprs
 from sharding.plan import estimate
-from sharding.plan.machine._devices import KINDS
-from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.machine._devices import KINDS, num_bytes
 from sharding.plan.model._models import MODELS
 from sharding.plan.model._traced_work import work_of, work_of_equation
 from sharding.remat import _loss_search, _plan_activations
