@@ -24,6 +24,7 @@ from sharding.plan.search._fit_proof import FitProofs
 from sharding.plan.search._fit_request import FitRequest
 
 from ...flax_nnx import needs_nnx
+from ...tiers import slow
 from .test_traced_model import skips
 
 KEY, ROWS, WIDTH = jax.random.key(0), 16, 32
@@ -273,7 +274,7 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "CNN", "LSTM"
+SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "CNN", "LSTM", "experts"
 MARKS = {"nnx": needs_nnx} | dict.fromkeys(SLOW, pytest.mark.slow)
 
 
@@ -355,7 +356,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"plan": ', '[{"plan": {"stage": 9}}]', "[3]", "[\x00"]
+    "text", ["", *map(slow, ("[]", '{"plan": ', "[3]", "[\x00")), '[{"plan": {"stage": 9}}]']
 )
 def test_a_plan_that_was_not_saved_to_its_end_is_made_anew(tmp_path, text):
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "keep": {"stage": 0}}
