@@ -68,7 +68,7 @@ def test_options_reach_the_search(figures, text):
     ],
 )
 def test_the_printed_code_runs(target, keep, run, monkeypatch):
-    tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
+    tiny = Decoder(2, 64, 4, 4, 256, 512, 32, gated=False, tied=True, biased=True)
     monkeypatch.setitem(MODELS, "gpt2-small", tiny)
     line = f"search --model gpt2-small --target {target} --batch 16 {FIGURES} --optimizer came"
     _, out, _ = run(f"{line} --keep {keep} --keep recompute=full --no-offload")

@@ -170,7 +170,6 @@ ADAMW_8_BITS = optax_ext.low_precision_state(ADAMW, bits=8, min_size=512)
 # Transformation, loss, micro-batches, stage and mesh.
 CASES = [
     (ADAMW, two_stacks, 4, 2, "one"),
-    (ADAMW, two_stacks, 1, 3, "tensor"),
     (ADAMW, numbered, 1, 3, "flat"),
     (clipped(ADAMW), numbered, 2, 2, "four"),
     (optax.chain(optax.zero_nans(), SGD), scanned, 1, 2, "four"),
@@ -186,6 +185,7 @@ CASES = [
     (optax.chain(ADAMW, optax.normalize_by_update_norm(0.01)), scanned, 1, 2, "one"),
 ]
 MORE_CASES = [
+    (ADAMW, two_stacks, 1, 3, "tensor"),
     (SGD, twice, 2, 1, "tensor"),
     (clipped(optax.lion(1e-4)), flax_model, 4, 2, "one"),
     (optax_ext.came(1e-4), two_stacks, 2, 1, "tensor"),

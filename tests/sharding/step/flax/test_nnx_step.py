@@ -107,7 +107,11 @@ def run(case):
     return zero, lm, optimizer, losses
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"stage {case[0]}, {case[1]}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[1:], pytest.param(CASES[0], marks=pytest.mark.slow)],
+    ids=lambda case: f"stage {case[0]}, {case[1]}",
+)
 def test_in_place(case):
     _, lm, optimizer, losses = run(case)
     expected, expected_losses = reference(case[-1])
