@@ -463,7 +463,7 @@ def test_a_target_is_found_before_jax_is_used(monkeypatch):
         fit(*small(), tx=TX, target="v5e:2x4")
 
 
-@pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}}])
+@pytest.mark.parametrize("more", [{}, slow({"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}})])
 def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
     """A draw by rejection, by the partitioner and on each device, where it ends for all."""
 
