@@ -1,5 +1,5 @@
 # make train   trains a language model with CAME under ZeRO stage 2 (the main job)
-# make test    runs the tests, the doctests and a notebook, without most of the slow ones
+# make test    runs the tests and the doctests, without the slow ones and those of scripts
 # make test-all runs all tests and notebooks
 # make mutations plants known faults, one by one, and runs the tests that should see them
 # make programs compares compiled programs and training traces with those that are recorded

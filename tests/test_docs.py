@@ -29,7 +29,7 @@ PARTS = ("start", "how_to", "understand", "reference")
 PAGES = [ROOT / "README.md", DOCS / "index.md"]
 PAGES += [page for part in PARTS for page in sorted(DOCS.glob(f"{part}/*.md"))]
 # A second or less each; the others are left to CI, and to `make check` when they change.
-QUICK = ("README", "first_run", "factored_moments", "plan", "clusters", "random_keys")
+QUICK = ("README", "factored_moments", "clusters", "random_keys")
 CONSTRUCTORS = ("__init__", "__post_init__")
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 

@@ -9,17 +9,10 @@ import matplotlib
 import pytest
 
 NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
-QUICK = "plan_a_pod"
+pytestmark = pytest.mark.script
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem == QUICK else pytest.mark.script)
-        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
 def test_runs(path, monkeypatch):
     monkeypatch.chdir(NOTEBOOKS)

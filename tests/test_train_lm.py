@@ -35,8 +35,11 @@ SCRIPT = ROOT / "examples" / "train_lm.py"
 STEPS, EVERY = 40, 10  # steps of a run, and between its checkpoints
 NAME = "smoke-came-zero2"
 UPDATE = jax.config.update
-# The process of a script ends soon after, with what it has open.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = [
+    pytest.mark.script,
+    # The process of a script ends soon after, with what it has open.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
 
 
 def arguments(text, *options):
@@ -182,7 +185,6 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
         assert output.count("\n") == 1
 
 
-@pytest.mark.script
 def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     tmp_path, text, uninterrupted, processes
 ):
@@ -209,7 +211,6 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     assert rows(tmp_path) == rows(uninterrupted[0])
 
 
-@pytest.mark.script
 def test_a_killed_run_resumes_from_memory_and_loses_no_step(
     tmp_path, text, uninterrupted, processes
 ):
@@ -240,7 +241,6 @@ def test_a_killed_run_resumes_from_memory_and_loses_no_step(
     assert not list(memory.glob("*/*.slot"))  # the memory of a finished run is free
 
 
-@pytest.mark.script
 def test_snapshots_of_another_pipeline_are_not_restored(tmp_path, text):
     options = ("--peer-checkpoints", tmp_path / "memory", "--name", "run", "--microbatches", "2")
     stopped(tmp_path, text, *options, "--pipeline", "2", stop=12)
@@ -265,7 +265,6 @@ def assert_same_losses(folder, name, deep, steps):
     assert len(rows(folder, name)) == steps + 1
 
 
-@pytest.mark.script
 def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, deep):
     """Checkpoints hold the model's layers one by one, whatever pipeline wrote them."""
     options = ("--config", "smoke-deep", "--name", "pipelined")
@@ -288,7 +287,6 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, d
     assert losses[-1] < losses[0] - 1
 
 
-@pytest.mark.script
 def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, text, deep):
     """With little memory; it resumes without a plan."""
     options = ("--config", "smoke-deep", "--name", "planned")
@@ -306,7 +304,6 @@ REPLICAS = ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4)
 SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", recompute="none")
 
 
-@pytest.mark.script
 @pytest.mark.parametrize(
     ("plan", "layers", "options"),
     [

@@ -127,6 +127,10 @@ def low_precision_state(
     return optax.GradientTransformationExtraArgs(wrapper.init, update)
 
 
+# Traced once for all arrays of a type, however often a plan asks for a state's types.
+_quantize = jax.jit(quantize, static_argnums=(1, 2, 3), inline=True)
+
+
 class _Wrapper(NamedTuple):
     """A transformation, and how its state is stored."""
 
@@ -159,7 +163,7 @@ class _Wrapper(NamedTuple):
                     check_codes(fmt[sign], self.rounding)
                     # Without the barrier XLA encodes large constants of zeros while compiling.
                     leaf = jax.lax.optimization_barrier(stored[i])
-                    stored[i] = quantize(leaf, fmt[sign], sign is not False, first)
+                    stored[i] = _quantize(leaf, fmt[sign], sign is not False, first)
         key = make_key(self.seed) if self.rounding == "stochastic" else None
         return LowPrecisionState(key, boxes_inside(treedef.unflatten(stored)))
 

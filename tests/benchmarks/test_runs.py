@@ -7,6 +7,7 @@ import _sizes
 import jax
 import numpy as np
 import optax
+import pytest
 from _corpus import Corpus
 from _tasks import TASKS
 
@@ -38,6 +39,7 @@ def plain_losses(config, text):
     return losses
 
 
+@pytest.mark.slow
 def test_traced_hyperparameters_equal_static_ones(text):
     row = _runs.Trainer(text).run(CAME)
     np.testing.assert_allclose(row["early_loss"], plain_losses(CAME, text), rtol=2e-4)

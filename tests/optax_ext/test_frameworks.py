@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 import optax_ext
 
 from ..flax_nnx import needs_nnx, nnx
+from ..tiers import tiers
 from .traces import step_of
 
 pytestmark = needs_nnx
@@ -70,7 +71,7 @@ def assert_same(have, want):
         assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", TXS)
+@pytest.mark.parametrize("name", tiers(TXS, ["came8bit", "4 bits", "compensated", "master"]))
 def test_nnx(name, tmp_path):
     """With ``nnx.jit``, through ``nnx.split``, orbax and ``nnx.merge``; and without ``nnx.jit``."""
 

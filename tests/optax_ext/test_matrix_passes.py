@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 from optax_ext import _matrix_passes
 
+from ..tiers import slow
 from . import dims, references, traces
 
 FORMS = {
@@ -119,7 +120,7 @@ class TestForms:
         traces.compare_to_reference(make, reference, cases, 40, *options)
 
 
-@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("bits", [None, slow(8)])
 def test_an_explicit_mesh_of_one_device_changes_no_value(x64, bits):
     """What ``jax.make_mesh`` makes on a laptop: three dims in blocks, the middle one in shards."""
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])

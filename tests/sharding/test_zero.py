@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 
+from ..tiers import slow
 from . import model
 from .model import mean_loss, regression_batch, residual
 
@@ -516,7 +517,7 @@ def test_a_parameter_sharded_along_the_dim_that_a_scan_slices_off():
         model.lowered(zero, make, TX, loss_fn, np.ones((8, 3), np.float32))
 
 
-@pytest.mark.parametrize(("stage", "kind"), [(1, EXPLICIT), (3, AUTO)])
+@pytest.mark.parametrize(("stage", "kind"), [slow((1, EXPLICIT)), (3, AUTO)])
 def test_two_models_and_their_averages(x64, stage, kind):
     """A GAN: each model stays sharded in the loss of the other one."""
     zero = zero_of(stage=stage, kind=kind)

@@ -137,7 +137,7 @@ EVERY = {
     for name, make in inspect.getmembers(module, inspect.isfunction)
     if next(iter(inspect.signature(make).parameters), "") == "learning_rate"
 } | OTHERS
-FEW = ("adan", "mechanize", "simplified_ademamix")
+FEW = ("adan", "mechanize")
 
 
 @pytest.mark.parametrize(

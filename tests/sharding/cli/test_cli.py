@@ -406,7 +406,7 @@ def test_an_audit_has_the_prediction_of_its_plan(text, figures, monkeypatch):
 )
 def test_remat_where_nothing_compiles_for_the_target(target, text, monkeypatch):
     """It plans what plan plans, by a program for what is likest, which it names."""
-    monkeypatch.setitem(MODELS, "gpt2-small", Decoder(4, 64, 4, 4, 256, 512, 128))
+    monkeypatch.setitem(MODELS, "gpt2-small", Decoder(2, 64, 4, 4, 256, 512, 64))
     shown = " ".join(text(f"plan {GPT2} --target {target} --remat auto").split())
     compiled = re.search(r"in a program compiled for (.*?); \d+% of a step's time", shown)[1]
     name, *_ = target.split()

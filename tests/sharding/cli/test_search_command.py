@@ -10,6 +10,8 @@ from sharding.plan.cost._ledger import StepRows, WorkRow
 from sharding.plan.cost._parallel_plan import short
 from sharding.plan.search._verify import Verification
 
+from ...tiers import slow, tiers
+
 SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
 # The plans of few layers on one kind of mesh: a search of them is quick.
 FEW = "--no-offload --keep tensor=1 --keep pipe=1 --keep recompute=full"
@@ -60,16 +62,14 @@ def test_options_reach_the_search(figures, text):
 @pytest.mark.parametrize(
     ("target", "keep"),
     [
-        pytest.param("cpu:8", "stage=2 --keep pipe=1", marks=pytest.mark.slow),
+        slow(("cpu:8", "stage=2 --keep pipe=1")),
         ("cpu:8", "pipe=2 --keep tensor=2"),
-        pytest.param(
-            *("cpu:1", "update_in_backward=true --update-in-backward"), marks=pytest.mark.slow
-        ),
-        ("cpu:8", "update_in_backward=true --update-in-backward --keep stage=3"),
+        slow(("cpu:1", "update_in_backward=true --update-in-backward")),
+        slow(("cpu:8", "update_in_backward=true --update-in-backward --keep stage=3")),
     ],
 )
 def test_the_printed_code_runs(target, keep, run, monkeypatch):
-    tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
+    tiny = Decoder(2, 64, 4, 4, 256, 512, 32, gated=False, tied=True, biased=True)
     monkeypatch.setitem(MODELS, "gpt2-small", tiny)
     line = f"search --model gpt2-small --target {target} --batch 16 {FIGURES} --optimizer came"
     _, out, _ = run(f"{line} --keep {keep} --keep recompute=full --no-offload")
@@ -118,7 +118,20 @@ ONE_ANSWER = [
 ]
 
 
-@pytest.mark.parametrize(("asked", "microbatches", "of_plan", "kept"), ONE_ANSWER)
+# Costly ones, whose options and machines others have.
+COSTLY = (
+    "gpt2-medium",
+    "gpt2-xl --target v5e",
+    "llama2-13b --target h100",
+    "llama3-8b",
+    "mine:make --target v5e",
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "microbatches", "of_plan", "kept"),
+    tiers(ONE_ANSWER, lambda case: not case[0].startswith(COSTLY)),
+)
 def test_plan_and_search_give_one_answer(asked, microbatches, of_plan, kept, figures, module):
     """Each stage has the same plan, seconds and bytes, and the same one is the best.
 

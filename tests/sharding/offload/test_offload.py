@@ -25,6 +25,7 @@ from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._transformation import StreamedRun
 
 from ...compilers import need
+from ...tiers import slow
 from .. import model
 
 STEPS = 4
@@ -151,12 +152,12 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(SCHEDULE, weig
 ON_CPU = [
     (0, LAYERWISE),
     (1, CLIPPED),
-    (1, optax_ext.lamb(1e-3)),
+    slow((1, optax_ext.lamb(1e-3))),
     (2, optax_ext.master_weights(CLIPPED)),
-    (2, optax_ext.low_precision_state(optax.adamw(1e-3), min_size=512)),
-    (2, optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1e-3))),
+    slow((2, optax_ext.low_precision_state(optax.adamw(1e-3), min_size=512))),
+    slow((2, optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1e-3)))),
     (3, optax_ext.adafactor(1e-3, momentum=0.9, factoring=BY_LAYER)),
-    (3, optax.apply_if_finite(optax.adamw(1e-3), 3)),
+    slow((3, optax.apply_if_finite(optax.adamw(1e-3), 3))),
 ]
 
 
@@ -253,10 +254,10 @@ def weighted(params, x):
 # What reads the stacks, stage, mesh and kind of its axes; options.
 LOSSES = [
     (loss, 2, (1,), AxisType.Auto, {"microbatches": 2}),
-    (loss, 3, (4,), AxisType.Explicit, {}),
+    slow((loss, 3, (4,), AxisType.Explicit, {})),
     (penalized, 3, (4, 2), AxisType.Auto, {"microbatches": 2}),
     (penalized, 1, (1,), AxisType.Explicit, {"trainable": {k: k != "wide" for k in SHAPES}}),
-    pytest.param(reshaped, 3, (8,), AxisType.Auto, {}, marks=pytest.mark.slow),
+    slow((reshaped, 3, (8,), AxisType.Auto, {})),
     (weighted, 2, (2,), AxisType.Auto, {"microbatches": 2, "weighted": True}),
 ]
 

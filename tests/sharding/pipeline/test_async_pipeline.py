@@ -18,6 +18,7 @@ import optax_ext
 import sharding as shd
 from sharding.pipeline import one_f_one_b, pipedream, pipedream_2bw, pipemare
 
+from ...tiers import slow
 from . import model
 from .model import linear_embed, mesh_of, squared_head
 
@@ -246,7 +247,7 @@ def hidden_embed(shared, batch):
 @pytest.mark.parametrize(
     ("schedule", "kind", "keyed"),
     [
-        (pipedream(4, 5), EXPLICIT, True),
+        slow((pipedream(4, 5), EXPLICIT, True)),
         (pipedream_2bw(4, 3, 4), AUTO, False),
         pytest.param(pipedream(4, 5, vertical_sync=True), EXPLICIT, True, marks=pytest.mark.slow),
     ],

@@ -60,14 +60,14 @@ class Row(NamedTuple):
 
 TABLE = [
     Row("gpipe", (4, 8), "tied", 1, 0, "sgd", 0),
-    Row("1f1b", (3, 8), "dropout", 2, 1, "sgd", 1),  # 8 layers on 3 stages
-    Row("1f1b-aligned", (4, 8), "untied", 0, 1, "adamw", 0, "flat", "has_aux offload"),
     Row("interleaved-2-aligned", (2, 4), "tied", 3, 0, "sgd", 0, "tensor", "microbatches"),
     Row("zb-h1", (4, 8), "untied", 2, 0, "came", 0),
-    Row("zb-v", (2, 4), "tied", 1, 1, "sgd", 1, "replicas", "sync trainable"),
     Row("chimera", (4, 8), "tied", 3, 1, "sgd", 1, "flat", "tick"),
 ]
 SLOW = [
+    Row("1f1b", (3, 8), "dropout", 2, 1, "sgd", 1),  # 8 layers on 3 stages
+    Row("1f1b-aligned", (4, 8), "untied", 0, 1, "adamw", 0, "flat", "has_aux offload"),
+    Row("zb-v", (2, 4), "tied", 1, 1, "sgd", 1, "replicas", "sync trainable"),
     Row("interleaved-2", (4, 4), "tied", 2, 0, "lamb", 1),
     Row("interleaved-2", (3, 3), "untied", 2, 0, "muon", 1),
     Row("1f1b-aligned", (2, 4), "tied", 3, 0, "came", 1, "tensor", "tick"),

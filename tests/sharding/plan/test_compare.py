@@ -23,6 +23,8 @@ from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import machine_of
 
+from ...tiers import tiers
+
 ADAMW = optax.adamw(1e-3)
 
 
@@ -92,7 +94,7 @@ def test_memory_of_a_stage(stage, kind, schedule, batch):
 MACHINES = {"h100x8": 16, "v5e:2x4": 8, "a100-80x16": 32}  # and sequences
 
 
-@pytest.mark.parametrize("target", MACHINES)
+@pytest.mark.parametrize("target", tiers(MACHINES, ["v5e:2x4"]))
 def test_all_commands_have_the_same_seconds_and_bytes(target):
     """Of 70 plans of a machine, with pipelines and without: as ``search`` lists them."""
     model, machine = Decoder(8, 256, 4, 4, 512, 1000, 128), machine_of(target)

@@ -24,6 +24,7 @@ from sharding.plan.search._fit_proof import FitProofs
 from sharding.plan.search._fit_request import FitRequest
 
 from ...flax_nnx import needs_nnx
+from ...tiers import slow
 from .test_traced_model import skips
 
 KEY, ROWS, WIDTH = jax.random.key(0), 16, 32
@@ -273,7 +274,7 @@ def losses_on_one_device(loss_fn, state, batch, options):
     return losses
 
 
-SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "CNN", "LSTM"
+SLOW = "GPT", "Llama", "ViT", "Mixer", "T5", "CNN", "LSTM", "experts"
 MARKS = {"nnx": needs_nnx} | dict.fromkeys(SLOW, pytest.mark.slow)
 
 
@@ -355,7 +356,7 @@ def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"plan": ', '[{"plan": {"stage": 9}}]', "[3]", "[\x00"]
+    "text", ["", *map(slow, ("[]", '{"plan": ', "[3]", "[\x00")), '[{"plan": {"stage": 9}}]']
 )
 def test_a_plan_that_was_not_saved_to_its_end_is_made_anew(tmp_path, text):
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "keep": {"stage": 0}}
@@ -480,7 +481,7 @@ def test_a_target_is_found_before_jax_is_used(monkeypatch):
         fit(*small(), tx=TX, target="v5e:2x4")
 
 
-@pytest.mark.parametrize("more", [{}, {"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}}])
+@pytest.mark.parametrize("more", [{}, slow({"lossy": "qsgd(8)", "keep": {"sync": "qsgd(8)"}})])
 def test_a_loop_of_unknown_length_is_counted_once_with_a_note(more):
     """A draw by rejection, by the partitioner and on each device, where it ends for all."""
 

@@ -23,6 +23,7 @@ from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import kind_of
 from sharding.plan.model._models import Decoder, count_to_params
 
+from ...tiers import tiers
 from ..model import make_of
 
 GB, GIB = 1e9, 2**30
@@ -149,8 +150,6 @@ HYBRID, SPREAD = {"replica_axis": "host"}, {"shard_state_over_replicas": True}
 CASES = {
     "stage 2": ({"stage": 2}, optax.adafactor, 2),
     "3 spread": ({"stage": 3} | HYBRID | SPREAD, optax.adafactor, 1),
-}
-SLOW = {
     "stage 1": ({"stage": 1}, optax_ext.came, 1),
     "3 hybrid": ({"stage": 3} | HYBRID, optax.adamw, 2),
     "stage 3, codes": ({"stage": 3, "precision": shd.Precision(gather="int8")}, optax.adamw, 1),
@@ -158,9 +157,9 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
+@pytest.mark.parametrize("name", tiers(CASES, ["3 spread"]))
 def test_the_compiled_step(name):
-    fields, optimizer, k = (CASES | SLOW)[name]
+    fields, optimizer, k = CASES[name]
     tx = optimizer(1e-3)
     mesh = jax.make_mesh((2, 4), ("host", "data"), axis_types=(AxisType.Auto,) * 2)
     axis = "data" if "replica_axis" in fields else ("host", "data")

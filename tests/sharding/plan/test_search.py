@@ -36,7 +36,7 @@ def memory_of(model=SMALL, target="h100x8", tx=TX, device=None):
 
 @pytest.mark.parametrize("target", [pytest.param("h100x8", marks=pytest.mark.slow), "v5e:2x4"])
 def test_memory_is_that_of_estimate(target):
-    """To the byte, of 105 plans of all stages, replicas, formats and micro-batches."""
+    """To the byte, of 42 plans of all stages, replicas, formats and micro-batches."""
     device, memory = kind_of(target), memory_of(target=target)
     params = SMALL.abstract(jnp.bfloat16)
     formats = {"state_formats": (None, "bfloat16"), "weights": ("plain", "master")}
@@ -44,7 +44,7 @@ def test_memory_is_that_of_estimate(target):
     plans = list(PlanSpace(SMALL, 8, 16, offload=places, **formats).plans({"pipe": 1}))
     random.Random(0).shuffle(plans)
     kinds = ([p for p in plans if (p.stage, p.spread) == kind] for kind in [(0, False), *SHARDED])
-    for plan in itertools.chain(*(alike[:15] for alike in kinds)):
+    for plan in itertools.chain(*(alike[:6] for alike in kinds)):
         options = {"recompute": plan.recompute, "tensor": plan.tensor}
         costs = layer_costs(SMALL, device, batch=plan.microbatch, **options)
         found = estimate(

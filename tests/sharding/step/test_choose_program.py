@@ -10,6 +10,7 @@ from jax import lax
 import sharding as shd
 from optax_ext import gradient_noise_scale
 
+from ...tiers import slow, tiers
 from .. import model
 from . import runs
 from .runs import ROWS, WIDTH
@@ -110,11 +111,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("stage", "mesh", "microbatches"),
-    [(2, "flat", 1), (3, "replicas", 1), (3, "flat", 2), (1, "torus", 2), (2, "replicas", 4)],
-)
-@pytest.mark.parametrize("name", LOSSES)
+PLACES = [(2, "flat", 1), (3, "replicas", 1), (3, "flat", 2), (1, "torus", 2), (2, "replicas", 4)]
+CASES = [(name, *place) for name in LOSSES for place in PLACES]
+# Each loss on two of them, of which one has micro-batches.
+FAST = [(x, *PLACES[k]) for i, x in enumerate(LOSSES) for k in (i % 2, 2 + i % 3)]
+
+
+@pytest.mark.parametrize(("name", "stage", "mesh", "microbatches"), tiers(CASES, FAST))
 def test_a_loss_is_that_of_all_rows(name, stage, mesh, microbatches):
     """Trained for some steps, and evaluated, as on one device, by the program that is proven."""
     loss, per_device, has_parts = LOSSES[name]
@@ -279,7 +282,7 @@ def of_devices(loss, n):
     return lambda p, b: jnp.mean(jax.vmap(lambda b: loss(p, b))(jax.tree.map(part, b)))
 
 
-@pytest.mark.parametrize("name", ["masked", "contrastive", "batch norm"])
+@pytest.mark.parametrize("name", ["masked", slow("contrastive"), "batch norm"])
 def test_per_device_is_the_mean_over_devices(name):
     zero, loss = runs.zero_of(3, "four"), LOSSES[name][0]
     given = zero.place(params()), zero.put(data(0))

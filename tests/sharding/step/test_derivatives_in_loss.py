@@ -7,6 +7,7 @@ import pytest
 
 import sharding as shd
 
+from ...tiers import tiers
 from .. import model
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -43,9 +44,17 @@ def by_rows(wrap, params, x):
     return jnp.mean(jax.grad(lambda x: jnp.sum(fn(x) ** 2))(x) ** 2)
 
 
+LOSSES = by_inputs, by_inputs_pulled_back, by_params, by_rows
+
+
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss:UserWarning")
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("loss", [by_inputs, by_inputs_pulled_back, by_params, by_rows])
+@pytest.mark.parametrize(
+    ("loss", "stage"),
+    tiers(
+        [(loss, stage) for loss in LOSSES for stage in (2, 3)],
+        [(by_inputs, 2), (by_inputs_pulled_back, 3), (by_params, 2), (by_rows, 3)],
+    ),
+)
 def test_equals_one_device(loss, stage):
     rng = np.random.default_rng(0)
     shapes = {"up": (2, 16, 32), "down": (2, 32, 16), "table": (64, 16)}

@@ -10,6 +10,7 @@ import pytest
 from sharding.collectives import _reduce_scatter
 from sharding.placement._layout import Layout
 
+from ...tiers import slow
 from .. import model
 
 STEPS = 6
@@ -37,7 +38,7 @@ def test_float32():
     check(model.zero_on(8, stage=3), jnp.float32)
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": 3, "reshard_after_forward": False}])
+@pytest.mark.parametrize("options", [slow({}), {"stage": 3, "reshard_after_forward": False}])
 def test_one_device_and_gathered_parameters_kept_for_the_backward_pass(options, x64):
     check(model.zero_on(4 if options else 1, **options))
 

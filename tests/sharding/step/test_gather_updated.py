@@ -15,6 +15,7 @@ from sharding.plan import kind_of
 from sharding.plan.machine._collective_time import NodeGroup, collective_seconds
 
 from ...compilers import need
+from ...tiers import tiers
 from .. import model
 
 ADAMW = optax.adamw(1e-2)
@@ -51,7 +52,7 @@ def batch_of(step):
     return model.gradients(SHAPES, step, np.float32)
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", tiers(PLACED, ["explicit", "two axes", "all", "sync"]))
 def test_groups_change_no_bit(name, monkeypatch):
     shape, names, options = PLACED[name]
     zero = model.zero_on(*shape, names=names, **({"stage": 2} | options))

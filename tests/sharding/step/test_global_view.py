@@ -3,6 +3,8 @@
 The options of a step are covered by ``test_covering``.
 """
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,14 @@ from optax_ext import gradient_noise_scale
 from sharding.step._global_gradients import GlobalLoss
 
 from ...flax_nnx import needs_nnx, nnx
+from ...tiers import tiers
 from .. import model
 from . import runs
 
 pytestmark = pytest.mark.usefixtures("x64")
 WIDTH, LAYERS = runs.WIDTH, 3
 TX = runs.TX
+KINDS = AxisType.Auto, AxisType.Explicit
 
 
 def params():
@@ -84,15 +88,21 @@ def mean_alone(p, batch, state, key):
     return coupled(p, batch, state.batch_stats, jax.random.fold_in(key, 0))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", ["flat", "replicas"])
+COUPLED = [("flat", stage, kind) for stage in range(4) for kind in KINDS]
+COUPLED += [("replicas", 2, AxisType.Auto), ("replicas", 3, AxisType.Explicit)]
+FAST = [("flat", 1, AxisType.Auto), ("flat", 2, AxisType.Explicit), COUPLED[-1]]
+
+
+@functools.cache
+def trained_alone():
+    return runs.train_alone(make_state, mean_alone)
+
+
+@pytest.mark.parametrize(("mesh", "stage", "kind"), tiers(COUPLED, FAST))
 def test_losses_that_couple_examples(stage, mesh, kind):
-    if mesh == "replicas" and (stage, kind) not in ((2, AxisType.Auto), (3, AxisType.Explicit)):
-        return
     zero = runs.zero_of(stage, mesh, kind, min_shard_size=0, view="global")
     found = runs.train(zero, make_state, coupled, rngs=True, model_state="batch_stats")
-    runs.assert_same(found, runs.train_alone(make_state, mean_alone))
+    runs.assert_same(found, trained_alone())
     if stage == 3:
         assert found[0].params["layers"].addressable_shards[0].data.size < LAYERS * 24 * 24
 
@@ -146,9 +156,18 @@ class Logical(nn.Module):
 RULES = [("batch", "data"), ("embed", "data"), ("mlp", None), ("layers", None)]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("cls", [Partitioned, Logical])
+ANNOTATED = [
+    (cls, stage, kind) for cls in (Partitioned, Logical) for stage in (1, 2, 3) for kind in KINDS
+]
+OF_EACH = [
+    (Partitioned, 1, AxisType.Auto),
+    (Partitioned, 3, AxisType.Explicit),
+    (Logical, 2, AxisType.Explicit),
+    (Logical, 3, AxisType.Auto),
+]
+
+
+@pytest.mark.parametrize(("cls", "stage", "kind"), tiers(ANNOTATED, OF_EACH))
 def test_annotated_linen_models_run_unmodified(cls, stage, kind):
     module = cls()
     zero = runs.zero_of(stage, "flat", kind, min_shard_size=0, view="global")
@@ -380,10 +399,10 @@ PIECES = {
 MAIN = ["scanned", "numbered", "batch norm after", "balance within"]
 PLACES = [(3, "torus", AxisType.Auto), (2, "replicas", AxisType.Explicit)]
 PLACED = [(name, *PLACES[i % 2]) for i, name in enumerate(PIECES)]
-PLACED += [(name, *place) for name in MAIN for place in PLACES if (name, *place) not in PLACED]
+MORE = [(name, *place) for name in MAIN for place in PLACES if (name, *place) not in PLACED]
 
 
-@pytest.mark.parametrize(("name", "stage", "mesh", "kind"), PLACED)
+@pytest.mark.parametrize(("name", "stage", "mesh", "kind"), tiers(PLACED + MORE, PLACED))
 def test_pieces_that_keep_rows_apart(ran, name, stage, mesh, kind):
     loss_fn, make_params, count, reason = PIECES[name]
     zero = runs.zero_of(stage, mesh, kind, min_shard_size=0, view="global")

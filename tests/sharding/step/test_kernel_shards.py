@@ -59,7 +59,7 @@ def test_equals_the_form_of_xla(tx, monkeypatch):
     The noise of stochastic rounding is that of the element in the full array.
     """
     zero = zero_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
-    specs = {"stack": P(None, "model")} | dict.fromkeys(("wide", "up", "narrow"), P())
+    specs = {"stack": P(None, "model"), "wide": P(), "narrow": P()}
     state = zero.init(make_state(tx, specs), tx=tx, param_specs=specs)
     step, step_tiled = (zero.train_step(model.linear_loss, tx=tx) for _ in range(2))
     places = jax.tree.map(lambda x: x.sharding, state)

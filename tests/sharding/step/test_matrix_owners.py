@@ -17,6 +17,7 @@ import sharding as shd
 from sharding.placement._matrix_form import MatrixForm
 from sharding.plan.audit._program_collectives import collectives
 
+from ...tiers import slow
 from .. import model
 
 STEPS = 4
@@ -162,7 +163,7 @@ def run(mesh, stage, tx, names, steps=STEPS):
     [
         pytest.param("muon", "flat", 2, ALL, marks=pytest.mark.slow),
         ("muon", "explicit", 3, ATTENTION),
-        ("muon", "tensor parallel", 2, ATTENTION),
+        slow(("muon", "tensor parallel", 2, ATTENTION)),
         ("statistics", "flat", 2, FEW),
     ],
 )

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 
+from ...tiers import tiers
 from ..model import make_of, microbatches_of
 from .runs import F64, TOLERANCE, TX, WIDTH, assert_same, batch, draw, train, train_alone, zero_of
 
@@ -95,7 +96,7 @@ def run(mesh, **options):
     return zero, train(zero, make_state, loss, grad_norm=True, microbatches=count)
 
 
-@pytest.mark.parametrize("mesh", CASES)
+@pytest.mark.parametrize("mesh", tiers(CASES, ["four"]))
 def test_batch_norm_needs_no_axis_name(mesh):
     zero, found = run(mesh)
     expected = reference(zero.num_devices, CASES[mesh][2])

@@ -14,6 +14,7 @@ import sharding as shd
 from sharding import sync
 from sharding.plan.audit._program_collectives import collectives
 
+from ...tiers import slow
 from .. import model
 from . import runs
 
@@ -134,7 +135,9 @@ def coded(x, spec, num, bits):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("dtype", "bits", "hybrid"), [(jnp.int8, 8, False), (jnp.int4, 4, True)])
+@pytest.mark.parametrize(
+    ("dtype", "bits", "hybrid"), [slow((jnp.int8, 8, False)), (jnp.int4, 4, True)]
+)
 def test_the_loss_sees_codes_and_the_update_the_parameters(dtype, bits, hybrid):
     """Against one device that is given, in each step, the gradient at what codes stand for."""
     shape, names = ((2, 2), ("replica", "data")) if hybrid else ((2,), ("data",))

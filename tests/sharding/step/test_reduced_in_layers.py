@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from sharding.plan.audit._program_collectives import collectives
 
+from ...tiers import slow
 from .. import model
 
 LAYERS, WIDTH, VOCAB, STEPS = 3, 16, 24, 4
@@ -90,7 +91,7 @@ def reference():
 @pytest.mark.usefixtures("x64", "scopes_in_cache_key")
 @pytest.mark.parametrize(
     ("stage", "num", "kind", "microbatches", "remat"),
-    [(1, 8, AxisType.Auto, 1, False), (2, 4, AxisType.Explicit, 2, True)],
+    [slow((1, 8, AxisType.Auto, 1, False)), (2, 4, AxisType.Explicit, 2, True)],
 )
 def test_each_layer_is_reduced_by_itself_and_each_parameter_once(
     stage, num, kind, microbatches, remat

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import sharding as shd
 from sharding import sync
 
+from ....tiers import slow
 from .. import runs
 from ..runs import F64, TX, WIDTH, assert_same, make_train_state_of, train, train_alone, zero_of
 
@@ -152,7 +153,7 @@ def prepare(way):
     return zero, state, step, step.lower(state, zero.put(batch(0)), jax.random.key(KEY)).as_text()
 
 
-@pytest.mark.parametrize("way", ["classes", "found", "stage 2"])
+@pytest.mark.parametrize("way", ["classes", "found", slow("stage 2")])
 def test_equals_one_device(way):
     """Parameters, losses, dropped units, statistics, and what a block sows."""
     zero, state, step, _ = prepare(way)

@@ -15,6 +15,7 @@ from sharding import sync
 from sharding.step.flax import _nnx
 
 from ....flax_nnx import needs_nnx, nnx
+from ....tiers import slow
 from ..runs import F64, ROWS, STEPS, TOLERANCE, TX, WIDTH, assert_close, batch, draw, zero_of
 
 pytestmark = [pytest.mark.usefixtures("x64"), needs_nnx]
@@ -106,7 +107,11 @@ def run(case):
     return zero, lm, optimizer, losses
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"stage {case[0]}, {case[1]}")
+@pytest.mark.parametrize(
+    "case",
+    [*CASES[1:], pytest.param(CASES[0], marks=pytest.mark.slow)],
+    ids=lambda case: f"stage {case[0]}, {case[1]}",
+)
 def test_in_place(case):
     _, lm, optimizer, losses = run(case)
     expected, expected_losses = reference(case[-1])
@@ -338,7 +343,7 @@ def test_what_a_step_of_nnx_cannot_do_raises():
         zero_of(2).nnx_train_step(removing).lower(lm, optimizer, batch(0))
 
 
-@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize("scanned", [True, slow(False)])
 def test_update_in_the_backward_pass(scanned):
     """Of layers in ``nnx.scan`` or a list, with dropout, and batch norms there and outside."""
     norm = functools.partial(nnx.BatchNorm, WIDTH, momentum=0.9, **F64)
