@@ -93,7 +93,7 @@ def test_ci_or_a_test_runs_every_command():
         if command.startswith(NOT_IN_CI) or command in ci + more:
             continue
         script = re.search(r"\S+\.py", command)
-        planner = re.search(r"optax-ext (plan|audit|search)", command)
+        planner = re.search(r"optax-ext (plan|audit|search|check)", command)
         if script:
             assert (ROOT / script[0]).exists(), command
             assert runs(script[0]), command
