@@ -142,7 +142,8 @@ def _compare_step(loss: str, optimizer: str, options: dict[str, Any]) -> float:
     if _HOST & options.keys():
         _need_host_memory()
         options["offload_min_size"] = 0
-    mesh = mesh_of_all(split=split) if jax.device_count() > 1 else jax.make_mesh((1,), ("data",))
+    alone = jax.device_count() == 1 and split == 1
+    mesh = jax.make_mesh((1,), ("data",)) if alone else mesh_of_all(split=split)
     if split > 1:
         options["replica_axis"] = "replica"
     zero, tx = Zero(mesh, min_shard_size=1, **options), _OPTIMIZERS[optimizer]

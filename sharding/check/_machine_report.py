@@ -90,16 +90,17 @@ class MachineReport(Printed):
     @property
     def sentences(self) -> list[str]:
         """What differs, what that affects, and what to do; then a summary."""
-        lines = []
+        lines, absent = [], dict[str, list[str]]()
         for found in self.outcomes:
             if found.status == "not here":
-                lines.append(f"{found.name}: not here: {found.reason}")
+                absent.setdefault(found.reason, []).append(found.name)
             elif found.status != "ok":
                 what = found.reason or f"{found.difference:.3g} times what is allowed"
                 lines += [
                     f"{found.status}: {found.name}: {what}.",
                     f"  It affects {found.affects}. Until it is mended: {found.instead}.",
                 ]
+        lines += [f"not here, as {why}: {'; '.join(names)}." for why, names in absent.items()]
         bad = sum(found.status in ("differs", "failed") for found in self.outcomes)
         seconds = sum(found.seconds for found in self.outcomes)
         total = f"{len(self.outcomes)} checks in {seconds:.0f} s: "
