@@ -43,8 +43,8 @@ class NormalFloat4(Form):
     """
 
     codes: jax.Array  #: uint8 (stack..., rows..., m / 2)
-    scale: jax.Array  #: int8 (stack..., blocks), in the order of elements
-    group: jax.Array  #: float32, at least, (stack..., blocks / 256), of each 256 scales
+    scale: jax.Array  #: int8 (stack..., rows..., m / 64)
+    group: jax.Array  #: float32, at least, (stack..., groups), of each 256 scales in their order
     offset: jax.Array  #: float32, at least, (stack...), the mean scale of a matrix
     dtype: Any = dataclasses.field(metadata={"static": True})  #: of what the loss sees
 
@@ -70,6 +70,7 @@ def encode(w: jax.Array) -> NormalFloat4:
     group = jnp.max(jnp.abs(grouped), axis=-1)
     unit = jnp.where(group > 0, 127 / jnp.where(group > 0, group, 1), 0)
     scale = jnp.round(grouped * unit[:, None]).astype(jnp.int8).reshape(-1)[: len(largest)]
+    scale = scale.reshape(*w.shape[:-1], -1)
     # Codes by the scales as they are read.
     read = _scales(scale, group, offset)
     x = x * jnp.where(read > 0, 1 / jnp.where(read > 0, read, 1), 0)[:, None]
@@ -106,6 +107,6 @@ def _scale_groups(scales: jax.Array) -> jax.Array:
 
 
 def _scales(scale: jax.Array, group: jax.Array, offset: jax.Array) -> jax.Array:
-    """The scales of blocks; none is negative."""
-    relative = _scale_groups(scale.astype(group.dtype)) * (group[:, None] / 127)
-    return jnp.maximum(relative.reshape(-1)[: len(scale)] + offset, 0)
+    """The scales of all blocks, in one dim; none is negative."""
+    relative = _scale_groups(scale.astype(group.dtype).reshape(-1)) * (group[:, None] / 127)
+    return jnp.maximum(relative.reshape(-1)[: scale.size] + offset, 0)

@@ -135,11 +135,18 @@ TX = optax.masked(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
 @pytest.mark.parametrize(
-    ("stage", "update", "microbatches"),
-    [(0, "after", 1), (2, "after", 2), (3, "after", 1), (3, "backward", 2)],
+    ("stage", "update", "microbatches", "offload"),
+    [
+        (0, "after", 1, None),
+        (2, "after", 2, None),
+        (3, "after", 1, None),
+        (3, "backward", 2, None),
+        (1, "backward", 2, "all"),
+        (3, "backward", 1, "all"),
+    ],
 )
-def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
-    zero = model.zero_on(8, stage=stage)
+def test_steps_are_those_of_one_device(stage, update, microbatches, offload, x64):
+    zero = model.zero_on(8, stage=stage, offload=offload, offload_min_size=0)
     params = trained_b(stored.store(arrays(), FORMS["QLoRA"], KEY))
     state = zero.init(lambda: (params, TX.init(params)), tx=TX)
     step = zero.train_step(
@@ -161,6 +168,8 @@ def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
         alone = optax.apply_updates(alone, updates)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
     model.assert_close(state, (alone, opt_state), 1e-11)
+    kinds = {(x.ndim > 2, x.sharding.memory_kind) for x in jax.tree.leaves(state)}
+    assert kinds == {(True, "pinned_host" if offload else "device"), (False, "device")}
     # Codes are sharded at stage 3, and neither they nor their scales have a state.
     codes = state[0]["layers"]["up"].base.codes
     assert codes.addressable_shards[0].data.size * (8 if stage == 3 else 1) == codes.size
