@@ -16,9 +16,9 @@ from jax.extend.core import jaxpr_as_fun
 from sharding.loss._effects import Prints, with_prints
 from sharding.loss._evaluate import use
 from sharding.loss._stack import Operand, ParamNumber, Result, Stack
-from sharding.offload._host_memory import load_layer, scan_streamed
+from sharding.offload._host_memory import load_layer, on_host, scan_streamed
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_updates import StackUpdate
+from sharding.step._layer_updates import StackUpdate, as_stored
 
 # Of a layer and its gradients: what to stack over layers.
 Take = Callable[[StackUpdate, jax.Array, dict[ParamNumber, jax.Array]], Any]
@@ -110,7 +110,11 @@ class StackPasses(NamedTuple):
     def read(self, layer: jax.Array) -> dict[ParamNumber, jax.Array]:
         """The parameters of a layer, in the dtypes that the loss gets."""
         held = self.update.read(layer)
-        held |= {i: load_layer(x, layer) for i, x in self.frozen.items()}
+        for i, stack in self.frozen.items():
+            held[i] = load_layer(stack, layer)
+            if on_host(stack):
+                spec = self.loss.leaves[i].of_slice(self.loss.leaves[i].held, stack.ndim - 1)
+                held[i] = as_stored(self.loss.layout, held[i], spec)
         return {i: x.astype(self.loss.leaves[i].dtype) for i, x in held.items()}
 
     def of_layer(

@@ -112,6 +112,10 @@ class Adapted(Form):
         return len(self.b.shape) - self.columns - 1
 
     @property
+    def rank(self) -> int:
+        return self.b.shape[self.stacked]
+
+    @property
     def rows(self) -> int:
         """The number of dims of rows."""
         return len(self.a.shape) - self.stacked - 1
