@@ -61,7 +61,9 @@ class Precision:
             object.__setattr__(self, field.name, dtype)
 
     def of_loss(self, dtype: DType) -> Any:
-        return _unless_none(self.compute, dtype)
+        """In which dtype the loss gets a parameter; codes and masks stay as they are."""
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        return _unless_none(self.compute if is_floating else None, dtype)
 
     def of_sum(self, dtype: DType) -> Any:
         return _unless_none(self.reduce, dtype)

@@ -1,5 +1,6 @@
 """From forms back to arrays, or to other codes; adapters as peft reads them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,7 +144,7 @@ def peft_config(
         raise ValueError("peft_config: no parameter is adapted, as by store with lora(rank).")
     ranks = {name: form.rank for name, form in modules.items()}
     alphas = {name: form.scale * form.rank for name, form in modules.items()}
-    rank, alpha = (max(set(of.values()), key=[*of.values()].count) for of in (ranks, alphas))
+    rank, alpha = (Counter(of.values()).most_common(1)[0][0] for of in (ranks, alphas))
     return {
         "peft_type": "LORA",
         "r": rank,

@@ -373,11 +373,11 @@ def trained_paths(placed: Description) -> set[str]:
 
 
 def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
-    """Arrays of floating numbers, and their dtypes."""
+    """Arrays of floating numbers, and their dtypes; of parameters, codes and masks, too."""
     for row in placed.rows:
         if row.part == part and not row.dtype.startswith("key<"):  # of random keys
             dtype = jnp.dtype(row.dtype)
-            if jnp.issubdtype(dtype, jnp.floating):
+            if part == "params" or jnp.issubdtype(dtype, jnp.floating):
                 yield row, dtype
 
 
