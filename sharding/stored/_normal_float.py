@@ -117,4 +117,4 @@ def _packed(x: jax.Array, bits: int) -> jax.Array:
 
 def _unpacked(words: jax.Array, bits: int) -> jax.Array:
     parts = [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)]
-    return jnp.concatenate(parts, axis=-1)
+    return jnp.concatenate([part.astype(jnp.uint8) for part in parts], axis=-1)

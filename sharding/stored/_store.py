@@ -52,7 +52,7 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
         del key
         _check_array(x, path, "frozen")
         if fmt != 4:
-            return Coded(_by_array(coded, x, dims), x.dtype)
+            return Coded.of(_by_array(coded, x, dims), x.dtype)
         if x.shape[-1] % _normal_float.BLOCK:
             raise ValueError(
                 f"{path} has shape {tuple(x.shape)}, and NF4 needs rows of a multiple of "
