@@ -231,7 +231,7 @@ def setup_of(options: Namespace) -> Setup:
     )
     length, microbatches = options.length or (model.length if model else 0), options.microbatches
     unit, device, costs = zero.num_devices * microbatches, device_of(options), None
-    forms = forms_of(options, model)
+    forms = stored_forms(options, model)
     if forms is not None:
         store = functools.partial(stored.store, forms=forms, key=jax.random.key(0))
         params = jax.eval_shape(store, params)
@@ -256,7 +256,7 @@ def setup_of(options: Namespace) -> Setup:
     )
 
 
-def forms_of(options: Namespace, model: AnyModel | None) -> Any:
+def stored_forms(options: Namespace, model: AnyModel | None) -> Any:
     """What ``--frozen`` and ``--lora`` do to the matrices of a model's layers."""
     given = [name for name in ("frozen", "lora") if getattr(options, name, None)]
     if not given:

@@ -110,7 +110,7 @@ def lora(
         of_a = (*shape[:last], rank)
         a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound).astype(dtype or x.dtype)
         b = jnp.zeros((*shape[:first], rank, *shape[last:]), a.dtype)
-        return Adapted(_read(x), a, b, (rank if alpha is None else alpha) / rank, columns)
+        return Adapted(_in_memory(x), a, b, (rank if alpha is None else alpha) / rank, columns)
 
     return step
 
@@ -137,7 +137,7 @@ def masked(sparsity: float) -> Step:
     def step(x: Any, path: str, key: Any) -> Form:
         del key
         _check_array(x, path, "masked")
-        values = jnp.asarray(_read(x))
+        values = jnp.asarray(_in_memory(x))
         size = jnp.abs(values)
         return Masked(values, size >= jnp.quantile(size.astype(jnp.float32), sparsity))
 
@@ -203,7 +203,7 @@ def store(
     for path, pattern, type_of in kinds.values():
         jax.eval_shape(functools.partial(form_of, path, pattern), type_of)
     return treedef.unflatten(
-        _read(x) if pattern is None else form_of(path, pattern, x) for path, pattern, x in both
+        _in_memory(x) if pattern is None else form_of(path, pattern, x) for path, pattern, x in both
     )
 
 
@@ -255,7 +255,7 @@ def _by_array(encode: Callable[[Any], Any], x: Any, dims: int) -> Any:
     return coded
 
 
-def _read(x: Any) -> Any:
+def _in_memory(x: Any) -> Any:
     """An array, of one that is in a file."""
     is_elsewhere = hasattr(x, "__array__") and not isinstance(x, jax.Array | np.ndarray)
     return np.asarray(x) if is_elsewhere else x
