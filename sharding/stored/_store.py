@@ -270,7 +270,7 @@ def _check_like(found: dict[str, Any], like: Tree) -> None:
             given, wanted = ("none" if x is None else f"one of shape {x}" for x in shapes)
             raise ValueError(
                 f"store: of {path} there is {given}, and the loss takes {wanted} (like). Read the "
-                "parameters of this model, as by the names of its checkpoint."
+                "parameters of this model (docs: how_to/freeze)."
             )
 
 

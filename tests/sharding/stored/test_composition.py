@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import equinox as eqx
 import flax.linen as nn
@@ -15,7 +16,9 @@ from flax import nnx
 import optax_ext
 import sharding as shd
 from sharding import stored
+from sharding.plan import Decoder
 
+from ...compilers import need
 from .. import model
 from .test_stored import KEY, arrays, batch, checkpointed, differentiable, of_decoded, trained_b
 
@@ -192,3 +195,23 @@ def test_activations_of_a_loss_of_forms_are_planned():
     fn = stored.loss_of(checkpointed)
     planned = shd.remat.plan(fn, params, batch(), "1MiB")
     np.testing.assert_allclose(planned(params, batch()), fn(params, batch()), rtol=1e-5)
+
+
+def test_codes_are_streamed_as_they_are_on_tpus():
+    """No stack is copied to be stored otherwise: each layer of it is sliced in host memory."""
+    need("v5e:1x1")
+    decoder = Decoder(8, 512, 4, 4, 1024, 256, 128)
+    zero = shd.Zero(shd.targets.mesh("v5e:1x1", (1,), ("data",)), offload="all")
+    tx = optax.masked(optax.adamw(1e-4), stored.trained)
+
+    def make_state():
+        forms = {"^layers/(query|key|value|out|gate|up|down)$": NF4_LORA}
+        params = stored.store(decoder.init(jnp.bfloat16), forms, KEY)
+        return params, tx.init(params)
+
+    loss = stored.loss_of(decoder.make_loss(jax.checkpoint(decoder.apply_layer)))
+    step = zero.train_step(loss, tx=tx, trainable=stored.trained)
+    compiled = step.lower(zero.abstract_state(make_state, tx=tx), decoder.batch(1)).compile()
+    text = compiled.as_text()
+    assert "u32[8,512,128]" in text
+    assert not re.search(r"= \(?u32\[8,\d+,\d+\][^=]* copy", text)
