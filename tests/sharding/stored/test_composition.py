@@ -200,7 +200,7 @@ def test_activations_of_a_loss_of_forms_are_planned():
 def test_codes_are_streamed_as_they_are_on_tpus():
     """No stack is copied to be stored otherwise: each layer of it is sliced in host memory."""
     need("v5e:1x1")
-    decoder = Decoder(8, 512, 4, 4, 1024, 256, 128)
+    decoder = Decoder(8, 1024, 8, 8, 1024, 256, 128)
     zero = shd.Zero(shd.targets.mesh("v5e:1x1", (1,), ("data",)), offload="all")
     tx = optax.masked(optax.adamw(1e-4), stored.trained)
 
@@ -213,5 +213,5 @@ def test_codes_are_streamed_as_they_are_on_tpus():
     step = zero.train_step(loss, tx=tx, trainable=stored.trained)
     compiled = step.lower(zero.abstract_state(make_state, tx=tx), decoder.batch(1)).compile()
     text = compiled.as_text()
-    assert "u32[8,512,128]" in text
+    assert "u32[8,1024,128]" in text
     assert not re.search(r"= \(?u32\[8,\d+,\d+\][^=]* copy", text)
