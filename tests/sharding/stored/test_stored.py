@@ -177,6 +177,25 @@ def test_steps_are_those_of_one_device(stage, update, microbatches, offload, x64
     assert sizes == {x.shape for x in jax.tree.leaves(differentiable(scanned, params)[1])}
 
 
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_loops_of_frozen_layers_alone_are_streamed(embed, microbatches, x64):
+    """With trained parameters before the loop and behind it, or behind it alone."""
+    params = stored.store(arrays(), {"layers/(up|down)": stored.frozen(4)}, KEY)
+    trainable = {"embed": embed, "layers": False, "head": True}
+    tx = optax.masked(optax.adamw(1e-2), trainable)
+    runs = []
+    for options in ({"offload": "all", "offload_min_size": 0}, {}):
+        zero = model.zero_on(8, stage=2, **options)
+        state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+        more = {"trainable": trainable, "microbatches": microbatches}
+        step = zero.train_step(stored.loss_of(scanned), tx=tx, **more)
+        for i in range(STEPS):
+            state, metrics = step(state, zero.put(batch(i)))
+        runs.append((jax.device_get(state), metrics["loss"]))
+    model.assert_close(*runs, 1e-11)
+
+
 # --- Forms ----------------------------------------------------------------------------------------
 
 
