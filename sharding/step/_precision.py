@@ -61,9 +61,7 @@ class Precision:
             object.__setattr__(self, field.name, dtype)
 
     def of_loss(self, dtype: DType) -> Any:
-        """In which dtype the loss gets a parameter; codes and masks stay as they are."""
-        is_floating = jnp.issubdtype(dtype, jnp.floating)
-        return _unless_none(self.compute if is_floating else None, dtype)
+        return _unless_none(self.compute, dtype)
 
     def of_sum(self, dtype: DType) -> Any:
         return _unless_none(self.reduce, dtype)
