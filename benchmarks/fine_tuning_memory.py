@@ -28,22 +28,23 @@ from sharding.plan import MODELS, Decoder
 GIB = 2**30
 MATRICES = "layers/(query|key|value|out|gate|up|down)$"
 FORMS = {MATRICES: (stored.frozen(4), stored.lora(16))}
-# Model, target, ZeRO stage.
+# Model, target, ZeRO stage, what is in host memory.
 CASES = [
-    ("llama2-7b", "h100x1", 0),
-    ("llama2-13b", "h100x1", 0),
-    ("llama2-70b", "h100x1", 0),
-    ("llama2-70b", "h100x8", 3),
+    ("llama2-7b", "h100x1", 0, None),
+    ("llama2-13b", "h100x1", 0, None),
+    ("llama2-70b", "h100x1", 0, None),
+    ("llama2-70b", "h100x8", 3, None),
+    ("llama2-70b", "v5e:1x1", 0, "all"),
 ]
 HEADER = """
-| model | target | stage | GiB: parameters | state | temporaries | total | TFLOP | sent |
-|---|---|---|---|---|---|---|---|---|
+| model | target | stage | GiB: parameters | state | temporaries | total | on host | TFLOP | sent |
+|---|---|---|---|---|---|---|---|---|---|
 """.strip()
 
 
-def row(model: Decoder, name: str, target: str, stage: int) -> str:
+def row(model: Decoder, name: str, target: str, stage: int, offload: str | None = None) -> str:
     """The figures of one device, with one sequence."""
-    zero = zero_on(target, stage=stage)
+    zero = zero_on(target, stage=stage, offload=offload)
     tx = optax.masked(optax.adamw(1e-4), stored.trained)
 
     def make_state() -> tuple[Any, Any]:
@@ -55,7 +56,8 @@ def row(model: Decoder, name: str, target: str, stage: int) -> str:
     state = zero.abstract_state(make_state, tx=tx)
     found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=zero.mesh)
     sizes = found.arguments["parameters"], found.arguments["optimizer state"]
-    figures = [f"{x / GIB:.2f}" for x in (*sizes, found.temporaries or 0.0, found.memory)]
+    sizes = *sizes, found.temporaries or 0.0, found.memory, found.host
+    figures = [f"{x / GIB:.2f}" for x in sizes]
     figures += [f"{sum(found.flops.values()) / 1e12:.1f}", f"{found.wire_bytes / GIB:.1f}"]
     return f"| {name} | {target} | {stage} | {' | '.join(figures)} |"
 
@@ -65,8 +67,8 @@ def rows(smoke: bool) -> Iterator[str]:
     if smoke:
         yield row(Decoder(2, 64, 4, 4, 128, 96, 32), "tiny", "cpu:1", 0)
         return
-    for name, target, stage in CASES:
-        yield row(dataclasses.replace(MODELS[name], length=1024), name, target, stage)
+    for name, *case in CASES:
+        yield row(dataclasses.replace(MODELS[name], length=1024), name, *case)
 
 
 def main() -> None:
@@ -79,7 +81,8 @@ def main() -> None:
         about = (
             "Llama 2, all matrices of its layers in NF4 with scales in 8 bits and adapters of rank "
             "16 in bfloat16, AdamW, a sequence of 1,024 tokens a device, every layer computed "
-            "again. GiB of one device, and those that it sends in a step."
+            "again. GiB of one device, and those that it sends in a step. On the v5e, stacks of "
+            'layers are in host memory and streamed (`offload="all"`).'
         )
         _results.write("fine_tuning_memory", "What QLoRA holds", about, table)
 

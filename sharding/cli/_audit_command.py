@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sharding import stored
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
 from sharding.cli._model_activations import planned_loss
@@ -28,7 +29,7 @@ from sharding.plan.search._build import build
 _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
-    *("update_in_backward", "offload", "update_on_host"),
+    *("update_in_backward", "offload", "update_on_host", "frozen", "lora"),
 )
 
 
@@ -238,7 +239,11 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         setup = dataclasses.replace(setup, **found)
         plan = setup.plan(zero)
     shared = setup.parallel_plan(zero)
-    built = build(shared, model, setup.optimizer, zero, dtype=opts.dtype_of(options), loss=loss)
+    dtype, tuned = opts.dtype_of(options), dict[str, Any]()
+    if setup.forms is not None:
+        loss, tuned = _fine_tuned(setup, model, dtype)
+    tx = setup.of_trained(setup.optimizer)
+    built = build(shared, model, tx, zero, dtype=dtype, loss=loss, **tuned)
     tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
     found = audit(
         dataclasses.replace(built, batch=tokens).lower(),
@@ -248,5 +253,17 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         predicted=setup.seconds(shared) if setup.timed else None,
         tokens=plan.tokens,
     )
-    stored = [_STORED] * (setup.recompute and options.remat is None)
-    return dataclasses.replace(found, notes=(*found.notes, *stored))
+    notes = [_STORED] * (setup.recompute and options.remat is None and setup.forms is None)
+    return dataclasses.replace(found, notes=(*found.notes, *notes))
+
+
+def _fine_tuned(setup: opts.Setup, model: Decoder, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss of adapters on frozen parameters, and what else ``build`` needs."""
+    layer = jax.checkpoint(model.apply_layer) if setup.recompute else None
+
+    def make_state(tx: Any) -> Any:
+        params = stored.store(model.init(dtype), setup.forms, jax.random.key(0))
+        return params, tx.init(params)
+
+    options = {"make_state": make_state, "trainable": stored.trained}
+    return stored.loss_of(model.make_loss(layer)), options

@@ -64,6 +64,11 @@ _MODEL = {
     "--master": "float32 master weights beside the parameters",
     "--dtype": "of the parameters (default: bfloat16, for CPUs float32)",
 }
+_FROZEN = ("4bit", "8bit")
+_FINE_TUNING = {
+    "--frozen FORMAT": "matrices of layers are stored so, and not trained: 4bit (NF4), 8bit",
+    "--lora N": "the rank of their adapters, which are trained",
+}
 _DTYPES = {
     "--compute-dtype DTYPE": "of the loss (default: that of the parameters)",
     "--reduce-dtype DTYPE": "in which gradients are summed over devices",
@@ -111,7 +116,8 @@ def plan_options(parser: ArgumentParser) -> None:
         "--update-in-backward": _IN_BACKWARD,
     }
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
-    _add(parser, "model and optimizer", _MODEL | _DTYPES | state, state=_one_of(STATE_FORMATS))
+    kinds = {"state": _one_of(STATE_FORMATS), "frozen": _one_of(_FROZEN)}
+    _add(parser, "model and optimizer", _MODEL | _FINE_TUNING | _DTYPES | state, **kinds)
     _add_machine(parser, _TARGET | _MESH)
     _add(parser, "batch", _BATCH | remat, microbatches={"default": 1})
     _add_output(parser)
@@ -138,7 +144,8 @@ def audit_options(parser: ArgumentParser) -> None:
         "--headroom SHARE": "with --find-batch: the share of the memory that is left free "
         f"(default: {HEADROOM})",
     }
-    _add(parser, "model and optimizer", _MODEL | _DTYPES | step)
+    frozen = _one_of(_FROZEN)
+    _add(parser, "model and optimizer", _MODEL | _FINE_TUNING | _DTYPES | step, frozen=frozen)
     stages = {"action": "append"} | _one_of(_STAGES)
     _add_machine(parser, _TARGET | _MESH | stage, stage=stages)
     _add(parser, "batch", _BATCH | more, microbatches={"default": 1})

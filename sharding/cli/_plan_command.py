@@ -91,8 +91,9 @@ def _about_layers(shared: dict[str, ParallelPlan]) -> str:
 
 def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
-    counted = "6 operations per parameter and token, "
-    counted += "attention in full" if setup.model else "without attention"
+    each = 6 if setup.forms is None else 4
+    counted = f"{each} operations per parameter and token, "
+    counted += "attention in full" if setup.costs else "without attention"
     if isinstance(setup.model, TracedModel):
         counted = "the products of its loss"
     return (

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_ext
+from sharding import stored
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.audit._find_batch import largest
@@ -29,6 +30,7 @@ from sharding.plan.search._plan_space import SEARCHED, allows
 from sharding.plan.search._search import check_dtype, costs_of, machine_of
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step._precision import Precision
+from sharding.stored._forms import is_form
 
 # The options that make an unknown device known.
 FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
@@ -54,11 +56,16 @@ class Setup:
     master: bool = False  # whether there are master weights
     recompute: bool = True  # whether layers are computed again, where they are not
     update: str = "after"  # where: after the backward pass, or in it
+    forms: Any = None  # in which parameters are stored, by path; None where all are trained
 
     @property
     def tx(self) -> optax.GradientTransformation:
         """The transformation without ``--state``."""
         return optax_ext.master_weights(self.optimizer) if self.master else self.optimizer
+
+    def of_trained(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """A transformation of what is trained."""
+        return tx if self.forms is None else optax.masked(tx, stored.trained)
 
     @property
     def gathered_once(self) -> str | None:
@@ -85,7 +92,11 @@ class Setup:
         fastest = fastest or {}
         tokens = float(self.sequences * self.length)
         batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
-        flops = 6.0 * sum(math.prod(x.shape) for x in jax.tree.leaves(self.params)) * tokens
+        # Frozen parameters have no product for a gradient.
+        each, leaves = 6.0, jax.tree.leaves(self.params)
+        if self.forms is not None:
+            each, leaves = 4.0, jax.tree.leaves(self.params, is_leaf=is_form)
+        flops = each * sum(math.prod(x.shape) for x in leaves) * tokens
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
             shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
@@ -96,7 +107,8 @@ class Setup:
         elif activations is None:
             activations = self._estimated(self.batch)
         return estimate(
-            *(self.params, tx or self.tx, zero),
+            *(self.params, self.of_trained(tx or self.tx), zero),
+            trainable=None if self.forms is None else stored.trained(self.params),
             microbatches=self.microbatches,
             batch=batch,
             state_format=state_format,
@@ -227,7 +239,11 @@ def setup_of(options: Namespace) -> Setup:
     unit = zero.num_devices * microbatches
     device = device_of(options)
     costs = None
-    if model and device:
+    forms = stored_forms(options, model)
+    if forms is not None:
+        store = functools.partial(stored.store, forms=forms, key=jax.random.key(0))
+        params = jax.eval_shape(store, params)
+    elif model and device:
         of_loss = zero.precision.of_loss(dtype_of(options))
         costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
     return Setup(
@@ -237,14 +253,32 @@ def setup_of(options: Namespace) -> Setup:
         zero=zero,
         device=device,
         costs=costs,
-        timed=_is_timed(options, zero, model),
+        timed=forms is None and _is_timed(options, zero, model),
         is_number=model is None and ":" not in options.model,
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
         master=options.master,
         update="backward" if by_layer else "after",
+        forms=forms,
     )
+
+
+def stored_forms(options: Namespace, model: AnyModel | None) -> Any:
+    """What ``--frozen`` and ``--lora`` do to the matrices of a model's layers."""
+    given = [name for name in ("frozen", "lora") if getattr(options, name, None)]
+    if not given:
+        return None
+    asked = " and ".join(f"--{name}" for name in given)
+    if not options.lora:
+        raise ValueError(f"{asked} trains nothing without adapters: give --lora RANK, too.")
+    if not isinstance(model, Decoder):
+        raise ValueError(f"{asked} needs a model whose layers are known: a name, or a Decoder.")
+    excluded = [name for name in ("master", "remat") if getattr(options, name)]
+    if excluded:
+        raise ValueError(f"{asked} is without --{excluded[0]}: leave one of them out.")
+    frozen = [stored.frozen(int(options.frozen[0]))] if options.frozen else []
+    return {"^layers/(query|key|value|out|gate|up|down)$": (*frozen, stored.lora(options.lora))}
 
 
 def sequences_of(text: str, length: int, unit: int = 1) -> int:

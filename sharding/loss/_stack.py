@@ -77,7 +77,7 @@ class Stack(NamedTuple):
 
     eqn: Equation
     own: dict[Operand, View]  # trained parameters that it slices, and that nothing else reads
-    frozen: dict[Operand, ParamNumber]  # untrained parameters that it slices
+    frozen: dict[Operand, View]  # untrained parameters that it slices
 
     @property
     def scan(self) -> Scan:
@@ -101,8 +101,9 @@ class Stack(NamedTuple):
         return range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry)
 
     def of(self, params: Container[ParamNumber]) -> "Stack":
-        """With these parameters; it gets others as they are."""
-        return self._replace(own={k: x for k, x in self.own.items() if x.param in params})
+        """With these parameters, trained or not, as its own; it gets others as they are."""
+        both = self.own | self.frozen
+        return self._replace(own={k: x for k, x in both.items() if x.param in params})
 
     def run(
         self,
@@ -137,7 +138,7 @@ def find_stacks(graph: Graph, num_params: int, differentiated: Differentiated) -
     """The loops of an exact graph, whose first inputs are parameters, over layers.
 
     A loop owns the trained parameters that it slices, cast or not, by which the first output has no
-    other derivative. One that owns none is a stack, too.
+    other derivative. One that owns none is a stack, too. Of untrained ones nothing is asked.
     """
     equations = graph.needed(graph.outputs, graph.constants)[0]
     views = _layer_views(graph, num_params)
@@ -150,15 +151,15 @@ def find_stacks(graph: Graph, num_params: int, differentiated: Differentiated) -
         scan = record_of(eqn)
         if not isinstance(scan, Scan) or not scan.options["length"]:
             continue
-        own, frozen = dict[Operand, View](), dict[Operand, ParamNumber]()
+        own, frozen = dict[Operand, View](), dict[Operand, View]()
         first = scan.num_consts + scan.num_carry  # the first slice
-        for k, v in enumerate(eqn.operands) if eqn.results in active else ():
-            if k >= first and v in views:
-                view, is_trained = views[v], differentiated.params >> views[v].param & 1
-                if is_trained and uses[view.param] == 1:
-                    own[Operand(k)] = view
-                elif not is_trained and not view.changes:
-                    frozen[Operand(k)] = view.param
+        sliced = {Operand(k): views[v] for k, v in enumerate(eqn.operands) if v in views}
+        for k, view in sliced.items():
+            is_trained = differentiated.params >> view.param & 1
+            if k >= first and not is_trained:
+                frozen[k] = view
+            elif k >= first and eqn.results in active and uses[view.param] == 1:
+                own[k] = view
         stacks.append(Stack(eqn, own, frozen))
     return stacks
 

@@ -67,6 +67,12 @@ def copy_to(layout: Any, tree: Tree, shardings: Tree) -> Any:
 # --- Stacks of layers there, as refs that the layers of a loop read and write ---------------------
 
 
+def load_layer(stack: Any, layer: jax.Array) -> Any:
+    """One layer of a stack, on the device."""
+    held = lax.dynamic_index_in_dim(stack, layer, keepdims=False)
+    return jax.device_put(held, DEVICE) if on_host(stack) else held
+
+
 class HostStack:
     """A stack, a layer of which is loaded when it is first read, after what was stored before.
 
@@ -85,8 +91,7 @@ class HostStack:
     def __getitem__(self, layer: jax.Array) -> Any:
         if self.loaded is None:
             layer, *_ = lax.optimization_barrier([layer, *self.stored[-1:]])
-            held = lax.dynamic_index_in_dim(self.stack, layer, keepdims=False)
-            self.loaded = jax.device_put(held, DEVICE)
+            self.loaded = load_layer(self.stack, layer)
         return self.loaded
 
     def __setitem__(self, layer: jax.Array, value: Any) -> None:

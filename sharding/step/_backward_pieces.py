@@ -301,16 +301,10 @@ class LossPieces:
     ) -> list[Any]:
         """What a piece computes; ``values`` may have parameters as they are held."""
         held: dict[Any, Any] = dict(enumerate(self.held)) | values
-        values, sliced = self.graph.constants | values, set[Value]()
-        if piece.passes is not None:
-            stack = piece.passes.stack
-            sliced = {stack.eqn.operands[k] for k in stack.frozen}
+        values = self.graph.constants | values
         for v in piece.params:
             view = self._views[v]
-            cast = view.cast(held[view.param])
-            # Layers gather what they slice.
-            leaf = self.loss.leaves[view.param]
-            values[v] = cast if v in sliced else use(leaf, cast, taps.get(v))
+            values[v] = use(self.loss.leaves[view.param], view.cast(held[view.param]), taps.get(v))
         printed = piece.printed if prints is Prints.ALL else []
         equations = (printing_less(eqn, prints) for eqn in [*piece.equations, *printed])
         evaluate([eqn for eqn in equations if eqn is not None], values)
@@ -359,11 +353,15 @@ class LossPieces:
           The gradients that are complete; what the layers of a stack return, stacked, else None.
         """
         piece, taken = self.pieces[number], None
+        more: dict[Value, Any] = {}
+        given: dict[Value, Any] = {}
         if piece is not self.pieces[-1]:
             stored, cotangents = kept.pieces[number], pending.cotangents
             own = {v: cotangents.pop(v) for v in piece.results if v in cotangents}
             if piece.passes is not None:
-                more, given, taken = self._stack_backward(piece, kept, stored, own, prints, take)
+                if own:  # else a loop of frozen layers, before which nothing is trained
+                    all_of = piece, kept, stored, own, prints, take
+                    more, given, taken = self._stack_backward(*all_of)
             elif stored is not None:
                 more, given = stored(own)
             else:
@@ -405,7 +403,8 @@ class LossPieces:
         results = {Result(j): own[v] for j, v in enumerate(piece.results) if v in own}
         moved = {k for k, v in others.items() if self._differentiated.reads[v]}
         body = stack.scan.body.jaxpr
-        in_layers = carried_derivatives(body, carried, moved.union(stack.own), results)
+        moved |= {k for k, view in stack.own.items() if view.param in piece.passes.update.of}
+        in_layers = carried_derivatives(body, carried, moved, results)
         by = sorted(active.difference(carried).union(map(Operand, in_layers)))
         not_carried = {k: x for k, x in operands.items() if k not in carried}
         given = piece.passes, not_carried, entered, results, by

@@ -88,7 +88,8 @@ class Update(NamedTuple):
         """One layer, of shape (1, ...), as it is while it is updated."""
         spec = _layer_spec(self.shards[number])
         x = self.layout.constrain(self.read(number, layer), spec)
-        return _as_stored(self.layout, x, spec)
+        is_gathered = self.layout.platform == "gpu" and self.layout.mesh.size > 1
+        return as_stored(self.layout, x, spec) if is_gathered else x
 
     def store(self, number: Slot, layer: jax.Array, x: jax.Array) -> None:
         """Replaces one layer, in the placement between steps."""
@@ -303,14 +304,12 @@ def _layer_spec(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(None, *spec[1:])
 
 
-def _as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """On GPUs, an array in the order of its dims.
+def as_stored(layout: Layout, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """A layer in the order of its dims.
 
-    Else XLA stores stacks of layers transposed, in a second buffer, as it gathers and reduces them
-    along other dims than the first.
+    Else XLA stores stacks of layers transposed, in a second buffer: on GPUs, as it gathers and
+    reduces them along other dims than the first; on TPUs, as few-bit codes are decoded.
     """
-    if layout.platform != "gpu" or layout.mesh.size == 1:
-        return x
     order = MemoryLayout(tuple(range(x.ndim)))
     stored = lambda x: with_layout_constraint(x, order)  # noqa: E731
     return over_data_axes(layout, stored, spec, spec, layout.mesh.axis_names)(x)

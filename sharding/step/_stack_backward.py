@@ -16,9 +16,9 @@ from jax.extend.core import jaxpr_as_fun
 from sharding.loss._effects import Prints, with_prints
 from sharding.loss._evaluate import use
 from sharding.loss._stack import Operand, ParamNumber, Result, Stack
-from sharding.offload._host_memory import scan_streamed
+from sharding.offload._host_memory import load_layer, on_host, scan_streamed
 from sharding.step._global_gradients import GlobalLoss
-from sharding.step._layer_updates import StackUpdate
+from sharding.step._layer_updates import StackUpdate, as_stored
 
 # Of a layer and its gradients: what to stack over layers.
 Take = Callable[[StackUpdate, jax.Array, dict[ParamNumber, jax.Array]], Any]
@@ -70,6 +70,7 @@ class StackPasses(NamedTuple):
     stack: Stack
     loss: GlobalLoss  # gathers parameters, and reduces their gradients
     update: StackUpdate  # reads the parameters of layers, and takes their gradients
+    frozen: dict[ParamNumber, jax.Array]  # untrained parameters that it slices, by itself
     stacked: frozenset[Operand] = frozenset()  # of which each micro-batch has its own
 
     def forward(
@@ -109,6 +110,11 @@ class StackPasses(NamedTuple):
     def read(self, layer: jax.Array) -> dict[ParamNumber, jax.Array]:
         """The parameters of a layer, in the dtypes that the loss gets."""
         held = self.update.read(layer)
+        for i, stack in self.frozen.items():
+            held[i] = load_layer(stack, layer)
+            if on_host(stack):
+                spec = self.loss.leaves[i].of_slice(self.loss.leaves[i].held, stack.ndim - 1)
+                held[i] = as_stored(self.loss.layout, held[i], spec)
         return {i: x.astype(self.loss.leaves[i].dtype) for i, x in held.items()}
 
     def of_layer(
@@ -136,8 +142,7 @@ class StackPasses(NamedTuple):
         for k, view in self.stack.own.items():
             cast = view.cast(held[view.param])
             own[k] = view.change(use(leaves[view.param], cast, taps.get(view.param)))
-        frozen = {k: use(leaves[i], operands[k], None) for k, i in self.stack.frozen.items()}
-        args = operands | frozen | own
+        args = operands | own
         run = jaxpr_as_fun(with_prints(self.stack.scan.body, prints))
         return list(run(*(args[k] for k in sorted(args))))
 
@@ -209,15 +214,16 @@ class StackBackward(NamedTuple):
         later = {j: at_layer(layer, x, microbatches.dims) for j, x in self._stacked_results.items()}
         # Gradients are summed over micro-batches, as are cotangents of what all of them share.
         dtype = microbatches.sum_dtype
+        own = {i: held[i] for i in passes.update.of}
         zeros = (
-            {i: passes.loss.leaves[i].tap(x.shape, dtype(x.dtype)) for i, x in held.items()},
+            {i: passes.loss.leaves[i].tap(x.shape, dtype(x.dtype)) for i, x in own.items()},
             {k: microbatches.zeros(x) for k, x in same.items() if k in self.by},
         )
-        taps = {i: passes.loss.leaves[i].tap(x.shape) for i, x in held.items()}
+        taps = {i: passes.loss.leaves[i].tap(x.shape) for i, x in own.items()}
         one = functools.partial(self._microbatch, held, taps, same)
-        (grads, given), own = microbatches.run(one, (each, after, later), zeros)
+        (grads, given), of_each = microbatches.run(one, (each, after, later), zeros)
         # On to the layer before it, to the sums over layers, and to the stacks.
-        given |= own
+        given |= of_each
         sums = {k: x + given[k].astype(x.dtype) for k, x in sums.items()}
         slices = {k: given[k] for k in self.by if k >= passes.stack.carried.stop}
         return ({k: given[k] for k in after}, sums), (take(passes.update, layer, grads), slices)

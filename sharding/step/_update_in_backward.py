@@ -27,7 +27,14 @@ from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import Differentiated, bits
 from sharding.loss._effects import Prints, check_effects
 from sharding.loss._marks import marking
-from sharding.loss._stack import ParamNumber, Slot, cast_params, find_stacks, param_numbers
+from sharding.loss._stack import (
+    ParamNumber,
+    Slot,
+    Stack,
+    cast_params,
+    find_stacks,
+    param_numbers,
+)
 from sharding.offload._host_memory import DEVICE, HOST, HostStack, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._train_state import parts
@@ -85,7 +92,9 @@ class BackwardUpdate:
         self.params, self.opt_state, tx = parts
         self.leaves, treedef = jax.tree.flatten(self.params)
         trained = treedef.flatten_up_to(spec.trained)
-        self.trained = {i for i in param_numbers(len(self.leaves)) if trained[i]}
+        numbers = param_numbers(len(self.leaves))
+        self.trained = {i for i in numbers if trained[i]}
+        self.frozen = set(numbers) - self.trained
 
         # What is computed: the loss with its stacks, and the update with those that layers make.
         whole = _global_gradients.GlobalLoss(spec, loss.fn, self.params)
@@ -93,23 +102,28 @@ class BackwardUpdate:
         self.each, self.arguments = _global_gradients.split_rows(spec.layout, loss, inputs)
         traced = self._traced(treedef.unflatten(self.cast))
         differentiated = Differentiated.of(traced, bits(self.trained))
-        stacks = [x for x in find_stacks(traced, len(self.leaves), differentiated) if x.own]
+        stacks = find_stacks(traced, len(self.leaves), differentiated)
+        stacks = [x for x in stacks if x.own or self._streamed(x)]
         value = jax.eval_shape(to_sum_dtype, traced.types[traced.outputs[0]])
         of_update = spec, tx, self.params, self.opt_state, value
         self.update, self.stacks = plan_update(of_update, [stack.params for stack in stacks])
         updated = list(zip(stacks, self.stacks, strict=True))
         for _, update in updated:
             update.sums_squares = grad_norm
-        passes = [StackPasses(x.of(update.of), whole, update) for x, update in updated if update.of]
+        self.passes = [
+            self._passes(stack, whole, update)
+            for stack, update in updated
+            if update.of or self._streamed(stack)
+        ]
 
         # Where it is stored: what layers update in refs; ``values`` are known for all layers.
         self._place()
         in_turn = bool(jax.tree.leaves(inputs.model_state))
         microbatches = Microbatches(loss.microbatches, spec.precision.of_accumulator, in_turn)
         traced_loss = whole, self.cast, traced, differentiated
-        self.pieces = LossPieces(*traced_loss, passes, microbatches)
+        self.pieces = LossPieces(*traced_loss, self.passes, microbatches)
         self._load_read()
-        if not passes and not any(piece.complete for piece in self.pieces.pieces[1:]):
+        if not self.passes and not any(piece.complete for piece in self.pieces.pieces[1:]):
             raise ValueError(_no_layers(traced, len(self.leaves)))
 
     def _traced(self, params: Tree) -> Graph:
@@ -118,6 +132,20 @@ class BackwardUpdate:
         first = jax.tree.map(lambda x: x[0], self.each) if several else self.each
         args = self.arguments(self.inputs.model_state, first)
         return _trace_loss(self.spec.layout, self.loss, params, args)
+
+    def _streamed(self, stack: Stack) -> list[ParamNumber]:
+        """The untrained parameters in host memory that a loop slices."""
+        return [x.param for x in stack.frozen.values() if on_host(self.leaves[x.param])]
+
+    def _passes(
+        self, stack: Stack, whole: _global_gradients.GlobalLoss, update: StackUpdate
+    ) -> StackPasses:
+        """A loop that reads its layers itself, those of frozen parameters, too."""
+        frozen = {}
+        for i in {view.param for view in stack.frozen.values()}:
+            # Of what is in host memory a layer is cast once it is loaded.
+            frozen[i] = self.leaves[i] if on_host(self.leaves[i]) else self.cast[i]
+        return StackPasses(stack.of({*update.of, *frozen}), whole, update, frozen)
 
     # --- Memory -----------------------------------------------------------------------------------
 
@@ -132,15 +160,17 @@ class BackwardUpdate:
         self.values = self.update.known
         self.values |= self.given.items()
         # State in host memory that no stack streams is copied to the device.
-        self.unstreamed = [j for j, x in self.given.items() if on_host(x) and j not in self.refs]
-        self.values |= {j: jax.device_put(self.given[j], DEVICE) for j in self.unstreamed}
+        unstreamed = [j for j, x in self.given.items() if on_host(x) and j not in self.refs]
+        self.values |= {j: jax.device_put(self.given[j], DEVICE) for j in unstreamed}
+        self.unstreamed = [j for j in unstreamed if j not in self.frozen]
         own = self.outside & self.trained
         self.values |= {i: self.update.shard(i, self.values[i]) for i in own}
 
     def _make_refs(self) -> dict[Slot, Any]:
         """Refs of the parameters and the state that layers update."""
         given = {j: self.given[j] for stack in self.stacks for j in stack.outputs}
-        for j, x in given.items():
+        frozen = {i: x for one in self.passes for i, x in one.frozen.items()}
+        for j, x in (given | frozen).items():
             if on_host(x) and any(self.update.held[j][:1]):
                 raise ValueError(
                     f"offload leaves {self.update.names[j]!r} of shape {x.shape} in host "
@@ -153,15 +183,16 @@ class BackwardUpdate:
 
     def _load_read(self) -> None:
         """Copies to the device the parameters in host memory that are read outside of stacks."""
-        for i in (i for i in self.outside | self.pieces.read if on_host(self.leaves[i])):
+        read = self.outside & self.trained | self.pieces.read
+        for i in (i for i in read if on_host(self.leaves[i])):
             self.cast[i] = jax.device_put(self.leaves[i], DEVICE).astype(self.cast[i].dtype)
             beside = i in self.outside and i in self.trained
             warn(
                 f"offload='all' leaves {self.update.names[i]!r} of shape {self.leaves[i].shape} in "
                 "host memory, and each step copies all of it to the device"
                 f"{', beside its gradient' * beside}. A "
-                "stack is streamed layer by layer if it is trained, one lax.scan of the loss "
-                "slices it, and the loss does not use it otherwise."
+                "stack is streamed layer by layer if one lax.scan of the loss slices it, and the "
+                "loss does not use it otherwise."
             )
 
     # --- The passes -------------------------------------------------------------------------------
@@ -233,7 +264,7 @@ class BackwardUpdate:
         update, graph = self.update, self.update.graph
         of_layers = [one for stack in self.stacks for one in stack.of.values()]
         slots = {Slot(Value(j)): v for j, v in enumerate(graph.outputs)}
-        new_of = {j: v for j, v in slots.items() if j not in self.refs}
+        new_of = {j: v for j, v in slots.items() if not (j in self.refs or j in self.frozen)}
         # What is made of terms alone waits for all of them. If more depends on terms, a backward
         # pass before the update computes them.
         late = {v for v in new_of.values() if v in update.of_terms and not graph.reads[v]}
@@ -269,6 +300,7 @@ class BackwardUpdate:
             j: ref.stack if isinstance(ref, HostStack) else jax.freeze(ref)
             for j, ref in self.refs.items()
         }
+        new |= {i: self.leaves[i] for i in self.frozen}
         new |= self._gathered(new).items()
         new |= {j: jax.device_put(new[j], HOST) for j in self.unstreamed}
         structure = jax.tree.structure((self.params, self.opt_state))

@@ -65,8 +65,21 @@ def is_form(x: Any) -> bool:
 class Coded(Form):
     """A stack of arrays in a format of ``optax_ext``, such as ``Linear(4)`` or ``Float8()``."""
 
-    quantized: Quantized  #: whose ``shape`` is that of one array of the stack
+    parts: tuple[jax.Array, ...]  #: codes, scales and others
+    kind: Any = dataclasses.field(metadata={"static": True})  #: of one array of the stack
     dtype: Any = dataclasses.field(metadata={"static": True})  #: of what the loss sees
+
+    @classmethod
+    def of(cls, quantized: Quantized, dtype: Any) -> "Coded":
+        """Of a stack, by its parts: transformations take no node ``Quantized`` in parameters."""
+        parts, kind = jax.tree.flatten(quantized)
+        return cls(tuple(parts), kind, dtype)
+
+    @property
+    def quantized(self) -> Quantized:
+        """Of the stack; its ``shape`` is that of one array."""
+        found: Quantized = jax.tree.unflatten(self.kind, self.parts)
+        return found
 
     @property
     def stacked(self) -> int:
@@ -110,6 +123,10 @@ class Adapted(Form):
     @property
     def stacked(self) -> int:
         return len(self.b.shape) - self.columns - 1
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[self.stacked]
 
     @property
     def rows(self) -> int:

@@ -19,6 +19,7 @@ from sharding.stored._forms import Form, each_of_stack
 
 BLOCK = 64  # elements of a scale, along the last dim
 GROUP = 256  # scales of a block that share a float32
+PADDED = 512  # a multiple of so many scales is stored: words for the 128 lanes of a TPU
 
 # Quantiles of the normal distribution, relative to the largest; 0 is one of them. Half of the codes
 # of one sign more: 7 negative and 8 positive ones (QLoRA, appendix E).
@@ -35,22 +36,23 @@ class NormalFloat4(Form):
 
     .. math:: w = q_c \, (o + s_8 \, s_{32} / 127)
 
-    Element j of a row shares a byte with element j + m / 2, where m is the row's length.
+    Elements share words of 32 bits, which XLA slices in host memory as they are, other than bytes:
+    element j of a row of m shares one with elements j + k m / 8.
 
     References:
       Dettmers et al.: QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023,
       arXiv 2305.14314.
     """
 
-    codes: jax.Array  #: uint8 (stack..., rows..., m / 2)
-    scale: jax.Array  #: int8 (stack..., blocks), in the order of elements
-    group: jax.Array  #: float32, at least, (stack..., blocks / 256), of each 256 scales
+    codes: jax.Array  #: uint32 (stack..., rows..., m / 8)
+    scale: jax.Array  #: uint32 (stack..., groups / 2, 128), of 4 scales each
+    group: jax.Array  #: float32, at least, (stack..., groups), an even number
     offset: jax.Array  #: float32, at least, (stack...), the mean scale of a matrix
     dtype: Any = dataclasses.field(metadata={"static": True})  #: of what the loss sees
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+        return (*self.codes.shape[:-1], 8 * self.codes.shape[-1])
 
     @property
     def stacked(self) -> int:
@@ -66,24 +68,25 @@ def encode(w: jax.Array) -> NormalFloat4:
     # Scales: the largest of each block, less their mean, in 8 bits.
     largest = jnp.max(jnp.abs(x), axis=-1)
     offset = jnp.mean(largest)
-    grouped = _scale_groups(largest - offset)
+    grouped = jnp.pad(largest - offset, (0, -len(largest) % PADDED)).reshape(-1, GROUP)
     group = jnp.max(jnp.abs(grouped), axis=-1)
     unit = jnp.where(group > 0, 127 / jnp.where(group > 0, group, 1), 0)
-    scale = jnp.round(grouped * unit[:, None]).astype(jnp.int8).reshape(-1)[: len(largest)]
+    scale = jnp.round(grouped * unit[:, None]) + 128
     # Codes by the scales as they are read.
-    read = _scales(scale, group, offset)
+    read = _scales(scale, group, offset, len(x))
     x = x * jnp.where(read > 0, 1 / jnp.where(read > 0, read, 1), 0)[:, None]
     middles = [(low + high) / 2 for low, high in itertools.pairwise(LEVELS)]
     above = [(x > middle).astype(jnp.uint8) for middle in middles]
     codes = functools.reduce(jnp.add, above).reshape(w.shape)
-    low, high = jnp.split(codes, 2, axis=-1)
-    return NormalFloat4(low | (high << 4), scale, group, offset, w.dtype)
+    scale = _packed(scale.reshape(-1, PADDED), 8)
+    return NormalFloat4(_packed(codes, 4), scale, group, offset, w.dtype)
 
 
 def _decode(stored: NormalFloat4) -> jax.Array:
-    codes = jnp.concatenate([stored.codes & 15, stored.codes >> 4], axis=-1)
+    codes = _unpacked(stored.codes, 4)
     values = _level(codes, stored.offset).reshape(-1, BLOCK)
-    scales = _scales(stored.scale, stored.group, stored.offset)
+    scale = _unpacked(stored.scale, 8).reshape(-1, GROUP)
+    scales = _scales(scale, stored.group, stored.offset, len(values))
     return (values * scales[:, None]).reshape(codes.shape)
 
 
@@ -99,13 +102,19 @@ def _level(codes: jax.Array, offset: jax.Array) -> jax.Array:
     return found
 
 
-def _scale_groups(scales: jax.Array) -> jax.Array:
-    """Scales by groups, the last one padded."""
-    padded = jnp.pad(scales, (0, -len(scales) % GROUP))
-    return padded.reshape(-1, GROUP)
-
-
-def _scales(scale: jax.Array, group: jax.Array, offset: jax.Array) -> jax.Array:
+def _scales(scale: jax.Array, group: jax.Array, offset: jax.Array, blocks: int) -> jax.Array:
     """The scales of blocks; none is negative."""
-    relative = _scale_groups(scale.astype(group.dtype)) * (group[:, None] / 127)
-    return jnp.maximum(relative.reshape(-1)[: len(scale)] + offset, 0)
+    relative = (scale.astype(group.dtype) - 128) * (group[:, None] / 127)
+    return jnp.maximum(relative.reshape(-1)[:blocks] + offset, 0)
+
+
+def _packed(x: jax.Array, bits: int) -> jax.Array:
+    """Words of several numbers of so many bits, each from another part of the last dim."""
+    parts = jnp.split(x.astype(jnp.uint32), 32 // bits, axis=-1)
+    words = (part << (bits * k) for k, part in enumerate(parts))
+    return functools.reduce(jnp.bitwise_or, words)
+
+
+def _unpacked(words: jax.Array, bits: int) -> jax.Array:
+    parts = [(words >> shift) & (2**bits - 1) for shift in range(0, 32, bits)]
+    return jnp.concatenate([part.astype(jnp.uint8) for part in parts], axis=-1)

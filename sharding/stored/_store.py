@@ -1,6 +1,7 @@
 """From arrays to forms and back: few bits, adapters, masks; by the paths of parameters."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from optax_ext.low_precision import quantize
 from sharding._types import Tree
 from sharding.placement._specs import check_patterns, key_of_path, leaf_names, plain_path
 from sharding.stored import _normal_float
-from sharding.stored._forms import Adapted, Coded, Form, Masked, decoded, each_of_stack, is_form
+from sharding.stored._forms import Adapted, Coded, Form, Masked, each_of_stack, is_form
 
 # From an array, or the form that a step before made of it, to a form: ``(x, path, key)``.
 Step = Callable[[Any, str, jax.Array | None], Any]
@@ -51,7 +52,7 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
         del key
         _check_array(x, path, "frozen")
         if fmt != 4:
-            return Coded(_by_array(coded, x, dims), x.dtype)
+            return Coded.of(_by_array(coded, x, dims), x.dtype)
         if x.shape[-1] % _normal_float.BLOCK:
             raise ValueError(
                 f"{path} has shape {tuple(x.shape)}, and NF4 needs rows of a multiple of "
@@ -109,7 +110,7 @@ def lora(
         of_a = (*shape[:last], rank)
         a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound).astype(dtype or x.dtype)
         b = jnp.zeros((*shape[:first], rank, *shape[last:]), a.dtype)
-        return Adapted(x, a, b, (rank if alpha is None else alpha) / rank, columns)
+        return Adapted(_in_memory(x), a, b, (rank if alpha is None else alpha) / rank, columns)
 
     return step
 
@@ -136,27 +137,35 @@ def masked(sparsity: float) -> Step:
     def step(x: Any, path: str, key: Any) -> Form:
         del key
         _check_array(x, path, "masked")
-        size = jnp.abs(jnp.asarray(x))
-        return Masked(jnp.asarray(x), size >= jnp.quantile(size.astype(jnp.float32), sparsity))
+        values = jnp.asarray(_in_memory(x))
+        size = jnp.abs(values)
+        return Masked(values, size >= jnp.quantile(size.astype(jnp.float32), sparsity))
 
     return step
 
 
 def store(
-    params: Tree, forms: Mapping[str, Step | Sequence[Step]], key: jax.Array | None = None
+    params: Tree,
+    forms: Mapping[str, Step | Sequence[Step]],
+    key: jax.Array | None = None,
+    *,
+    like: Tree | None = None,
 ) -> Any:
     """Parameters, of which some are stored in forms.
 
     Args:
-      params: a tree of arrays. Those in host memory, such as of a safetensors file that is mapped
-        into memory, are encoded an array of a stack at a time, and stay there.
+      params: a tree of arrays. Those in host memory, or in files (``Lazy``, and what else has
+        ``shape``, ``dtype`` and slices), are encoded an array of a stack at a time, and stay in
+        host memory: there is at most one in full, and at most one on a device.
       forms: by a regular expression of a path, such as ``"layers/.*/kernel"``, what is done to the
         array: one of ``frozen``, ``lora`` and ``masked``, or ``(frozen(4), lora(16))``. The first
         expression found in a path counts.
       key: of the adapters.
+      like: the parameters of the loss, or their types, to compare with those of a file.
 
     Raises:
-      ValueError: if an expression matches no parameter, or a form does not suit one.
+      ValueError: if an expression matches no parameter, a form does not suit one, or parameters
+        differ from ``like``; all before anything is read or encoded.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -168,30 +177,37 @@ def store(
     """
     check_patterns("store", forms)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
-    paths = _paths(params)
-    used: set[str] = set()
+    paths = paths_of(params)
+    if like is not None:
+        _check_like(dict(zip(paths, leaves, strict=True)), like)
+    first = [next((p for p in forms if re.search(p, path)), None) for path in paths]
+    if unused := sorted(forms.keys() - set(first)):
+        raise ValueError(
+            f"store: {', '.join(map(repr, unused))} matches no parameter that an expression before "
+            f"it does not; there are {', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}."
+        )
 
-    def form_of(path: str, x: Any) -> Any:
-        pattern = next((pattern for pattern in forms if re.search(pattern, path)), None)
-        if pattern is None:
-            return x
-        used.add(pattern)
+    def form_of(path: str, pattern: str, x: Any) -> Any:
         steps = forms[pattern]
         for number, step in enumerate(steps if isinstance(steps, Sequence) else [steps]):
             own = None if key is None else jax.random.fold_in(key_of_path(key, path), number)
             x = step(x, path, own)
         return x
 
-    made = list(map(form_of, paths, leaves))
-    if unused := sorted(forms.keys() - used):
-        raise ValueError(
-            f"store: {', '.join(map(repr, unused))} matches no parameter that an expression before "
-            f"it does not; there are {', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}."
-        )
-    return treedef.unflatten(made)
+    both = list(zip(paths, first, leaves, strict=True))
+    kinds = {}  # one of those that are alike
+    for path, pattern, x in both:
+        if pattern is not None:
+            type_of = x if is_form(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            kinds[pattern, str(type_of)] = path, pattern, type_of
+    for path, pattern, type_of in kinds.values():
+        jax.eval_shape(functools.partial(form_of, path, pattern), type_of)
+    return treedef.unflatten(
+        _in_memory(x) if pattern is None else form_of(path, pattern, x) for path, pattern, x in both
+    )
 
 
-def _paths(params: Tree) -> list[str]:
+def paths_of(params: Tree) -> list[str]:
     return list(map(plain_path, leaf_names(params, is_leaf=is_form)))
 
 
@@ -224,82 +240,38 @@ def trained(params: Tree) -> Any:
     return jax.tree.map(of, params, is_leaf=is_form)
 
 
-def merge(params: Tree) -> Any:
-    """Parameters as the loss sees them, without forms; adapters are added to their matrices.
-
-    Args:
-      params: parameters, of which some are stored in forms.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from sharding import stored
-      >>> params = stored.store({"w": jnp.ones((64, 64))}, {"w": stored.frozen(4)})
-      >>> float(stored.merge(params)["w"][0, 0])
-      1.0
-    """
-    return jax.tree.map(decoded, params, is_leaf=is_form)
-
-
-def adapters(params: Tree) -> dict[str, Adapted]:
-    """The adapted parameters, by their paths.
-
-    Args:
-      params: parameters, of which some are stored in forms.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from sharding import stored
-      >>> params = {"layer": {"w": jnp.ones((64, 64))}}
-      >>> params = stored.store(params, {"w": stored.lora(2)}, jax.random.key(0))
-      >>> list(stored.adapters(params))
-      ['layer/w']
-    """
-    named = zip(_paths(params), jax.tree.leaves(params, is_leaf=is_form), strict=True)
-    return {path: x for path, x in named if isinstance(x, Adapted)}
-
-
-def peft(
-    params: Tree, name_of: Callable[[str, tuple[int, ...]], str] | None = None
-) -> dict[str, np.ndarray]:
-    """Adapters by the names, and in the form, that Hugging Face's peft reads.
-
-    Args:
-      params: parameters, of which some are adapted.
-      name_of: from a path and an index in its stack to the name of a module, such as
-        ``"model.layers.3.self_attn.q_proj"``; None joins both by dots.
-
-    Returns:
-      ``base_model.model.<name>.lora_A.weight`` (rank, rows) and ``lora_B.weight`` (columns, rank).
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from sharding import stored
-      >>> params = {"layer": {"w": jnp.ones((64, 32))}}
-      >>> params = stored.store(params, {"w": stored.lora(2)}, jax.random.key(0))
-      >>> {name: x.shape for name, x in stored.peft(params).items()}
-      {'base_model.model.layer.w.lora_A.weight': (2, 64),
-       'base_model.model.layer.w.lora_B.weight': (32, 2)}
-    """
-    found = {}
-    for path, form in adapters(params).items():
-        rank, stack = form.b.shape[form.stacked], form.shape[: form.stacked]
-        for index in np.ndindex(*stack):
-            name = ".".join([*path.split("/"), *map(str, index)])
-            name = name if name_of is None else name_of(path, index)
-            a, b = np.asarray(form.a[index]), np.asarray(form.b[index])
-            found[f"base_model.model.{name}.lora_A.weight"] = a.reshape(-1, rank).T
-            found[f"base_model.model.{name}.lora_B.weight"] = b.reshape(rank, -1).T
-    return found
-
-
 def _by_array(encode: Callable[[Any], Any], x: Any, dims: int) -> Any:
-    """What a stack is encoded to, each array by itself; in host memory if that has ``x``."""
-    stack = x.shape[: max(len(x.shape) - dims, 0)]
-    if not isinstance(x, np.ndarray):
+    """What a stack is encoded to, each array by itself; in host memory unless ``x`` is not."""
+    stack = tuple(x.shape[: max(len(x.shape) - dims, 0)])
+    if isinstance(x, jax.Array):
         return each_of_stack(encode, len(stack))(x)
-    run = jax.jit(encode)
-    parts = [jax.tree.map(np.asarray, run(jnp.asarray(x[index]))) for index in np.ndindex(*stack)]
-    return jax.tree.map(lambda *arrays: np.stack(arrays).reshape(*stack, *arrays[0].shape), *parts)
+    run, dtype = jax.jit(encode), jax.dtypes.canonicalize_dtype(x.dtype)
+    types = jax.eval_shape(encode, jax.ShapeDtypeStruct(x.shape[len(stack) :], dtype))
+    coded = jax.tree.map(lambda part: np.empty((*stack, *part.shape), part.dtype), types)
+    for index in np.ndindex(*stack):
+        parts = run(jnp.asarray(np.asarray(x[index])))
+        for to, part in zip(jax.tree.leaves(coded), jax.tree.leaves(parts), strict=True):
+            to[index] = part
+    return coded
+
+
+def _in_memory(x: Any) -> Any:
+    """An array, of one that is in a file."""
+    is_elsewhere = hasattr(x, "__array__") and not isinstance(x, jax.Array | np.ndarray)
+    return np.asarray(x) if is_elsewhere else x
+
+
+def _check_like(found: dict[str, Any], like: Tree) -> None:
+    leaves = jax.tree.leaves(like, is_leaf=is_form)
+    expected = dict(zip(paths_of(like), leaves, strict=True))
+    for path in [*expected, *found]:
+        shapes = [tuple(of[path].shape) if path in of else None for of in (found, expected)]
+        if shapes[0] != shapes[1]:
+            given, wanted = ("none" if x is None else f"one of shape {x}" for x in shapes)
+            raise ValueError(
+                f"store: of {path} there is {given}, and the loss takes {wanted} (like). Read the "
+                "parameters of this model (docs: how_to/freeze)."
+            )
 
 
 def _check_array(x: Any, path: str, what: str) -> None:

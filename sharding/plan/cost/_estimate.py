@@ -26,6 +26,7 @@ from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, varia
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.model._layer_costs import Activations
+from sharding.stored._forms import is_form
 
 _NO_ACTIVATIONS = (
     "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
@@ -266,7 +267,7 @@ def estimate(
     notes.append(_PLANNED_ACTIVATIONS if activations_counted(stages) else _NO_ACTIVATIONS)
     notes.append(_HYBRIDS * (zero.replica_axis is not None))
     return Plan(
-        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params, is_leaf=is_form)),
         mesh=dict(zero.mesh.shape),
         device=device,
         stages=stages,

@@ -378,11 +378,15 @@ def trained_paths(placed: Description) -> set[str]:
 
 
 def floating_rows(placed: Description, part: str) -> Iterator[tuple[Row, Any]]:
-    """Arrays of floating numbers, and their dtypes."""
+    """Arrays of floating numbers, and their dtypes; of parameters, codes and masks, too.
+
+    These are unsigned or bool. Other integers, such as counts of steps, no loss is taken to read.
+    """
     for row in placed.rows:
         if row.part == part and not row.dtype.startswith("key<"):  # of random keys
             dtype = jnp.dtype(row.dtype)
-            if jnp.issubdtype(dtype, jnp.floating):
+            is_code = part == "params" and dtype.kind in "ub"
+            if is_code or jnp.issubdtype(dtype, jnp.floating):
                 yield row, dtype
 
 

@@ -271,6 +271,10 @@ WRONG = [
         "audit --step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
         "--master, --compute-dtype, --stage would be ignored: --step math:sin",
     ),
+    (f"plan {LLAMA} --frozen 4bit", "--frozen trains nothing without adapters: give --lora RANK"),
+    (f"plan {LLAMA} --frozen 2bit --lora 4", "--frozen must be one of '4bit', '8bit'"),
+    ("plan --model 1e9 --target cpu:8 --lora 4", "--lora needs a model whose layers are known"),
+    (f"plan {LLAMA} --lora 4 --master", "--lora is without --master: leave one of them out"),
     (
         "audit --step mine:without_memory --target cpu:8",
         "error: the step does not fit, so that its compiler gave up: it needs 17.0 GiB.",
@@ -473,6 +477,27 @@ def test_audit_of_a_model(figures, monkeypatch):
     assert plain["wire_bytes"] == pytest.approx(plain["expected_wire"], rel=0.01)
     assert (row["name"], shared["stage"], shared["data"]) == ("stage 2", 2, 8)
     assert (shared["microbatch"], shared["recompute"]) == (8, "none")
+
+
+def test_plan_and_audit_of_fine_tuning(figures, monkeypatch):
+    """Frozen codes have no gradient and no state; both commands count the same."""
+    tiny = Decoder(4, 64, 4, 4, 256, 512, 128)
+    monkeypatch.setitem(MODELS, "llama2-7b", tiny)
+    asked = "--model llama2-7b --target cpu:8 --batch 8 --frozen 4bit --lora 4"
+    planned, (audited,) = (figures(f"{x} {asked}")["plans"] for x in ("plan", "audit"))
+    shapes = jax.tree.leaves(tiny.abstract("float32")["layers"])
+    matrices = [x for x in shapes if x.ndim == 3]
+    adapters = sum(4 * 4 * 4 * sum(x.shape[1:]) for x in matrices)
+    whole = planned[0]["memory"]
+    assert whole["grads"] == adapters
+    assert whole["state"] == pytest.approx(2 * adapters, rel=0.01)
+    # Half a byte an element, and of each matrix scales and their two float32 groups and a mean.
+    codes = sum(x.size / 2 + 4 * (512 + 2 * 4 + 4) for x in matrices)
+    outside = 4 * (2 * 512 * 64 + 9 * 64)
+    assert whole["params"] == pytest.approx(codes + outside + adapters, rel=1e-3)
+    assert audited["memory"]["params"] == pytest.approx(planned[3]["memory"]["params"], rel=0.01)
+    program = audited["program"]
+    assert program["wire_bytes"] == pytest.approx(program["expected_wire"], rel=0.02)
 
 
 def test_find_batch_of_a_step_of_ones_own(run, module):

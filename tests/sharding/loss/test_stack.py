@@ -73,7 +73,7 @@ def test_what_loops_own(name):
     params = sum(1 << "abc".index(i) for i in trained)
     stacks = find_stacks(graph, 3, Differentiated.of(graph, params))
     found = [
-        ("".join("abc"[i] for i in s.params), "".join("abc"[i] for i in s.frozen.values()))
+        ("".join("abc"[i] for i in s.params), "".join("abc"[x.param] for x in s.frozen.values()))
         for s in stacks
     ]
     assert found == expected

@@ -135,11 +135,18 @@ TX = optax.masked(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
 @pytest.mark.parametrize(
-    ("stage", "update", "microbatches"),
-    [(0, "after", 1), (2, "after", 2), (3, "after", 1), (3, "backward", 2)],
+    ("stage", "update", "microbatches", "offload"),
+    [
+        (0, "after", 1, None),
+        (2, "after", 2, None),
+        (3, "after", 1, None),
+        (3, "backward", 2, None),
+        (1, "backward", 2, "all"),
+        (3, "backward", 1, "all"),
+    ],
 )
-def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
-    zero = model.zero_on(8, stage=stage)
+def test_steps_are_those_of_one_device(stage, update, microbatches, offload, x64):
+    zero = model.zero_on(8, stage=stage, offload=offload, offload_min_size=0)
     params = trained_b(stored.store(arrays(), FORMS["QLoRA"], KEY))
     state = zero.init(lambda: (params, TX.init(params)), tx=TX)
     step = zero.train_step(
@@ -161,11 +168,32 @@ def test_steps_are_those_of_one_device(stage, update, microbatches, x64):
         alone = optax.apply_updates(alone, updates)
         np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
     model.assert_close(state, (alone, opt_state), 1e-11)
+    kinds = {(x.ndim > 2, x.sharding.memory_kind) for x in jax.tree.leaves(state)}
+    assert kinds == {(True, "pinned_host" if offload else "device"), (False, "device")}
     # Codes are sharded at stage 3, and neither they nor their scales have a state.
     codes = state[0]["layers"]["up"].base.codes
     assert codes.addressable_shards[0].data.size * (8 if stage == 3 else 1) == codes.size
     sizes = {x.shape for x in jax.tree.leaves(state[1]) if x.ndim}
     assert sizes == {x.shape for x in jax.tree.leaves(differentiable(scanned, params)[1])}
+
+
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_loops_of_frozen_layers_alone_are_streamed(embed, microbatches, x64):
+    """With trained parameters before the loop and behind it, or behind it alone."""
+    params = stored.store(arrays(), {"layers/(up|down)": stored.frozen(4)}, KEY)
+    trainable = {"embed": embed, "layers": False, "head": True}
+    tx = optax.masked(optax.adamw(1e-2), trainable)
+    runs = []
+    for options in ({"offload": "all", "offload_min_size": 0}, {}):
+        zero = model.zero_on(8, stage=2, **options)
+        state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+        more = {"trainable": trainable, "microbatches": microbatches}
+        step = zero.train_step(stored.loss_of(scanned), tx=tx, **more)
+        for i in range(STEPS):
+            state, metrics = step(state, zero.put(batch(i)))
+        runs.append((jax.device_get(state), metrics["loss"]))
+    model.assert_close(*runs, 1e-11)
 
 
 # --- Forms ----------------------------------------------------------------------------------------

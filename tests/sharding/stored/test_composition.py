@@ -1,0 +1,217 @@
+"""Forms with models of frameworks, with other state of their adapters, and with plans."""
+
+import dataclasses
+import math
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import optax_ext
+import sharding as shd
+from sharding import stored
+from sharding.plan import Decoder
+
+from ...compilers import need
+from .. import model
+from .test_stored import KEY, arrays, batch, checkpointed, differentiable, of_decoded, trained_b
+
+WIDTH, HIDDEN = 64, 128
+NF4_LORA = stored.frozen(4), stored.lora(4, alpha=8)
+X = np.random.default_rng(0).normal(size=(8, WIDTH))
+
+
+def of_nnx():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs, param_dtype=jnp.float64)
+            self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)))
+    return params, "kernel", lambda params, x: jnp.mean(nnx.merge(graph, params)(x) ** 2)
+
+
+def of_linen():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            h = nn.Dense(HIDDEN, param_dtype=jnp.float64)(x)
+            return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(jnp.tanh(h)), None
+
+    split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+    stack = nn.scan(nn.remat(Layer), length=3, **split)()
+    params = stack.init(jax.random.key(0), X, None)
+    return params, "kernel", lambda params, x: jnp.mean(stack.apply(params, x, None)[0] ** 2)
+
+
+def of_equinox():
+    class Model(eqx.Module):
+        up: eqx.nn.Linear
+        down: eqx.nn.Linear
+
+        def __init__(self, up, down):
+            self.up = eqx.nn.Linear(WIDTH, HIDDEN, dtype=jnp.float64, key=up)
+            self.down = eqx.nn.Linear(HIDDEN, WIDTH, dtype=jnp.float64, key=down)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    both = Model(*jax.random.split(jax.random.key(0)))
+    params, static = eqx.partition(both, eqx.is_array)
+    run = lambda params, x: jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)  # noqa: E731
+    return params, "weight", run
+
+
+@pytest.mark.parametrize("framework", [of_nnx, of_linen, of_equinox])
+def test_models_of_frameworks(framework, x64):
+    """Value and gradients of adapters are those of what is decoded; the step takes the state."""
+    params, matrices, loss = framework()
+    params = trained_b(stored.store(params, {matrices: NF4_LORA}, KEY))
+    found, chosen = differentiable(stored.loss_of(loss), params)
+    expected, _ = differentiable(of_decoded(loss), params)
+    found = jax.jit(jax.value_and_grad(found))(chosen, X)
+    expected = jax.jit(jax.value_and_grad(expected))(chosen, X)
+    model.assert_close(found, expected, 1e-12)
+    zero, tx = model.zero_on(8, stage=3), optax.masked(optax.sgd(1.0), stored.trained)
+    step = zero.train_step(stored.loss_of(loss), tx=tx, trainable=stored.trained)
+    (after, _), metrics = step(zero.init(lambda: (params, tx.init(params)), tx=tx), zero.put(X))
+    np.testing.assert_allclose(metrics["loss"], expected[0], rtol=1e-12)
+    moved = jax.tree.map(
+        lambda own, x, y: np.subtract(x, y) if own else None, stored.trained(params), params, after
+    )
+    model.assert_close(moved, expected[1], 1e-11)
+
+
+OF_ADAPTERS = {
+    "master weights": optax_ext.master_weights(optax.adamw(1e-2)),
+    "8 bits": optax_ext.adamw8bit(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OF_ADAPTERS)
+@pytest.mark.parametrize("update", ["after", "backward"])
+def test_state_is_of_adapters_alone(name, update):
+    """And eight devices do what one does."""
+    tx = optax.masked(OF_ADAPTERS[name], stored.trained)
+    forms = {"layers/(up|down)": NF4_LORA, "embed|head": stored.frozen(8)}
+    params = trained_b(stored.store(arrays(np.float32), forms, KEY))
+    runs = []
+    for devices, how in ((8, update), (1, "after")):
+        zero = model.zero_on(devices, stage=2 if devices > 1 else 0, min_shard_size=0)
+        options = {"tx": tx, "trainable": stored.trained, "microbatches": 2 if devices == 1 else 1}
+        step = zero.train_step(stored.loss_of(checkpointed), update=how, **options)
+        state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+        for i in range(2):
+            state, metrics = step(state, zero.put(batch(i)))
+        runs.append((jax.device_get(state[0]), metrics["loss"]))
+        adapters = jax.tree.leaves(jax.tree.map(lambda own, x: x if own else None, *_both(params)))
+        held = sum(x.size for x in jax.tree.leaves(state[1]))
+        assert held < 4 * sum(x.size for x in adapters)
+    np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=1e-5)
+    for x, y in zip(*(jax.tree.leaves(stored.merge(p)) for p, _ in runs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-4)
+
+
+def _both(params):
+    return stored.trained(params), params
+
+
+def test_averages_of_adapters():
+    """Of what is trained alone: an average of codes would be none."""
+    params = stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY)
+    other = trained_b(params)
+    average = jax.tree.map(
+        lambda own, new, old: optax.incremental_update(new, old, 0.25) if own else old,
+        *(stored.trained(params), other, params),
+    )
+    zero = model.zero_on(8, stage=3)
+    found = zero.eval_step(stored.loss_of(checkpointed))((zero.place(average), None), batch())
+    quarter = jax.tree.map(
+        lambda x: dataclasses.replace(x, b=x.b / 4) if isinstance(x, stored.Adapted) else x,
+        other,
+        is_leaf=lambda x: isinstance(x, stored.Form),
+    )
+    expected = checkpointed(stored.merge(quarter), batch())
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_checkpoint_of_what_is_trained(tmp_path):
+    """The base is saved once; adapters after each step, and both make the parameters again."""
+    params = trained_b(stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY))
+    own = jax.tree.map(lambda own, x: x if own else None, *_both(params))
+    base = jax.tree.map(lambda own, x: None if own else x, *_both(params))
+    saved = {"base": base, "adapters": own}
+    for name, tree in saved.items():
+        leaves, treedef = jax.tree.flatten(tree)
+        np.savez(tmp_path / f"{name}.npz", *leaves)
+        found = np.load(tmp_path / f"{name}.npz")
+        saved[name] = treedef.unflatten(found[f"arr_{i}"] for i in range(len(leaves)))
+    is_none = lambda x: x is None  # noqa: E731
+    joined = jax.tree.map(
+        lambda x, y: y if x is None else x, saved["base"], saved["adapters"], is_leaf=is_none
+    )
+    assert jax.tree.structure(joined) == jax.tree.structure(params)
+    for x, y in zip(jax.tree.leaves(joined), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(x, y)
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in saved.values()]
+    assert sizes[1] < 0.4 * sizes[0]
+
+
+def test_descriptions_estimates_and_plans_of_forms():
+    params = stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY)
+    tx = optax.masked(optax.adamw(1e-3), stored.trained)
+    zero = model.zero_on(8, stage=3, min_shard_size=0)
+    state = params, tx.init(params)
+    described = zero.describe(state, tx=tx, trainable=stored.trained(params))
+    options = {"trainable": stored.trained(params), "gathered_once": "^(?!layers/)"}
+    plan = shd.plan.estimate(params, tx, zero, **options)
+    assert plan.num_params == sum(math.prod(x.shape) for x in jax.tree.leaves(arrays(np.float32)))
+    stage = plan.stage("stage 3")
+    assert stage.params == described.bytes_per_device["params"]
+    # Codes, masks and others are gathered twice, a byte of each eighth but one's own.
+    step = zero.train_step(stored.loss_of(checkpointed), tx=tx, trainable=stored.trained)
+    lowered = step.lower(zero.abstract_state(lambda: state, tx=tx), zero.put(batch()))
+    sent = shd.audit(lowered.compile(), mesh=zero.mesh).wire_bytes
+    np.testing.assert_allclose(stage.wire, sent, rtol=0.05)
+
+
+def test_the_dtype_of_the_loss_is_not_that_of_codes():
+    precision = shd.Precision(compute=jnp.bfloat16)
+    found = [precision.of_loss(jnp.dtype(x)) for x in ("float32", "uint32", "bool")]
+    assert found == [jnp.bfloat16, jnp.uint32, jnp.bool_]
+
+
+def test_activations_of_a_loss_of_forms_are_planned():
+    params = stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY)
+    fn = stored.loss_of(checkpointed)
+    planned = shd.remat.plan(fn, params, batch(), "1MiB")
+    np.testing.assert_allclose(planned(params, batch()), fn(params, batch()), rtol=1e-5)
+
+
+def test_codes_are_streamed_as_they_are_on_tpus():
+    """No stack is copied to be stored otherwise: each layer of it is sliced in host memory."""
+    need("v5e:1x1")
+    decoder = Decoder(8, 1024, 8, 8, 1024, 256, 128)
+    zero = shd.Zero(shd.targets.mesh("v5e:1x1", (1,), ("data",)), offload="all")
+    tx = optax.masked(optax.adamw(1e-4), stored.trained)
+
+    def make_state():
+        forms = {"^layers/(query|key|value|out|gate|up|down)$": NF4_LORA}
+        params = stored.store(decoder.init(jnp.bfloat16), forms, KEY)
+        return params, tx.init(params)
+
+    loss = stored.loss_of(decoder.make_loss(jax.checkpoint(decoder.apply_layer)))
+    step = zero.train_step(loss, tx=tx, trainable=stored.trained)
+    compiled = step.lower(zero.abstract_state(make_state, tx=tx), decoder.batch(1)).compile()
+    text = compiled.as_text()
+    assert "u32[8,1024,128]" in text
+    assert not re.search(r"= \(?u32\[8,\d+,\d+\][^=]* copy", text)
