@@ -73,7 +73,7 @@ def _compare_orbax(folder: str | os.PathLike[str] | None) -> float:
     if folder is None:
         raise NotHere("no folder was given: --folder")
     try:
-        import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+        import orbax.checkpoint as ocp
     except ImportError:
         raise NotHere("orbax is not installed: pip install orbax-checkpoint") from None
     _, state = _state_to_save()
