@@ -168,7 +168,7 @@ def _logits(head: _Head, x: Array, w: Array, tile: Array) -> tuple[Array, Array,
     size, start = head.columns(w), head.start(w, tile)
     own = lax.dynamic_slice_in_dim(_by_shards(head, w), start, size, head.vocab_dim + 1)
     dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
-    contracted = (x.ndim - 1,), (0 if head.vocab_dim else 2,)
+    contracted = (x.ndim - 1,), (1 if head.vocab_dim else 2,)
     z = lax.dot_general(x, own, (contracted, ((), ())), preferred_element_type=dtype)
     if head.softcap is not None:
         z = head.softcap * jnp.tanh(z / head.softcap)
@@ -181,9 +181,10 @@ def _logits(head: _Head, x: Array, w: Array, tile: Array) -> tuple[Array, Array,
 
 
 def _by_shards(head: _Head, w: Array) -> Array:
-    """The matrix, whose vocabulary is (shards, columns of one)."""
+    """The matrix as (shards, D, columns of one), or (shards, columns of one, D)."""
     at, columns = head.vocab_dim, w.shape[head.vocab_dim] // head.shards
-    return w.reshape(*w.shape[:at], head.shards, columns, *w.shape[at + 1 :])
+    split = w.reshape(*w.shape[:at], head.shards, columns, *w.shape[at + 1 :])
+    return jnp.moveaxis(split, at, 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -235,10 +236,11 @@ def _backward(head: _Head, stored: Any, cotangent: Array) -> tuple[Array, Array,
             of_z *= 1 - (z / head.softcap) ** 2
         # What the next tile has, too, it writes again: the last one runs first.
         of_z = jnp.where(is_new, of_z, 0).astype(narrow)
-        over = (of_z.ndim - 2, of_z.ndim - 1), ((1, 2) if head.vocab_dim else (0, 1))
+        over = (of_z.ndim - 2, of_z.ndim - 1), ((0, 2) if head.vocab_dim else (0, 1))
         more = lax.dot_general(of_z, own, (over, ((), ())), preferred_element_type=of_x.dtype)
         sides = (x, of_z) if head.vocab_dim else (of_z, x)
         of_own = lax.dot_general(*sides, ((tokens, tokens), ((), ())), preferred_element_type=narrow)
+        of_own = jnp.moveaxis(of_own, head.vocab_dim, 0)
         at = head.start(w, tile)
         of_w = lax.dynamic_update_slice_in_dim(
             of_w, of_own.astype(w.dtype), at, head.vocab_dim + 1
@@ -247,7 +249,7 @@ def _backward(head: _Head, stored: Any, cotangent: Array) -> tuple[Array, Array,
 
     zeros = jnp.zeros(x.shape, log_z.dtype), jnp.zeros_like(_by_shards(head, w))
     (of_x, of_w), _ = lax.scan(add, zeros, jnp.arange(head.tiles), reverse=True)
-    return of_x.astype(x.dtype), of_w.reshape(w.shape), None
+    return of_x.astype(x.dtype), jnp.moveaxis(of_w, 0, head.vocab_dim).reshape(w.shape), None
 
 
 _losses.defvjp(_forward, _backward)
