@@ -152,21 +152,23 @@ class ChainSearch:
     def _back(self, value: Value, rows: Rows, taken: set[int]) -> tuple[dict[Value, Rows], set[int]]:
         """Where a chain starts: smaller values with the same rows, and the equations after them."""
         frontier, made, fixed = {value: rows}, set[int](), set[Value]()
-        while sum(map(self.nbytes, frontier)) > self.nbytes(value) / 2:
-            left = [v for v in frontier if v not in fixed]
-            if not left:
-                raise RowsMeet("nothing before it is smaller and has the same rows")
+        while left := [v for v in frontier if v not in fixed]:
             v = max(left, key=self.nbytes)
             number, before = self._graph.producer.get(v), None
             if number is not None and number not in taken:
                 before = self._operand_rows(number, frontier[v])
-            if before is None:
+            if number is None or before is None:
                 fixed.add(v)
                 continue
-            assert number is not None
-            del frontier[v]
-            frontier |= before
+            behind = {x: state for x, state in frontier.items() if x != v} | before
+            sizes = [sum(map(self.nbytes, values)) for values in (frontier, behind)]
+            if sizes[0] <= self.nbytes(value) / 2 and sizes[1] >= sizes[0]:
+                fixed.add(v)
+                continue
+            frontier = behind
             made.add(number)
+        if sum(map(self.nbytes, frontier)) > self.nbytes(value) / 2:
+            raise RowsMeet("nothing before it is smaller and has the same rows")
         return frontier, made
 
     def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
