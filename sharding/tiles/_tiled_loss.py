@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.equations import Call, Remat, Scan, record_of, trace
+from optax_ext.equations import Remat, Scan, record_of, trace
 from optax_ext.traced_graph import Graph, Value, bind
 from optax_ext.user_line import line_of
 from sharding._jaxprs import run_scan
-from sharding._types import Array, Tree
-from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding._types import Array
+from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.tiles._chains import Chain, ChainSearch, NoChain
 from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
 
@@ -57,10 +57,18 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     inner = as_loss(loss)
     _check_tiles(tiles)
 
-    @functools.wraps(inner.fn)
-    def fn(params: Tree, *args: Any) -> Any:
-        leaves, treedef = jax.tree.flatten((params, *args))
-        flat = lambda *leaves: inner.fn(*treedef.unflatten(leaves))  # noqa: E731
+    return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
+
+
+def _in_tiles(
+    plain: Callable[..., Any], tiles: int, forward_gradient: bool | None
+) -> Callable[..., Any]:
+    """The same function, in tiles."""
+
+    @functools.wraps(plain)
+    def fn(*args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(args)
+        flat = lambda *leaves: plain(*treedef.unflatten(leaves))  # noqa: E731
         closed, results = trace(flat, *leaves)
         run = _TiledGraph(closed, tiles, forward_gradient)
         if not run.is_tiled:
@@ -71,7 +79,11 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
             )
         return jax.tree.unflatten(jax.tree.structure(results), run(leaves))
 
-    return dataclasses.replace(inner, fn=fn)
+    def again(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return _in_tiles(plain, tiles, forward_gradient)
+
+    vars(fn)["rewrite"] = Rewrite(fn, plain, again)
+    return fn
 
 
 def report(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
