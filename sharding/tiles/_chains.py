@@ -8,7 +8,7 @@ masks and positions, are taken tile by tile with them.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from sharding.loss._row_walk import Walk, constant, located, steps_of
 from sharding.tiles._tile_equations import TileEvaluation, row_dim, tile_shape
 
 _LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
+_MOST_TRIED = 64  # values that are in no chain
 _MOST_EQUATIONS = 256  # after the largest value
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
 
@@ -36,6 +37,7 @@ class Chain:
     shared: tuple[Value, ...]  # what it reads for all rows
     outputs: tuple[Value, ...]  # what others read: rows, or sums over all
     count: int  # of rows
+    rows: int  # of a tile
     largest: Value  # inside
 
 
@@ -45,6 +47,11 @@ class NoChain:
 
     largest: Value
     cause: str
+    is_coupled: bool  # whether rows meet in it, along some dim
+
+
+class NoGain(RowsMeet):
+    """Raised for a chain that would save nothing."""
 
 
 class ChainSearch:
@@ -71,10 +78,13 @@ class ChainSearch:
 
     def find(self, taken: set[int] | None = None) -> Iterator[Chain | NoChain]:
         """Chains that share no equation, those with the largest values first."""
-        taken, most, made = taken or set(), 0, self._graph.producer
-        floating = [v for v in made if jnp.issubdtype(self._graph.types[v].dtype, jnp.inexact)]
+        taken, most, tried = taken or set(), 0, 0
+        made = self._graph.producer
+        floating = [
+            Value(v) for v in made if jnp.issubdtype(self._graph.types[v].dtype, jnp.inexact)
+        ]
         for v in sorted(floating, key=lambda v: (-self.nbytes(v), v)):
-            if self.nbytes(v) * _LEAST < most or not self._graph.shape(v):
+            if self.nbytes(v) * _LEAST < most or not self._graph.shape(v) or tried == _MOST_TRIED:
                 return
             if made[v] in taken:
                 continue
@@ -82,12 +92,13 @@ class ChainSearch:
             if isinstance(found, Chain):
                 most = max(most, self.nbytes(v))
                 taken |= set(found.equations)
+            tried += isinstance(found, NoChain)
             yield found
 
     def _around(self, value: Value, taken: set[int]) -> Chain | NoChain:
         """The chain with this largest value that reads and returns least."""
         shape, chains = self._graph.shape(value), list[Chain]()
-        causes = [f"no dim of {shape} has {self._tiles} rows"]
+        causes, is_coupled = [f"no dim of {shape} has {self._tiles} rows"], False
         # The last dim of as many rows first: the first one is that of the batch, over devices.
         fits = [d for d, size in enumerate(shape) if size >= self._tiles]
         for dim in sorted(fits, key=lambda d: (shape[d] % self._tiles != 0, -d)):
@@ -95,9 +106,10 @@ class ChainSearch:
                 chains.append(self._along(value, dim, taken))
             except RowsMeet as meet:
                 causes.append(f"along dim {dim}: {meet}")
+                is_coupled |= not isinstance(meet, NoGain)
         if not chains:
-            return NoChain(value, "; ".join(causes[1:] or causes))
-        return min(chains, key=lambda c: sum(map(self.nbytes, (*c.sliced, *c.outputs))))
+            return NoChain(value, "; ".join(causes[1:] or causes), is_coupled)
+        return min(chains, key=lambda c: self._total((*c.sliced, *c.outputs)))
 
     def _along(self, value: Value, dim: int, taken: set[int]) -> Chain:
         """The chain of the rows along a dim of its largest value.
@@ -106,8 +118,7 @@ class ChainSearch:
           RowsMeet: if there is none, or it is no smaller outside than inside.
         """
         count = self._graph.shape(value)[dim]
-        first, made = self._back(value, Rows((dim,), count), taken)
-        ahead = _Ahead(self, first, made, taken)
+        ahead = _Ahead(self, self._back(value, Rows((dim,), count), taken), taken)
         equations = ahead.equations_to(value)
         states, equations = self._with_inputs(ahead.states, equations, taken)
         own = [self._graph.equations[number] for number in equations]
@@ -118,15 +129,15 @@ class ChainSearch:
         outputs = tuple(v for v in results if self._readers.get(v, set()) - set(equations))
         outside = max(map(self.nbytes, (*sliced, *outputs)), default=0)
         if self.nbytes(value) <= outside:
-            raise RowsMeet("what the chain reads or returns is as large as what is inside")
-        chain = Chain(tuple(equations), states, sliced, shared, outputs, count, value)
+            raise NoGain("what the chain reads or returns is as large as what is inside")
+        rows = math.ceil(count / self._tiles)
+        chain = Chain(tuple(equations), states, sliced, shared, outputs, count, rows, value)
         self._try(chain)
         return chain
 
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""
-        rows = chain.count // self._tiles
-        graph = self._graph
+        rows, graph = chain.rows, self._graph
 
         def tile(values: dict[Value, Any]) -> None:
             values = values | graph.constants
@@ -149,27 +160,44 @@ class ChainSearch:
 
     # --- Back from the largest value --------------------------------------------------------------
 
-    def _back(self, value: Value, rows: Rows, taken: set[int]) -> tuple[dict[Value, Rows], set[int]]:
-        """Where a chain starts: smaller values with the same rows, and the equations after them."""
-        frontier, made, fixed = {value: rows}, set[int](), set[Value]()
+    def _back(self, value: Value, rows: Rows, taken: set[int]) -> dict[Value, Rows]:
+        """Where a chain starts: the values of fewest bytes that have the same rows."""
+        frontier, fixed, enough = {value: rows}, set[Value](), self.nbytes(value) / 2
+        best = frontier
         while left := [v for v in frontier if v not in fixed]:
             v = max(left, key=self.nbytes)
-            number, before = self._graph.producer.get(v), None
-            if number is not None and number not in taken:
-                before = self._operand_rows(number, frontier[v])
-            if number is None or before is None:
+            behind = self._behind(frontier, v, taken)
+            if behind is None or (
+                self._total(frontier) <= enough and self._total(behind) > self._total(frontier)
+            ):
                 fixed.add(v)
                 continue
-            behind = {x: state for x, state in frontier.items() if x != v} | before
-            sizes = [sum(map(self.nbytes, values)) for values in (frontier, behind)]
-            if sizes[0] <= self.nbytes(value) / 2 and sizes[1] >= sizes[0]:
+            is_cheap = self._steps[self._graph.producer[v]].name in _CHEAP
+            is_smaller = self._total(behind) < self._total(frontier)
+            if self._total(frontier) <= enough and not (is_cheap or is_smaller):
                 fixed.add(v)
                 continue
             frontier = behind
-            made.add(number)
-        if sum(map(self.nbytes, frontier)) > self.nbytes(value) / 2:
-            raise RowsMeet("nothing before it is smaller and has the same rows")
-        return frontier, made
+            if self._total(frontier) < self._total(best):
+                best = frontier
+        if self._total(best) > enough:
+            raise NoGain("nothing before it is smaller and has the same rows")
+        return best
+
+    def _total(self, values: Iterable[Value]) -> int:
+        return sum(map(self.nbytes, values))
+
+    def _behind(
+        self, frontier: dict[Value, Rows], value: Value, taken: set[int]
+    ) -> dict[Value, Rows] | None:
+        """What is read in the place of a value, by the equation that makes it."""
+        number = self._graph.producer.get(value)
+        if number is None or number in taken:
+            return None
+        before = self._operand_rows(number, frontier[value])
+        if before is None:
+            return None
+        return {v: rows for v, rows in frontier.items() if v != value} | before
 
     def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
         """The states of operands, if a result has these rows; None if that is not known."""
@@ -177,7 +205,10 @@ class ChainSearch:
         if len(eqn.results) != 1 or step.name in RANDOM:
             return None
         (dim,), size = rows.dims, step.result_shape()[rows.dims[0]]
-        is_made = step.name in ("broadcast_in_dim", "iota")  # whose entries may be equal in all rows
+        is_made = step.name in (
+            "broadcast_in_dim",
+            "iota",
+        )  # whose entries may be equal in all rows
         found: dict[Value, Rows] = {}
         for v, places, shape in zip(eqn.operands, _places(step), step.shapes, strict=True):
             at = [d for d, place in enumerate(places) if place == dim and shape[d] == size]
@@ -252,10 +283,8 @@ class ChainSearch:
 class _Ahead:
     """All equations after some values that keep their rows apart."""
 
-    def __init__(
-        self, search: ChainSearch, first: dict[Value, Rows], made: set[int], taken: set[int]
-    ):
-        self._search, self._graph, self._made = search, search._graph, made
+    def __init__(self, search: ChainSearch, first: dict[Value, Rows], taken: set[int]):
+        self._search, self._graph = search, search._graph
         self.states: dict[Value, Any] = dict(first)
         self.causes: list[str] = []
         self._numbers: list[int] = []
@@ -266,8 +295,7 @@ class _Ahead:
         last = self._graph.producer[value]
         after = set[Value]()  # what depends on results of the chain in another way
         best: tuple[int, int] | None = None
-        begin = min(self._made, default=last)
-        begin = min([begin, *(min(self._search._readers[v]) for v in self.states)])
+        begin = min([last, *(min(self._search._readers[v]) for v in self.states)])
         for number in range(begin, min(len(self._graph.equations), last + _MOST_EQUATIONS)):
             self._add(number, after)
             if number >= last and value not in self.states:

@@ -72,8 +72,8 @@ def cross_entropy(
       z_loss: the factor of ``logsumexp(logits) ** 2``.
       label_smoothing: from 0 to 1, the part of a label that all words share.
       weights: of tokens, (...). Where one is 0 the label may be any number.
-      reduction: ``"mean"`` divides the sum by that of weights, or by the number of tokens; ``"sum"``
-        adds the weighted losses; None returns them, in the shape of the labels.
+      reduction: ``"mean"`` divides the sum by that of weights, or by the number of tokens;
+        ``"sum"`` adds the weighted losses; None returns them, in the shape of the labels.
       vocab_dim: 0 if ``w`` is (V, D), as a tied table of embeddings.
       vocab_shards: over how many devices the partitioner shards the vocabulary. A tile has columns
         of each, so that none is moved.
@@ -103,9 +103,9 @@ def cross_entropy(
         losses = jnp.where(weights == 0, 0, weights * losses)
     if reduction is None:
         return losses
-    if reduction == "mean" and weights is None:
-        return losses.mean()
-    return losses.sum() / weights.sum() if reduction == "mean" else losses.sum()
+    if reduction == "sum":
+        return losses.sum()
+    return losses.mean() if weights is None else losses.sum() / weights.sum()
 
 
 def _check_arrays(x: Array, w: Array, labels: Array, weights: Array | None, vocab_dim: int) -> None:
@@ -150,9 +150,7 @@ def _check_numbers(head: _Head, vocab: int, reduction: str | None) -> None:
     if head.softcap is not None and not head.softcap > 0:
         raise ValueError(f"softcap must be positive or None, got {head.softcap!r}.")
     if not 0 <= head.label_smoothing <= 1:
-        raise ValueError(
-            f"label_smoothing must be from 0 to 1, got {head.label_smoothing!r}."
-        )
+        raise ValueError(f"label_smoothing must be from 0 to 1, got {head.label_smoothing!r}.")
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be 'mean', 'sum' or None, got {reduction!r}.")
 
@@ -231,20 +229,22 @@ def _backward(head: _Head, stored: Any, cotangent: Array) -> tuple[Array, Array,
         own, z, columns, is_new = _logits(head, x, w, tile)
         is_label = labels[..., None, None] == columns
         of_z = of_power * jnp.exp(z - log_z[..., None, None])
-        of_z -= cotangent * jnp.where(is_label, 1 - smoothing + smoothing / words, smoothing / words)
+        of_z -= cotangent * jnp.where(
+            is_label, 1 - smoothing + smoothing / words, smoothing / words
+        )
         if head.softcap is not None:
             of_z *= 1 - (z / head.softcap) ** 2
         # What the next tile has, too, it writes again: the last one runs first.
         of_z = jnp.where(is_new, of_z, 0).astype(narrow)
         over = (of_z.ndim - 2, of_z.ndim - 1), ((0, 2) if head.vocab_dim else (0, 1))
         more = lax.dot_general(of_z, own, (over, ((), ())), preferred_element_type=of_x.dtype)
-        sides = (x, of_z) if head.vocab_dim else (of_z, x)
-        of_own = lax.dot_general(*sides, ((tokens, tokens), ((), ())), preferred_element_type=narrow)
+        first, second = (x, of_z) if head.vocab_dim else (of_z, x)
+        of_own = lax.dot_general(
+            first, second, ((tokens, tokens), ((), ())), preferred_element_type=narrow
+        )
         of_own = jnp.moveaxis(of_own, head.vocab_dim, 0)
         at = head.start(w, tile)
-        of_w = lax.dynamic_update_slice_in_dim(
-            of_w, of_own.astype(w.dtype), at, head.vocab_dim + 1
-        )
+        of_w = lax.dynamic_update_slice_in_dim(of_w, of_own.astype(w.dtype), at, head.vocab_dim + 1)
         return (of_x + more, of_w), None
 
     zeros = jnp.zeros(x.shape, log_z.dtype), jnp.zeros_like(_by_shards(head, w))

@@ -98,9 +98,11 @@ class TileEvaluation:
             return self._with_derivative(eqn, step, record, operands)
         if isinstance(record, Call | Remat):  # a tile is computed again as a whole
             return self._inside(record.body, self._states_of(eqn.operands), operands)
-        return bind(eqn, operands, self._params(eqn, step)) if step.name != "iota" else [
-            self._iota(eqn)
-        ]
+        return (
+            bind(eqn, operands, self._params(eqn, step))
+            if step.name != "iota"
+            else [self._iota(eqn)]
+        )
 
     def _states_of(self, values: Sequence[Value]) -> list[Any]:
         return [self._states.get(v, unknown(self._graph.types[v])) for v in values]
@@ -163,7 +165,9 @@ class TileEvaluation:
 
         def pull(given: list[Any], cotangents: list[Any]) -> Any:
             def fn(*some: Any) -> list[Any]:
-                found = bind(eqn, [*(dict(enumerate(given)) | dict(zip(own, some, strict=True))).values()])
+                found = bind(
+                    eqn, [*(dict(enumerate(given)) | dict(zip(own, some, strict=True))).values()]
+                )
                 return [found[k] for k in of_results]
 
             return jax.vjp(fn, *[given[k] for k in own])[1](cotangents)

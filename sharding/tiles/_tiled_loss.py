@@ -32,7 +32,7 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
 
     Args:
       loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
-      tiles: in how many tiles a chain runs; what is left of its rows is one more.
+      tiles: in how many tiles a chain runs, of equal numbers of rows but for the last one.
       forward_gradient: whether a chain that ends in one sum, as that of a head, makes its gradient
         in the forward pass, so that no product is computed twice. It stores gradients of parameters
         in float32. None: where it is neither in a loop nor in a checkpoint. Other chains are
@@ -72,7 +72,7 @@ def _in_tiles(
         closed, results = trace(flat, *leaves)
         run = _TiledGraph(closed, tiles, forward_gradient)
         if not run.is_tiled:
-            said = "\n  ".join(run.report()) or "it has no large values"
+            said = "\n  ".join(run.report(coupled=False)) or "it has no large values"
             raise ValueError(
                 f"no equations of the loss can run in {tiles} tiles of their rows:\n  {said}\n"
                 "Take fewer tiles, or leave tiled out (docs: how_to/tiles)."
@@ -95,7 +95,7 @@ def report(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
       tiles: in how many tiles a chain runs.
 
     Returns:
-      A line for each chain and for each large value that has none.
+      A line for each chain, and for each large value that has none since rows meet.
 
     Raises:
       ValueError: if ``tiles`` is no positive int.
@@ -171,7 +171,7 @@ class _TiledGraph:
             if is_forward is None:
                 is_forward = not self._is_inner
             given = ([values[v] for v in vs] for vs in (item.sliced, item.shared))
-            outs = _TiledChain(self._graph, item, self._tiles, is_forward)(*given)
+            outs = _TiledChain(self._graph, item, is_forward)(*given)
             return dict(zip(item.outputs, outs, strict=True))
         eqn = self._graph.equations[item]
         operands = [values[v] for v in eqn.operands]
@@ -187,23 +187,30 @@ class _TiledGraph:
         outs: list[Any] = jax.checkpoint(lambda *args: body(args), **record.options)(*operands)
         return outs
 
-    def report(self) -> list[str]:
-        """A line for each chain, and for each large value that is in none."""
+    def report(self, coupled: bool = True) -> list[str]:
+        """A line for each chain, and for each large value in none, if rows meet before or in it.
+
+        Or for any large value in none.
+        """
         lines = []
         for found in self._found:
             eqn = self._graph.equations[self._graph.producer[found.largest]]
             at = line_of(eqn.source_info)
             at = f" ({at})" if at else ""
             inside = self._text([found.largest])
+            if isinstance(found, NoChain) and coupled and not found.is_coupled:
+                continue
             if isinstance(found, NoChain):
                 lines.append(f"not in tiles: {inside}{at}: {found.cause}")
                 continue
-            rows = f"{self._tiles} tiles of {found.count // self._tiles} rows"
-            if rest := found.count % self._tiles:
+            full, rest = divmod(found.count, found.rows)
+            rows = f"{full} tiles of {found.rows} rows"
+            if rest:
                 rows += f" and {rest} more"
             read, returned = self._text(found.sliced), self._text(found.outputs)
             lines.append(f"{rows}: {inside} inside, {read} read, {returned} returned{at}")
-        return lines + [line for body in self._bodies.values() for line in body.report()]
+        lines += [line for body in self._bodies.values() for line in body.report(coupled)]
+        return list(dict.fromkeys(lines))
 
     def _text(self, values: Sequence[Value]) -> str:
         return ", ".join(self._graph.types[v].str_short() for v in values)
@@ -227,9 +234,8 @@ def _wide(dtype: Any) -> Any:
 class _TiledChain:
     """A chain, run tile by tile, and its gradient."""
 
-    def __init__(self, graph: Graph, chain: Chain, tiles: int, forward_gradient: bool):
-        self._graph, self._chain, self._tiles = graph, chain, tiles
-        self._rows = chain.count // tiles
+    def __init__(self, graph: Graph, chain: Chain, forward_gradient: bool):
+        self._graph, self._chain, self._rows = graph, chain, chain.rows
         self._equations = [graph.equations[number] for number in chain.equations]
         self._of_sliced = [chain.states[v] for v in chain.sliced]
         self._of_outputs = [chain.states[v] for v in chain.outputs]
@@ -262,11 +268,10 @@ class _TiledChain:
 
     def _for_each(self, tile: Callable[[Any, Any, int], Any], carry: Any) -> Any:
         """What ``tile(carry, start, rows)`` makes of all tiles, one after the other."""
-        starts = jnp.arange(self._tiles) * self._rows
+        full, rest = divmod(self._chain.count, self._rows)
         step = lambda carry, start: (tile(carry, start, self._rows), None)  # noqa: E731
-        carry, _ = lax.scan(step, carry, starts)
-        rest = self._chain.count % self._tiles
-        return tile(carry, self._tiles * self._rows, rest) if rest else carry
+        carry, _ = lax.scan(step, carry, jnp.arange(full) * self._rows)
+        return tile(carry, full * self._rows, rest) if rest else carry
 
     def _zeros(self) -> list[Array]:
         """Where outputs are written, or added up."""

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from sharding._types import Tree
-from sharding.loss._loss_options import Rewrite
 from sharding.loss._evaluate import after_input
+from sharding.loss._loss_options import Rewrite
 from sharding.loss._marks import is_marking, is_per_device
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
