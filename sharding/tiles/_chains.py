@@ -130,6 +130,9 @@ class ChainSearch:
         outside = max(map(self.nbytes, (*sliced, *outputs)), default=0)
         if self.nbytes(value) <= outside:
             raise NoGain("what the chain reads or returns is as large as what is inside")
+        narrow = [v for v in shared if self._graph.types[v].dtype in (jnp.bfloat16, jnp.float16)]
+        if self.nbytes(value) <= 2 * self._total(narrow):
+            raise NoGain("float32 sums of gradients are as large as what is inside")
         rows = math.ceil(count / self._tiles)
         chain = Chain(tuple(equations), states, sliced, shared, outputs, count, rows, value)
         self._try(chain)

@@ -149,7 +149,7 @@ class _TiledGraph:
         values: dict[Value, Any] = {Value(k): x for k, x in enumerate(args)} | graph.constants
         inside = {number for chain in self._chains for number in chain.equations}
         left: list[Any] = [k for k in range(len(graph.equations)) if k not in inside]
-        left = sorted([*left, *self._chains], key=_place)
+        left = sorted([*left, *self._chains], key=_first_equation)
         while left:
             waiting = []
             for item in left:
@@ -216,7 +216,7 @@ class _TiledGraph:
         return ", ".join(self._graph.types[v].str_short() for v in values)
 
 
-def _place(item: int | Chain) -> int:
+def _first_equation(item: int | Chain) -> int:
     """Where an equation or a chain is in the trace."""
     return item.equations[0] if isinstance(item, Chain) else item
 
@@ -225,7 +225,7 @@ def _is_floating(x: Any) -> bool:
     return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
 
 
-def _wide(dtype: Any) -> Any:
+def _dtype_of_sum(dtype: Any) -> Any:
     """The dtype of a sum over tiles."""
     is_floating = jnp.issubdtype(dtype, jnp.inexact)
     return jnp.promote_types(dtype, jnp.float32) if is_floating else dtype
@@ -276,7 +276,9 @@ class _TiledChain:
     def _zeros(self) -> list[Array]:
         """Where outputs are written, or added up."""
         pairs = zip(self._types, self._is_sum, strict=True)
-        return [jnp.zeros(t.shape, _wide(t.dtype) if is_sum else t.dtype) for t, is_sum in pairs]
+        return [
+            jnp.zeros(t.shape, _dtype_of_sum(t.dtype) if is_sum else t.dtype) for t, is_sum in pairs
+        ]
 
     def _added(self, outs: Sequence[Array], of_tile: Any, start: Any, rows: int) -> list[Array]:
         """Outputs, with those of a tile."""
@@ -299,7 +301,9 @@ class _TiledChain:
     def _zero_grads(self, sliced: list[Any], shared: list[Any]) -> Any:
         """Of what is differentiated: None for others."""
         of_sliced = [jnp.zeros_like(x) if _is_floating(x) else None for x in sliced]
-        sums = [jnp.zeros_like(x, _wide(x.dtype)) if _is_floating(x) else None for x in shared]
+        sums = [
+            jnp.zeros_like(x, _dtype_of_sum(x.dtype)) if _is_floating(x) else None for x in shared
+        ]
         return of_sliced, sums
 
     def _with_grads(self, grads: Any, pull: Any, cotangents: Any, start: Any, rows: int) -> Any:
