@@ -132,7 +132,7 @@ def _check_arrays(x: Array, w: Array, labels: Array, weights: Array | None, voca
         of_w = "(D, V)" if vocab_dim else "(V, D)"
         raise ValueError(
             f"cross_entropy takes x of (..., D), w of {of_w}, and labels and weights of (...), got "
-            f"{given} (docs: how_to/tiles)."
+            f"{given}."
         )
 
 
