@@ -101,7 +101,7 @@ class ChainSearch:
         causes, is_coupled = [f"no dim of {shape} has {self._tiles} rows"], False
         # The last dim of as many rows first: the first one is that of the batch, over devices.
         fits = [d for d, size in enumerate(shape) if size >= self._tiles]
-        for dim in sorted(fits, key=lambda d: (shape[d] % self._tiles != 0, -d)):
+        for dim in reversed(fits):
             try:
                 chains.append(self._along(value, dim, taken))
             except RowsMeet as meet:

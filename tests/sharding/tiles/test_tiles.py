@@ -306,9 +306,10 @@ def test_the_loss_and_gradients_are_those_of_the_plain_loss(name, tiles, forward
 def test_gate_and_up_are_one_chain_and_so_is_a_head():
     params, batch = arrays(np.float32)
     (line,) = shd.tiles.report(mlp, params, batch, tiles=4)
-    assert line.startswith(
-        "3 tiles of 4 rows and 1 more: float32[4,13,48] inside, float32[4,13,8] read, float32[] returned"
-    )
+    rows, arrays_of = line.split(": ", 1)
+    assert rows == "3 tiles of 4 rows and 1 more"
+    inside = "float32[4,13,48] inside, float32[4,13,8] read, float32[] returned"
+    assert arrays_of.startswith(inside)
     assert "test_tiles.py" in line
     lines = shd.tiles.report(decoder, params, batch, tiles=5)
     in_tiles = [line for line in lines if not line.startswith("not")]
