@@ -282,11 +282,18 @@ def own_gradient(p, b):
     return jnp.mean((halved(b["x"] @ p["up"]) @ p["down"]) ** 2)
 
 
+def contrastive(p, b):
+    """Each token against all others: rows of one side."""
+    first = b["x"].reshape(-1, D) @ p["up"][:, :D]
+    second = jnp.tanh(b["x"].reshape(-1, D) @ p["gate"][:, :D])
+    return cross_entropy(first @ second.T, jnp.arange(B * T)).mean()
+
+
 LOSSES = {
     fn.__name__: fn
     for fn in (
         *(head, masked, smoothed, indexed, flat, flat_later, mlp, with_relu, tied, positions),
-        *(dropped, decoder, checkpointed, unrolled, own_gradient),
+        *(dropped, decoder, checkpointed, unrolled, own_gradient, contrastive),
     )
 }
 
@@ -461,6 +468,80 @@ def test_steps_are_those_of_one_device(stage, name, axes, options, per_device, x
         np.testing.assert_allclose(metrics["loss"], losses[i], rtol=1e-12)
     for a, b in zip(jax.tree.leaves(state[0]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+
+
+def test_dropout_of_keys_and_model_states_are_those_of_the_plain_loss(x64):
+    """The masks of a step, drawn by its keys, and what the loss returns beside."""
+
+    def loss(p, b, state, key):
+        h = jnp.tanh(b["x"] @ p["up"])
+        h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h / 0.7, 0)
+        return jnp.mean((h @ p["down"]) ** 2), state + 1
+
+    params, steps = arrays()[0], []
+    for fn in (lambda given: given, lambda given: shd.tiled(given, 4)):
+        zero = model.zero_on(4, stage=2)
+        state = zero.init(lambda: (params, TX.init(params)), tx=TX)
+        step = zero.train_step(fn(shd.Loss(loss, rngs=True, model_state=True)), tx=TX)
+        key = jax.random.key(3)
+        state, kept, metrics = step(
+            state, zero.put(rows_of_eight()), key=key, model_state=jnp.zeros(())
+        )
+        steps.append((state[0], kept, metrics["loss"]))
+    assert_equal(steps[1], steps[0])
+
+
+def test_stored_forms_are_decoded_beside_tiles(x64):
+    params, batch = arrays()
+    forms = {"w": shd.stored.lora(2), "up": shd.stored.lora(2)}
+    made = shd.stored.store(params, forms, jax.random.key(0))
+    both = lambda p, b: head(p, b) + mlp(p, b)  # noqa: E731
+    expected = value_and_grads(lambda p: shd.stored.loss_of(both)(p, batch), made)
+    for loss in (
+        shd.tiled(shd.stored.loss_of(both), 4),
+        shd.stored.loss_of(shd.tiled(both, 4)),
+    ):
+        assert_equal(value_and_grads(lambda p, loss=loss: loss(p, batch), made), expected)
+
+
+@pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_linen_models_run_in_tiles(stage, x64):
+    nn = pytest.importorskip("flax.linen")
+
+    class Head(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x + nn.Dense(D, param_dtype=float)(nn.gelu(nn.Dense(F, param_dtype=float)(x)))
+            return nn.Dense(V, use_bias=False, param_dtype=float)(
+                nn.LayerNorm(param_dtype=float)(x)
+            )
+
+    net = Head()
+    params = net.init(jax.random.key(0), arrays()[1]["x"])
+    fn = lambda p, b: cross_entropy(net.apply(p, b["x"]), b["y"]).mean()  # noqa: E731
+    zero, batch = model.zero_on(4, stage=stage), rows_of_eight()
+    expected = jax.value_and_grad(fn)(params, batch)
+    placed = zero.place(params)
+    found = zero.value_and_grad(shd.tiled(fn, 4))(placed, zero.put(batch))
+    assert_equal(found, expected)
+
+
+def test_nnx_models_run_in_tiles(x64):
+    nnx = pytest.importorskip("flax.nnx")
+
+    def make():
+        net = nnx.Linear(D, V, use_bias=False, param_dtype=float, rngs=nnx.Rngs(0))
+        return net, nnx.Optimizer(net, TX, wrt=nnx.Param)
+
+    fn = lambda net, b: cross_entropy(net(b["x"]), b["y"]).mean()  # noqa: E731
+    found = []
+    for loss in (fn, shd.tiled(fn, 4)):
+        zero = model.zero_on(4, stage=2)
+        net, optimizer = zero.nnx_init(make)
+        metrics = zero.nnx_train_step(loss)(net, optimizer, zero.put(rows_of_eight()))
+        found.append((metrics["loss"], net.kernel[...]))
+    assert_equal(found[1], found[0])
 
 
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
