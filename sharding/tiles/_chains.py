@@ -255,8 +255,9 @@ class ChainSearch:
         """
         eqn, step = self._graph.equations[number], self._steps[number]
         record, own = record_of(eqn), next(v for v in eqn.operands if _is_apart(states.get(v)))
-        if step.name in ("while", "cond", "scan", *RANDOM):
-            raise RowsMeet("it is a loop, a branch, or draws random numbers")
+        if step.name in ("while", "cond", "scan", "declared_rows", *RANDOM):
+            at = located(Coupled("it is a loop, a branch, declared or random"), self._steps, number)
+            raise RowsMeet(str(at))
         if not isinstance(record, CustomDerivative | Remat | None):
             return self._walked(number, states)
         rows, places = states[own], _places(step)

@@ -344,7 +344,18 @@ def normalized(p, b):
     return jnp.mean((h @ p["down"]) ** 2)
 
 
-@pytest.mark.parametrize("loss", [coupled_softmax, normalized])
+def declared(p, b):
+    """A function that may be a kernel, of which no tile can be made."""
+    fn = shd.keeps_rows_apart(jnp.tanh, in_dims=0, out_dims=0)
+    return jnp.mean((fn(b["x"] @ p["up"]) @ p["down"]) ** 2)
+
+
+def branched(p, b):
+    h = b["x"] @ p["up"]
+    return jnp.mean((jax.lax.cond(h[0, 0, 0] > 0, jnp.tanh, jnp.sin, h) @ p["down"]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [coupled_softmax, normalized, declared, branched])
 def test_what_is_coupled_does_not_run_in_tiles_and_is_named(loss):
     params, batch = arrays(np.float32)
     with pytest.raises(ValueError, match=r"can run in 13 tiles[\s\S]*test_tiles.py:\d+"):
