@@ -7,6 +7,7 @@ from sharding import recovery as recovery
 from sharding import remat as remat
 from sharding import stored as stored
 from sharding import sync as sync
+from sharding import tiles as tiles
 from sharding._local_steps import LocalState as LocalState
 from sharding._local_steps import LocalSteps as LocalSteps
 from sharding._zero import Zero as Zero
@@ -36,6 +37,8 @@ from sharding.step._lookup import unshuffle_rows as unshuffle_rows
 from sharding.step._precision import Precision as Precision
 from sharding.step.flax._modules import sparse_embedding as sparse_embedding
 from sharding.step.owners._by_owner import by_owner as by_owner
+from sharding.tiles._cross_entropy import cross_entropy as cross_entropy
+from sharding.tiles._tiled_loss import tiled as tiled
 
 _INTERNAL = {"check", "collectives", "loss", "placement", "step"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]

@@ -36,6 +36,7 @@ TESTS = {
     "sharding/collectives/": ["tests/sharding/sync"],
     "sharding/placement/": ["tests/sharding/test_zero.py"],
     "sharding/sync/": ["tests/sharding/sync"],
+    "sharding/tiles/": ["tests/sharding/tiles"],
     "examples/_": ["tests/test_train_lm.py"],
     "launch/": ["tests/launch"],
     "README.md": ["tests/test_readme.py"],

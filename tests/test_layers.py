@@ -112,6 +112,7 @@ LAYERS = (
         "sync",
         "offload",
         "loss",
+        "tiles",
         "stored",
         "recovery",
         "step",

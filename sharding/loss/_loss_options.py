@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,20 @@ class Loss:
                 " a pair (loss, aux) needs has_aux=True; of losses by example return the mean."
             )
         return total, weight, model_state, aux
+
+
+class Rewrite(NamedTuple):
+    """Of a function ``run`` that runs the trace of ``plain`` in another way: both, and how."""
+
+    run: Callable[..., Any]
+    plain: Callable[..., Any]  # by which is known what it does with rows
+    again: Callable[[Callable[..., Any]], Callable[..., Any]]  # from another plain one
+
+    @staticmethod
+    def of(fn: Callable[..., Any]) -> "Rewrite | None":
+        """That of a function; what wraps it has none."""
+        found = getattr(fn, "rewrite", None)
+        return found if isinstance(found, Rewrite) and found.run is fn else None
 
 
 @runtime_checkable

@@ -23,7 +23,7 @@ from optax_ext.equations import trace
 from optax_ext.traced_graph import Graph, evaluate
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, Tree
-from sharding.loss._loss_options import KEYWORDS, NUMBERED
+from sharding.loss._loss_options import KEYWORDS, NUMBERED, Rewrite
 from sharding.loss._marks import marking
 from sharding.loss._row_states import Coupled, Rows, Shared, State
 from sharding.loss._rows import LossRows, plain_type, rows_of_loss
@@ -135,6 +135,11 @@ def choose_program(
       ValueError: if micro-batches would change its value, or an option needs gradients of devices
         and these are not parts of the loss.
     """
+    if rewrite := Rewrite.of(loss.fn):
+        plain = dataclasses.replace(loss, fn=rewrite.plain)
+        program = choose_program(zero, plain, params, specs, inputs)
+        again = dataclasses.replace(program.loss, fn=rewrite.again(program.loss.fn))
+        return program._replace(loss=again)
     call = LossCall(zero, loss, params, specs, inputs)
     if loss.per_device:
         return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")

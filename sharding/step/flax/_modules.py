@@ -11,6 +11,7 @@ import jax
 
 from sharding._types import Tree
 from sharding.loss._evaluate import after_input
+from sharding.loss._loss_options import Rewrite
 from sharding.loss._marks import is_marking, is_per_device
 from sharding.placement._layout import Layout
 from sharding.placement._specs import axes_of, entries_of, entry_of
@@ -193,6 +194,9 @@ def in_step(zero: Any, loss_fn: Callable[..., Any], all_blocks: bool) -> Callabl
                 unchecked = False
         return out
 
+    if rewrite := Rewrite.of(loss_fn):
+        plain = in_step(zero, rewrite.plain, all_blocks)
+        vars(call)["rewrite"] = rewrite._replace(run=call, plain=plain)
     if computes := getattr(loss_fn, "computes", None):
         of_planned = {"computes": in_step(zero, computes, all_blocks=False)}
         vars(call).update(of_planned, num_rows=getattr(loss_fn, "num_rows", None))

@@ -1,0 +1,358 @@
+"""Chains: equations of a trace that keep the rows of some dim apart, and are large inside.
+
+A chain is found from its largest value, of which each dim is tried: back to what is smaller and has
+the same rows, then on through all that reads this and keeps rows apart, to where least of it is
+read by the rest. What the rows of a sum give is added up; other values that have rows, as labels,
+masks and positions, are taken tile by tile with them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext.equations import CustomDerivative, Remat, record_of
+from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph, Value
+from sharding.loss._row_dims import RANDOM, RowStep, rule_of
+from sharding.loss._row_states import Coupled, Rows, RowsMeet, is_total
+from sharding.loss._row_walk import Walk, constant, located, steps_of
+from sharding.tiles._tile_equations import TileEvaluation, row_dim, tile_shape
+
+_LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
+_MOST_TRIED = 64  # values that are in no chain
+_MOST_EQUATIONS = 256  # after the largest value
+_CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Equations that run in tiles."""
+
+    equations: tuple[int, ...]  # numbers in the graph
+    states: dict[Value, Any]
+    sliced: tuple[Value, ...]  # what it reads of the rows of a tile
+    shared: tuple[Value, ...]  # what it reads for all rows
+    outputs: tuple[Value, ...]  # what others read: rows, or sums over all
+    count: int  # of rows
+    rows: int  # of a tile
+    largest: Value  # inside
+
+
+@dataclasses.dataclass(frozen=True)
+class NoChain:
+    """A large value that no tiles were found for."""
+
+    largest: Value
+    cause: str
+    is_coupled: bool  # whether rows meet in it, along some dim
+
+
+class NoGain(RowsMeet):
+    """Raised for a chain that would save nothing."""
+
+
+class ChainSearch:
+    """The chains of a graph for tiles of its rows, at least ``tiles`` of them."""
+
+    def __init__(self, graph: Graph, tiles: int):
+        self._graph, self._tiles = graph, tiles
+        self._steps = steps_of(graph.equations, None, graph.types)
+        self._readers: dict[Value, set[int]] = {v: {len(self._steps)} for v in graph.outputs}
+        for number, eqn in enumerate(graph.equations):
+            for v in eqn.operands:
+                self._readers.setdefault(v, set()).add(number)
+        self._constants = {v: constant(x) for v, x in graph.constants.items()}
+
+    def nbytes(self, value: Value) -> int:
+        aval = self._graph.types[value]
+        size = math.prod(getattr(aval, "shape", ()))
+        return int(size * aval.dtype.itemsize) if hasattr(aval.dtype, "itemsize") else 0
+
+    def _is_known(self, value: Value) -> bool:
+        """Whether it is a number or an array of the trace, which is not differentiated."""
+        constants = self._graph.constants
+        return value in constants and not isinstance(constants[value], jax.core.Tracer)
+
+    def find(self, taken: set[int] | None = None) -> Iterator[Chain | NoChain]:
+        """Chains that share no equation, those with the largest values first."""
+        taken, most, tried = taken or set(), 0, 0
+        made = self._graph.producer
+        floating = [
+            Value(v) for v in made if jnp.issubdtype(self._graph.types[v].dtype, jnp.inexact)
+        ]
+        for v in sorted(floating, key=lambda v: (-self.nbytes(v), v)):
+            if self.nbytes(v) * _LEAST < most or not self._graph.shape(v) or tried == _MOST_TRIED:
+                return
+            if made[v] in taken:
+                continue
+            found = self._around(v, taken)
+            if isinstance(found, Chain):
+                most = max(most, self.nbytes(v))
+                taken |= set(found.equations)
+            tried += isinstance(found, NoChain)
+            yield found
+
+    def _around(self, value: Value, taken: set[int]) -> Chain | NoChain:
+        """The chain with this largest value that reads and returns least."""
+        shape, chains = self._graph.shape(value), list[Chain]()
+        causes, is_coupled = [f"no dim of {shape} has {self._tiles} rows"], False
+        # The last dim of as many rows first: the first one is that of the batch, over devices.
+        fits = [d for d, size in enumerate(shape) if size >= self._tiles]
+        for dim in reversed(fits):
+            try:
+                chains.append(self._along(value, dim, taken))
+            except RowsMeet as meet:
+                causes.append(f"along dim {dim}: {meet}")
+                is_coupled |= not isinstance(meet, NoGain)
+        if not chains:
+            return NoChain(value, "; ".join(causes[1:] or causes), is_coupled)
+        return min(chains, key=lambda c: self._total((*c.sliced, *c.outputs)))
+
+    def _along(self, value: Value, dim: int, taken: set[int]) -> Chain:
+        """The chain of the rows along a dim of its largest value.
+
+        Raises:
+          RowsMeet: if there is none, or it is no smaller outside than inside.
+        """
+        count = self._graph.shape(value)[dim]
+        ahead = _Ahead(self, self._back(value, Rows((dim,), count), taken), taken)
+        equations = ahead.equations_to(value)
+        states, equations = self._with_inputs(ahead.states, equations, taken)
+        own = [self._graph.equations[number] for number in equations]
+        results = dict.fromkeys(v for eqn in own for v in eqn.results)
+        read = dict.fromkeys(v for eqn in own for v in eqn.operands if v not in results)
+        sliced = tuple(v for v in read if row_dim(states.get(v)) is not None)
+        shared = tuple(v for v in read if v not in sliced and not self._is_known(v))
+        outputs = tuple(v for v in results if self._readers.get(v, set()) - set(equations))
+        outside = max(map(self.nbytes, (*sliced, *outputs)), default=0)
+        if self.nbytes(value) <= outside:
+            raise NoGain("what the chain reads or returns is as large as what is inside")
+        narrow = [v for v in shared if self._graph.types[v].dtype in (jnp.bfloat16, jnp.float16)]
+        if self.nbytes(value) <= 2 * self._total(narrow):
+            raise NoGain("float32 sums of gradients are as large as what is inside")
+        rows = math.ceil(count / self._tiles)
+        chain = Chain(tuple(equations), states, sliced, shared, outputs, count, rows, value)
+        self._try(chain)
+        return chain
+
+    def _try(self, chain: Chain) -> None:
+        """Raises ``RowsMeet`` if a tile cannot be traced."""
+        rows, graph = chain.rows, self._graph
+
+        def tile(values: dict[Value, Any]) -> None:
+            values = values | graph.constants
+            equations = [graph.equations[number] for number in chain.equations]
+            TileEvaluation(graph, chain.states, 0, rows).run(equations, values)
+
+        read = [v for v in (*chain.sliced, *chain.shared) if v not in graph.constants]
+        types = {
+            v: jax.ShapeDtypeStruct(
+                tile_shape(graph.shape(v), chain.states.get(v), rows), graph.types[v].dtype
+            )
+            for v in read
+        }
+        try:
+            jax.eval_shape(tile, types)
+        except RowsMeet:
+            raise
+        except Exception as error:  # of an operation that has sizes in it
+            raise RowsMeet(f"a tile cannot be traced: {error}") from error
+
+    # --- Back from the largest value --------------------------------------------------------------
+
+    def _back(self, value: Value, rows: Rows, taken: set[int]) -> dict[Value, Rows]:
+        """Where a chain starts: the values of fewest bytes that have the same rows."""
+        frontier, fixed, enough = {value: rows}, set[Value](), self.nbytes(value) / 2
+        best = frontier
+        while left := [v for v in frontier if v not in fixed]:
+            v = max(left, key=self.nbytes)
+            behind = self._behind(frontier, v, taken)
+            if behind is None or (
+                self._total(frontier) <= enough and self._total(behind) > self._total(frontier)
+            ):
+                fixed.add(v)
+                continue
+            is_cheap = self._steps[self._graph.producer[v]].name in _CHEAP
+            is_smaller = self._total(behind) < self._total(frontier)
+            if self._total(frontier) <= enough and not (is_cheap or is_smaller):
+                fixed.add(v)
+                continue
+            frontier = behind
+            if self._total(frontier) < self._total(best):
+                best = frontier
+        if self._total(best) > enough:
+            raise NoGain("nothing before it is smaller and has the same rows")
+        return best
+
+    def _total(self, values: Iterable[Value]) -> int:
+        return sum(map(self.nbytes, values))
+
+    def _behind(
+        self, frontier: dict[Value, Rows], value: Value, taken: set[int]
+    ) -> dict[Value, Rows] | None:
+        """What is read in the place of a value, by the equation that makes it."""
+        number = self._graph.producer.get(value)
+        if number is None or number in taken:
+            return None
+        before = self._operand_rows(number, frontier[value])
+        if before is None:
+            return None
+        return {v: rows for v, rows in frontier.items() if v != value} | before
+
+    def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
+        """The states of operands, if a result has these rows; None if that is not known."""
+        eqn, step = self._graph.equations[number], self._steps[number]
+        if len(eqn.results) != 1 or step.name in RANDOM:
+            return None
+        (dim,), size = rows.dims, step.result_shape()[rows.dims[0]]
+        is_made = step.name in (
+            "broadcast_in_dim",
+            "iota",
+        )  # whose entries may be equal in all rows
+        found: dict[Value, Rows] = {}
+        for v, places, shape in zip(eqn.operands, _places(step), step.shapes, strict=True):
+            at = [d for d, place in enumerate(places) if place == dim and shape[d] == size]
+            if at:
+                found[v] = dataclasses.replace(rows, dims=(at[0],))
+        return found if found or is_made else None
+
+    def _with_inputs(
+        self, states: dict[Value, Any], equations: list[int], taken: set[int]
+    ) -> tuple[dict[Value, Any], list[int]]:
+        """Also the equations before it that only it reads, and that make nothing smaller."""
+        states, inside = dict(states), set(equations)
+        pending = [v for number in equations for v in self._graph.equations[number].operands]
+        while pending:
+            v = pending.pop()
+            number = self._graph.producer.get(v)
+            if number is None or number in inside | taken or row_dim(states.get(v)) is None:
+                continue
+            before = self._operand_rows(number, states[v])
+            is_cheap = self._steps[number].name in _CHEAP
+            if before is None or not is_cheap or self._readers[v] - inside:
+                continue
+            more = [x for x in before if x not in states]
+            if any(states.get(x, rows) != rows for x, rows in before.items()):
+                continue
+            if before and self._walked(number, before)[v] != states[v]:
+                continue
+            if sum(map(self.nbytes, more)) <= self.nbytes(v):
+                states |= before
+                inside.add(number)
+                pending += self._graph.equations[number].operands
+        return states, sorted(inside)
+
+    # --- What an equation makes of rows -----------------------------------------------------------
+
+    def results_of(self, number: int, states: dict[Value, Any]) -> dict[Value, Any]:
+        """The states of results, and of other operands that have the same rows.
+
+        Raises:
+          RowsMeet: if rows meet, or the equation is a loop or a branch.
+        """
+        eqn, step = self._graph.equations[number], self._steps[number]
+        record, own = record_of(eqn), next(v for v in eqn.operands if _is_apart(states.get(v)))
+        if step.name in ("while", "cond", "scan", "declared_rows", *RANDOM):
+            at = located(Coupled("it is a loop, a branch, declared or random"), self._steps, number)
+            raise RowsMeet(str(at))
+        if not isinstance(record, CustomDerivative | Remat | None):
+            return self._walked(number, states)
+        rows, places = states[own], _places(step)
+        place = places[eqn.operands.index(own)][rows.dims[0]]
+        beside: dict[Value, Any] = {}
+        for v, of_dims, shape in zip(eqn.operands, places, step.shapes, strict=True):
+            size = self._graph.shape(own)[rows.dims[0]]
+            at = [d for d, other in enumerate(of_dims) if other == place and shape[d] == size]
+            if at and v not in states and not isinstance(place, str):
+                beside[v] = dataclasses.replace(rows, dims=(at[0],))
+        return beside | self._walked(number, states | beside)
+
+    def _walked(self, number: int, states: dict[Value, Any]) -> dict[Value, Any]:
+        eqn, step = self._graph.equations[number], self._steps[number]
+        known = {v: states[v] for v in eqn.operands if v in states}
+        known |= {v: self._constants[v] for v in eqn.operands if v in self._constants}
+        Walk().run([step], known)
+        for v in eqn.results:
+            state = located(known[v], self._steps, number)
+            if isinstance(state, Coupled):
+                raise RowsMeet(str(state))
+            if not is_total(state) and row_dim(state) is None:
+                raise RowsMeet(f"{step.name}: a result has its rows along several dims, or none")
+        return {v: known[v] for v in eqn.results}
+
+
+class _Ahead:
+    """All equations after some values that keep their rows apart."""
+
+    def __init__(self, search: ChainSearch, first: dict[Value, Rows], taken: set[int]):
+        self._search, self._graph = search, search._graph
+        self.states: dict[Value, Any] = dict(first)
+        self.causes: list[str] = []
+        self._numbers: list[int] = []
+        self._taken = taken
+
+    def equations_to(self, value: Value) -> list[int]:
+        """Those up to where least is read by others, after the one that makes this value."""
+        last = self._graph.producer[value]
+        after = set[Value]()  # what depends on results of the chain in another way
+        best: tuple[int, int] | None = None
+        begin = min([last, *(min(self._search._readers[v]) for v in self.states)])
+        for number in range(begin, min(len(self._graph.equations), last + _MOST_EQUATIONS)):
+            self._add(number, after)
+            if number >= last and value not in self.states:
+                break
+            if number >= last:
+                live = self._live()
+                if best is None or live < best[0]:
+                    best = live, len(self._numbers)
+        if best is None:
+            raise RowsMeet("; ".join(dict.fromkeys(self.causes)) or "its rows are not kept apart")
+        return self._numbers[: best[1]]
+
+    def _add(self, number: int, after: set[Value]) -> None:
+        """Adds an equation, if it keeps rows apart."""
+        eqn: Equation = self._graph.equations[number]
+        own = [v for v in eqn.operands if _is_apart(self.states.get(v))]
+        is_later = any(v in after or is_total(self.states.get(v)) for v in eqn.operands)
+        if not own and not is_later:
+            return
+        if is_later or number in self._taken:
+            after |= set(eqn.results)
+            return
+        try:
+            self.states |= self._search.results_of(number, self.states)
+            self._numbers.append(number)
+        except RowsMeet as meet:
+            self.causes.append(str(meet))
+            after |= set(eqn.results)
+
+    def _live(self) -> int:
+        """The bytes of what others read of the chain so far."""
+        inside, readers = set(self._numbers), self._search._readers
+        results = (v for number in inside for v in self._graph.equations[number].results)
+        return sum(self._search.nbytes(v) for v in results if readers.get(v, set()) - inside)
+
+
+def _is_apart(state: Any) -> bool:
+    return row_dim(state) is not None
+
+
+def _places(step: RowStep) -> list[Any]:
+    """What dims of operands are in a result; of functions, where that has as many dims."""
+    if record_of(step.equation) is None and step.name != "reshape":
+        return rule_of(step).places(step)
+    out = step.result_shape()
+    if step.name != "reshape":
+        return [list(range(len(x))) if len(x) == len(out) else [""] * len(x) for x in step.shapes]
+    (shape,), found = step.shapes, list[Any]()
+    for d, size in enumerate(shape):
+        same = [
+            at
+            for at, other in enumerate(out)
+            if other == size and math.prod(out[:at]) == math.prod(shape[:d])
+        ]
+        found.append(same[0] if same else "")
+    return [found]
