@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 from sharding import remat, stored
+from sharding._local_steps import LocalSteps
 from sharding._zero import Zero
 from sharding.check._check_numbers import apart, cpu_device
 from sharding.check._check_wire import mesh_of_all
@@ -19,6 +20,7 @@ from sharding.check._machine_report import MachineCheck, NotHere
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._schedules import one_f_one_b
 from sharding.step.owners._by_owner import by_owner
+from sharding.tiles._cross_entropy import cross_entropy
 
 _LAYERS, _WIDTH, _STEPS = 4, 64, 3
 _STAGES: dict[str, dict[str, Any]] = {
@@ -66,6 +68,7 @@ _LOSSES = {"mean": mean_loss, "coupled": coupled_loss}
 _OPTIMIZERS = {
     "adamw": optax.adamw(1e-2, eps=1e-3),
     "came": optax_ext.came(1e-2),
+    "sgd": optax.sgd(0.1),
     "muon": by_owner(optax.contrib.muon(1e-2)),
 }
 
@@ -126,6 +129,15 @@ def step_checks() -> Iterator[MachineCheck]:
         "step: parameters frozen in NF4, adapters", _compare_stored, "sharding.stored", "16 bits"
     )
     yield MachineCheck(
+        "step: two replicas, a local step of each",
+        _compare_local_steps,
+        "LocalSteps",
+        "a step that synchronizes gradients",
+    )
+    yield MachineCheck(
+        "tiles: a head and its gradient", _compare_head, "cross_entropy and tiled", "plain logits"
+    )
+    yield MachineCheck(
         "remat: a plan's gradient and bytes", _compare_plan, "remat.plan", "jax.checkpoint"
     )
     yield MachineCheck(
@@ -177,6 +189,36 @@ def _compare_stored() -> float:
     with jax.default_matmul_precision("float32"):
         have = jax.jit(stored.loss_of(mean_loss))(held, x)
         want = jax.jit(mean_loss)(seen, x)
+    return apart(have, want) / 1e-4
+
+
+def _compare_local_steps() -> float:
+    """With one local step and an outer SGD of rate 1 it is the ordinary step."""
+    moved, start = reference("mean", "sgd")
+    zero, tx = Zero(mesh_of_all(split=2), 2, replica_axis="replica"), _OPTIMIZERS["sgd"]
+    local = LocalSteps(zero, optax.sgd(1.0), every=1)
+    with jax.default_matmul_precision("float32"):
+        state = local.init(lambda: (params := initial_params(), tx.init(params)), tx=tx)
+        step = local.train_step(mean_loss, tx=tx)
+        for x in batches():
+            state, _ = step(state, local.put(_rows_of_process(zero, x)))
+    have = jax.tree.map(np.subtract, zero.full_params(local.merged(state)), start)
+    return apart(have, moved) / 1e-3
+
+
+def _compare_head() -> float:
+    """Tiles of the vocabulary beside all logits."""
+    w, x = initial_params()["head"], batches()[0]
+    labels = np.arange(len(x)) % w.shape[1]
+
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w, labels).mean()
+
+    def in_tiles(w: jax.Array, x: jax.Array) -> jax.Array:
+        return cross_entropy(x, w, labels, tiles=3)
+
+    with jax.default_matmul_precision("float32"):
+        have, want = (jax.jit(jax.grad(fn, (0, 1)))(w, x) for fn in (in_tiles, plain))
     return apart(have, want) / 1e-4
 
 
