@@ -1,6 +1,7 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
 from optax_ext import __version__ as __version__
+from sharding import matmuls as matmuls
 from sharding import pipeline as pipeline
 from sharding import plan as plan
 from sharding import recovery as recovery
@@ -10,6 +11,7 @@ from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.loss._loss_options import Loss as Loss
+from sharding.matmuls._transformation import quantized_matmuls as quantized_matmuls
 from sharding.offload._transformation import offload as offload
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline
