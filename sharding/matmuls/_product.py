@@ -181,6 +181,10 @@ def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> 
 def _product(eqn: Any, *operands: jax.Array) -> jax.Array:
     """The same product of codes; integers are summed in int32, floats of 8 bits in float32."""
     dtypes = {x.dtype for x in operands}
+    if len(dtypes) > 1 and eqn.primitive is lax.conv_general_dilated_p:
+        # Convolutions are of one type, and bfloat16 has the numbers of both formats of 8 bits.
+        common = jnp.bfloat16 if {x.dtype.itemsize for x in operands} == {1} else jnp.float32
+        operands = tuple(x.astype(common) for x in operands)
     wide = jnp.int32 if dtypes == {np.dtype(np.int8)} else jnp.float32
     wide = jnp.float64 if np.dtype(np.float64) in dtypes else wide
     (out,) = bind(eqn, operands, eqn.params | {"preferred_element_type": wide})

@@ -121,14 +121,14 @@ class MatmulUse(NamedTuple):
     eqn: Any
     at: int  # the operand that is the parameter; -1 if none or both are
     number: int  # of the parameter
-    in_loop: bool
+    in_layer: bool  # of a stack, in a loop or by its index
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightRule:
     """How a parameter is read: as it is. Only what it becomes is followed."""
 
-    in_loop: bool = False
+    in_layer: bool = False
     looked_up: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     by_use = False
@@ -148,13 +148,15 @@ class WeightRule:
         scalars = all(jnp.ndim(y) == 0 for y in rest)
         if name not in _VIEWS or not (floats and scalars) or len(eqn.outvars) > 1:
             return None
-        return [x.of_held(bind(eqn, [x.held, *rest])[0], None)]
+        x = x.of_held(bind(eqn, [x.held, *rest])[0], None)
+        is_of_stack = name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,)
+        return [self.layer(x) if is_of_stack else x]
 
     def stack(self, x: Param) -> Param | None:
         return x if x.held.ndim else None
 
     def layer(self, x: Param) -> Param:
-        return x._replace(rule=dataclasses.replace(self, in_loop=True))
+        return x._replace(rule=dataclasses.replace(self, in_layer=True))
 
 
 class TracedProducts(NamedTuple):
@@ -244,8 +246,8 @@ def _evaluated(
         arrays = list(map(evaluator.full, operands))
         at = weights[0] if len(weights) == 1 else -1
         weight = operands[at] if at >= 0 else None
-        number, in_loop = (weight.number, weight.rule.in_loop) if weight else (-1, False)
-        made: Sequence[Any] = product(MatmulUse(eqn, at, number, in_loop), arrays)
+        number, in_layer = (weight.number, weight.rule.in_layer) if weight else (-1, False)
+        made: Sequence[Any] = product(MatmulUse(eqn, at, number, in_layer), arrays)
         return made
 
     evaluator = Evaluator(equations=dict.fromkeys(PRODUCTS, equation))
@@ -270,14 +272,14 @@ def _kept(
                 f"{' ...' if len(names) > 8 else ''}."
             )
     layers = numbered_layers(names)
-    last = next((use for use in reversed(uses) if use.at >= 0 and not use.in_loop), None)
+    last = next((use for use in reversed(uses) if use.at >= 0 and not use.in_layer), None)
     found = {}
     for use in uses:
         reason = _of_operands(use) or _of_parameter(use, names, options.keep, looked_up)
         reason = reason or _of_sizes(use, options)
         if not reason and use is last:
             reason = _HEAD
-        if not reason and not use.in_loop and not layers[use.number]:
+        if not reason and not use.in_layer and not layers[use.number]:
             reason = _OUTSIDE
         if reason:
             found[_key(use)] = reason
