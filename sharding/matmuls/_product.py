@@ -12,12 +12,12 @@ into the cotangent before that is quantized:
     \partial x_{mk} = \sum_n Q(t_n\, \partial y_{mn})\, w_{kn}, \qquad
     \partial w_{kn} = \sum_m x_{mk}\, Q(s_m\, \partial y_{mn})
 
-each with the other scale and that of Q outside of the sum. So the codes of the forward pass are all
-that it stores, and nothing is rounded twice; only the cotangent is quantized for each product, with
-scales along the dims that are left. Scales of blocks, and Hadamard transforms, are along what each
-product sums: such recipes store both operands, and quantize them again.
+with the scales of Q, and the other one, outside of the sum. So the codes of the forward pass are
+all that it stores, and nothing is rounded twice. Scales of blocks, and Hadamard transforms, are
+along what each product sums: such recipes store both operands, and quantize them again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 from optax_ext.kernels import calling_default
 from optax_ext.traced_graph import bind
-from sharding.matmuls._recipes import Quantizer, Recipe, quantized
+from sharding.matmuls._recipes import Recipe, quantized
 
 # From two operands and a seed to the product: ``default``, with its own derivative. What only asks
 # how results depend on operands reads ``plain``, the equation that it takes the place of.
@@ -40,92 +40,78 @@ Dims = tuple[int, ...]
 
 
 class ProductDims(NamedTuple):
-    """What the dims of two operands are in their product."""
+    """The dims of each operand of a product, and of its result."""
 
-    kept: tuple[Dims, Dims]  # of each operand, those that index results
-    in_result: tuple[Dims, Dims]  # where the kept dims are in the result
-    summed: Dims  # of each operand, a dim that the product sums
-    # Of each operand, the largest of its dims that the gradient of the other one sums, and where it
-    # is in the result.
-    free: Dims
-    free_in_result: Dims
+    kept: tuple[Dims, Dims]  # that index results
+    in_result: tuple[Dims, Dims]  # where these are in the result
+    summed: tuple[int | None, int | None]  # the last one that the product sums
+    free: tuple[int | None, int | None]  # the last one that the gradient of the other operand sums
+    free_in_result: tuple[int | None, int | None]
 
 
 def dims_of(eqn: Any) -> ProductDims:
-    """Those of an equation, a ``dot_general`` or a ``conv_general_dilated``."""
-    shapes = [v.aval.shape for v in eqn.invars]
+    """Those of a ``dot_general`` or a ``conv_general_dilated``."""
     numbers = eqn.params["dimension_numbers"]
     if eqn.primitive is lax.conv_general_dilated_p:
         # A row is an image, or an output channel: scales of pixels would not leave the sum.
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-        kept = (lhs[0],), (rhs[0],)
-        in_result = (out[0],), (out[1],)
-        return ProductDims(kept, in_result, (lhs[1], rhs[1]), (lhs[0], rhs[0]), (out[0], out[1]))
+        rows, places = (lhs[0], rhs[0]), (out[0], out[1])
+        kept, in_result = ((rows[0],), (rows[1],)), ((places[0],), (places[1],))
+        return ProductDims(kept, in_result, (lhs[1], rhs[1]), rows, places)
     contracted, batch = numbers
-    free = [
-        tuple(d for d in range(len(shape)) if d not in (*c, *b))
-        for shape, c, b in zip(shapes, contracted, batch, strict=True)
-    ]
-    own = len(batch[0]), len(free[0])
-    in_batch = tuple(range(own[0]))
-    in_result = (
-        (*in_batch, *range(own[0], sum(own))),
-        (*in_batch, *range(sum(own), sum(own) + len(free[1]))),
+    kept, in_result, position = [], [], len(batch[0])
+    for i in range(2):
+        own = (*contracted[i], *batch[i])
+        free = [d for d in range(eqn.invars[i].aval.ndim) if d not in own]
+        kept.append((*batch[i], *free))
+        in_result.append((*range(len(batch[0])), *range(position, position + len(free))))
+        position += len(free)
+    last = [len(dims) > len(batch[0]) for dims in kept]
+    return ProductDims(
+        (kept[0], kept[1]),
+        (in_result[0], in_result[1]),
+        (contracted[0][-1], contracted[1][-1]) if contracted[0] else (None, None),
+        (kept[0][-1] if last[0] else None, kept[1][-1] if last[1] else None),
+        (in_result[0][-1] if last[0] else None, in_result[1][-1] if last[1] else None),
     )
-    kept = (*batch[0], *free[0]), (*batch[1], *free[1])
-    largest = [max(f, key=shape.__getitem__) if f else -1 for f, shape in zip(free, shapes)]
-    position = [
-        places[dims.index(d)] if d >= 0 else -1
-        for places, dims, d in zip(in_result, kept, largest, strict=True)
-    ]
-    first = max(range(len(contracted[0])), key=lambda i: shapes[0][contracted[0][i]], default=None)
-    summed = (-1, -1) if first is None else (contracted[0][first], contracted[1][first])
-    return ProductDims(kept, in_result, summed, tuple(largest), tuple(position))
 
 
 def sizes_of(eqn: Any, at: int) -> tuple[int, int, int]:
-    """Results of a parameter's row, terms of a sum, and results of an activation's row."""
-    sizes = [v.aval.shape for v in eqn.invars]
+    """Rows, terms of a sum, and columns, of which operand ``at`` has the last."""
+    shape = eqn.invars[at].aval.shape
+    result = math.prod(eqn.outvars[0].aval.shape)
     if eqn.primitive is lax.conv_general_dilated_p:
-        out_channels = eqn.params["dimension_numbers"].rhs_spec[0]
-        columns = sizes[1][out_channels]
-        results = int(np.prod(eqn.outvars[0].aval.shape)) // max(columns, 1)
-        return results, int(np.prod(sizes[1])) // max(columns, 1), columns
-    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-    terms = int(np.prod([sizes[0][d] for d in contracted]))
-    experts = int(np.prod([sizes[0][d] for d in batch]))
-    each = [int(np.prod(shape)) // max(terms * experts, 1) for shape in sizes]
-    return each[1 - at], terms, each[at]
+        columns, batches = shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1
+        return result // max(columns, 1), math.prod(shape) // max(columns, 1), columns
+    contracted, batch = eqn.params["dimension_numbers"]
+    terms, batches = (math.prod(shape[d] for d in dims[at]) for dims in (contracted, batch))
+    columns = math.prod(shape) // max(terms * batches, 1)
+    return result // max(columns * batches, 1), terms, columns
 
 
-def flops_of(eqn: Any) -> float:
+def flops_of(eqn: Any) -> int:
     """Of one run: two for each term of each result."""
-    return 2.0 * float(np.prod(eqn.outvars[0].aval.shape)) * sizes_of(eqn, 1)[1]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * sizes_of(eqn, 1)[1]
 
 
 def quantized_product(eqn: Any, recipe: Recipe, at: int, operands: Sequence[Any], seed: Any) -> Any:
     """The result of an equation of which the operand ``at`` is a parameter."""
     fn = _with_gradients(eqn, recipe, at)
-    types = [jax.typeof(x) for x in (*operands, seed)]
-    closed = jax.make_jaxpr(lambda *args: [fn(*args)])(*types)
-    (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, default=_no_consts(closed), plain=eqn)
-    return out
-
-
-def _no_consts(closed: ClosedJaxpr) -> ClosedJaxpr:
+    closed = jax.make_jaxpr(lambda *args: [fn(*args)])(*map(jax.typeof, (*operands, seed)))
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
-    return ClosedJaxpr(jaxpr, [])
+    default = ClosedJaxpr(jaxpr, [])
+    (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, default=default, plain=eqn)
+    return out
 
 
 def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Array]:
     dims = dims_of(eqn)
-    quantizers = [recipe.activation] * 2
-    quantizers[at] = recipe.weight
+    quantizers = [recipe.activation, recipe.weight] if at else [recipe.weight, recipe.activation]
     # Of the gradient of each operand, the quantizer of the cotangent.
-    of_gradient = [recipe.cotangent] * 2
-    of_gradient[at] = recipe.of_weight
-    out_dtype = eqn.outvars[0].aval.dtype
+    of_gradient = [recipe.cotangent, recipe.of_weight]
+    of_gradient = of_gradient if at else of_gradient[::-1]
+    again = any(q.block or q.hadamard for q in recipe[1:5])
 
     def forward(a: jax.Array, b: jax.Array, seed: jax.Array) -> tuple[jax.Array, Any]:
         both = [
@@ -135,25 +121,25 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
         y = _product(eqn, *(codes for codes, _ in both))
         for i, (_, scale) in enumerate(both):
             y = _scaled(y, scale, dims.kept[i], dims.in_result[i])
-        kept = [(a, None), (b, None)] if recipe.quantizes_again else both
-        # Types of what is differentiated.
-        return y.astype(out_dtype), (kept, seed, a[:0].ravel(), b[:0].ravel())
+        like = a[:0].ravel(), b[:0].ravel()  # which have the dtypes of gradients
+        return y.astype(eqn.outvars[0].aval.dtype), (
+            [(a, None), (b, None)] if again else both,
+            seed,
+            like,
+        )
 
     def backward(stored: Any, cotangent: jax.Array) -> Any:
-        both, seed, *like = stored
+        both, seed, like = stored
         wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
         grads = []
         for i in range(2):
-            # The gradient of an operand, from the cotangent and the other operand.
-            other, scale = both[1 - i]
-            g = _scaled(wide, scale, dims.kept[1 - i], dims.in_result[1 - i])
-            if recipe.quantizes_again:
-                q = quantizers[1 - i]
-                other, _ = quantized(other, q, (), dims.free[1 - i], seed)
-            summed = dims.free_in_result[1 - i]
-            g, scale = quantized(g, of_gradient[i], dims.in_result[i], summed, seed)
-            grad = _gradient(eqn, i, g, other)
-            grad = _scaled(grad, scale, dims.in_result[i], dims.kept[i])
+            o = 1 - i  # the other operand, which the cotangent is multiplied by
+            other, scale = both[o]
+            g = _scaled(wide, scale, dims.kept[o], dims.in_result[o])
+            if again:
+                other, _ = quantized(other, quantizers[o], (), dims.free[o], seed)
+            g, scale = quantized(g, of_gradient[i], dims.in_result[i], dims.free_in_result[o], seed)
+            grad = _scaled(_gradient(eqn, i, g, other), scale, dims.in_result[i], dims.kept[i])
             grads.append(grad.astype(like[i].dtype))
         return (*grads, np.zeros(seed.shape, jax.dtypes.float0))
 
@@ -163,17 +149,14 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
 
 
 def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> jax.Array:
-    """``y`` times a scale, of which the dims that are not of size 1 are others in ``y``."""
+    """``y`` times a scale, whose ``dims``, the others of size 1, are at ``places`` in ``y``."""
     if scale is None:
         return y
-    if scale.size == 1:
-        return y * scale.reshape(())
     order = sorted(range(len(dims)), key=places.__getitem__)
     rest = [d for d in range(scale.ndim) if d not in dims]
     scale = lax.transpose(scale, [*(dims[i] for i in order), *rest])
-    sizes = scale.shape[: len(dims)]
     shape = [1] * y.ndim
-    for size, i in zip(sizes, order, strict=True):
+    for size, i in zip(scale.shape, order, strict=False):
         shape[places[i]] = size
     return y * scale.reshape(shape)
 
@@ -185,25 +168,25 @@ def _product(eqn: Any, *operands: jax.Array) -> jax.Array:
         # Convolutions are of one type, and bfloat16 has the numbers of both formats of 8 bits.
         common = jnp.bfloat16 if {x.dtype.itemsize for x in operands} == {1} else jnp.float32
         operands = tuple(x.astype(common) for x in operands)
-    wide = jnp.int32 if dtypes == {np.dtype(np.int8)} else jnp.float32
-    wide = jnp.float64 if np.dtype(np.float64) in dtypes else wide
+    wide: Any = jnp.float64 if np.dtype(np.float64) in dtypes else jnp.float32
+    wide = jnp.int32 if dtypes == {np.dtype(np.int8)} else wide
     (out,) = bind(eqn, operands, eqn.params | {"preferred_element_type": wide})
-    return out if wide != jnp.int32 else out.astype(jnp.float32)
+    return out.astype(jnp.float32) if wide == jnp.int32 else out
 
 
 def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
     """The product that JAX makes of the gradient by one operand, of codes."""
     types = [jax.ShapeDtypeStruct(v.aval.shape, jnp.float32) for v in eqn.invars]
+    of_result = jax.ShapeDtypeStruct(cotangent.shape, jnp.float32)
     params = eqn.params | {"preferred_element_type": None}
 
     def transposed(cotangent: Any, other: Any) -> Any:
-        def of_operand(x: jax.Array) -> jax.Array:
+        def product(x: jax.Array) -> jax.Array:
             (out,) = bind(eqn, [x, other] if at == 0 else [other, x], params)
             return out
 
-        return jax.linear_transpose(of_operand, types[at])(cotangent)
+        return jax.linear_transpose(product, types[at])(cotangent)
 
-    of_result = jax.ShapeDtypeStruct(cotangent.shape, jnp.float32)
     jaxpr = jax.make_jaxpr(transposed)(of_result, types[1 - at]).jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.invars, (cotangent, other), strict=True))
     for step in jaxpr.eqns:
@@ -213,8 +196,3 @@ def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array) -> jax.
         values |= zip(step.outvars, out, strict=True)
     found: jax.Array = values[jaxpr.outvars[0]]
     return found
-
-
-def bits_of(q: Quantizer) -> str:
-    """The format of an operand, in a word."""
-    return "as it is" if q.grid is None else q.grid.name

@@ -51,11 +51,6 @@ class Recipe(NamedTuple):
     is_simulated: bool = False  #: whether floats stand for codes that no device multiplies
     ends: Any = None  #: a recipe of what is outside of layers; None leaves that as it is
 
-    @property
-    def quantizes_again(self) -> bool:
-        """Whether scales of blocks, or a transform, are along what each product sums by itself."""
-        return any(bool(q.block or q.hadamard) for q in self[1:5])
-
 
 def _recipes() -> dict[str, Recipe]:
     e4m3, e5m2 = Quantizer(_grids.E4M3), Quantizer(_grids.E5M2)
@@ -95,7 +90,7 @@ _SAWB = 12.035, 12.03
 
 
 def quantized(
-    x: jax.Array, q: Quantizer, kept: tuple[int, ...], summed: int, seed: jax.Array
+    x: jax.Array, q: Quantizer, kept: tuple[int, ...], summed: int | None, seed: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes of an operand, and its scales with dims of one, or numbers and None.
 
@@ -103,16 +98,16 @@ def quantized(
       x: the operand.
       q: how it is quantized.
       kept: its dims that the result has, each index of which is a row.
-      summed: one of its other dims, along which blocks and transforms are.
+      summed: the one of its other dims that blocks and transforms are along; None if there is none.
       seed: uint32, of stochastic rounding.
     """
     if q.grid is None:
         return x, None
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    if q.hadamard:
+    if q.hadamard and summed is not None:
         wide = hadamard(wide, summed, q.hadamard)
     if q.block:
-        return _by_blocks(wide, q, summed, seed), None
+        return _by_blocks(wide, q, summed or 0, seed), None
     scale = _scale(wide, q, kept)
     noise = noise_of(scale, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)

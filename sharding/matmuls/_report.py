@@ -3,14 +3,13 @@
 from collections import Counter
 from typing import Any, NamedTuple
 
-import jax
-
 from optax_ext.equations import Scan, inner_jaxprs, record_of
 from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
-from sharding.matmuls._product import PRODUCTS, bits_of, flops_of
-from sharding.matmuls._transformation import MatmulUse, TracedProducts, trace_products
+from sharding.matmuls._product import PRODUCTS, flops_of
+from sharding.matmuls._recipes import Recipe
+from sharding.matmuls._transformation import trace_products
 
 
 class MatmulRow(NamedTuple):
@@ -24,12 +23,9 @@ class MatmulRow(NamedTuple):
 
 
 class MatmulReport(NamedTuple):
-    """The products of a loss, in its order.
+    """The products of a loss, in its order; printed, a table."""
 
-    Printed, it is a table.
-    """
-
-    rows: tuple[MatmulRow, ...]
+    rows: tuple[MatmulRow, ...]  #: one for each
 
     @property
     def share(self) -> float:
@@ -66,7 +62,7 @@ def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       >>> params = {"layers": jnp.ones((3, 256, 256)), "head": jnp.ones((256, 256))}
       >>> found = matmuls.report(shd.quantized_matmuls(loss), params, jnp.ones((256, 256)))
       >>> found.share, [row.reason for row in found.rows]
-      (0.75, ['', 'the head: the last product outside of loops'])
+      (0.75, ['', 'the head: the last product outside of layers'])
     """
     made = getattr(getattr(loss, "fn", None), "quantized", None)
     if made is None:
@@ -74,49 +70,35 @@ def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
             "report takes what shd.quantized_matmuls returned, got "
             f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
         )
-    inner, options = made
-    found: list[TracedProducts] = []
-
-    def of_types(params: Tree, *args: Any) -> None:
-        found.append(trace_products(inner, options, params, args))
-
-    jax.eval_shape(of_types, params, *args)
-    return MatmulReport(_rows(found[0]))
-
-
-def _rows(traced: TracedProducts) -> tuple[MatmulRow, ...]:
+    traced = trace_products(*made, params, args)
     flops: Counter[int] = Counter()
     equations: dict[int, Any] = {}
     _add_flops(traced.closed.jaxpr, 1, flops, equations)
-    total = sum(flops.values()) or 1.0
+    total = sum(flops.values()) or 1
     readers = Counter(id(use.eqn) for use in traced.uses)
     rows = []
     for use in traced.uses:
-        at = id(use.eqn)
-        reason, formats = _words(traced, use)
+        reason = traced.reasons.get(use.key, "")
+        formats = "" if reason else _formats(traced.recipes[use.key])
         name = traced.names[use.number] if use.number >= 0 else ""
-        line = line_of(use.eqn.source_info)
-        rows.append(MatmulRow(name, formats, reason, flops[at] / total / readers[at], line))
+        share = flops[id(use.eqn)] / total / readers[id(use.eqn)]
+        rows.append(MatmulRow(name, formats, reason, share, line_of(use.eqn.source_info)))
     for at in flops.keys() - readers.keys():
-        reason = "in a function that is run as a whole"
-        line = line_of(equations[at].source_info)
+        line, reason = line_of(equations[at].source_info), "in a function that is run as a whole"
         rows.append(MatmulRow("", "", reason, flops[at] / total, line))
-    return tuple(rows)
+    return MatmulReport(tuple(rows))
 
 
-def _words(traced: TracedProducts, use: MatmulUse) -> tuple[str, str]:
-    """Why a product is kept, or its formats."""
-    recipe = traced.recipe_of(use)
-    if recipe is None:
-        return traced.kept[id(use.eqn), use.number], ""
-    words = list(dict.fromkeys(map(bits_of, recipe[1:5])))
-    return "", " x ".join(words) + (" (simulated)" if recipe.is_simulated else "")
+def _formats(recipe: Recipe) -> str:
+    names = [q.grid.name if q.grid else "as it is" for q in recipe[1:5]]
+    return " x ".join(dict.fromkeys(names)) + " (simulated)" * recipe.is_simulated
 
 
 def _add_flops(jaxpr: Any, times: int, flops: Counter[int], equations: dict[int, Any]) -> None:
+    """By equation, those of all its runs."""
     for eqn in jaxpr.eqns:
         if eqn.primitive in PRODUCTS:
-            flops[id(eqn)] += times * flops_of(eqn)  # type: ignore[assignment]
+            flops[id(eqn)] += times * flops_of(eqn)
             equations[id(eqn)] = eqn
         record = record_of(eqn)
         runs = record.options["length"] if isinstance(record, Scan) else 1

@@ -183,16 +183,21 @@ def product(name, x, w):
     def run(x, w):
         return quantized_product(eqn, matmuls.RECIPES[name], 1, [x, w], SEED)
 
-    y, pull = jax.vjp(run, x, w)
-    return y, *pull(jnp.ones_like(y))
+    def both(x, w):
+        y, pull = jax.vjp(run, x, w)
+        return y, *pull(jnp.ones_like(y))
+
+    return jax.jit(both)(x, w)
 
 
 NAMES = pytest.mark.parametrize("name", matmuls.RECIPES)
 
 
 @NAMES
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [(0, 4, 3), (3, 0, 2), (1, 1, 1), (1, 40, 5), (7, 17, 1)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((0, 4, 3), jnp.float32), ((3, 0, 2), jnp.bfloat16), ((1, 40, 5), jnp.float16)],
+)
 def test_shapes_and_types(name, dtype, shape):
     m, k, n = shape
     rng = np.random.default_rng(0)
