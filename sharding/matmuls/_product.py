@@ -118,7 +118,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
             quantized(x, quantizers[i], dims.kept[i], dims.summed[i], seed)
             for i, x in enumerate((a, b))
         ]
-        y = _product(eqn, *(codes for codes, _ in both))
+        y = _product(eqn, [codes for codes, _ in both], eqn.outvars[0].aval.dtype)
         for i, (_, scale) in enumerate(both):
             y = _scaled(y, scale, dims.kept[i], dims.in_result[i])
         like = a[:0].ravel(), b[:0].ravel()  # which have the dtypes of gradients
@@ -139,7 +139,9 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
             if again:
                 other, _ = quantized(other, quantizers[o], (), dims.free[o], seed)
             g, scale = quantized(g, of_gradient[i], dims.in_result[i], dims.free_in_result[o], seed)
-            grad = _scaled(_gradient(eqn, i, g, other), scale, dims.in_result[i], dims.kept[i])
+            grad = _scaled(
+                _gradient(eqn, i, g, other, like[i].dtype), scale, dims.in_result[i], dims.kept[i]
+            )
             grads.append(grad.astype(like[i].dtype))
         return (*grads, np.zeros(seed.shape, jax.dtypes.float0))
 
@@ -161,20 +163,25 @@ def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> 
     return y * scale.reshape(shape)
 
 
-def _product(eqn: Any, *operands: jax.Array) -> jax.Array:
-    """The same product of codes; integers are summed in int32, floats of 8 bits in float32."""
+def _product(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    """The same product of codes; integers are summed in int32, floats of 8 bits in float32.
+
+    Where what becomes of it has the ``dtype`` bfloat16, so has the sum of the latter, in memory.
+    """
     dtypes = {x.dtype for x in operands}
     if len(dtypes) > 1 and eqn.primitive is lax.conv_general_dilated_p:
         # Convolutions are of one type, and bfloat16 has the numbers of both formats of 8 bits.
         common = jnp.bfloat16 if {x.dtype.itemsize for x in operands} == {1} else jnp.float32
         operands = tuple(x.astype(common) for x in operands)
     wide: Any = jnp.float64 if np.dtype(np.float64) in dtypes else jnp.float32
-    wide = jnp.int32 if dtypes == {np.dtype(np.int8)} else wide
+    if {x.dtype.itemsize for x in operands} == {1}:
+        is_int8 = dtypes == {np.dtype(np.int8)}
+        wide = jnp.int32 if is_int8 else jnp.bfloat16 if dtype == jnp.bfloat16 else wide
     (out,) = bind(eqn, operands, eqn.params | {"preferred_element_type": wide})
     return out.astype(jnp.float32) if wide == jnp.int32 else out
 
 
-def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array) -> jax.Array:
+def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
     """The product that JAX makes of the gradient by one operand, of codes."""
     types = [jax.ShapeDtypeStruct(v.aval.shape, jnp.float32) for v in eqn.invars]
     of_result = jax.ShapeDtypeStruct(cotangent.shape, jnp.float32)
@@ -192,7 +199,7 @@ def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array) -> jax.
     for step in jaxpr.eqns:
         read = [values[v] for v in step.invars]
         is_product = step.primitive in PRODUCTS
-        out = [_product(step, *read)] if is_product else bind(step, read)
+        out = [_product(step, read, dtype)] if is_product else bind(step, read)
         values |= zip(step.outvars, out, strict=True)
     found: jax.Array = values[jaxpr.outvars[0]]
     return found
