@@ -113,6 +113,7 @@ LAYERS = (
         "offload",
         "loss",
         "stored",
+        "matmuls",
         "recovery",
         "step",
         "_zero",

@@ -56,23 +56,25 @@ def dims_of(eqn: Any) -> ProductDims:
         # A row is an image, or an output channel: scales of pixels would not leave the sum.
         lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
         rows, places = (lhs[0], rhs[0]), (out[0], out[1])
-        kept, in_result = ((rows[0],), (rows[1],)), ((places[0],), (places[1],))
-        return ProductDims(kept, in_result, (lhs[1], rhs[1]), rows, places)
+        in_result = ((places[0],), (places[1],))
+        return ProductDims(((rows[0],), (rows[1],)), in_result, (lhs[1], rhs[1]), rows, places)
     contracted, batch = numbers
-    kept, in_result, position = [], [], len(batch[0])
+    kept: list[Dims] = []
+    found: list[Dims] = []
+    position = len(batch[0])
     for i in range(2):
         own = (*contracted[i], *batch[i])
         free = [d for d in range(eqn.invars[i].aval.ndim) if d not in own]
         kept.append((*batch[i], *free))
-        in_result.append((*range(len(batch[0])), *range(position, position + len(free))))
+        found.append((*range(len(batch[0])), *range(position, position + len(free))))
         position += len(free)
     last = [len(dims) > len(batch[0]) for dims in kept]
     return ProductDims(
         (kept[0], kept[1]),
-        (in_result[0], in_result[1]),
+        (found[0], found[1]),
         (contracted[0][-1], contracted[1][-1]) if contracted[0] else (None, None),
         (kept[0][-1] if last[0] else None, kept[1][-1] if last[1] else None),
-        (in_result[0][-1] if last[0] else None, in_result[1][-1] if last[1] else None),
+        (found[0][-1] if last[0] else None, found[1][-1] if last[1] else None),
     )
 
 

@@ -77,7 +77,7 @@ def _recipes() -> dict[str, Recipe]:
         Recipe("ufp4", uniform, uniform, uniform_cotangent, uniform_cotangent, True),
         Recipe("sun4", sawb, sawb, even, odd, True, fp8),
         Recipe("luq", sawb, sawb, log, log, True),
-        Recipe("identity", *[Quantizer()] * 4),
+        Recipe("identity", Quantizer(), Quantizer(), Quantizer(), Quantizer()),
     ]
     return {recipe.name: recipe for recipe in found}
 

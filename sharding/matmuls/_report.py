@@ -70,7 +70,7 @@ def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
             "report takes what shd.quantized_matmuls returned, got "
             f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
         )
-    traced = trace_products(*made, params, args)
+    traced = trace_products(made[0], made[1], params, args)
     flops: Counter[int] = Counter()
     equations: dict[int, Any] = {}
     _add_flops(traced.closed.jaxpr, 1, flops, equations)
