@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from sharding.matmuls import _grids
 from sharding.matmuls._grids import Grid, noise_of, rounded
@@ -111,7 +112,14 @@ def quantized(
     scale = _scale(wide, q, kept)
     noise = noise_of(scale, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
-    return codes.astype(wide.dtype if q.grid.dtype is None else q.grid.dtype), scale
+    if q.grid.dtype is None:
+        return codes.astype(wide.dtype), scale
+    codes = codes.astype(q.grid.dtype)
+    if codes.dtype == jnp.int8:
+        return codes, scale
+    # Otherwise XLA transposes all layers of a stack, before its loop, to the layout in which it
+    # multiplies floats of 8 bits.
+    return with_layout_constraint(codes, Layout(tuple(range(codes.ndim)))), scale
 
 
 def _scale(x: jax.Array, q: Quantizer, kept: tuple[int, ...]) -> jax.Array:
