@@ -11,7 +11,7 @@ from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.loss._loss_options import Loss as Loss
-from sharding.matmuls._transformation import quantized_matmuls as quantized_matmuls
+from sharding.matmuls._quantized_loss import quantized_matmuls as quantized_matmuls
 from sharding.offload._transformation import offload as offload
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline

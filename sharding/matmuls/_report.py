@@ -9,7 +9,7 @@ from sharding._types import Tree
 from sharding.loss._loss_options import Loss
 from sharding.matmuls._product import PRODUCTS, flops_of
 from sharding.matmuls._recipes import Recipe
-from sharding.matmuls._transformation import trace_products
+from sharding.matmuls._quantized_loss import trace_products
 
 
 class MatmulRow(NamedTuple):
