@@ -8,8 +8,8 @@ from optax_ext.user_line import line_of
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
 from sharding.matmuls._product import PRODUCTS, flops_of
-from sharding.matmuls._recipes import Recipe
 from sharding.matmuls._quantized_loss import trace_products
+from sharding.matmuls._recipes import Recipe
 
 
 class MatmulRow(NamedTuple):
