@@ -86,16 +86,16 @@ def noise_of(scale: jax.Array, seed: jax.Array, shape: tuple[int, ...]) -> jax.A
     from layer to layer, in their last bits; their sum as integers is the same on any mesh.
     """
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
-    start = _mixed(jnp.sum(bits, dtype=jnp.uint32) ^ seed)
+    start = _hashed(jnp.sum(bits, dtype=jnp.uint32) ^ seed)
     index = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) & 0xFFFFFFFF
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    hashed = _mixed(_mixed(index ^ start) + start)
-    return (hashed >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    bits = _hashed(_hashed(index ^ start) + start)
+    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
 
 
-def _mixed(x: jax.Array) -> jax.Array:
+def _hashed(x: jax.Array) -> jax.Array:
     """A bijection of uint32 in which each bit of ``x`` changes half of the bits."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)

@@ -120,7 +120,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
             quantized(x, quantizers[i], dims.kept[i], dims.summed[i], seed)
             for i, x in enumerate((a, b))
         ]
-        y = _product(eqn, [codes for codes, _ in both], eqn.outvars[0].aval.dtype)
+        y = _of_codes(eqn, [codes for codes, _ in both], eqn.outvars[0].aval.dtype)
         for i, (_, scale) in enumerate(both):
             y = _scaled(y, scale, dims.kept[i], dims.in_result[i])
         like = a[:0].ravel(), b[:0].ravel()  # which have the dtypes of gradients
@@ -165,7 +165,7 @@ def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> 
     return y * scale.reshape(shape)
 
 
-def _product(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:
+def _of_codes(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """The same product of codes; integers are summed in int32, floats of 8 bits in float32.
 
     Where what becomes of it has the ``dtype`` bfloat16, so has the sum of the latter, in memory.
@@ -201,7 +201,7 @@ def _gradient(eqn: Any, at: int, cotangent: jax.Array, other: jax.Array, dtype: 
     for step in jaxpr.eqns:
         read = [values[v] for v in step.invars]
         is_product = step.primitive in PRODUCTS
-        out = [_product(step, read, dtype)] if is_product else bind(step, read)
+        out = [_of_codes(step, read, dtype)] if is_product else bind(step, read)
         values |= zip(step.outvars, out, strict=True)
     found: jax.Array = values[jaxpr.outvars[0]]
     return found
