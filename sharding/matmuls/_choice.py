@@ -83,6 +83,7 @@ def _reason(use: MatmulUse, names: list[str], options: MatmulOptions, looked_up:
     sizes = sizes_of(use.eqn, use.at)
     if min(sizes) < options.min_size:
         return f"{' x '.join(map(str, sizes))}: a size is below {options.min_size}"
-    if options.recipe.name == "int8" and max(sizes) > _MAX_TERMS:
+    of_int8 = any(q.grid is not None and q.grid.dtype == jnp.int8 for q in options.recipe[1:5])
+    if of_int8 and max(sizes) > _MAX_TERMS:
         return f"a sum of {max(sizes)} terms may overflow int32"
     return ""
