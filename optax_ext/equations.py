@@ -141,7 +141,7 @@ _KNOWN_NAMES = """
 addupdate closed_call cond core_map custom_jvp_call custom_linear_solve custom_partitioning
 custom_vjp_call custom_vmap_call composite compute_on debug_callback debug_print eval_jaxpr ffi_call
 for_tpus freeze get inspect_sharding io_callback jit linear_call name new_ref pallas_call pjit
-pure_callback reduce reduce_window remat2 run_state scan select_and_gather_add
+pure_callback quantized_product reduce reduce_window remat2 run_state scan select_and_gather_add
 select_and_scatter select_and_scatter_add shard_map swap tpu_custom_call while with_handles
 xla_metadata_call derivative_with_own_gradient CustomRoot OptRemat _RootLinearMap
 """

@@ -1,6 +1,7 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
 from optax_ext import __version__ as __version__
+from sharding import matmuls as matmuls
 from sharding import pipeline as pipeline
 from sharding import plan as plan
 from sharding import recovery as recovery
@@ -15,6 +16,7 @@ from sharding.check._check_machine import check_machine as check_machine
 from sharding.check._machine_report import MachineReport as MachineReport
 from sharding.loss._declared_rows import keeps_rows_apart as keeps_rows_apart
 from sharding.loss._loss_options import Loss as Loss
+from sharding.matmuls._quantized_loss import quantized_matmuls as quantized_matmuls
 from sharding.offload._transformation import offload as offload
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline

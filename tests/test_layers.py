@@ -114,6 +114,7 @@ LAYERS = (
         "loss",
         "tiles",
         "stored",
+        "matmuls",
         "recovery",
         "step",
         "_zero",

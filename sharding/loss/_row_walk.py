@@ -154,6 +154,8 @@ class Walk:
         if step.name in _FUNCTIONS:
             name = _FUNCTIONS[step.name]
             return self.inside(step.params[name], step.twin and step.twin.params[name], ins)
+        if step.name == "quantized_product":  # rounding is no matter of rows; scales may be
+            return states_of(_of_plain(step), ins[:2])
         if step.name == "linear_call":
             raise RowsMeet("its transpose is one that its author wrote")
         if step.name == "custom_linear_solve":
@@ -303,6 +305,13 @@ class Walk:
         finally:
             self._is_in_pullback = False
         _check_cotangents(step, ins, found)
+
+
+def _of_plain(step: RowStep) -> RowStep:
+    """The product that a quantized one takes the place of."""
+    plain, twin = step.params["plain"], step.twin and _of_plain(step.twin)
+    own = {"name": plain.primitive.name, "params": plain.params, "twin": twin}
+    return dataclasses.replace(step, **own, operands=step.operands[:2], types=step.types[:2])
 
 
 def _check_doubled(step: RowStep, k: int, v: Any) -> None:

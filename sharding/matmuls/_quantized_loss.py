@@ -1,0 +1,219 @@
+"""From a loss to the same loss, of which products with parameters are quantized."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from optax_ext.equations import trace
+from optax_ext.traced_graph import ELEMENTWISE, bind
+from sharding._types import Tree
+from sharding.loss._evaluate import Evaluator, Param, is_param
+from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding.matmuls._choice import MatmulOptions, MatmulUse, kept_products
+from sharding.matmuls._product import PRODUCTS, quantized_product
+from sharding.matmuls._recipes import RECIPES, Recipe
+from sharding.placement._specs import check_patterns, leaf_names, plain_path
+
+# What a parameter is after these is a parameter still, if all other operands are scalars.
+_NAMES = "broadcast_in_dim copy dynamic_slice name reshape rev slice squeeze transpose"
+_VIEWS = ELEMENTWISE | frozenset(_NAMES.split())
+
+
+def quantized_matmuls(
+    loss: AnyLoss,
+    recipe: str | Recipe = "fp8",
+    *,
+    keep: str | Sequence[str] = (),
+    min_size: int = 256,
+    simulate: bool = False,
+) -> Loss:
+    """The same loss, whose products of activations and parameters have operands of few bits.
+
+    These are the matrix products and convolutions of layers, forward and backward: in loops over
+    stacked parameters, or with parameters whose paths number layers. Kept as they are: the last
+    product outside of layers, which is the head, tables that are looked up, and products of
+    attention. ``matmuls.report`` lists all of them.
+
+    Args:
+      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
+      recipe: ``"fp8"`` (scales by row; e4m3, cotangents e5m2) for GPUs from H100 on, ``"int8"``
+        (scales by row, stochastic rounding of cotangents) for TPUs, or a ``Recipe``. With
+        ``simulate`` also ``"mxfp8"``, ``"nvfp4"``, ``"ufp4"``, ``"luq"`` and ``"sun4"``.
+      keep: regular expressions of paths of parameters whose products stay as they are.
+      min_size: the number of rows, terms and columns that a product has at least. Below it casts
+        cost more than a faster product saves; so routers are kept.
+      simulate: whether floats may stand for codes that no device multiplies here. Steps are slower.
+
+    Returns:
+      A ``Loss`` with the same options. If it takes a key, that is also the noise's; if not, noise
+      depends on the cotangents' scales alone.
+
+    Raises:
+      ValueError: if there is no such recipe, it needs ``simulate``, or, when the loss is called, an
+        expression matches no parameter.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> def loss(params, x):
+      ...     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+      ...     return jnp.mean(x**2)
+      >>> params = {"layers": jnp.ones((2, 64, 64)) / 64}
+      >>> low = shd.quantized_matmuls(loss, "int8", min_size=64)
+      >>> "i8[64,64]" in str(jax.make_jaxpr(low)(params, jnp.ones((64, 64))))
+      True
+    """
+    inner = as_loss(loss)
+    chosen = recipe if isinstance(recipe, Recipe) else RECIPES.get(recipe)
+    if chosen is None:
+        raise ValueError(
+            f"recipe must be one of {', '.join(RECIPES)}, or a Recipe, got {recipe!r}."
+        )
+    if chosen.is_simulated and not simulate:
+        raise ValueError(
+            f"no device that programs are compiled for here multiplies in {chosen.name}. Its "
+            f"arithmetic can be studied in floats: quantized_matmuls(loss, {chosen.name!r}, "
+            "simulate=True)."
+        )
+    patterns = (keep,) if isinstance(keep, str) else tuple(keep)
+    check_patterns("keep", patterns)
+    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
+        raise ValueError(f"min_size must be an integer of at least 0, got {min_size!r}.")
+    options = MatmulOptions(chosen, patterns, min_size)
+
+    def fn(params: Tree, *args: Any) -> Any:
+        seed = jnp.zeros((), jnp.uint32)
+        if inner.rngs is True:
+            seed = jax.random.bits(jax.random.fold_in(args[-1], 0x6D6D), dtype=jnp.uint32)
+        out, state = trace_products(inner, options, params, args).run(seed)
+        if state is not None:
+            sys.modules["flax.nnx"].update(params, state)
+        return out
+
+    fn.quantized = inner, options  # type: ignore[attr-defined]
+    return dataclasses.replace(inner, fn=fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightRule:
+    """How a parameter is read: as it is. Only what it becomes is followed."""
+
+    in_layer: bool = False
+    looked_up: set[int] = dataclasses.field(default_factory=set, compare=False)
+
+    by_use = False
+    again = False
+
+    def fetch(self, held: jax.Array) -> jax.Array:
+        return held
+
+    def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
+        raise AssertionError("a weight has no tap")
+
+    def view(self, x: Param, eqn: Any, rest: list[Any]) -> list[Param] | None:
+        name = eqn.primitive.name
+        if name == "gather":
+            self.looked_up.add(x.number)
+        floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+        if name not in _VIEWS or not floats or any(jnp.ndim(y) for y in rest):
+            return None
+        x = x.of_held(bind(eqn, [x.held, *rest])[0], None)
+        is_of_stack = name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,)
+        return [self.layer(x) if is_of_stack else x]
+
+    def stack(self, x: Param) -> Param | None:
+        return x
+
+    def layer(self, x: Param) -> Param:
+        return x._replace(rule=dataclasses.replace(self, in_layer=True))
+
+
+class TracedProducts(NamedTuple):
+    """A traced loss, and what becomes of its products."""
+
+    closed: ClosedJaxpr
+    results: Any  # types, in a tree
+    arrays: list[Any]  # of the parameters, then of the other arguments
+    names: list[str]  # of the parameters
+    uses: list[MatmulUse]  # in the order of the loss
+    recipes: dict[tuple[int, int], Recipe]  # of those that are quantized
+    reasons: dict[tuple[int, int], str]  # of those that are kept
+
+    def run(self, seed: jax.Array) -> Any:
+        def product(use: MatmulUse, operands: list[Any]) -> Any:
+            recipe = self.recipes.get(use.key)
+            if recipe is None:
+                return bind(use.eqn, operands)
+            return [quantized_product(use.eqn, recipe, use.at, operands, seed)]
+
+        outs, _ = _evaluated(self.closed, self.arrays, len(self.names), product)
+        return jax.tree.unflatten(jax.tree.structure(self.results), outs)
+
+
+def trace_products(
+    loss: Loss, options: MatmulOptions, params: Tree, args: Sequence[Any]
+) -> TracedProducts:
+    """Traces a loss, and decides about each of its products."""
+    leaves, treedef = jax.tree.flatten(params)
+    rest, rest_treedef = jax.tree.flatten(args)
+    own = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]  # modules have functions, too
+
+    def flat(*values: Any) -> Any:
+        full = dict(enumerate(leaves)) | dict(zip(own, values, strict=False))
+        tree = treedef.unflatten(full.values())
+        return loss(tree, *rest_treedef.unflatten(values[len(own) :])), _changed(tree)
+
+    arrays = [*(leaves[i] for i in own), *rest]
+    closed, results = trace(flat, *arrays)
+    every = list(map(plain_path, leaf_names(params)))
+    names = [every[i] for i in own]
+    uses: dict[tuple[int, int], MatmulUse] = {}
+    looked_up: set[int] = set()
+
+    def note(use: MatmulUse, operands: list[Any]) -> Any:
+        uses.setdefault(use.key, use)
+        return bind(use.eqn, operands)
+
+    def abstract(*values: Any) -> Any:
+        outs, found = _evaluated(closed, values, len(own), note)
+        looked_up.update(found)
+        return outs
+
+    jax.eval_shape(abstract, *arrays)
+    found = list(uses.values())
+    chosen = kept_products(found, names, options, looked_up)
+    return TracedProducts(closed, results, arrays, names, found, *chosen)
+
+
+def _changed(tree: Tree) -> Any:
+    """What a loss may have changed in place: an nnx model's variables but parameters, or None."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    is_model = nnx is not None and isinstance(tree, nnx.Module)
+    return nnx.state(tree, nnx.Not(nnx.Param)) if is_model else None
+
+
+def _evaluated(
+    closed: ClosedJaxpr,
+    arrays: Sequence[Any],
+    num_params: int,
+    product: Callable[[MatmulUse, list[Any]], Any],
+) -> tuple[list[Any], set[int]]:
+    """What a traced loss returns, with its own products; the parameters that are looked up."""
+    rule = WeightRule()
+
+    def equation(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        weights = [(i, x) for i, x in enumerate(operands) if is_param(x)]
+        use = MatmulUse(eqn, -1, -1, False)
+        if len(weights) == 1:
+            at, x = weights[0]
+            use = MatmulUse(eqn, at, x.number, x.rule.in_layer)
+        made: Sequence[Any] = product(use, list(map(evaluator.full, operands)))
+        return made
+
+    evaluator = Evaluator(equations=dict.fromkeys(PRODUCTS, equation))
+    held = [Param(i, rule, x, None, {}) for i, x in enumerate(arrays[:num_params])]
+    return evaluator(closed, [*held, *arrays[num_params:]]), rule.looked_up

@@ -1,0 +1,106 @@
+"""Which products of a loss run in which bits, which do not, and why."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+from optax_ext.equations import Scan, inner_jaxprs, record_of
+from optax_ext.user_line import line_of
+from sharding._types import Tree
+from sharding.loss._loss_options import Loss
+from sharding.matmuls._product import PRODUCTS, flops_of
+from sharding.matmuls._quantized_loss import trace_products
+from sharding.matmuls._recipes import Recipe
+
+
+class MatmulRow(NamedTuple):
+    """One product of a loss."""
+
+    parameter: str  #: its path; empty if there is none
+    formats: str  #: of activation, weight and cotangents; empty if it is kept
+    reason: str  #: why it is kept; empty if it is not
+    share: float  #: of the FLOPs of all products of the loss
+    line: str  #: of the user's code, as ``file:number``
+
+
+class MatmulReport(NamedTuple):
+    """The products of a loss, in its order; printed, a table."""
+
+    rows: tuple[MatmulRow, ...]  #: one for each
+
+    @property
+    def share(self) -> float:
+        """The share of the FLOPs of all products that is quantized."""
+        return sum(row.share for row in self.rows if row.formats)
+
+    def __str__(self) -> str:
+        lines = [f"{self.share:.1%} of the FLOPs of products are quantized."]
+        for row in self.rows:
+            what = row.formats or f"kept: {row.reason}"
+            lines.append(f"{row.share:6.1%}  {row.parameter or '-'}  {what}  {row.line}".rstrip())
+        return "\n".join(lines)
+
+
+def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
+    """Which products of a loss are quantized, in which formats, and why others are not.
+
+    The loss is traced, not run.
+
+    Args:
+      loss: what ``quantized_matmuls`` returned.
+      params: arrays or their types.
+      args: what else the loss takes: a batch, a key.
+
+    Raises:
+      ValueError: if the loss is none of ``quantized_matmuls``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> from sharding import matmuls
+      >>> def loss(params, x):
+      ...     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+      ...     return jnp.mean(x @ params["head"])
+      >>> params = {"layers": jnp.ones((3, 256, 256)), "head": jnp.ones((256, 256))}
+      >>> found = matmuls.report(shd.quantized_matmuls(loss), params, jnp.ones((256, 256)))
+      >>> found.share, [row.reason for row in found.rows]
+      (0.75, ['', 'the head: the last product outside of layers'])
+    """
+    made = getattr(getattr(loss, "fn", None), "quantized", None)
+    if made is None:
+        raise ValueError(
+            "report takes what shd.quantized_matmuls returned, got "
+            f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
+        )
+    traced = trace_products(made[0], made[1], params, args)
+    flops: Counter[int] = Counter()
+    equations: dict[int, Any] = {}
+    _add_flops(traced.closed.jaxpr, 1, flops, equations)
+    total = sum(flops.values()) or 1
+    readers = Counter(id(use.eqn) for use in traced.uses)
+    rows = []
+    for use in traced.uses:
+        reason = traced.reasons.get(use.key, "")
+        formats = "" if reason else _formats(traced.recipes[use.key])
+        name = traced.names[use.number] if use.number >= 0 else ""
+        share = flops[id(use.eqn)] / total / readers[id(use.eqn)]
+        rows.append(MatmulRow(name, formats, reason, share, line_of(use.eqn.source_info)))
+    for at in flops.keys() - readers.keys():
+        line, reason = line_of(equations[at].source_info), "in a function that is run as a whole"
+        rows.append(MatmulRow("", "", reason, flops[at] / total, line))
+    return MatmulReport(tuple(rows))
+
+
+def _formats(recipe: Recipe) -> str:
+    names = [q.grid.name if q.grid else "as it is" for q in recipe[1:5]]
+    return " x ".join(dict.fromkeys(names)) + " (simulated)" * recipe.is_simulated
+
+
+def _add_flops(jaxpr: Any, times: int, flops: Counter[int], equations: dict[int, Any]) -> None:
+    """By equation, those of all its runs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive in PRODUCTS:
+            flops[id(eqn)] += times * flops_of(eqn)
+            equations[id(eqn)] = eqn
+        record = record_of(eqn)
+        runs = record.options["length"] if isinstance(record, Scan) else 1
+        for inner in inner_jaxprs(eqn):
+            _add_flops(inner, times * runs, flops, equations)
