@@ -14,9 +14,10 @@ import optax_ext
 from sharding import remat, stored
 from sharding._local_steps import LocalSteps
 from sharding._zero import Zero
-from sharding.check._check_numbers import apart, cpu_device
+from sharding.check._check_numbers import apart, both, cpu_device
 from sharding.check._check_wire import mesh_of_all
 from sharding.check._machine_report import MachineCheck, NotHere
+from sharding.matmuls._quantized_loss import quantized_matmuls
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._schedules import one_f_one_b
 from sharding.step.owners._by_owner import by_owner
@@ -134,6 +135,13 @@ def step_checks() -> Iterator[MachineCheck]:
         "LocalSteps",
         "a step that synchronizes gradients",
     )
+    for recipe in ("fp8", "int8"):
+        yield MachineCheck(
+            f"matmuls: gradients of {recipe} products beside the CPU's",
+            functools.partial(_compare_products, recipe),
+            f"quantized_matmuls(loss, {recipe!r})",
+            "the loss as it is",
+        )
     yield MachineCheck(
         "tiles: a head and its gradient", _compare_head, "cross_entropy and tiled", "plain logits"
     )
@@ -204,6 +212,13 @@ def _compare_local_steps() -> float:
             state, _ = step(state, local.put(_rows_of_process(zero, x)))
     have = jax.tree.map(np.subtract, zero.full_params(local.merged(state)), start)
     return apart(have, moved) / 1e-3
+
+
+def _compare_products(recipe: str) -> float:
+    """Codes are the same but for divisions: of a sum of 64 terms, a step of a code in a few."""
+    loss = quantized_matmuls(mean_loss, recipe, min_size=16)
+    have, want = both(jax.grad(loss), initial_params(), batches()[0])
+    return apart(have, want) / 2e-2
 
 
 def _compare_head() -> float:
