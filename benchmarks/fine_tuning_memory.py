@@ -28,21 +28,26 @@ from sharding.plan import MODELS, Decoder
 GIB = 2**30
 MATRICES = "layers/(query|key|value|out|gate|up|down)$"
 FORMS = {MATRICES: (stored.frozen(4), stored.lora(16))}
-# Model, target, ZeRO stage, what is in host memory.
+# Model, tokens, tiles, target, ZeRO stage, what is in host memory.
 CASES = [
-    ("llama2-7b", "h100x1", 0, None),
-    ("llama2-13b", "h100x1", 0, None),
-    ("llama2-70b", "h100x1", 0, None),
-    ("llama2-70b", "h100x8", 3, None),
-    ("llama2-70b", "v5e:1x1", 0, "all"),
+    ("llama2-7b", 1024, 1, "h100x1", 0, None),
+    ("llama2-13b", 1024, 1, "h100x1", 0, None),
+    ("llama2-70b", 1024, 1, "h100x1", 0, None),
+    ("llama2-70b", 1024, 1, "h100x8", 3, None),
+    ("llama2-70b", 1024, 1, "v5e:1x1", 0, "all"),
+    ("llama2-7b", 8192, 1, "h100x1", 0, None),
+    ("llama2-7b", 8192, 16, "h100x1", 0, None),
+    ("llama2-70b", 8192, 32, "h100x1", 0, None),
 ]
 HEADER = """
-| model | target | stage | GiB: parameters | state | temporaries | total | on host | TFLOP | sent |
-|---|---|---|---|---|---|---|---|---|---|
+| model | tokens | tiles | target | stage | GiB: parameters | state | temporaries | total | on host | TFLOP | sent |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """.strip()
 
 
-def row(model: Decoder, name: str, target: str, stage: int, offload: str | None = None) -> str:
+def row(
+    model: Decoder, name: str, tiles: int, target: str, stage: int, offload: str | None = None
+) -> str:
     """The figures of one device, with one sequence."""
     zero = zero_on(target, stage=stage, offload=offload)
     tx = optax.masked(optax.adamw(1e-4), stored.trained)
@@ -51,7 +56,8 @@ def row(model: Decoder, name: str, target: str, stage: int, offload: str | None 
         params = stored.store(model.init(jnp.bfloat16), FORMS, jax.random.key(0))
         return params, tx.init(params)
 
-    loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer)))
+    plain = model.make_loss(jax.checkpoint(model.apply_layer))
+    loss = stored.loss_of(shd.tiled(plain, tiles) if tiles > 1 else plain)
     step = zero.train_step(loss, tx=tx, trainable=stored.trained)
     state = zero.abstract_state(make_state, tx=tx)
     found = shd.audit(step.lower(state, model.batch(zero.num_devices)).compile(), mesh=zero.mesh)
@@ -59,16 +65,17 @@ def row(model: Decoder, name: str, target: str, stage: int, offload: str | None 
     sizes = *sizes, found.temporaries or 0.0, found.memory, found.host
     figures = [f"{x / GIB:.2f}" for x in sizes]
     figures += [f"{sum(found.flops.values()) / 1e12:.1f}", f"{found.wire_bytes / GIB:.1f}"]
-    return f"| {name} | {target} | {stage} | {' | '.join(figures)} |"
+    asked = f"{name} | {model.length:,} | {tiles} | {target} | {stage}"
+    return f"| {asked} | {' | '.join(figures)} |"
 
 
 def rows(smoke: bool) -> Iterator[str]:
     """A row of each model."""
     if smoke:
-        yield row(Decoder(2, 64, 4, 4, 128, 96, 32), "tiny", "cpu:1", 0)
+        yield row(Decoder(2, 64, 4, 4, 128, 96, 32), "tiny", 1, "cpu:1", 0)
         return
-    for name, *case in CASES:
-        yield row(dataclasses.replace(MODELS[name], length=1024), name, *case)
+    for name, length, *case in CASES:
+        yield row(dataclasses.replace(MODELS[name], length=length), name, *case)
 
 
 def main() -> None:
@@ -80,8 +87,8 @@ def main() -> None:
     if not smoke:
         about = (
             "Llama 2, all matrices of its layers in NF4 with scales in 8 bits and adapters of rank "
-            "16 in bfloat16, AdamW, a sequence of 1,024 tokens a device, every layer computed "
-            "again. GiB of one device, and those that it sends in a step. On the v5e, stacks of "
+            "16 in bfloat16, AdamW, one sequence a device, every layer computed again. With several "
+            "tiles the loss is `shd.tiled`. GiB of one device, and those that it sends in a step. On the v5e, stacks of "
             'layers are in host memory and streamed (`offload="all"`).'
         )
         _results.write("fine_tuning_memory", "What QLoRA holds", about, table)
