@@ -39,10 +39,11 @@ CASES = [
     ("llama2-7b", 8192, 16, "h100x1", 0, None),
     ("llama2-70b", 8192, 32, "h100x1", 0, None),
 ]
-HEADER = """
-| model | tokens | tiles | target | stage | GiB: parameters | state | temporaries | total | on host | TFLOP | sent |
-|---|---|---|---|---|---|---|---|---|---|---|---|
-""".strip()
+COLUMNS = (
+    *("model", "tokens", "tiles", "target", "stage"),
+    *("GiB: parameters", "state", "temporaries", "total", "on host", "TFLOP", "sent"),
+)
+HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def row(
@@ -87,9 +88,9 @@ def main() -> None:
     if not smoke:
         about = (
             "Llama 2, all matrices of its layers in NF4 with scales in 8 bits and adapters of rank "
-            "16 in bfloat16, AdamW, one sequence a device, every layer computed again. With several "
-            "tiles the loss is `shd.tiled`. GiB of one device, and those that it sends in a step. On the v5e, stacks of "
-            'layers are in host memory and streamed (`offload="all"`).'
+            "16 in bfloat16, AdamW, one sequence a device, every layer computed again. With "
+            "several tiles the loss is `shd.tiled`. GiB of one device, and those that it sends in a step. "
+            'On the v5e, stacks of layers are in host memory and streamed (`offload="all"`).'
         )
         _results.write("fine_tuning_memory", "What QLoRA holds", about, table)
 
