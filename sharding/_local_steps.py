@@ -196,21 +196,31 @@ class LocalSteps:
 
         def placed(x: jax.Array, like: jax.Array) -> jax.Array:
             x = self._on_mesh_of_zero(x)
-            return jax.device_put(x, x.sharding.with_memory_kind(like.sharding.memory_kind))
+            kind = like.sharding.memory_kind
+            to = NamedSharding(self.zero.mesh, _spec_of_array(x), memory_kind=kind)
+            return jax.device_put(x, to)
 
         def merge(*nodes: Any) -> Any:
             rule = _first_row if _is_coded(nodes[0]) else _merged_rows
             return jax.tree.map(lambda *parts: placed(self._over(rule, parts), parts[0]), *nodes)
 
         # Of each replica alone: states made one by one may have other functions as static fields.
-        nodes = [jax.tree.leaves(each, is_leaf=_is_coded) for each in state.replicas]
-        structure = jax.tree.structure(state.replicas[0], is_leaf=_is_coded)
-        one = structure.unflatten(map(merge, *nodes))
-        params, treedef = jax.tree.flatten(params_of(one))
-        for group, anchor in zip(self._split(one), state.anchor, strict=True):
-            for i, x in zip(group, anchor, strict=True):
-                params[i] = self._on_mesh_of_zero(jax.jit(jnp.copy, out_shardings=x.sharding)(x))
-        return with_params(one, treedef.unflatten(params))
+        others = [with_params(each, None) for each in state.replicas]
+        nodes = [jax.tree.leaves(each, is_leaf=_is_coded) for each in others]
+        one = jax.tree.structure(others[0], is_leaf=_is_coded).unflatten(map(merge, *nodes))
+
+        flat = [jax.tree.leaves(params_of(each)) for each in state.replicas]
+        agreed = {
+            i: x
+            for group, anchor in zip(self._split(state.replicas[0]), state.anchor, strict=True)
+            for i, x in zip(group, anchor, strict=True)
+        }
+        params = [
+            placed(self._over(_first_row, parts) if i not in agreed else _copy(agreed[i]), parts[0])
+            for i, parts in enumerate(zip(*flat, strict=True))
+        ]
+        structure = jax.tree.structure(params_of(state.replicas[0]))
+        return with_params(one, structure.unflatten(params))
 
     # --- The step -----------------------------------------------------------------------------
 
@@ -489,6 +499,10 @@ def _is_on(x: Any, mesh: AnyMesh) -> bool:
 def _is_coded(x: Any) -> bool:
     """Whether a node holds codes in few bits and their scales, which have no mean."""
     return isinstance(x, LowPrecisionState | Quantized)
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    return jax.jit(jnp.copy, out_shardings=x.sharding)(x)
 
 
 def _merged_rows(x: jax.Array) -> jax.Array:
