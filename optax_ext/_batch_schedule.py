@@ -127,14 +127,23 @@ class BatchSchedule:
           noise_scale: measured there, in examples.
           most: the largest size that fits the run; it is not exceeded.
 
+        Raises:
+          ValueError: if ``step`` is below 1.
+
         Example:
           >>> from optax_ext import BatchSchedule
           >>> BatchSchedule({0: 256}).grown(100, noise_scale=900.0, most=4096).sizes
           {0: 256, 25600: 512}
         """
+        if step < 1:
+            raise ValueError(
+                f"step must be at least 1, got {step}: the first size, which counts micro-batches "
+                "and rates, is that of the steps before."
+            )
         size = self.size(step)
         if not noise_scale > size or 2 * size > most:
             return self
         seen = self.examples(step)
-        kept = {at: size for at, size in self.sizes.items() if at < seen or at == 0}
+        # A larger size that was planned for later stays.
+        kept = {at: n for at, n in self.sizes.items() if at < seen or n > 2 * size}
         return BatchSchedule(kept | {seen: 2 * size})

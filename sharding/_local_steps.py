@@ -11,15 +11,21 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext import MasterWeightsState
+from optax_ext import LowPrecisionState, MasterWeightsState, Quantized
 from sharding._types import Batch, Tree
 from sharding._zero import Zero
 from sharding.loss._loss_options import AnyLoss
 from sharding.placement._specs import AnyMesh, axes_of, is_spec
 from sharding.placement._state_specs import state_specs
-from sharding.placement._train_state import opt_state_of, params_of, with_opt_state, with_params
+from sharding.placement._train_state import (
+    opt_state_of,
+    params_of,
+    resolve_trainable,
+    with_opt_state,
+    with_params,
+)
 from sharding.sync._dense import dense
-from sharding.sync._interface import SyncedState, resize
+from sharding.sync._interface import SyncedState, named_leaves, resize
 
 
 class LocalState(NamedTuple):
@@ -27,7 +33,7 @@ class LocalState(NamedTuple):
 
     Attributes:
       replicas: the train state of each replica that this process has devices of, on its own mesh.
-      anchor: the floating parameters as last synchronized, in groups; on the mesh of all replicas.
+      anchor: the trained parameters as last synchronized, in groups; on the mesh of all replicas.
       outer: the state of the outer transformation, for each group.
       sync: the state of the gradient sync, for each group; leaves (devices, ...).
       num_steps: how many there were.
@@ -68,6 +74,8 @@ class LocalSteps:
       every: H, the steps between two synchronizations of a parameter.
       groups: into how many groups of about equal bytes the parameters are split. Each is
         synchronized every H steps, but not in the same step: the peak of the wire is lower.
+      trainable: which parameters are trained, as of ``Zero.train_step``, which gets it. The others
+        are equal in all replicas: they are not sent, and have no anchor and no outer state.
 
     Attributes:
       zeros: the ``Zero`` of each replica that this process has devices of.
@@ -101,6 +109,7 @@ class LocalSteps:
         *,
         every: int = 64,
         groups: int = 1,
+        trainable: Tree = None,
     ):
         axes = axes_of(zero.replica_axis)
         if len(axes) != 1 or zero.shard_state_over_replicas:
@@ -115,8 +124,9 @@ class LocalSteps:
                 f"synchronizations, got groups={groups} and every={every}."
             )
         self.zero, self.every, self.groups = zero, every, groups
+        self.trainable = trainable
         self._method = zero.sync or dense()
-        self._programs: dict[int, Any] = {}  # by group
+        self._programs: dict[tuple[int, bool], Any] = {}  # by group, and whether it is donated
         self.outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
         self._axis, mesh = axes[0], zero.mesh
         self._others = tuple(name for name in mesh.axis_names if name != self._axis)
@@ -146,9 +156,21 @@ class LocalSteps:
         """
         if isinstance(opt_state := opt_state_of(state), SyncedState):
             state = with_opt_state(state, opt_state.inner_state)
+        for path, x in named_leaves(state)[0]:
+            if not _is_on(x, self.zero.mesh):
+                raise ValueError(
+                    f"start takes a state placed by the Zero of LocalSteps, and {path!r} is not on "
+                    f"the devices of its mesh {dict(self.zero.mesh.shape)}. Place it by "
+                    "jax.device_put(state, zero.shardings(state, tx=tx)), or make one by init."
+                )
         started = self._started([self._part(state, zero.mesh) for zero in self.zeros])
         if previous is None:
             return started
+        if len(previous.anchor) != self.groups:
+            raise ValueError(
+                f"the previous local state has {len(previous.anchor)} groups, and LocalSteps has "
+                f"groups={self.groups}: use as many, or leave it out, and the outer state is new."
+            )
 
         def placed(old: Tree, new: Tree) -> Any:
             return jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), old, new)
@@ -166,18 +188,39 @@ class LocalSteps:
     def merged(self, state: LocalState) -> Any:
         """An ordinary train state of ``zero``: synchronized parameters, the mean of all else.
 
-        It has no state of a ``sync`` (``Zero.change_sync`` adds one). Integers, such as counts, are
-        those of the first replica. It can be saved, evaluated, and started again with any number of
-        replicas.
+        It has no state of a ``sync`` (``Zero.change_sync`` adds one). Of the first replica are
+        integers, such as counts, parameters that are not trained, and states in few bits, whose
+        codes have no mean. It can be saved, evaluated, and started again with any number of
+        replicas. It shares no memory with ``state``.
         """
-        leaves = [jax.tree.leaves(each) for each in state.replicas]
-        means = [self._stacked([of[i] for of in leaves]) for i in range(len(leaves[0]))]
-        one = jax.tree.unflatten(jax.tree.structure(state.replicas[0]), map(self._mean, means))
-        params, treedef = jax.tree.flatten(params_of(one))
-        for group, anchor in zip(self._split(params), state.anchor, strict=True):
-            for i, x in zip(group, anchor, strict=True):
-                params[i] = x
-        return with_params(one, treedef.unflatten(params))
+
+        def placed(x: jax.Array, like: jax.Array) -> jax.Array:
+            x = self._on_mesh_of_zero(x)
+            kind = like.sharding.memory_kind
+            to = NamedSharding(self.zero.mesh, _spec_of_array(x), memory_kind=kind)
+            return jax.device_put(x, to)
+
+        def merge(*nodes: Any) -> Any:
+            rule = _first_row if _is_coded(nodes[0]) else _merged_rows
+            return jax.tree.map(lambda *parts: placed(self._over(rule, parts), parts[0]), *nodes)
+
+        # Of each replica alone: states made one by one may have other functions as static fields.
+        others = [with_params(each, None) for each in state.replicas]
+        nodes = [jax.tree.leaves(each, is_leaf=_is_coded) for each in others]
+        one = jax.tree.structure(others[0], is_leaf=_is_coded).unflatten(map(merge, *nodes))
+
+        flat = [jax.tree.leaves(params_of(each)) for each in state.replicas]
+        agreed = {
+            i: x
+            for group, anchor in zip(self._split(state.replicas[0]), state.anchor, strict=True)
+            for i, x in zip(group, anchor, strict=True)
+        }
+        params = [
+            placed(self._over(_first_row, parts) if i not in agreed else _copy(agreed[i]), parts[0])
+            for i, parts in enumerate(zip(*flat, strict=True))
+        ]
+        structure = jax.tree.structure(params_of(state.replicas[0]))
+        return with_params(one, structure.unflatten(params))
 
     # --- The step -----------------------------------------------------------------------------
 
@@ -203,9 +246,30 @@ class LocalSteps:
         Arguments are those of ``Zero.train_step``. ``batch`` is what ``put`` returned, keys are
         folded by the number of the replica, and ``metrics`` is a tuple with those of each replica.
         """
+        if options.get("model_state") is True:
+            raise ValueError(
+                "LocalSteps keeps a model state with each replica: pass model_state= the name of "
+                "its field in a TrainState, not True."
+            )
+        if options.setdefault("trainable", self.trainable) is not self.trainable:
+            raise ValueError(
+                "trainable differs from that of LocalSteps, which averages what is trained. Pass "
+                "it to LocalSteps alone."
+            )
+        donate = options.get("donate", True)
         steps = [zero.train_step(loss_fn, **options) for zero in self.zeros]
 
         def step(state: LocalState, batch: Sequence[Any], key: Any = None) -> tuple[Any, Any]:
+            if not isinstance(state, LocalState):
+                raise ValueError(
+                    "a step of LocalSteps takes the state that init or start of LocalSteps "
+                    f"returned, got {type(state).__name__}."
+                )
+            if not isinstance(batch, tuple) or len(batch) != len(steps):
+                raise ValueError(
+                    "a step of LocalSteps takes the batch that put of LocalSteps returned, a part "
+                    f"for each of its {len(steps)} replicas, got {type(batch).__name__}."
+                )
             keys = [None if key is None else jax.random.fold_in(key, i) for i in self._numbers]
             done = [
                 one(replica, rows, own_key)
@@ -217,7 +281,7 @@ class LocalSteps:
             state = state._replace(replicas=tuple(new for new, _ in done), num_steps=num_steps)
             for group in range(self.groups):
                 if (num_steps + group * self.every // self.groups) % self.every == 0:
-                    state = self._synchronize(state, group)
+                    state = self._synchronize(state, group, donate)
             return state, tuple(metrics for _, metrics in done)
 
         return step
@@ -237,19 +301,28 @@ class LocalSteps:
                 "LocalSteps averages parameters, which master weights would overwrite in the next "
                 "step. Store float32 parameters, and compute in Precision(compute=jnp.bfloat16)."
             )
-        state = LocalState(tuple(replicas), ((),) * self.groups, (), (), 0)  # type: ignore[arg-type]
-        first = list(map(self._mean, self._stacked_params(state)))
-        anchor = tuple([first[i] for i in group] for group in self._split(first))
+        params = [jax.tree.leaves(params_of(each)) for each in replicas]
+        paths = [path for path, _ in named_leaves(params_of(replicas[0]))[0]]
+        groups = self._split(replicas[0])
+        anchor = tuple(
+            [self._over(_merged_rows, [of[i] for of in params]) for i in group] for group in groups
+        )
         outer = tuple(map(self._init_outer, anchor))
-        return state._replace(anchor=anchor, outer=outer, sync=tuple(map(self._init_sync, anchor)))
+        names = [[paths[i] for i in group] for group in groups]
+        sync = tuple(map(self._init_sync, names, anchor))
+        return LocalState(tuple(replicas), anchor, outer, sync, 0)
 
-    def _split(self, params: list[jax.Array]) -> list[list[int]]:
-        """The numbers of the floating parameters, in groups of about equal bytes, in order."""
-        floating = [i for i, x in enumerate(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-        ends = np.cumsum([params[i].nbytes for i in floating])
-        middles = ends - np.array([params[i].nbytes for i in floating]) / 2
+    def _split(self, state: Tree) -> list[list[int]]:
+        """The numbers of the trained parameters, in groups of about equal bytes, in order."""
+        params = params_of(state)
+        mask = jax.tree.leaves(resolve_trainable(params, self.trainable))
+        sizes = {i: x.nbytes for i, x in enumerate(jax.tree.leaves(params)) if mask[i]}
+        if not sizes:
+            raise ValueError("LocalSteps has no parameters to average: none is trained.")
+        ends = np.cumsum(list(sizes.values()))
+        middles = ends - np.array(list(sizes.values())) / 2
         group_of = (middles * self.groups // ends[-1]).astype(int)
-        numbered = list(zip(floating, group_of, strict=True))
+        numbered = list(zip(sizes, group_of, strict=True))
         return [[i for i, g in numbered if g == group] for group in range(self.groups)]
 
     def _part(self, state: Tree, mesh: AnyMesh) -> Any:
@@ -258,10 +331,13 @@ class LocalSteps:
 
         def part(x: jax.Array) -> jax.Array:
             blocks = [shard.data for shard in x.addressable_shards if shard.device in own]
-            sharding = NamedSharding(mesh, _spec_of_array(x))
+            kind = x.sharding.memory_kind
+            sharding = NamedSharding(mesh, _spec_of_array(x), memory_kind=kind)
             return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 
-        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(jax.tree.map(part, state))
+        parts = jax.tree.map(part, state)
+        shardings = jax.tree.map(lambda x: x.sharding, parts)
+        return jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=shardings)(parts)
 
     def _stacked(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One array (replicas, ...) of the same array of each replica; nothing is sent."""
@@ -284,21 +360,23 @@ class LocalSteps:
             for zero in self.zeros
         ]
 
-    def _mean(self, x: jax.Array) -> jax.Array:
-        """Over replicas (replicas, ...); of what is not floating the first."""
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
+    def _over(self, rule: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array]) -> Any:
+        """What a rule makes of rows (replicas, ...), on the mesh of all replicas."""
+        x = self._stacked(parts)
         out = NamedSharding(self._mesh, PartitionSpec(*_spec_of_array(x)[1:]))
-        return jax.jit(_mean_of_rows if floating else _first_row, out_shardings=out)(x)
+        return jax.jit(rule, out_shardings=out)(x)
 
-    def _stacked_params(self, state: LocalState) -> list[jax.Array]:
-        params = [jax.tree.leaves(params_of(each)) for each in state.replicas]
-        return [self._stacked(parts) for parts in zip(*params, strict=True)]
+    def _on_mesh_of_zero(self, x: jax.Array) -> jax.Array:
+        """The same blocks on the mesh of ``zero``, whose axes may have another order and type."""
+        sharding = NamedSharding(self.zero.mesh, _spec_of_array(x))
+        blocks = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 
     # --- Synchronization ----------------------------------------------------------------------
 
-    def _synchronize(self, state: LocalState, group: int) -> LocalState:
+    def _synchronize(self, state: LocalState, group: int, donate: bool) -> LocalState:
         """The state after replicas agree on the parameters of a group."""
-        numbers, program = self._group(state, group), self._program(state, group)
+        numbers, program = self._group(state, group), self._program(state, group, donate)
         anchor, outer, sync, agreed = program(*self._arguments(state, group))
         leaves = [jax.tree.leaves(params_of(each)) for each in state.replicas]
         for number, x in zip(numbers, agreed, strict=True):
@@ -316,18 +394,20 @@ class LocalSteps:
         )
 
     def _group(self, state: LocalState, group: int) -> list[int]:
-        return self._split(jax.tree.leaves(params_of(state.replicas[0])))[group]
+        return self._split(state.replicas[0])[group]
 
-    def _program(self, state: LocalState, group: int) -> Any:
+    def _program(self, state: LocalState, group: int, donate: bool = True) -> Any:
         """Of a group: (anchor, outer, sync, local) to the new ones."""
-        if group not in self._programs:
+        if (group, donate) not in self._programs:
             specs = [_spec_of_array(x) for x in state.anchor[group]]
-            self._programs[group] = jax.jit(
-                functools.partial(self._average_and_update, specs),
-                donate_argnums=(0, 1, 2, 3),
+            paths = [path for path, _ in named_leaves(params_of(state.replicas[0]))[0]]
+            names = [paths[i] for i in self._group(state, group)]
+            self._programs[group, donate] = jax.jit(
+                functools.partial(self._average_and_update, names, specs),
+                donate_argnums=(0, 1, 2, 3) if donate else (),
                 out_shardings=jax.tree.map(lambda x: x.sharding, self._arguments(state, group)),
             )
-        return self._programs[group]
+        return self._programs[group, donate]
 
     def _arguments(self, state: LocalState, group: int) -> tuple[Any, ...]:
         params = [jax.tree.leaves(params_of(each)) for each in state.replicas]
@@ -336,6 +416,7 @@ class LocalSteps:
 
     def _average_and_update(
         self,
+        names: list[str],
         specs: list[PartitionSpec],
         anchor: list[jax.Array],
         outer: Tree,
@@ -348,8 +429,9 @@ class LocalSteps:
             """Of the blocks of a device: what its replica moved, and the mean of all replicas."""
             moved = [a - b[0] for a, b in zip(_in_float32(anchor), _in_float32(local), strict=True)]
             own = jax.tree.map(_first_row, sync)
-            found, new = self._method.all_reduce(moved, own, self._axis)
-            return found, jax.tree.map(_as_row, new)
+            by_name = dict(zip(names, moved, strict=True))
+            found, new = self._method.all_reduce(by_name, own, self._axis)
+            return [found[name] for name in names], jax.tree.map(_as_row, new)
 
         of_replicas = [PartitionSpec(self._axis, *spec) for spec in specs]
         moved, sync = self._on_devices(
@@ -375,9 +457,10 @@ class LocalSteps:
         shardings = jax.tree.map(lambda s: NamedSharding(self._mesh, s), found, is_leaf=is_spec)
         return jax.jit(lambda x: self.outer.init(_in_float32(x)), out_shardings=shardings)(anchor)
 
-    def _init_sync(self, anchor: list[jax.Array]) -> Any:
+    def _init_sync(self, names: list[str], anchor: list[jax.Array]) -> Any:
         def init(blocks: list[jax.Array]) -> Any:
-            return jax.tree.map(_as_row, self._method.init(_in_float32(blocks)))
+            by_name = dict(zip(names, _in_float32(blocks), strict=True))
+            return jax.tree.map(_as_row, self._method.init(by_name))
 
         specs = [_spec_of_array(x) for x in anchor]
         return jax.jit(self._on_devices(init, (specs,), self._each_device))(anchor)
@@ -405,7 +488,27 @@ def _as_row(x: jax.Array) -> jax.Array:
     return jnp.asarray(x)[None]
 
 
-def _mean_of_rows(x: jax.Array) -> jax.Array:
+def _is_on(x: Any, mesh: AnyMesh) -> bool:
+    """Whether an array is on a mesh, or on another one of the same axes and devices."""
+    own, want = getattr(getattr(x, "sharding", None), "mesh", None), cast(Mesh, mesh)
+    if not isinstance(own, Mesh) or own.axis_names != want.axis_names:
+        return False
+    return np.array_equal(own.devices, want.devices)
+
+
+def _is_coded(x: Any) -> bool:
+    """Whether a node holds codes in few bits and their scales, which have no mean."""
+    return isinstance(x, LowPrecisionState | Quantized)
+
+
+def _copy(x: jax.Array) -> jax.Array:
+    return jax.jit(jnp.copy, out_shardings=x.sharding)(x)
+
+
+def _merged_rows(x: jax.Array) -> jax.Array:
+    """The mean over replicas (replicas, ...); of what is not floating the first."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x[0]
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jnp.mean(x, 0, dtype=wide).astype(x.dtype)
 

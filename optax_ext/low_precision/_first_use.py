@@ -39,7 +39,7 @@ def check_codes(fmt: Format, rounding: str) -> None:
 @functools.cache
 def _check_once(fmt: Format, rounding: str) -> None:
     device = jax.local_devices()[0]
-    name = f"{device.device_kind}, jaxlib {importlib.metadata.version('jaxlib')}: {fmt}, {rounding}"
+    name = f"{device.device_kind}, {_compiler(device)}: {fmt}, {rounding}"
     if name in _remembered():
         return
     error = max(_error(fmt, signed, rounding) for signed in (True, False))
@@ -62,6 +62,12 @@ def _error(fmt: Format, signed: bool, rounding: str) -> float:
         stored = jax.jit(lambda x: quantize(x, fmt, signed, rounding))(x)
         back = np.asarray(jax.jit(dequantize)(stored), np.float64)
     return float(np.linalg.norm(back - x) / np.linalg.norm(x))
+
+
+def _compiler(device: jax.Device) -> str:
+    """The versions of jaxlib, and of a plugin such as libtpu, which is installed on its own."""
+    plugin = " ".join(str(device.client.platform_version).split())
+    return f"jaxlib {importlib.metadata.version('jaxlib')}, {plugin}"
 
 
 def _file() -> pathlib.Path | None:

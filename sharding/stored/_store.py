@@ -161,7 +161,8 @@ def store(
         array: one of ``frozen``, ``lora`` and ``masked``, or ``(frozen(4), lora(16))``. The first
         expression found in a path counts.
       key: of the adapters.
-      like: the parameters of the loss, or their types, to compare with those of a file.
+      like: the parameters of the loss, or their types, whose paths and shapes are compared with
+        those of a file. Dtypes stay those of the file.
 
     Raises:
       ValueError: if an expression matches no parameter, a form does not suit one, or parameters

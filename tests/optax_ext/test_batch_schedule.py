@@ -55,6 +55,13 @@ def test_it_grows_where_noise_asks_for_it():
     assert schedule.grown(50, 90.0, most=16) is schedule
 
 
+def test_larger_sizes_of_later_stay():
+    schedule = BatchSchedule({0: 4, 100: 8, 1000: 64}).grown(10, 90.0, most=64)
+    assert schedule.sizes == {0: 4, 40: 8, 1000: 64}
+    with pytest.raises(ValueError, match="step must be at least 1, got 0"):
+        schedule.grown(0, 90.0, most=64)
+
+
 def test_many_tokens():
     """Of a run of trillions: whole numbers do not overflow."""
     schedule = BatchSchedule({0: 2**22, 10**12: 2**24})

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 
+import optax_ext
 import sharding as shd
 from sharding import sync
 
@@ -137,6 +140,102 @@ def test_bytes_between_replicas(method):
         assert 0.1 * plain < sent < 0.2 * plain
 
 
+def started(local, tx):
+    return local.init(lambda: (initial(), tx.init(initial())), tx=tx)
+
+
+@pytest.mark.parametrize("names", [("slice", "data"), ("data", "slice")])
+def test_merged_is_a_state_of_zero_and_shares_no_memory(names):
+    """On its mesh, whatever the order and type of its axes; both go on, and donate their own."""
+    tx = optax.sgd(0.1)
+    sizes = tuple({"slice": 2, "data": 4}[name] for name in names)
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Explicit,) * 2)
+    zero = shd.Zero(mesh, 2, replica_axis="slice", min_shard_size=256)
+    local = shd.LocalSteps(zero, every=2)
+    state, _ = trained(local, tx, range(2), started(local, tx))
+    merged = local.merged(state)
+    kept = jax.device_get(merged[0])
+    state, _ = trained(local, tx, range(2, 4), state)
+    close(merged[0], kept, 1e-15)
+    step = zero.train_step(loss, tx=tx)
+    goes_on, _ = step(local.merged(state), zero.put(batch_of(4)))
+    close(local.merged(state)[0], jax.device_get(state.replicas[0][0]), 1e-15)
+    trained(local, tx, range(5, 7), local.start(goes_on, state))
+
+
+def test_states_in_few_bits_are_those_of_the_first_replica():
+    """The mean of scales would be those of no codes."""
+    tx = optax_ext.low_precision_state(optax.adam(1e-2), bits=8, min_size=1)
+    local = shd.LocalSteps(zero_of(), every=3)
+    state, _ = trained(local, tx, range(2), started(local, tx))
+    merged, first, second = (x[1] for x in (local.merged(state), *state.replicas[:2]))
+    scales = [jax.tree.leaves(x.inner_state[0].nu["a"].scale)[0] for x in (first, second)]
+    assert np.any(np.asarray(scales[0]) != np.asarray(scales[1]))
+    for a, b in zip(jax.tree.leaves(merged), jax.tree.leaves(first), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_not_trained_is_not_averaged():
+    """An outer transformation that decays weights leaves it as it is, and it is not sent."""
+    mask = {"a": False, "b": True, "c": True}
+    tx, outer = optax.sgd(0.1), optax.adamw(0.1, weight_decay=0.5)
+    local = shd.LocalSteps(zero_of(replicas=3), outer, every=1, trainable=mask)
+    rows = {"x": batch_of(0)[:24]}
+    step = local.train_step(lambda params, x: loss(params, x["x"]), tx=tx)
+    state, _ = step(started(local, tx), local.put(rows))
+    merged = local.merged(state)[0]
+    np.testing.assert_array_equal(merged["a"], initial()["a"])
+    assert np.any(np.asarray(merged["c"]) != np.asarray(initial()["c"]))
+    assert sorted(x.shape for x in state.anchor[0]) == [SHAPES["b"], SHAPES["c"]]
+
+
+def test_methods_are_chosen_by_names_of_parameters():
+    grad_sync = sync.by_path({"^a$": sync.top_k(0.25, min_size=1)}, default=sync.dense())
+    local = shd.LocalSteps(zero_of(sync=grad_sync), every=1)
+    tx = optax.sgd(0.1)
+    state, _ = trained(local, tx, range(2), started(local, tx))
+    held = state.anchor[0][0].addressable_shards[0].data.size
+    assert [x.size // 8 for x in jax.tree.leaves(state.sync) if x.ndim > 1] == [held]
+
+
+def test_a_state_that_is_kept():
+    """``donate=False`` is of the synchronization too."""
+    local, tx = shd.LocalSteps(zero_of(), every=1), optax.sgd(0.1)
+    state, batch = started(local, tx), local.put(batch_of(0))
+    step = local.train_step(loss, tx=tx, donate=False)
+    once, again = (local.merged(step(state, batch)[0])[0] for _ in range(2))
+    close(once, again, 1e-15)
+
+
+@pytest.mark.parametrize("memory", [None, "optimizer"])
+def test_replicas_made_one_by_one_and_memory(memory):
+    """A TrainState has the functions of its own tx; state in host memory stays there."""
+    zero = zero_of(offload=memory)
+    local = shd.LocalSteps(zero, every=1)
+
+    def make():
+        return TrainState.create(apply_fn=None, params=initial(), tx=optax.adam(1e-2))
+
+    state, _ = local.train_step(loss)(local.init(make), local.put(batch_of(0)))
+    merged = local.merged(state)
+    for a, b in zip(*(jax.tree.leaves(x) for x in (merged, state.replicas[0])), strict=True):
+        assert a.sharding.memory_kind == b.sharding.memory_kind
+    local.train_step(loss)(local.start(merged, state), local.put(batch_of(1)))
+    zero.train_step(loss)(merged, zero.put(batch_of(1)))
+
+
+def called_with(**given):
+    local, tx = shd.LocalSteps(zero_of()), optax.sgd(0.1)
+    have = {"state": started(local, tx), "batch": local.put(batch_of(0))} | given
+    return local.train_step(loss, tx=tx)(**have)
+
+
+def started_after(groups):
+    tx, local = optax.sgd(0.1), shd.LocalSteps(zero_of())
+    previous = started(local, tx)
+    return shd.LocalSteps(zero_of(), groups=groups).start(local.merged(previous), previous)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -146,6 +245,25 @@ def test_bytes_between_replicas(method):
             lambda: shd.LocalSteps(zero_of()).put(np.ones((6, 32))),
             "6.* cannot be divided among 4 replicas",
         ),
+        (
+            lambda: shd.LocalSteps(zero_of()).train_step(loss, model_state=True),
+            "the name of its field",
+        ),
+        (
+            lambda: shd.LocalSteps(zero_of()).train_step(loss, trainable={"a": False}),
+            "trainable differs",
+        ),
+        (lambda: called_with(state=None), "the state that init or start of LocalSteps returned"),
+        (lambda: called_with(batch=np.ones((4, 32))), "part for each of its 4 replicas"),
+        (
+            lambda: shd.LocalSteps(zero_of()).start((initial(), ())),
+            "'0/a' is not on the devices of its mesh",
+        ),
+        (
+            lambda: started(shd.LocalSteps(zero_of(), trainable=False), optax.sgd(0.1)),
+            "none is trained",
+        ),
+        (lambda: started_after(groups=2), "has 1 groups, and LocalSteps has groups=2"),
     ],
 )
 def test_bad_input(make, message):
