@@ -89,8 +89,9 @@ def main() -> None:
         about = (
             "Llama 2, all matrices of its layers in NF4 with scales in 8 bits and adapters of rank "
             "16 in bfloat16, AdamW, one sequence a device, every layer computed again. With "
-            "several tiles the loss is `shd.tiled`. GiB of one device, and those that it sends in a step. "
-            'On the v5e, stacks of layers are in host memory and streamed (`offload="all"`).'
+            "several tiles the loss is `shd.tiled`. GiB of one device, and those that it sends in "
+            "a step. On the v5e, stacks of layers are in host memory and streamed "
+            '(`offload="all"`).'
         )
         _results.write("fine_tuning_memory", "What QLoRA holds", about, table)
 

@@ -86,7 +86,7 @@ def program_rows(smoke: bool) -> Iterator[str]:
         for model in ["7B"] if smoke else MODELS:
             loss, params, tokens = decoder(model)
             low = shd.quantized_matmuls(loss, recipe)
-            share = matmuls.report(low, params, tokens).share
+            share = matmuls.report_products(low, params, tokens).share
             place = jax.sharding.SingleDeviceSharding(targets.topology(target)[0])
             args = jax.tree.map(lambda t: t.update(sharding=place), (params, tokens))  # noqa: B023
             for name, fn in (("bfloat16", loss), (recipe, low)):

@@ -6,7 +6,7 @@ from sharding.matmuls._recipes import Quantizer as Quantizer
 from sharding.matmuls._recipes import Recipe as Recipe
 from sharding.matmuls._report import MatmulReport as MatmulReport
 from sharding.matmuls._report import MatmulRow as MatmulRow
-from sharding.matmuls._report import report as report
+from sharding.matmuls._report import report_products as report_products
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 __dir__ = __all__.copy

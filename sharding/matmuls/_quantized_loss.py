@@ -37,7 +37,7 @@ def quantized_matmuls(
     These are the matrix products and convolutions of layers, forward and backward: in loops over
     stacked parameters, or with parameters whose paths number layers. Kept as they are: the last
     product outside of layers, which is the head, tables that are looked up, and products of
-    attention. ``matmuls.report`` lists all of them.
+    attention. ``matmuls.report_products`` lists all of them.
 
     Args:
       loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.

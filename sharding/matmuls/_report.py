@@ -40,7 +40,7 @@ class MatmulReport(NamedTuple):
         return "\n".join(lines)
 
 
-def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
+def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
     """Which products of a loss are quantized, in which formats, and why others are not.
 
     The loss is traced, not run.
@@ -60,7 +60,7 @@ def report(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       ...     x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
       ...     return jnp.mean(x @ params["head"])
       >>> params = {"layers": jnp.ones((3, 256, 256)), "head": jnp.ones((256, 256))}
-      >>> found = matmuls.report(shd.quantized_matmuls(loss), params, jnp.ones((256, 256)))
+      >>> found = matmuls.report_products(shd.quantized_matmuls(loss), params, jnp.ones((256, 256)))
       >>> found.share, [row.reason for row in found.rows]
       (0.75, ['', 'the head: the last product outside of layers'])
     """

@@ -51,7 +51,7 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
       >>> w, x = jnp.ones((4, 64)), jnp.ones((8, 4))
       >>> bool(jnp.allclose(shd.tiles.tiled(loss, tiles=4)(w, x), loss(w, x)))
       True
-      >>> print(shd.tiles.report(loss, w, x, tiles=4)[0].split(" (")[0])
+      >>> print(shd.tiles.report_tiles(loss, w, x, tiles=4)[0].split(" (")[0])
       4 tiles of 2 rows: float32[8,64] inside, float32[8,4] read, float32[] returned
     """
     inner = as_loss(loss)
@@ -86,7 +86,7 @@ def _in_tiles(
     return fn
 
 
-def report(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
+def report_tiles(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
     """What of a loss runs in tiles, and what large values do not, with the user's lines.
 
     Args:
@@ -104,7 +104,7 @@ def report(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
       >>> import jax, jax.numpy as jnp, sharding as shd
       >>> def loss(w, x):
       ...     return jnp.mean(jax.nn.softmax(x @ w, axis=(0, 1)) ** 2)
-      >>> said = shd.tiles.report(loss, jnp.ones((4, 64)), jnp.ones((8, 4)), tiles=8)
+      >>> said = shd.tiles.report_tiles(loss, jnp.ones((4, 64)), jnp.ones((8, 4)), tiles=8)
       >>> "reduce_max: rows are reduced" in said[0]
       True
     """

@@ -135,7 +135,7 @@ def low(loss, recipe="fp8", **options):
 def test_with_quantizers_that_change_nothing_loss_and_gradients_are_the_same(case, x64):
     loss, params, batch = case()
     fn = low(loss, EVERY._replace(ends=EVERY))
-    assert matmuls.report(fn, params, batch).share > 0.3
+    assert matmuls.report_products(fn, params, batch).share > 0.3
     found = jax.jit(jax.value_and_grad(fn))(params, batch)
     model.assert_close(found, jax.jit(jax.value_and_grad(loss))(params, batch), 1e-12)
 
@@ -216,12 +216,12 @@ def test_rows_that_meet_are_found_through_products():
 
 
 def reasons(fn, params, batch):
-    return {row.parameter: row.reason for row in matmuls.report(fn, params, batch).rows}
+    return {row.parameter: row.reason for row in matmuls.report_products(fn, params, batch).rows}
 
 
 def test_products_of_layers_are_quantized():
     params = decoder_params()
-    found = matmuls.report(low(decoder), params, tokens())
+    found = matmuls.report_products(low(decoder), params, tokens())
     assert [row.parameter for row in found.rows if row.formats] == [
         f"layers/{name}" for name in ("qkv", "out", "up", "down")
     ]
@@ -271,7 +271,7 @@ def test_products_in_functions_that_run_as_a_whole_are_listed():
         return jnp.mean(x @ params["w_1"])
 
     params = {"w_0": draws(8, 8), "w_1": draws(8, 8)}
-    found = matmuls.report(low(loss), params, draws(8, 8))
+    found = matmuls.report_products(low(loss), params, draws(8, 8))
     assert [row.reason for row in found.rows if not row.parameter] in (
         [],
         ["in a function that is run as a whole"],
@@ -288,7 +288,7 @@ def test_integers_in_a_sum_that_could_overflow_are_kept():
 
 
 def test_the_first_and_the_last_layer_of_sun4_are_in_8_bits():
-    found = matmuls.report(low(decoder, "sun4"), decoder_params(), tokens())
+    found = matmuls.report_products(low(decoder, "sun4"), decoder_params(), tokens())
     formats = {row.parameter: row.formats for row in found.rows}
     assert formats["head"] == "e4m3 x e5m2"
     assert formats["layers/up"] == "int4 x powers of 4 x 2 times powers of 4 (simulated)"
@@ -316,7 +316,7 @@ def test_most_of_a_decoder_of_7b_is_quantized():
         return (x @ params["head"]).astype(jnp.float32).mean()
 
     batch = jax.ShapeDtypeStruct((4, 2048), jnp.int32)
-    assert 0.85 < matmuls.report(shd.quantized_matmuls(loss), params, batch).share < 1
+    assert 0.85 < matmuls.report_products(shd.quantized_matmuls(loss), params, batch).share < 1
 
 
 def test_of_stored_parameters_the_products_of_full_matrices_are_quantized():
@@ -352,7 +352,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="keep: 'heads' matches no parameter; there are embed, "):
         low(decoder, keep=["head", "heads"])(decoder_params(), tokens())
     with pytest.raises(ValueError, match=r"report takes what shd.quantized_matmuls returned, got"):
-        matmuls.report(decoder, decoder_params(), tokens())
+        matmuls.report_products(decoder, decoder_params(), tokens())
 
 
 def test_a_loss_with_options_and_a_key():
@@ -401,7 +401,7 @@ def test_an_nnx_model_keeps_what_its_loss_changes():
             made, optimizer = zero.nnx_init(make)
             zero.nnx_train_step(fn)(made, optimizer, zero.put(x))
             found[name] = jax.tree.leaves(nnx.state(made))
-            assert matmuls.report(low(loss), made, x).share > 0.5
+            assert matmuls.report_products(low(loss), made, x).share > 0.5
     model.assert_close(found["quantized"], found["plain"], 1e-5)
 
 
@@ -421,7 +421,7 @@ def test_a_linen_model_and_one_of_equinox():
         fn = low(lambda p, x: jnp.mean(Dense().apply(p, x) ** 2), EVERY)
         expected = jax.grad(lambda p, x: jnp.mean(Dense().apply(p, x) ** 2))(params, x)
         model.assert_close(jax.grad(fn)(params, x), expected, 1e-6)
-        assert matmuls.report(fn, params, x).share > 0.8
+        assert matmuls.report_products(fn, params, x).share > 0.8
         plain = lambda net, x: jnp.mean(jax.vmap(net)(x) ** 2)  # noqa: E731
         found, expected = (equinox.filter_grad(f)(net, x) for f in (low(plain, EVERY), plain))
         model.assert_close(found.layers[1].weight, expected.layers[1].weight, 1e-6)

@@ -312,13 +312,13 @@ def test_the_loss_and_gradients_are_those_of_the_plain_loss(name, tiles, forward
 
 def test_gate_and_up_are_one_chain_and_so_is_a_head():
     params, batch = arrays(np.float32)
-    (line,) = shd.tiles.report(mlp, params, batch, tiles=4)
+    (line,) = shd.tiles.report_tiles(mlp, params, batch, tiles=4)
     rows, arrays_of = line.split(": ", 1)
     assert rows == "3 tiles of 4 rows and 1 more"
     inside = "float32[4,13,48] inside, float32[4,13,8] read, float32[] returned"
     assert arrays_of.startswith(inside)
     assert "test_tiles.py" in line
-    lines = shd.tiles.report(decoder, params, batch, tiles=5)
+    lines = shd.tiles.report_tiles(decoder, params, batch, tiles=5)
     in_tiles = [line for line in lines if not line.startswith("not")]
     assert len(in_tiles) == 2, lines
     assert "4 tiles of 3 rows and 1 more: float32[4,13,51] inside" in in_tiles[0]
@@ -367,7 +367,7 @@ def test_bad_tiles_raise(tiles):
     with pytest.raises(ValueError, match="tiles must be a positive int"):
         shd.tiled(head, tiles)
     with pytest.raises(ValueError, match="tiles must be a positive int"):
-        shd.tiles.report(head, *arrays(np.float32), tiles=tiles)
+        shd.tiles.report_tiles(head, *arrays(np.float32), tiles=tiles)
 
 
 def test_too_many_tiles_raise():
