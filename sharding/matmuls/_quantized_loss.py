@@ -13,7 +13,7 @@ from optax_ext.equations import trace
 from optax_ext.traced_graph import ELEMENTWISE, bind
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_param
-from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.matmuls._choice import MatmulOptions, MatmulUse, kept_products
 from sharding.matmuls._product import PRODUCTS, quantized_product
 from sharding.matmuls._recipes import RECIPES, Recipe
@@ -84,6 +84,14 @@ def quantized_matmuls(
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 0:
         raise ValueError(f"min_size must be an integer of at least 0, got {min_size!r}.")
     options = MatmulOptions(chosen, patterns, min_size)
+    if rewrite := Rewrite.of(inner.fn):  # in tiles a product is in a function that runs as a whole
+        low = _in_few_bits(dataclasses.replace(inner, fn=rewrite.plain), options)
+        return dataclasses.replace(inner, fn=rewrite.again(low.fn))
+    return _in_few_bits(inner, options)
+
+
+def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
+    """The same loss with these options of its products."""
 
     def fn(params: Tree, *args: Any) -> Any:
         seed = jnp.zeros((), jnp.uint32)

@@ -65,6 +65,7 @@ class ChainSearch:
             for v in eqn.operands:
                 self._readers.setdefault(v, set()).add(number)
         self._constants = {v: constant(x) for v, x in graph.constants.items()}
+        self._chain_of: dict[int, Chain] = {}  # by the numbers of equations
 
     def nbytes(self, value: Value) -> int:
         aval = self._graph.types[value]
@@ -92,6 +93,7 @@ class ChainSearch:
             if isinstance(found, Chain):
                 most = max(most, self.nbytes(v))
                 taken |= set(found.equations)
+                self._chain_of |= dict.fromkeys(found.equations, found)
             tried += isinstance(found, NoChain)
             yield found
 
@@ -135,8 +137,27 @@ class ChainSearch:
             raise NoGain("float32 sums of gradients are as large as what is inside")
         rows = math.ceil(count / self._tiles)
         chain = Chain(tuple(equations), states, sliced, shared, outputs, count, rows, value)
+        if self._waits_for_itself(chain):
+            raise NoGain("another chain reads what this one returns, and returns what it reads")
         self._try(chain)
         return chain
+
+    def _waits_for_itself(self, chain: Chain) -> bool:
+        """Whether what it reads is made of what it returns, through other chains."""
+        own, seen = set(chain.equations), set[Value]()
+        pending = [*chain.sliced, *chain.shared]
+        while pending:
+            v = pending.pop()
+            number = self._graph.producer.get(v)
+            if number is None or v in seen:
+                continue
+            seen.add(v)
+            if number in own:
+                return True
+            other = self._chain_of.get(number)
+            operands = self._graph.equations[number].operands
+            pending += (*other.sliced, *other.shared) if other else operands
+        return False
 
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""

@@ -95,12 +95,15 @@ def cross_entropy(
     tiles = math.ceil(vocab / vocab_shards / _COLUMNS) if tiles is None else tiles
     head = _Head(tiles, vocab_dim, vocab_shards, softcap, z_loss, label_smoothing)
     _check_numbers(head, vocab, reduction)
+    # The size of a vocabulary may be no number of 8 bits, of which labels may be.
+    labels = jnp.asarray(labels, jnp.promote_types(jnp.result_type(labels), jnp.int32))
     losses = _losses(head, x, w, labels)
     is_word = (labels >= 0) & (labels < vocab)
-    losses = jnp.where(is_word, losses, jnp.nan)
-    if weights is not None:
+    if weights is None:
+        losses = jnp.where(is_word, losses, jnp.nan)
+    else:
         weights = jnp.asarray(weights, losses.dtype)
-        losses = jnp.where(weights == 0, 0, weights * losses)
+        losses = weights * jnp.where(is_word, losses, jnp.where(weights == 0, 0, jnp.nan))
     if reduction is None:
         return losses
     if reduction == "sum":
@@ -143,10 +146,17 @@ def _check_numbers(head: _Head, vocab: int, reduction: str | None) -> None:
             f"vocab_shards must divide the vocabulary of {vocab}, got {head.shards!r}."
         )
     most = vocab // head.shards
-    if not isinstance(head.tiles, int) or not 1 <= head.tiles <= most:
+    is_int = isinstance(head.tiles, int) and not isinstance(head.tiles, bool)
+    if not is_int or not 1 <= head.tiles <= most:
         raise ValueError(
             f"tiles must be from 1 to {most}, the columns of a shard of w, got {head.tiles!r}."
         )
+    for name in ("softcap", "z_loss", "label_smoothing"):
+        if isinstance(getattr(head, name), jax.core.Tracer):
+            raise ValueError(
+                f"{name} of cross_entropy must be a number of Python, got a traced array. Close "
+                "over the number, or name it in static_argnames of jit."
+            )
     if head.softcap is not None and not head.softcap > 0:
         raise ValueError(f"softcap must be positive or None, got {head.softcap!r}.")
     if not 0 <= head.label_smoothing <= 1:

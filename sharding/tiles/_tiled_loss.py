@@ -157,6 +157,7 @@ class _TiledGraph:
                     values |= self._results(item, values)
                 else:
                     waiting.append(item)
+            assert len(waiting) < len(left), "chains wait for each other"
             left = waiting
         return [values[v] for v in graph.outputs]
 

@@ -340,6 +340,24 @@ def test_of_stored_parameters_the_products_of_full_matrices_are_quantized():
 # --- What is refused ------------------------------------------------------------------------------
 
 
+def test_a_loss_in_tiles_is_quantized_before():
+    """In tiles themselves no product is seen, and none would be quantized."""
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) @ w.T, None), x, params["layers"])
+        return jnp.mean(jax.nn.logsumexp(x @ params["head"], -1))
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / 4, jnp.float32)  # noqa: E731
+    params, x = {"layers": draw(2, 16, 32), "head": draw(16, 64)}, draw(16, 16)
+    low = lambda loss: shd.quantized_matmuls(loss, "int8", min_size=16)  # noqa: E731
+    of_tiles = low(shd.tiled(loss, 4))
+    assert matmuls.report(of_tiles, params, x).share == matmuls.report(low(loss), params, x).share
+    program = str(jax.make_jaxpr(of_tiles)(params, x))
+    assert program == str(jax.make_jaxpr(shd.tiled(low(loss), 4))(params, x))
+    assert "i8[" in program
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"recipe must be one of fp8, int8, .* got 'fp3'"):
         shd.quantized_matmuls(decoder, "fp3")

@@ -121,6 +121,37 @@ def test_a_token_of_no_weight_has_any_label_and_another_one_is_nan(x64):
     assert np.isnan(shd.cross_entropy(batch["x"], params["w"], labels))
 
 
+def test_what_is_not_finite_in_a_token_of_no_weight_stays_so():
+    params, batch = arrays(np.float32)
+    x, weights = batch["x"].at[0, 0].set(jnp.nan), batch["m"].at[0, 0].set(0)
+    assert np.isnan(shd.cross_entropy(x, params["w"], batch["y"], weights=weights, tiles=4))
+
+
+def test_the_gradient_of_weights_is_that_of_the_plain_loss(x64):
+    params, batch = arrays()
+    x, w, labels = batch["x"], params["w"], batch["y"]
+    found = jax.grad(lambda m: shd.cross_entropy(x, w, labels, weights=m, tiles=4))(batch["m"])
+    assert_equal(found, jax.grad(lambda m: logits_loss(x, w, labels, m))(batch["m"]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+def test_labels_of_8_bits_are_those_of_32(dtype):
+    """256 words, of bytes: their number is none of 8 bits."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, D), (D, 256)))
+    labels = jnp.asarray(rng.integers(0, 128, 6))
+    expected = shd.cross_entropy(x, w, labels, tiles=3)
+    assert shd.cross_entropy(x, w, labels.astype(dtype), tiles=3) == expected
+
+
+@pytest.mark.parametrize("name", ["softcap", "z_loss", "label_smoothing"])
+def test_a_traced_option_raises(name):
+    params, batch = arrays(np.float32)
+    fn = lambda c: shd.cross_entropy(batch["x"], params["w"], batch["y"], **{name: c})  # noqa: E731
+    with pytest.raises(ValueError, match=f"{name} of cross_entropy must be a number of Python"):
+        jax.eval_shape(fn, 0.1)
+
+
 def test_bfloat16_has_float32_logits_and_sums():
     params, batch = arrays(jnp.bfloat16)
     loss, grads = jax.value_and_grad(
@@ -158,6 +189,7 @@ def test_rows_of_a_head_are_apart():
         ({"tiles": 0}, "tiles must be from 1 to 51"),
         ({"tiles": 52}, "tiles must be from 1 to 51"),
         ({"tiles": 2.0}, "tiles must be from 1 to 51"),
+        ({"tiles": True}, "tiles must be from 1 to 51"),
         ({"x": np.ones((B, T, D), int)}, "x of cross_entropy must be floating, got int"),
         ({"labels": np.ones((B, T))}, "labels of cross_entropy must be integers, got float"),
         ({"labels": np.ones((B,), int)}, "labels and weights of (...), got x of (4, 13, 8)"),
@@ -289,11 +321,18 @@ def contrastive(p, b):
     return cross_entropy(first @ second.T, jnp.arange(B * T)).mean()
 
 
+def crossed(p, b):
+    """Two chains would each read the sum of the other."""
+    up, logits = b["x"] @ p["up"], b["x"] @ p["w"]
+    first, second = jnp.sum(jnp.tanh(up)), jnp.sum(jnp.tanh(logits))
+    return jnp.mean(jnp.sin(up) * second) + jnp.mean(jnp.sin(logits) * first)
+
+
 LOSSES = {
     fn.__name__: fn
     for fn in (
         *(head, masked, smoothed, indexed, flat, flat_later, mlp, with_relu, tied, positions),
-        *(dropped, decoder, checkpointed, unrolled, own_gradient, contrastive),
+        *(dropped, decoder, checkpointed, unrolled, own_gradient, contrastive, crossed),
     )
 }
 
