@@ -152,7 +152,10 @@ class LocalSteps:
         Args:
           state: a train state of ``zero``, such as of ordinary steps before, or of ``merged``.
           previous: a local state, also of another number of replicas, whose outer state, residuals
-            of the sync and number of steps go on.
+            of the sync and number of steps go on. Do not use it afterwards.
+
+        Raises:
+          ValueError: if the state is not placed by ``zero``, or the previous one has other groups.
         """
         if isinstance(opt_state := opt_state_of(state), SyncedState):
             state = with_opt_state(state, opt_state.inner_state)
@@ -225,7 +228,11 @@ class LocalSteps:
     # --- The step -----------------------------------------------------------------------------
 
     def put(self, batch: Batch, **options: Any) -> tuple[Any, ...]:
-        """Places this process's rows, an equal part for each of its replicas, as ``Zero.put``."""
+        """Places this process's rows, an equal part for each of its replicas, as ``Zero.put``.
+
+        Raises:
+          ValueError: as ``Zero.put``, and if replicas cannot have equal parts.
+        """
         count = len(self.zeros)
         rows = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
         if any(n % count for n in rows):
@@ -245,6 +252,10 @@ class LocalSteps:
 
         Arguments are those of ``Zero.train_step``. ``batch`` is what ``put`` returned, keys are
         folded by the number of the replica, and ``metrics`` is a tuple with those of each replica.
+
+        Raises:
+          ValueError: on options that ``LocalSteps`` decides; when called, on another state or batch
+            than those of ``init``, ``start`` and ``put``.
         """
         if options.get("model_state") is True:
             raise ValueError(

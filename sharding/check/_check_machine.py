@@ -32,6 +32,9 @@ def check_machine(
       A report, ``ok`` if nothing differs: ``print`` shows what differs, what that affects, and what
       to switch off; ``to_dict()`` is ready for JSON.
 
+    Raises:
+      ValueError: if no check has ``match`` in its name.
+
     Example:
       >>> import sharding as shd
       >>> shd.check_machine(match="all-gather, float32").ok
