@@ -56,7 +56,7 @@ def _lost_arrays(have: Any, want: Any) -> float:
 
 def _compare_peers() -> float:
     if jax.process_count() > 1:
-        raise NotHere("with several processes, run one of your own (docs: how_to/lost_machines)")
+        raise NotHere("several processes need a PeerCheckpoints of their own")
     zero, state = _state_to_save()
     memory = "/dev/shm" if pathlib.Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="optax-ext-", dir=memory) as folder:
