@@ -77,7 +77,7 @@ def quantized_matmuls(
         raise ValueError(
             f"no device that programs are compiled for here multiplies in {chosen.name}. Its "
             f"arithmetic can be studied in floats: quantized_matmuls(loss, {chosen.name!r}, "
-            "simulate=True)."
+            "simulate=True) (docs: how_to/few_bit_matmuls)."
         )
     patterns = (keep,) if isinstance(keep, str) else tuple(keep)
     check_patterns("keep", patterns)
