@@ -83,7 +83,6 @@ def _recipes() -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in found}
 
 
-#: recipes by name (docs: how_to/few_bit_matmuls)
 RECIPES = _recipes()
 
 # SAWB of Choi et al. 2019: the clip of least squared error, c1 sqrt(E w^2) - c2 E|w|, of 15 levels.
