@@ -79,7 +79,7 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
 
 def test_the_api_pages_have_every_public_name():
     inside = {  # further pages that have names of a module
-        sharding: ("loss", "matmuls", "plan", "pipeline", "recovery", "tiles"),
+        sharding: ("local_steps", "loss", "matmuls", "plan", "pipeline", "recovery", "tiles"),
         sharding.plan: ("search", "time"),
         optax_ext: ("low_precision",),
     }
