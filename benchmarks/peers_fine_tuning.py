@@ -35,7 +35,6 @@ GIB = 2**30
 RANK, BLOCK = 16, 64
 NAMES = ("query", "key", "value", "out", "gate", "up", "down")  # of adapted matrices
 ADAM = optax.adamw(1e-3)
-MASKED = optax.masked(ADAM, stored.trained)
 SMALL = Decoder(4, 128, 4, 4, 256, 64, 64)
 TINY = Decoder(2, 64, 4, 4, 128, 32, 16)
 LARGE = dataclasses.replace(MODELS["llama2-7b"], length=1024)
@@ -51,6 +50,7 @@ class Setup(NamedTuple):
     make_state: Callable[[Any], Any]  # from the parameters of the plain loss
     step: Callable[[Any, Any], Any]  # jitted, (state, tokens) -> (state, metrics)
     zero: shd.Zero | None = None  # by which the state is made, if not by jit
+    tx: Any = None  # which ``zero`` needs
 
 
 # --- The user's code, of which lines are counted --------------------------------------------------
@@ -59,15 +59,16 @@ class Setup(NamedTuple):
 def with_ours(model: Decoder, mesh: jax.sharding.Mesh, *codes: Any) -> Setup:
     """Unmodified: the loss, by paths of parameters, and ``Zero``."""
     zero = shd.Zero(mesh)
+    tx = optax.masked(ADAM, stored.trained)
     forms = {f"layers/({'|'.join(NAMES)})$": (*map(stored.frozen, codes), stored.lora(RANK))}
-    loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer)))
-    step = zero.train_step(loss, tx=MASKED, trainable=stored.trained)
+    loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer, prevent_cse=False)))
+    step = zero.train_step(loss, tx=tx, trainable=stored.trained)
 
     def make_state(params: Any) -> Any:
         params = stored.store(params, forms, jax.random.key(0))
-        return params, MASKED.init(params)
+        return params, tx.init(params)
 
-    return Setup(make_state, step, zero)
+    return Setup(make_state, step, zero, tx)
 
 
 def with_quax(model: Decoder, _: Any) -> Setup:
@@ -76,7 +77,7 @@ def with_quax(model: Decoder, _: Any) -> Setup:
     import quax
     from quax.examples.lora import LoraArray
 
-    layer = jax.checkpoint(quax.quaxify(model.apply_layer))
+    layer = jax.checkpoint(quax.quaxify(model.apply_layer), prevent_cse=False)
     loss_fn = model.make_loss(layer)
 
     def make_state(params: Any) -> Any:
@@ -269,7 +270,7 @@ def losses(setup: Setup, params: Any, batches: np.ndarray) -> np.ndarray:
         return with_adapters(trained), *others
 
     zero = setup.zero
-    state = zero.init(make, tx=MASKED) if zero else jax.jit(make)()
+    state = zero.init(make, tx=setup.tx) if zero else jax.jit(make)()
     found = []
     for tokens in batches:
         state, metrics = setup.step(state, zero.put(tokens) if zero else tokens)
@@ -281,7 +282,7 @@ def program(setup: Setup, model: Decoder, mesh: Any) -> tuple[float, float]:
     """GiB of arguments and temporaries of a step on one sequence."""
     make = lambda: setup.make_state(model.init(DTYPE[model]))  # noqa: E731
     if setup.zero:
-        state, tokens = setup.zero.abstract_state(make, tx=MASKED), model.batch(1)
+        state, tokens = setup.zero.abstract_state(make, tx=setup.tx), model.batch(1)
     else:
         place = NamedSharding(mesh, PartitionSpec())
         state, tokens = jax.tree.map(
