@@ -73,8 +73,6 @@ def write_to(folder: pathlib.Path, backend: str) -> None:
     out = [ABOUT, f"![Accuracy minus AdamW's, and the loss of the first steps]({picture.name})"]
     for title, found in every.items():
         out += [f"## {title.capitalize()}", _table(found)]
-    if stored := _stored_table(rows, backend):
-        out += ["## Adapters on stored parameters", ABOUT_STORED, stored]
     todo = missing(_fine_study.plans(rows, "cpu", backend))
     out += ["## Not there yet", todo] if todo else []
     if folder == record.parent:
@@ -83,6 +81,16 @@ def write_to(folder: pathlib.Path, backend: str) -> None:
         write(record.stem, title, rows, about, *out, script="fine_tuning")
     else:
         print("\n\n".join(out))
+
+
+def write_stored(backend: str) -> None:
+    """Writes the report of adapters on stored parameters."""
+    record = _fine_study.record(backend, stored=True)
+    rows = _rows.finished(record)
+    title = "Fine-tuning: what do frozen parameters in 4 bits cost?"
+    about = f"{METHOD} Rows: `{record.name}`."
+    parts = ABOUT_STORED, _stored_table(rows, backend)
+    write(record.stem, title, rows, about, *parts, script="fine_tuning")
 
 
 def _stored_table(rows: Rows, backend: str) -> str:

@@ -33,9 +33,9 @@ STORED_SEEDS = (1, 2)
 SEARCHES = {"full": (10, -0.5), "lora": (6, 0.0)}
 
 
-def record(backend: str) -> pathlib.Path:
-    """The rows of a platform."""
-    return _rows.FOLDER / f"fine_tuning_{backend}.jsonl"
+def record(backend: str, stored: bool = False) -> pathlib.Path:
+    """The rows of a platform, of optimizers or of adapters on stored parameters."""
+    return _rows.FOLDER / f"fine_tuning_{'stored_' * stored}{backend}.jsonl"
 
 
 def _run(size: str, backend: str, mode: str, steps: int, contender: str) -> Config:
@@ -84,4 +84,3 @@ def plans(rows: Rows, size: str, backend: str) -> Iterator[_studies.Plan]:
             ]
             total = len(CELLS) * (SEARCHES[mode][0] + len(SEEDS))
             yield _studies.plan(f"{mode}, {steps:,} steps {name}", rows, configs, total)
-    yield from stored_plans(rows, size, backend)

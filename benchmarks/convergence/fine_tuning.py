@@ -7,6 +7,7 @@ models to start from, to runs/convergence/fine_tuning/.
   python benchmarks/convergence/fine_tuning.py --prepare    # one core, 6 minutes
   python benchmarks/convergence/fine_tuning.py              # one GPU
   python benchmarks/convergence/fine_tuning.py --stored --workers 1    # one core, 8 minutes
+  python benchmarks/convergence/fine_tuning.py --stored --report cpu
   python benchmarks/convergence/fine_tuning.py --report gpu
   python benchmarks/convergence/fine_tuning.py --smoke      # tiny, seconds; keeps nothing
 """
@@ -36,11 +37,14 @@ def work(chosen: argparse.Namespace, folder: pathlib.Path, runs: float = float("
     run.work(chosen, plans, runs=runs, trainer=_fine_runs.Trainer(folder, chosen.size))
 
 
-def report(folder: pathlib.Path, backend: str) -> None:
+def report(folder: pathlib.Path, backend: str, stored: bool = False) -> None:
     """Of a platform's record; its picture goes into ``folder``."""
     import _fine_report  # draws, which workers need not
 
-    _fine_report.write_to(folder, backend)
+    if stored:
+        _fine_report.write_stored(backend)
+    else:
+        _fine_report.write_to(folder, backend)
 
 
 def main() -> int:
@@ -56,7 +60,7 @@ def main() -> int:
     chosen, folder = parser.parse_args(), run.CLAIMS / "fine_tuning"
     chosen.size = "smoke" if chosen.smoke else "cpu"
     if chosen.report:
-        report(_rows.FOLDER, chosen.report)
+        report(_rows.FOLDER, chosen.report, chosen.stored)
     elif chosen.prepare:
         _fine_runs.prepare(folder, chosen.size, _fine_data.texts())
     elif chosen.smoke:
@@ -69,7 +73,7 @@ def main() -> int:
             work(chosen, folder, runs=2)
             report(folder, "cpu")
     elif chosen.core is not None:
-        chosen.rows = _fine_study.record(jax.default_backend())
+        chosen.rows = _fine_study.record(jax.default_backend(), chosen.stored)
         work(chosen, folder)
     else:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
