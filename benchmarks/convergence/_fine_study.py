@@ -53,11 +53,10 @@ def stored_configs(size: str, backend: str, mode: str) -> list[Config]:
 
 
 def stored_plans(rows: Rows, size: str, backend: str) -> Iterator[_studies.Plan]:
-    """Of adapters by ``sharding.stored``."""
-    for mode in STORED:
-        configs = stored_configs(size, backend, mode)
-        steps = configs[0]["steps"]
-        yield _studies.plan(f"stored, {steps:,} steps {mode}", rows, configs, len(configs))
+    """Of adapters by ``sharding.stored``, task by task."""
+    for task, mode in itertools.product(_fine_data.TASKS, STORED):
+        configs = [c for c in stored_configs(size, backend, mode) if c["task"] == task]
+        yield _studies.plan(f"stored, {task} {mode}", rows, configs, len(configs))
 
 
 def cells(rows: Rows, size: str, backend: str, mode: str, steps: int, contender: str) -> list[Cell]:
