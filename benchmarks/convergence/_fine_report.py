@@ -27,8 +27,7 @@ ABOUT_STORED = """LoRA of rank 8 by `sharding.stored`, 200 steps of AdamW from t
 trained, at one learning rate, 0.00316: that from which searches for `lora` start. Matrices are
 bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`; these have rows of 96 numbers, too few
 for NF4, so that blocks run on from row to row, as in bitsandbytes. Held-out accuracy in points, and
-loss in nats, means over seeds of those that all three rows have; then minus the first row's on the
-same seeds, and its standard error over runs."""
+loss in nats, means over tasks; then minus the first row's, and its standard error over runs."""
 
 
 class Final(NamedTuple):
@@ -111,7 +110,7 @@ def _stored_table(rows: Rows, backend: str) -> str:
         values = np.array([of[run] for run in shared])
         cells = [f"`{mode}`", f"{values[:, 0].mean():.2f}", f"{values[:, 1].mean():.3f}"]
         for less, n in zip((values - base).T, (2, 3), strict=True):
-            error = np.std(less, ddof=1) / len(less) ** 0.5
+            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
             cells.append("-" if mode == "lora_16" else f"{less.mean():+.{n}f} ± {error:.{n}f}")
         by_task = [[of[run][0] for run in shared if run[0] == task] for task in tasks]
         lines.append([*cells, *(f"{np.mean(accuracies):.1f}" for accuracies in by_task)])
