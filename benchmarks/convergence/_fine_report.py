@@ -116,7 +116,7 @@ def _stored_table(rows: Rows, backend: str) -> str:
         lines.append([*cells, *(f"{np.mean(accuracies):.1f}" for accuracies in by_task)])
     header = ["mode", "accuracy", "loss", "accuracy, minus 16 bits'", "loss, minus 16 bits'"]
     seeds = ", ".join(str(seed) for seed in sorted({seed for _, seed in shared}))
-    return f"{table([*header, *tasks], lines)}\n\nSeeds {seeds}; {len(shared)} runs a row."
+    return f"{table([*header, *tasks], lines)}\n\nRuns a row: {len(shared)}, of seed {seeds}."
 
 
 def _halves(found: Found) -> list[float | None]:
