@@ -23,6 +23,13 @@ accuracy on validation files is within {100 * NEAR:.0f} points of the best. Earl
 by which training loss exceeds AdamW's in one of the first {EARLY} steps, a mean of all runs. Then
 accuracy by task and model, and the learning rates chosen (*: on an edge of the search)."""
 
+ABOUT_STORED = """LoRA of rank 8 by `sharding.stored`, 200 steps of AdamW from the model that AdamW
+trained, at one learning rate, 0.00316: that from which searches for `lora` start. Matrices are
+bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`. Their rows of 96 numbers are no multiple
+of 64, so that blocks of codes run on from row to row, as in bitsandbytes. Held-out accuracy in
+points, and loss in nats, means over tasks; then minus the first row's, and its standard error over
+runs, of which there are few. The model was trained anew for this: other pages do not compare."""
+
 
 class Final(NamedTuple):
     """The final runs of an optimizer at one length, and its searches."""
@@ -74,6 +81,43 @@ def write_to(folder: pathlib.Path, backend: str) -> None:
         write(record.stem, title, rows, about, *out, script="fine_tuning")
     else:
         print("\n\n".join(out))
+
+
+def write_stored(backend: str) -> None:
+    """Writes the report of adapters on stored parameters."""
+    record = _fine_study.record(backend, stored=True)
+    rows = _rows.finished(record)
+    title = "Fine-tuning: what do frozen parameters in 4 bits cost?"
+    about = f"{METHOD} Rows: `{record.name}`."
+    parts = ABOUT_STORED, _stored_table(rows, backend)
+    write(record.stem, title, rows, about, *parts, script="fine_tuning")
+
+
+def _stored_table(rows: Rows, backend: str) -> str:
+    """Empty where no seed of any task has all rows."""
+    ends: dict[str, dict[tuple[str, int], tuple[float, float]]] = {}
+    for mode in _fine_study.STORED:
+        found = there(rows, _fine_study.stored_configs("cpu", backend, mode)).values()
+        ends[mode] = {
+            (row["config"]["task"], row["config"]["seed"]): (100 * row["accuracy"], row["loss"])
+            for row in found
+        }
+    shared = [run for run in ends["lora_16"] if all(run in of for of in ends.values())]
+    if not shared:
+        return ""
+    base, lines = np.array([ends["lora_16"][run] for run in shared]), []
+    tasks = list(dict.fromkeys(task for task, _ in shared))
+    for mode, of in ends.items():
+        values = np.array([of[run] for run in shared])
+        cells = [f"`{mode}`", f"{values[:, 0].mean():.2f}", f"{values[:, 1].mean():.3f}"]
+        for less, n in zip((values - base).T, (2, 3), strict=True):
+            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
+            cells.append("-" if mode == "lora_16" else f"{less.mean():+.{n}f} ± {error:.{n}f}")
+        by_task = [[of[run][0] for run in shared if run[0] == task] for task in tasks]
+        lines.append([*cells, *(f"{np.mean(accuracies):.1f}" for accuracies in by_task)])
+    header = ["mode", "accuracy", "loss", "accuracy, minus 16 bits'", "loss, minus 16 bits'"]
+    seeds = ", ".join(str(seed) for seed in sorted({seed for _, seed in shared}))
+    return f"{table([*header, *tasks], lines)}\n\nRuns a row: {len(shared)}, of seed {seeds}."
 
 
 def _halves(found: Found) -> list[float | None]:

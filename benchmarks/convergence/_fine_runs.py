@@ -19,7 +19,16 @@ import optax
 from _fine_data import STARTS, TASKS
 from _tasks import Corpus
 
+import optax_ext
+from sharding import stored
+
 RANK, LORA_SCALE = 8, 2.0
+# How the matrices under the adapters of ``sharding.stored`` are stored, by the mode of a run.
+STORED: dict[str, Any] = {
+    "lora_16": None,  # bfloat16
+    "lora_nf4": stored.frozen(4),
+    "lora_linear4": stored.frozen(optax_ext.Linear(4)),
+}
 SLICE = 22  # windows that are evaluated at once
 HEAD = max(TASKS.values())  # classes of every head; those of a task are the first
 
@@ -65,16 +74,30 @@ class Trainer(_runs.Trainer):
         """Cross entropy and accuracy of a linear head on the mean of the last layer."""
         base, classes = self.starts[config["start"]], TASKS[config["task"]]
         model = dataclasses.replace(self.model, dtype=config["dtype"])
+        mode, blocks = config["mode"], base["blocks"]
+        if mode in STORED:
+            form = STORED[mode]
+            blocks = [
+                {k: _read(x, form) if x.ndim > 1 else x for k, x in of.items()} for of in blocks
+            ]
+
+        def adapted(x: Any, adapter: Any) -> Any:
+            if mode in STORED:
+                return stored.Adapted(x, adapter["down"], adapter["up"], LORA_SCALE)
+            return x + LORA_SCALE * adapter["down"] @ adapter["up"]
 
         def judged(params: Any, batch: Any) -> dict[str, jax.Array]:
-            tokens, spans, labels = batch
             whole = {**base, **params}
-            if config["mode"] == "lora":
+            if mode != "full":
                 whole["blocks"] = [
-                    block | {k: block[k] + LORA_SCALE * x["down"] @ x["up"] for k, x in of.items()}
-                    for block, of in zip(base["blocks"], params["blocks"], strict=True)
+                    block | {k: adapted(block[k], x) for k, x in of.items()}
+                    for block, of in zip(blocks, params["blocks"], strict=True)
                 ]
-            whole = jax.tree.map(lambda x: x.astype(model.dtype), whole)
+            return (stored.loss_of(judged_whole) if mode in STORED else judged_whole)(whole, batch)
+
+        def judged_whole(params: Any, batch: Any) -> dict[str, jax.Array]:
+            tokens, spans, labels = batch
+            whole = jax.tree.map(lambda x: x.astype(model.dtype), params)
             pieces = {"inputs": tokens.reshape(-1, self.piece).astype(jnp.int32)}
             x = _models.last_layer(model, whole, pieces, causal=False)
             x = x.reshape(*tokens.shape, -1).astype(jnp.float32)  # (windows, bytes, width)
@@ -113,3 +136,13 @@ class Trainer(_runs.Trainer):
 
         last = _runs.sliced(windows("held_out" if seed else "validation"), SLICE)
         return params, batch, jax.tree.map(lambda x: x[:1], last), last
+
+
+def _read(x: np.ndarray, form: Any) -> jax.Array:
+    """What is read of a parameter; codes of matrices have blocks of elements in their order."""
+    if x.ndim < 2:
+        return jnp.asarray(x)
+    if form is None:
+        return jnp.asarray(x, jnp.bfloat16)
+    coded = stored.store({"x": jnp.asarray(x).reshape(-1, 64)}, {"x": form})
+    return stored.merge(coded)["x"].reshape(x.shape)

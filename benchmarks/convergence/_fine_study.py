@@ -25,21 +25,44 @@ RUNS = {
     "cpu": (("full", 200), ("full", 1000), ("lora", 1000)),
     "smoke": (("full", 20),),
 }
+# Adapters by sharding.stored: AdamW from the model that it trained, at the learning rate from which
+# the search of ``lora`` starts.
+STORED = ("lora_16", "lora_nf4", "lora_linear4")
+STORED_SEEDS = (1,)
 # By mode, runs of a search, and its centre in decades from that of runs from scratch.
 SEARCHES = {"full": (10, -0.5), "lora": (6, 0.0)}
 
 
-def record(backend: str) -> pathlib.Path:
-    """The rows of a platform."""
-    return _rows.FOLDER / f"fine_tuning_{backend}.jsonl"
+def record(backend: str, stored: bool = False) -> pathlib.Path:
+    """The rows of a platform, of optimizers or of adapters on stored parameters."""
+    return _rows.FOLDER / f"fine_tuning_{'stored_' * stored}{backend}.jsonl"
+
+
+def _run(size: str, backend: str, mode: str, steps: int, contender: str) -> Config:
+    """What all runs of an optimizer at one length have in common."""
+    run = {"study": "fine_tuning", "size": _long.size_of(size), "dtype": DTYPES[backend]}
+    run |= {"mode": mode, "steps": steps, "warmup": steps // 10, "batch": BATCH}
+    return run | {"window": _fine_data.WINDOW, "contender": contender}
+
+
+def stored_configs(size: str, backend: str, mode: str) -> list[Config]:
+    """Of adapters on one kind of base, by task, then by seed."""
+    run = _run(size, backend, mode, RUNS[size][0][1], "adamw")
+    run |= {"start": "adamw", "hyper": _search.start(EVERY["adamw"]).hyper}
+    return [{**run, "task": t, "seed": s} for t in _fine_data.TASKS for s in STORED_SEEDS]
+
+
+def stored_plans(rows: Rows, size: str, backend: str) -> Iterator[_studies.Plan]:
+    """Of adapters by ``sharding.stored``, task by task."""
+    for task, mode in itertools.product(_fine_data.TASKS, STORED):
+        configs = [c for c in stored_configs(size, backend, mode) if c["task"] == task]
+        yield _studies.plan(f"stored, {task} {mode}", rows, configs, len(configs))
 
 
 def cells(rows: Rows, size: str, backend: str, mode: str, steps: int, contender: str) -> list[Cell]:
     """Of one optimizer, in the order of CELLS, as far as the rows go."""
     one, (budget, decades) = EVERY[contender], SEARCHES[mode]
-    run = {"study": "fine_tuning", "size": _long.size_of(size), "dtype": DTYPES[backend]}
-    run |= {"mode": mode, "steps": steps, "warmup": steps // 10, "batch": BATCH}
-    run |= {"window": _fine_data.WINDOW, "contender": contender}
+    run = _run(size, backend, mode, steps, contender)
 
     def cell(task: str, start: str) -> Cell:
         def config(trial: _search.Trial, seed: int) -> Config:
