@@ -28,7 +28,8 @@ trained, at one learning rate, 0.00316: that from which searches for `lora` star
 bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`. Their rows of 96 numbers are no
 multiple of 64, so that blocks of codes run on from row to row, as in bitsandbytes. Held-out
 accuracy in points, and loss in nats, means over tasks; then minus the first row's, and its
-standard error over runs, of which there are few. The model was trained anew for this: other pages do not compare."""
+standard error over runs, of which there are few. The model was trained anew for this: other
+pages do not compare."""
 
 
 class Final(NamedTuple):
