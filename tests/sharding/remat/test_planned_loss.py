@@ -661,8 +661,8 @@ saving = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_s
 @pytest.mark.parametrize(
     ("form", "checkpoint"),
     [
-        (numbered, jax.checkpoint),
-        pytest.param(numbered, nested, marks=pytest.mark.slow),
+        pytest.param(numbered, jax.checkpoint, marks=pytest.mark.slow),
+        (numbered, nested),
         (in_loop, jax.checkpoint),
         (in_loop, saving),
         pytest.param(of_modules, True, marks=pytest.mark.slow),
