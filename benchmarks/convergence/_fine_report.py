@@ -25,7 +25,7 @@ accuracy by task and model, and the learning rates chosen (*: on an edge of the 
 
 ABOUT_STORED = """LoRA of rank 8 by `sharding.stored`, 200 steps of AdamW from the model that AdamW
 trained, at one learning rate, 0.00316: that from which searches for `lora` start. Matrices are
-bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`. Their rows of 96 numbers are no multiple
+bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`. Rows of 96 numbers are no multiple
 of 64, so that blocks of codes run on from row to row, as in bitsandbytes. Held-out accuracy in
 points, and loss in nats, means over tasks; then minus the first row's, and its standard error over
 runs, of which there are few. The model was trained anew for this: other pages do not compare."""
