@@ -6,6 +6,7 @@ tokens. They are compiled, not run; the compilers are those of ``SHARDING_COMPIL
 
   python benchmarks/quantized_matmuls.py programs
   python benchmarks/quantized_matmuls.py learning --seeds 5 --steps 1000
+  python benchmarks/quantized_matmuls.py --smoke    # a few steps of a tiny decoder, prints only
 """
 
 import argparse
@@ -173,7 +174,7 @@ LEARNING_HEADER = """\
 def main() -> None:
     """Runs one part, and writes its section."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["programs", "learning"])
+    parser.add_argument("part", choices=["programs", "learning"], nargs="?", default="learning")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=128, help="32 times the layers")
@@ -183,7 +184,8 @@ def main() -> None:
         rows, header, about = program_rows(args.smoke), PROGRAM_HEADER, ABOUT_PROGRAMS
     else:
         steps, seeds = (4, 1) if args.smoke else (args.steps, args.seeds)
-        config = Config(layers=args.width // 32, width=args.width, vocabulary=256)
+        width = 32 if args.smoke else args.width
+        config = Config(layers=width // 32, width=width, vocabulary=256)
         rows, header = learning_rows(seeds, steps, config), LEARNING_HEADER
         millions = f"{config.num_params / 1e6:.1f}M"
         about = ABOUT_LEARNING.format(steps=steps, seeds=seeds, parameters=millions)

@@ -148,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--smoke", action="store_true")
     smoke = parser.parse_args().smoke
+    jax.config.update("jax_num_cpu_devices", 8)  # of --smoke
     table = _results.table(HEADER, rows(smoke))
     if not smoke:
         about = (
