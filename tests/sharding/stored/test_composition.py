@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import optax_ext
 import sharding as shd
@@ -19,6 +18,7 @@ from sharding import stored
 from sharding.plan import Decoder
 
 from ...compilers import need
+from ...flax_nnx import needs_nnx, nnx
 from .. import model
 from .test_stored import KEY, arrays, batch, checkpointed, differentiable, of_decoded, trained_b
 
@@ -71,7 +71,7 @@ def of_equinox():
     return params, "weight", run
 
 
-@pytest.mark.parametrize("framework", [of_nnx, of_linen, of_equinox])
+@pytest.mark.parametrize("framework", [pytest.param(of_nnx, marks=needs_nnx), of_linen, of_equinox])
 def test_models_of_frameworks(framework, x64):
     """Value and gradients of adapters are those of what is decoded; the step takes the state."""
     params, matrices, loss = framework()

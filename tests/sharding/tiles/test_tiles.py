@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import sharding as shd
 from sharding.loss._rows import rows_of_loss
 
+from ...flax_nnx import needs_nnx, nnx
 from .. import model
 
 B, T, D, F, V = 4, 13, 8, 48, 51
@@ -576,8 +577,8 @@ def test_linen_models_run_in_tiles(stage, x64):
     assert_equal(found, expected)
 
 
+@needs_nnx
 def test_nnx_models_run_in_tiles(x64):
-    nnx = pytest.importorskip("flax.nnx")
 
     def make():
         net = nnx.Linear(D, V, use_bias=False, param_dtype=float, rngs=nnx.Rngs(0))
