@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax_ext import LowPrecisionState, MasterWeightsState, Quantized
 from sharding._types import Batch, Tree
 from sharding._zero import Zero
+from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
 from sharding.loss._loss_options import AnyLoss
 from sharding.placement._specs import AnyMesh, axes_of, is_spec
 from sharding.placement._state_specs import state_specs
@@ -313,13 +314,12 @@ class LocalSteps:
                 "step. Store float32 parameters, and compute in Precision(compute=jnp.bfloat16)."
             )
         params = [jax.tree.leaves(params_of(each)) for each in replicas]
-        paths = [path for path, _ in named_leaves(params_of(replicas[0]))[0]]
         groups = self._split(replicas[0])
         anchor = tuple(
             [self._over(_merged_rows, [of[i] for of in params]) for i in group] for group in groups
         )
         outer = tuple(map(self._init_outer, anchor))
-        names = [[paths[i] for i in group] for group in groups]
+        names = [self._names(replicas[0], group) for group in groups]
         sync = tuple(map(self._init_sync, names, anchor))
         return LocalState(tuple(replicas), anchor, outer, sync, 0)
 
@@ -335,6 +335,11 @@ class LocalSteps:
         group_of = (middles * self.groups // ends[-1]).astype(int)
         numbered = list(zip(sizes, group_of, strict=True))
         return [[i for i, g in numbered if g == group] for group in range(self.groups)]
+
+    def _names(self, state: Tree, numbers: Sequence[int]) -> list[str]:
+        """The paths of the parameters with these numbers."""
+        paths = [path for path, _ in named_leaves(params_of(state))[0]]
+        return [paths[i] for i in numbers]
 
     def _part(self, state: Tree, mesh: AnyMesh) -> Any:
         """One replica of a state on the mesh of all: the blocks of its devices, copied."""
@@ -387,10 +392,10 @@ class LocalSteps:
 
     def _synchronize(self, state: LocalState, group: int, donate: bool) -> LocalState:
         """The state after replicas agree on the parameters of a group."""
-        numbers, program = self._group(state, group), self._program(state, group, donate)
+        program = self._program(state, group, donate)
         anchor, outer, sync, agreed = program(*self._arguments(state, group))
         leaves = [jax.tree.leaves(params_of(each)) for each in state.replicas]
-        for number, x in zip(numbers, agreed, strict=True):
+        for number, x in zip(self._group(state, group), agreed, strict=True):
             for of, part in zip(leaves, self._unstacked(x), strict=True):
                 of[number] = part
         replicas = [
@@ -411,8 +416,7 @@ class LocalSteps:
         """Of a group: (anchor, outer, sync, local) to the new ones."""
         if (group, donate) not in self._programs:
             specs = [_spec_of_array(x) for x in state.anchor[group]]
-            paths = [path for path, _ in named_leaves(params_of(state.replicas[0]))[0]]
-            names = [paths[i] for i in self._group(state, group)]
+            names = self._names(state.replicas[0], self._group(state, group))
             self._programs[group, donate] = jax.jit(
                 functools.partial(self._average_and_update, names, specs),
                 donate_argnums=(0, 1, 2, 3) if donate else (),
@@ -438,7 +442,9 @@ class LocalSteps:
 
         def mean(anchor: list[jax.Array], local: list[jax.Array], sync: Tree) -> Any:
             """Of the blocks of a device: what its replica moved, and the mean of all replicas."""
-            moved = [a - b[0] for a, b in zip(_in_float32(anchor), _in_float32(local), strict=True)]
+            moved = [
+                a - b[0] for a, b in zip(_in_sum_dtype(anchor), _in_sum_dtype(local), strict=True)
+            ]
             own = jax.tree.map(_first_row, sync)
             by_name = dict(zip(names, moved, strict=True))
             found, new = self._method.all_reduce(by_name, own, self._axis)
@@ -448,7 +454,7 @@ class LocalSteps:
         moved, sync = self._on_devices(
             mean, (specs, of_replicas, self._each_device), (specs, self._each_device)
         )(anchor, local, sync)
-        updates, outer = self.outer.update(moved, outer, _in_float32(anchor))
+        updates, outer = self.outer.update(moved, outer, _in_sum_dtype(anchor))
         anchor = optax.apply_updates(anchor, updates)
         num = self._mesh.shape[self._axis]
         return anchor, outer, sync, [jnp.broadcast_to(x, (num, *x.shape)) for x in anchor]
@@ -464,13 +470,13 @@ class LocalSteps:
 
     def _init_outer(self, anchor: list[jax.Array]) -> Any:
         specs = [_spec_of_array(x) for x in anchor]
-        found = state_specs(self.outer, _in_float32(anchor), specs, self._mesh)
+        found = state_specs(self.outer, _in_sum_dtype(anchor), specs, self._mesh)
         shardings = jax.tree.map(lambda s: NamedSharding(self._mesh, s), found, is_leaf=is_spec)
-        return jax.jit(lambda x: self.outer.init(_in_float32(x)), out_shardings=shardings)(anchor)
+        return jax.jit(lambda x: self.outer.init(_in_sum_dtype(x)), out_shardings=shardings)(anchor)
 
     def _init_sync(self, names: list[str], anchor: list[jax.Array]) -> Any:
         def init(blocks: list[jax.Array]) -> Any:
-            by_name = dict(zip(names, _in_float32(blocks), strict=True))
+            by_name = dict(zip(names, _in_sum_dtype(blocks), strict=True))
             return jax.tree.map(_as_row, self._method.init(by_name))
 
         specs = [_spec_of_array(x) for x in anchor]
@@ -486,9 +492,8 @@ def _spec_of_array(x: jax.Array) -> PartitionSpec:
     return getattr(x.sharding, "spec", PartitionSpec())
 
 
-def _in_float32(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """In float32 at least."""
-    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in xs]
+def _in_sum_dtype(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    return list(map(to_sum_dtype, xs))
 
 
 def _first_row(x: jax.Array) -> jax.Array:
@@ -520,8 +525,7 @@ def _merged_rows(x: jax.Array) -> jax.Array:
     """The mean over replicas (replicas, ...); of what is not floating the first."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x[0]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.mean(x, 0, dtype=wide).astype(x.dtype)
+    return jnp.mean(x, 0, dtype=sum_dtype(x.dtype)).astype(x.dtype)
 
 
 def _with(values: tuple[Any, ...], index: int, new: Any) -> tuple[Any, ...]:

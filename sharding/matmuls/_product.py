@@ -29,6 +29,7 @@ from jax.extend.core import ClosedJaxpr
 
 from optax_ext.kernels import calling_default
 from optax_ext.traced_graph import bind
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.matmuls._recipes import Recipe, quantized
 
 # From two operands and a seed to the product: ``default``, with its own derivative. What only asks
@@ -132,7 +133,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
 
     def backward(stored: Any, cotangent: jax.Array) -> Any:
         both, seed, like = stored
-        wide = cotangent.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+        wide = to_sum_dtype(cotangent)
         grads = []
         for i in range(2):
             o = 1 - i  # the other operand, which the cotangent is multiplied by

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.matmuls import _grids
 from sharding.matmuls._grids import Grid, noise_of, rounded
 
@@ -103,7 +104,7 @@ def quantized(
     """
     if q.grid is None:
         return x, None
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = to_sum_dtype(x)
     if q.hadamard and summed is not None:
         wide = hadamard(wide, summed, q.hadamard)
     if q.block:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding._types import Array
+from sharding.collectives._sum_dtype import sum_dtype
 
 _COLUMNS = 4096  # of a tile, where nothing is asked
 _REDUCTIONS = ("mean", "sum", None)
@@ -175,7 +176,7 @@ def _logits(head: _Head, x: Array, w: Array, tile: Array) -> tuple[Array, Array,
     """
     size, start = head.columns(w), head.start(w, tile)
     own = lax.dynamic_slice_in_dim(_by_shards(head, w), start, size, head.vocab_dim + 1)
-    dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
+    dtype = sum_dtype(jnp.result_type(x, w))
     contracted = (x.ndim - 1,), (1 if head.vocab_dim else 2,)
     z = lax.dot_general(x, own, (contracted, ((), ())), preferred_element_type=dtype)
     if head.softcap is not None:
@@ -202,7 +203,7 @@ def _losses(head: _Head, x: Array, w: Array, labels: Array) -> Array:
 
 
 def _forward(head: _Head, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
-    dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
+    dtype = sum_dtype(jnp.result_type(x, w))
 
     def add(sums: Any, tile: Array) -> tuple[Any, None]:
         highest, total, of_label, of_all = sums

@@ -18,6 +18,7 @@ from optax_ext.traced_graph import Graph, Value, bind
 from optax_ext.user_line import line_of
 from sharding._jaxprs import run_scan
 from sharding._types import Array
+from sharding.collectives._sum_dtype import sum_dtype
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.tiles._chains import Chain, ChainSearch, NoChain
 from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
@@ -189,10 +190,7 @@ class _TiledGraph:
         return outs
 
     def report(self, coupled: bool = True) -> list[str]:
-        """A line for each chain, and for each large value in none, if rows meet before or in it.
-
-        Or for any large value in none.
-        """
+        """A line for each chain, and for large values in none: all, or where rows meet alone."""
         lines = []
         for found in self._found:
             eqn = self._graph.equations[self._graph.producer[found.largest]]
@@ -229,7 +227,7 @@ def _is_floating(x: Any) -> bool:
 def _dtype_of_sum(dtype: Any) -> Any:
     """The dtype of a sum over tiles."""
     is_floating = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.promote_types(dtype, jnp.float32) if is_floating else dtype
+    return sum_dtype(dtype) if is_floating else dtype
 
 
 class _TiledChain:
