@@ -42,7 +42,7 @@ import sharding.cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BENCHMARKS = sorted(ROOT.glob("benchmarks/[!_]*.py")) + sorted(
-    ROOT.glob("benchmarks/convergence/[!_]*.py")
+    [*ROOT.glob("benchmarks/convergence/[!_]*.py"), *ROOT.glob("benchmarks/peers/[!_]*.py")]
 )
 COMMANDS = """
 python examples/train_lm.py --smoke --steps 10 --compare came,adafactor,adamw --name ci-compare

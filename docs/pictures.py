@@ -39,16 +39,16 @@ def rows(name, *starts):
     return [row for row in cells if tuple(row[: len(starts)]) == starts]
 
 
-def memory_7b():
-    """GiB of one device for 7B: labels and numbers, of ``zero_memory.md``."""
+def memory():
+    """GiB of one device for 7B and 70B: labels and numbers, of three tables."""
     totals = {row[2]: float(row[8]) for row in rows("zero_memory", "7B", "h100x8")}
-    came = rows("zero_memory", "h100x1", "0", "llama2-7b", "CAME 8-bit", "1", "")
-    ((after, backward),) = [(row[6], row[8]) for row in came]
+    (measured,) = rows("one_gpu", "llama2-7b", "Adafactor", "1 x 1 x 1024", "backward")[:1]
+    (tuned,) = rows("fine_tuning_memory", "llama2-70b", "1,024", "1", "h100x1")
     return {
-        "AdamW, plain step": totals["0"],
-        "ZeRO 3 on 8 GPUs": totals["3"],
-        "8-bit CAME, 1 GPU": float(after),
-        "8-bit CAME, 1 GPU,\nupdate in backward": float(backward),
+        "7B, AdamW, plain step": totals["0"],
+        "7B, ZeRO 3 on 8 GPUs": totals["3"],
+        "7B, Adafactor, 1 GPU": float(measured[7]),
+        "70B, QLoRA, 1 GPU": float(tuned[8]),
     }
 
 
@@ -131,7 +131,7 @@ def predicted():
 def main():
     """Draws all of them, in both styles."""
     pictures = {
-        "memory_7b": lambda: bars(memory_7b(), "GiB of one device", [GREY, BLUE, BLUE, BLUE], H100),
+        "memory": lambda: bars(memory(), "GiB of one device", [GREY, BLUE, BLUE, BLUE], H100),
         "stages": stages,
         "state": state,
         "wire": wire,

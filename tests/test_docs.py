@@ -192,9 +192,9 @@ def test_the_page_of_versions_has_those_that_are_asked_for_and_tested():
 
 
 def test_readme_states_what_its_picture_shows():
-    shown = runpy.run_path(str(DOCS / "pictures.py"))["memory_7b"]()
+    shown = runpy.run_path(str(DOCS / "pictures.py"))["memory"]()
     for page in PAGES[:2]:
-        alt = re.search(r"^(.*)memory_7b.png", page.read_text(), re.M)[1]
+        alt = re.search(r"^(.*)memory.png", page.read_text(), re.M)[1]
         assert {f"{x + 1e-9:.3g}" for x in shown.values()} <= set(re.findall(r"[\d.]+\b", alt)), (
             page
         )

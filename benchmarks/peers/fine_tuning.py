@@ -4,8 +4,8 @@ One model, its weights, data, first adapters, rank and optimizer for all: losses
 CPU, and the program of Llama 2 7B for an H100. Needs the compilers (pip install '.[aot]') and
 qwix, quax and jax-lorax; the table says which of them is missing, or why it does not run.
 
-  python benchmarks/peers_fine_tuning.py           # writes results/peers_fine_tuning.md
-  python benchmarks/peers_fine_tuning.py --smoke   # a tiny model on the CPU, prints only
+  python benchmarks/peers/fine_tuning.py           # writes results/peers_fine_tuning.md
+  python benchmarks/peers/fine_tuning.py --smoke   # a tiny model on the CPU, prints only
 """
 
 import argparse
@@ -13,12 +13,14 @@ import dataclasses
 import functools
 import inspect
 import os
+import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
 import jax
 import jax.numpy as jnp
@@ -330,9 +332,9 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     table = _results.table(HEADER, rows(smoke))
     if not smoke:
-        _results.write(
-            "peers_fine_tuning", "Libraries that fine-tune in JAX", ABOUT, BETTER, table, WHY
-        )
+        title = "Libraries that fine-tune in JAX"
+        parts = (ABOUT, BETTER, table, WHY)
+        _results.write("peers_fine_tuning", title, *parts, script="peers/fine_tuning")
 
 
 ABOUT = """Losses, in float32: a decoder of four layers of width 128, trained for 300 steps on a
