@@ -28,7 +28,6 @@ RUNS = {
 # Adapters by sharding.stored: AdamW from the model that it trained, at the learning rate from which
 # the search of ``lora`` starts.
 STORED = ("lora_16", "lora_nf4", "lora_linear4")
-STORED_SEEDS = (1,)
 # By mode, runs of a search, and its centre in decades from that of runs from scratch.
 SEARCHES = {"full": (10, -0.5), "lora": (6, 0.0)}
 
@@ -49,14 +48,14 @@ def stored_configs(size: str, backend: str, mode: str) -> list[Config]:
     """Of adapters on one kind of base, by task, then by seed."""
     run = _run(size, backend, mode, RUNS[size][0][1], "adamw")
     run |= {"start": "adamw", "hyper": _search.start(EVERY["adamw"]).hyper}
-    return [{**run, "task": t, "seed": s} for t in _fine_data.TASKS for s in STORED_SEEDS]
+    return [{**run, "task": t, "seed": s} for t in _fine_data.TASKS for s in SEEDS]
 
 
 def stored_plans(rows: Rows, size: str, backend: str) -> Iterator[_studies.Plan]:
-    """Of adapters by ``sharding.stored``, task by task."""
-    for task, mode in itertools.product(_fine_data.TASKS, STORED):
-        configs = [c for c in stored_configs(size, backend, mode) if c["task"] == task]
-        yield _studies.plan(f"stored, {task} {mode}", rows, configs, len(configs))
+    """Of adapters by ``sharding.stored``, seed by seed."""
+    for seed, mode in itertools.product(SEEDS, STORED):
+        configs = [c for c in stored_configs(size, backend, mode) if c["seed"] == seed]
+        yield _studies.plan(f"stored, seed {seed} {mode}", rows, configs, len(configs))
 
 
 def cells(rows: Rows, size: str, backend: str, mode: str, steps: int, contender: str) -> list[Cell]:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -129,28 +128,6 @@ def quantize_as(path: Any, old: Tree, blocks: Any, new: Tree, key: jax.Array | N
     codes, rest = _codes_of(new, scale, noise, old.format, old.signed, rounding, blocks)
     dtype = at_least_float32(new.dtype)
     return dataclasses.replace(old, codes=codes, scale=scale, rest=rest, dtype=dtype)
-
-
-def with_quantized(state: LowPrecisionState, init: Callable[[], Any]) -> LowPrecisionState:
-    """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
-
-    def has_fields(x: Any) -> bool:
-        return isinstance(x, Mapping) and "codes" in x
-
-    def stop(x: Any) -> bool:
-        return isinstance(x, Quantized) or has_fields(x)
-
-    if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
-        return state
-
-    def make(like: Array, x: Array) -> Any:
-        if not isinstance(like, Quantized) or isinstance(x, Quantized):
-            return x
-        scale = tuple(x["scale"][i] for i in range(len(like.scale)))  # no key where it is empty
-        return dataclasses.replace(like, codes=x["codes"], scale=scale, rest=x.get("rest"))
-
-    like = jax.eval_shape(init).inner_state
-    return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
 
 
 def boxes_inside(state: Tree) -> Any:

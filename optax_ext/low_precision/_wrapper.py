@@ -28,7 +28,6 @@ from optax_ext.low_precision._stored_state import (
     boxes_outside,
     flatten,
     is_floating,
-    with_quantized,
 )
 from optax_ext.low_precision._stored_step import StoredStep, Updated
 
@@ -190,7 +189,6 @@ class _Wrapper(NamedTuple):
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
         _formats.register_with_flax()
         like = updates if params is None else params
-        state = with_quantized(state, lambda: self.init(like))
         state = state._replace(inner_state=boxes_outside(state.inner_state))
         inner_update = functools.partial(_inner_update, self.inner, like, extra_args)
         shards = kernels.shards() or kernels.Shards()

@@ -8,10 +8,8 @@ from sharding.stored._forms import Adapted as Adapted
 from sharding.stored._forms import Coded as Coded
 from sharding.stored._forms import Form as Form
 from sharding.stored._forms import Masked as Masked
-from sharding.stored._merge import adapters as adapters
 from sharding.stored._merge import merge as merge
 from sharding.stored._merge import peft as peft
-from sharding.stored._merge import peft_config as peft_config
 from sharding.stored._normal_float import NormalFloat4 as NormalFloat4
 from sharding.stored._store import frozen as frozen
 from sharding.stored._store import lora as lora

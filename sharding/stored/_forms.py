@@ -6,10 +6,11 @@ of that, such as one of layers, so that a loop over layers takes slices of the p
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_ext import Quantized
 from optax_ext.low_precision import dequantize
@@ -19,6 +20,7 @@ class Form:
     """What stands for an array in a tree of parameters."""
 
     dtype: Any
+    trained_parts: ClassVar[tuple[str, ...]] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -32,6 +34,11 @@ class Form:
 
     def decode(self) -> jax.Array:
         """What the loss sees."""
+        found: jax.Array = each_of_stack(lambda one: one.decode_one(), self.stacked)(self)
+        return found
+
+    def decode_one(self) -> jax.Array:
+        """What the loss sees of one array, where none are stacked."""
         raise NotImplementedError
 
     @property
@@ -51,6 +58,25 @@ def each_of_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
     return fn
 
 
+def each_array(fn: Callable[[Any], Any], x: Any, stacked: int) -> Any:
+    """What a function of one array, or form, gives for each of a stack of so many dims.
+
+    On devices at once; in host memory or in files one by one, and then in host memory.
+    """
+    parts = jax.tree.leaves(x)
+    if all(isinstance(part, jax.Array) for part in parts):
+        return each_of_stack(fn, stacked)(x)
+
+    run, stack = jax.jit(fn), parts[0].shape[:stacked]
+    found = [jax.device_get(run(at_index(x, index))) for index in np.ndindex(*stack)]
+    return jax.tree.map(lambda *of: np.stack(of).reshape(*stack, *of[0].shape), *found)
+
+
+def at_index(x: Any, index: tuple[int, ...]) -> Any:
+    """An array, or form, of a stack."""
+    return jax.tree.map(lambda part: jnp.asarray(np.asarray(part[index])), x)
+
+
 def decoded(x: Any) -> Any:
     """What the loss sees of a parameter, a form or not."""
     return x.decode() if isinstance(x, Form) else x
@@ -63,17 +89,14 @@ def is_form(x: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Coded(Form):
-    """A stack of arrays in a format of ``optax_ext``, such as ``Linear(4)`` or ``Float8()``."""
+    """A stack of arrays in a format of ``optax_ext``, such as ``Linear(4)`` or ``Float8()``.
+
+    It has the parts of a ``Quantized``, a node that no transformation takes in parameters.
+    """
 
     parts: tuple[jax.Array, ...]  #: codes, scales and others
     kind: Any = dataclasses.field(metadata={"static": True})  #: of one array of the stack
     dtype: Any = dataclasses.field(metadata={"static": True})  #: of what the loss sees
-
-    @classmethod
-    def of(cls, quantized: Quantized, dtype: Any) -> "Coded":
-        """Of a stack, by its parts: transformations take no node ``Quantized`` in parameters."""
-        parts, kind = jax.tree.flatten(quantized)
-        return cls(tuple(parts), kind, dtype)
 
     @property
     def quantized(self) -> Quantized:
@@ -89,8 +112,8 @@ class Coded(Form):
     def shape(self) -> tuple[int, ...]:
         return (*self.quantized.codes.shape[: self.stacked], *self.quantized.shape)
 
-    def decode(self) -> jax.Array:
-        return each_of_stack(dequantize, self.stacked)(self.quantized).astype(self.dtype)
+    def decode_one(self) -> jax.Array:
+        return dequantize(self.quantized).astype(self.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -100,15 +123,23 @@ class Adapted(Form):
 
     .. math:: W = W_0 + s\,A B
 
+    With DoRA the sum V has trained magnitudes m of its columns; |V| counts as a constant.
+
+    .. math:: W = V \, m / |V|, \quad V = W_0 + s\,A B
+
     References:
       Hu et al.: LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022, arXiv 2106.09685.
+      Liu et al.: DoRA: Weight-Decomposed Low-Rank Adaptation, ICML 2024, arXiv 2402.09353.
     """
+
+    trained_parts = ("a", "b", "magnitude")
 
     base: Any  #: W_0 (stack..., rows..., columns...): an array or a form
     a: jax.Array  #: (stack..., rows..., rank)
     b: jax.Array  #: (stack..., rank, columns...)
     scale: float = dataclasses.field(metadata={"static": True})  #: alpha / rank
     columns: int = dataclasses.field(default=1, metadata={"static": True})  #: dims of columns
+    magnitude: Any = None  #: m (stack..., columns...) of DoRA
     key: Any = None  #: keys (stack...) of the dropout before A, in a loss that has it
     dropout: float = dataclasses.field(default=0.0, metadata={"static": True})  #: its rate
 
@@ -144,17 +175,33 @@ class Adapted(Form):
         """W_0, decoded."""
         return jax.lax.stop_gradient(decoded(self.base))
 
-    def decode(self) -> jax.Array:
+    def sum(self) -> jax.Array:
+        """W_0 + s A B of one array."""
+        base = self.frozen()
+        return base + (self.scale * jnp.tensordot(self.a, self.b, axes=1)).astype(base.dtype)
+
+    def factor(self) -> jax.Array:
+        """Of each column of one array with DoRA: m / |V| (columns...)."""
+        norm = column_norms(jax.lax.stop_gradient(self.sum()), self.columns)
+        return self.magnitude / jnp.where(norm > 0, norm, 1)
+
+    def decode_one(self) -> jax.Array:
         if self.dropout:
             raise ValueError(
-                f"dropout is before A, and the loss uses the adapted parameter of shape "
+                f"dropout is before A, and the loss uses an adapted parameter of shape "
                 f"{self.shape} elsewhere than in a product with its rows. Leave dropout out, or "
                 "that adapter."
             )
-        product = each_of_stack(lambda ab: jnp.tensordot(ab[0], ab[1], axes=1), self.stacked)
-        low = self.scale * product((self.a, self.b))
-        base = self.frozen()
-        return base + low.astype(base.dtype)
+        total = self.sum()
+        if self.magnitude is None:
+            return total
+        return (total * jnp.expand_dims(self.factor(), tuple(range(self.rows)))).astype(total.dtype)
+
+
+def column_norms(w: jax.Array, columns: int) -> jax.Array:
+    """The norms (columns...) over the rows of an array, float32 at least."""
+    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    return jnp.sqrt(jnp.sum(jnp.square(wide), axis=tuple(range(w.ndim - columns))))
 
 
 @jax.tree_util.register_dataclass
@@ -162,7 +209,9 @@ class Adapted(Form):
 class Masked(Form):
     """A pruned parameter: zero wherever the mask is, whatever the optimizer does."""
 
-    values: jax.Array  #: trained
+    trained_parts = ("values",)
+
+    values: jax.Array
     kept: jax.Array  #: bool, of the same shape
 
     @property
@@ -177,5 +226,5 @@ class Masked(Form):
     def stacked(self) -> int:
         return len(self.values.shape)
 
-    def decode(self) -> jax.Array:
+    def decode_one(self) -> jax.Array:
         return jnp.where(self.kept, self.values, 0)

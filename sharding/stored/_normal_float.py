@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.stored._forms import Form, each_of_stack
+from sharding.stored._forms import Form
 
 BLOCK = 64  # elements of a scale, along the last dim
 GROUP = 256  # scales of a block that share a float32
@@ -58,8 +58,12 @@ class NormalFloat4(Form):
     def stacked(self) -> int:
         return len(self.offset.shape)
 
-    def decode(self) -> jax.Array:
-        return each_of_stack(_decode, self.stacked)(self).astype(self.dtype)
+    def decode_one(self) -> jax.Array:
+        codes = _unpacked(self.codes, 4)
+        values = _level(codes, self.offset).reshape(-1, BLOCK)
+        scale = _unpacked(self.scale, 8).reshape(-1, GROUP)
+        scales = _scales(scale, self.group, self.offset, len(values))
+        return (values * scales[:, None]).reshape(codes.shape).astype(self.dtype)
 
 
 def encode(w: jax.Array) -> NormalFloat4:
@@ -80,14 +84,6 @@ def encode(w: jax.Array) -> NormalFloat4:
     codes = functools.reduce(jnp.add, above).reshape(w.shape)
     scale = _packed(scale.reshape(-1, PADDED), 8)
     return NormalFloat4(_packed(codes, 4), scale, group, offset, w.dtype)
-
-
-def _decode(stored: NormalFloat4) -> jax.Array:
-    codes = _unpacked(stored.codes, 4)
-    values = _level(codes, stored.offset).reshape(-1, BLOCK)
-    scale = _unpacked(stored.scale, 8).reshape(-1, GROUP)
-    scales = _scales(scale, stored.group, stored.offset, len(values))
-    return (values * scales[:, None]).reshape(codes.shape)
 
 
 def _level(codes: jax.Array, offset: jax.Array) -> jax.Array:

@@ -15,7 +15,17 @@ from optax_ext.low_precision import quantize
 from sharding._types import Tree
 from sharding.placement._specs import check_patterns, key_of_path, leaf_names, plain_path
 from sharding.stored import _normal_float
-from sharding.stored._forms import Adapted, Coded, Form, Masked, each_of_stack, is_form
+from sharding.stored._forms import (
+    Adapted,
+    Coded,
+    Form,
+    Masked,
+    column_norms,
+    decoded,
+    each_array,
+    each_of_stack,
+    is_form,
+)
 
 # From an array, or the form that a step before made of it, to a form: ``(x, path, key)``.
 Step = Callable[[Any, str, jax.Array | None], Any]
@@ -45,27 +55,40 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
         raise ValueError(f"frozen takes 4 or 8 bits, or a format of optax_ext, got {bits!r}.")
     fmt = Dynamic(8) if bits == 8 else bits
 
-    def coded(x: jax.Array) -> Any:
-        return quantize(x.astype(jnp.float32), fmt, signed=True)  # type: ignore[arg-type]
+    def encode(x: jax.Array) -> Any:
+        if fmt == 4:
+            return _normal_float.encode(x)
+        return quantize(x.astype(jnp.float32), fmt, signed=True)
 
     def step(x: Any, path: str, key: Any) -> Form:
         del key
-        _check_array(x, path, "frozen")
-        if fmt != 4:
-            return Coded.of(_by_array(coded, x, dims), x.dtype)
-        if x.shape[-1] % _normal_float.BLOCK:
+        if not isinstance(x, Adapted):  # which is merged
+            _check_array(x, path, "frozen")
+        if fmt == 4 and x.shape[-1] % _normal_float.BLOCK:
             raise ValueError(
                 f"{path} has shape {tuple(x.shape)}, and NF4 needs rows of a multiple of "
                 f"{_normal_float.BLOCK} elements. Give it frozen(8), or leave it out."
             )
-        encoded: Form = _by_array(_normal_float.encode, x, dims)
-        return encoded
+        stacked = max(len(x.shape) - dims, 0)
+        read = min(stacked, x.stacked) if is_form(x) else stacked  # an array, or several, at a time
+        each = each_of_stack(encode, stacked - read)
+        encoded = each_array(lambda one: each(decoded(one)), x, read)
+        if is_form(encoded):
+            return encoded
+        parts, kind = jax.tree.flatten(encoded)
+        return Coded(tuple(parts), kind, x.dtype)
 
     return step
 
 
 def lora(
-    rank: int, alpha: float | None = None, *, rows: int = 1, columns: int = 1, dtype: Any = None
+    rank: int,
+    alpha: float | None = None,
+    *,
+    dora: bool = False,
+    rows: int = 1,
+    columns: int = 1,
+    dtype: Any = None,
 ) -> Step:
     """A low-rank addition ``alpha / rank * A B`` to a parameter, which is then frozen itself.
 
@@ -74,6 +97,7 @@ def lora(
     Args:
       rank: columns of A and rows of B.
       alpha: None for ``rank``, a scale of 1.
+      dora: whether magnitudes of the columns are trained, too, as in DoRA.
       rows: how many dims are rows, as two in a kernel (heads, head_dim, width).
       columns: how many last dims are columns.
       dtype: of A and B; None for the parameter's.
@@ -110,7 +134,11 @@ def lora(
         of_a = (*shape[:last], rank)
         a = jax.random.uniform(key, of_a, jnp.float32, -bound, bound).astype(dtype or x.dtype)
         b = jnp.zeros((*shape[:first], rank, *shape[last:]), a.dtype)
-        return Adapted(_in_memory(x), a, b, (rank if alpha is None else alpha) / rank, columns)
+        form = Adapted(_in_memory(x), a, b, (rank if alpha is None else alpha) / rank, columns)
+        if not dora:
+            return form
+        norms = each_array(lambda w: column_norms(decoded(w), columns), form.base, first)
+        return dataclasses.replace(form, magnitude=norms.astype(a.dtype))
 
     return step
 
@@ -178,34 +206,32 @@ def store(
     """
     check_patterns("store", forms)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
-    paths = paths_of(params)
+    given = dict(zip(paths_of(params), leaves, strict=True))
     if like is not None:
-        _check_like(dict(zip(paths, leaves, strict=True)), like)
-    first = [next((p for p in forms if re.search(p, path)), None) for path in paths]
-    if unused := sorted(forms.keys() - set(first)):
+        _check_like(given, like)
+    chosen = {path: next((p for p in forms if re.search(p, path)), None) for path in given}
+    if unused := sorted(forms.keys() - set(chosen.values())):
         raise ValueError(
             f"store: {', '.join(map(repr, unused))} matches no parameter that an expression before "
-            f"it does not; there are {', '.join(paths[:8])}{' ...' if len(paths) > 8 else ''}."
+            f"it does not; there are {', '.join([*given][:8])}{' ...' if len(given) > 8 else ''}."
         )
 
-    def form_of(path: str, pattern: str, x: Any) -> Any:
-        steps = forms[pattern]
+    def form_of(path: str, x: Any) -> Any:
+        pattern = chosen[path]
+        steps = () if pattern is None else forms[pattern]
         for number, step in enumerate(steps if isinstance(steps, Sequence) else [steps]):
             own = None if key is None else jax.random.fold_in(key_of_path(key, path), number)
             x = step(x, path, own)
-        return x
+        return _in_memory(x)
 
-    both = list(zip(paths, first, leaves, strict=True))
-    kinds = {}  # one of those that are alike
-    for path, pattern, x in both:
-        if pattern is not None:
+    alike = {}  # one of those that are
+    for path, x in given.items():
+        if chosen[path] is not None:
             type_of = x if is_form(x) else jax.ShapeDtypeStruct(x.shape, x.dtype)
-            kinds[pattern, str(type_of)] = path, pattern, type_of
-    for path, pattern, type_of in kinds.values():
-        jax.eval_shape(functools.partial(form_of, path, pattern), type_of)
-    return treedef.unflatten(
-        _in_memory(x) if pattern is None else form_of(path, pattern, x) for path, pattern, x in both
-    )
+            alike[chosen[path], str(type_of)] = path, type_of
+    for path, type_of in alike.values():
+        jax.eval_shape(functools.partial(form_of, path), type_of)
+    return treedef.unflatten(form_of(path, x) for path, x in given.items())
 
 
 def paths_of(params: Tree) -> list[str]:
@@ -231,29 +257,13 @@ def trained(params: Tree) -> Any:
     """
 
     def of(x: Any) -> Any:
-        if isinstance(x, Adapted):
-            off = jax.tree.map(lambda _: False, x)
-            return dataclasses.replace(off, a=True, b=True)
-        if isinstance(x, Masked):
-            return Masked(True, False)  # type: ignore[arg-type]
-        return jax.tree.map(lambda _: False, x)
+        marks = jax.tree.map(lambda _: False, x)
+        if not is_form(x):
+            return marks
+        own = {name: getattr(x, name) for name in x.trained_parts}
+        return dataclasses.replace(marks, **jax.tree.map(lambda _: True, own))
 
     return jax.tree.map(of, params, is_leaf=is_form)
-
-
-def _by_array(encode: Callable[[Any], Any], x: Any, dims: int) -> Any:
-    """What a stack is encoded to, each array by itself; in host memory unless ``x`` is not."""
-    stack = tuple(x.shape[: max(len(x.shape) - dims, 0)])
-    if isinstance(x, jax.Array):
-        return each_of_stack(encode, len(stack))(x)
-    run, dtype = jax.jit(encode), jax.dtypes.canonicalize_dtype(x.dtype)
-    types = jax.eval_shape(encode, jax.ShapeDtypeStruct(x.shape[len(stack) :], dtype))
-    coded = jax.tree.map(lambda part: np.empty((*stack, *part.shape), part.dtype), types)
-    for index in np.ndindex(*stack):
-        parts = run(jnp.asarray(np.asarray(x[index])))
-        for to, part in zip(jax.tree.leaves(coded), jax.tree.leaves(parts), strict=True):
-            to[index] = part
-    return coded
 
 
 def _in_memory(x: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.equations import trace
@@ -70,7 +71,8 @@ def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
 
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) if is_form(x) else x for x in leaves]
         closed, results = trace(flat, *types, *rest)
-        held = [_param(i, x) if is_form(x) else x for i, x in enumerate(leaves)]
+        rule = StoredRule()
+        held = [Param(i, rule, x, None, {}) if is_form(x) else x for i, x in enumerate(leaves)]
         evaluator = Evaluator(recompute=True, equations={lax.dot_general_p: _product_with_form})
         return jax.tree.unflatten(jax.tree.structure(results), evaluator(closed, [*held, *rest]))
 
@@ -85,10 +87,6 @@ def _with_keys(leaves: list[Any], dropout: float, key: jax.Array) -> list[Any]:
             keys = jax.random.split(jax.random.fold_in(key, i), x.shape[: x.stacked])
             leaves[i] = dataclasses.replace(x, key=keys, dropout=dropout)
     return leaves
-
-
-def _param(number: int, form: Any) -> Param:
-    return Param(number, StoredRule(), form, None, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +113,16 @@ class StoredRule:
         if rest:
             return None
         form: Any = x.held
-        name, params = eqn.primitive.name, eqn.params
-        if name == "squeeze" and params["dimensions"] == (0,) and form.stacked:
-            return [x._replace(held=jax.tree.map(lambda part: part[0], form), fetched={})]
-        if name == "slice" and form.stacked and params["strides"] is None:
+        params, taken = eqn.params, None
+        if eqn.primitive.name == "squeeze" and params["dimensions"] == (0,):
+            taken = 0
+        elif eqn.primitive.name == "slice" and params["strides"] is None:
             starts, limits = params["start_indices"], params["limit_indices"]
             if not any(starts[1:]) and limits[1:] == form.shape[1:]:
-                part = jax.tree.map(lambda part: part[starts[0] : limits[0]], form)
-                return [x._replace(held=part, fetched={})]
-        return None
+                taken = slice(starts[0], limits[0])
+        if taken is None or not form.stacked:
+            return None
+        return [x._replace(held=jax.tree.map(lambda part: part[taken], form), fetched={})]
 
     def stack(self, x: Param) -> Param | None:
         form: Any = x.held
@@ -149,7 +148,13 @@ def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> S
             return out
 
         low = _low_rank(form, other, eqn, at)
-        return times(form.decode()) if low is None else times(form.frozen()) + low
+        if low is None:
+            return times(form.decode())
+        out = times(form.frozen()) + low
+        if form.magnitude is None:
+            return out
+        others = range(form.columns, out.ndim) if at == 0 else range(out.ndim - form.columns)
+        return out * jnp.expand_dims(form.factor(), tuple(others)).astype(out.dtype)
 
     # Within a checkpoint of the user's all is computed again, but for what its policy stores.
     run: Callable[..., Any] = product if x.in_layer else jax.checkpoint(product)
@@ -165,20 +170,16 @@ def _low_rank(form: Any, other: jax.Array, eqn: Any, at: int) -> jax.Array | Non
     over_columns = over == list(range(form.rows, form.ndim))
     if not over_columns and over != list(range(form.rows)):
         return None
-    if over_columns and form.dropout:
-        return None  # which raises: there is no input of A
-    options = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
-    a, b = form.a.astype(other.dtype), form.b.astype(other.dtype)
-    first, own, second, of_rank = a, contracted[at], b, 0
-    if over_columns:
-        own = tuple(d - form.rows + 1 for d in contracted[at])
-        first, second, of_rank = b, a, form.rows
-
-    def dot(matrix: jax.Array, x: jax.Array, dims: Any, of_x: Any) -> jax.Array:
-        both, numbers = ((matrix, x), (dims, of_x)) if at == 0 else ((x, matrix), (of_x, dims))
-        return lax.dot_general(*both, (numbers, ((), ())), **options)
-
+    if over_columns and (form.dropout or form.magnitude is not None):
+        return None  # there is no input of A, and columns are summed
     other = form.dropped(other)
+    first, second, own = form.a.astype(other.dtype), form.b.astype(other.dtype), contracted[at]
+    if over_columns:
+        first, second = jnp.moveaxis(second, 0, -1), jnp.moveaxis(first, -1, 0)
+        own = tuple(d - form.rows for d in own)
+    options = {k: eqn.params[k] for k in ("precision", "preferred_element_type")}
+    narrow = jnp.tensordot(other, first, (contracted[1 - at], own), **options)  # (..., rank)
+    low = form.scale * jnp.tensordot(narrow.astype(other.dtype), second, 1, **options)
     # What is not summed of the matrix comes first if that is the first operand, else last.
-    narrow = dot(first, other, own, contracted[1 - at]).astype(other.dtype)
-    return form.scale * dot(second, narrow, (of_rank,), (0 if at == 0 else narrow.ndim - 1,))
+    kept = narrow.ndim - 1
+    return low if at == 1 else jnp.moveaxis(low, range(kept), range(low.ndim - kept, low.ndim))

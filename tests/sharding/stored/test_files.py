@@ -168,10 +168,10 @@ def test_merging_to_codes_says_its_error(to):
 def test_ranks_and_alphas_have_the_names_of_peft():
     forms = {"up": stored.lora(4, alpha=8), "down": stored.lora(4, alpha=2), "head": stored.lora(2)}
     params = stored.store(arrays_on_device(), forms, KEY)
-    config = stored.peft_config(params, lambda path, index: ".".join([*map(str, index), path]))
+    _, config = stored.peft(params, lambda path, index: ".".join([*map(str, index), path]))
     assert (config["r"], config["lora_alpha"]) == (4, 2)
     assert config["rank_pattern"] == {"head": 2}
     assert config["alpha_pattern"] == {f"{i}.layers/up": 8 for i in range(LAYERS)}
     assert len(config["target_modules"]) == 2 * LAYERS + 1
     with pytest.raises(ValueError, match="no parameter is adapted"):
-        stored.peft_config(arrays())
+        stored.peft(arrays())

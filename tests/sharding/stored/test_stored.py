@@ -107,6 +107,10 @@ FORMS = {
     "linear": {"layers/(up|down)": (stored.frozen(optax_ext.Linear(4)), stored.lora(4))},
     "fp8": {"layers/(up|down)|head": (stored.frozen(optax_ext.Float8()), stored.lora(4))},
     "masked": {"layers/up|head": stored.masked(0.5), "layers/down": stored.lora(4)},
+    "DoRA": {
+        "layers/(up|down)": (stored.frozen(4), stored.lora(4, dora=True)),
+        "embed|head": stored.lora(4, dora=True),
+    },
 }
 
 
@@ -265,7 +269,7 @@ def test_kernels_of_more_dims_have_adapters_of_two():
 
 def test_adapters_have_the_names_of_peft():
     params = trained_b(stored.store(arrays(np.float32), FORMS["QLoRA"], KEY))
-    named = stored.peft(params, lambda path, index: ".".join(["model", *map(str, index), path]))
+    named, _ = stored.peft(params, lambda path, index: ".".join(["model", *map(str, index), path]))
     x = np.random.default_rng(0).normal(size=(5, WIDTH))
     prefix = "base_model.model.model.1.layers/up"
     a, b = (named[f"{prefix}.lora_{part}.weight"] for part in "AB")
