@@ -1,6 +1,7 @@
 """Quantized products: machinery that changes nothing by itself, and which products it takes."""
 
 import functools
+import re
 
 import equinox
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import matmuls, stored
@@ -210,6 +212,79 @@ def test_rows_that_meet_are_found_through_products():
     params = {"dense_0": draws(8, 8, dtype=np.float32), "dense_1": draws(16, 8, dtype=np.float32)}
     found = rows_of_loss(low(loss), (params, draws(16, 8, dtype=np.float32)), (False, True))
     assert found.word == "coupled"
+
+
+# --- On the wire of stage 3 -----------------------------------------------------------------------
+
+
+def stack(shape=(2, 32, 64)):
+    return {"layers": {"up": draws(*shape), "down": draws(shape[0], shape[2], shape[1])}}
+
+
+def of_stack(body=lambda x, p: jnp.tanh(x @ p["up"]) @ p["down"], wrap=jax.checkpoint):
+    def loss(params, x):
+        step = wrap(lambda x, p: (x + body(x, p), None))
+        return jnp.mean(jax.lax.scan(step, x, params["layers"])[0] ** 2)
+
+    return loss
+
+
+def of_slices(params, x):
+    layer = jax.checkpoint(lambda x, p: x + jnp.tanh(x @ p["up"]) @ p["down"])
+    for i in range(2):
+        x = layer(x, {name: w[i] for name, w in params["layers"].items()})
+    return jnp.mean(x**2)
+
+
+def partitioned(x, p):
+    y = jnp.tanh(x @ p["up"]) @ p["down"]
+    return jax.lax.with_sharding_constraint(y, P("data"))  # so that nothing runs per device
+
+
+def twice(x, p):
+    return (jnp.tanh(x @ p["up"]) + x @ jnp.cos(p["up"])) @ p["down"]
+
+
+ALONG_ROWS = {"layers": {"up": P(None, None, "data"), "down": P(None, None, "data")}}
+OF_TENSORS = {"layers": {"up": P(None, None, "model"), "down": P(None, "model", None)}}
+WIRE = {  # loss, param_specs, mesh, dtypes of all gathers of matrices
+    "checkpoints": (of_stack(), None, (8,), {"s8"}),
+    "no checkpoints": (of_stack(wrap=lambda fn: fn), None, (8,), {"s8"}),
+    "slices": (of_slices, None, (8,), {"s8"}),
+    "transposed": (of_stack(lambda x, p: x @ p["down"].T @ p["up"].T), None, (8,), {"s8"}),
+    "scales of shards": (of_stack(), ALONG_ROWS, (8,), {"s8"}),
+    "other axes": (of_stack(), OF_TENSORS, (4, 2), {"s8"}),
+    "also read otherwise": (of_stack(twice), None, (8,), {"s8", "f64"}),
+    "partitioned": (of_stack(partitioned), None, (8,), {"s8"}),
+}
+
+
+@pytest.mark.parametrize("case", WIRE.values(), ids=WIRE)
+def test_stage_3_gathers_codes(case, x64):
+    """Each gather is of 8 bits, and what is learned is that of stage 0 to the last bits."""
+    loss, specs, shape, dtypes = case
+    params, x, found = stack(), draws(64, 32), []
+    fn = low(loss)
+    for stage in (3, 0):
+        zero = model.zero_on(*shape, names=("data", "model")[: len(shape)], stage=stage)
+        options = {"param_specs": specs} if stage == 3 or len(shape) == 2 else {}
+        tx = optax.identity()
+        state = zero.init(lambda tx=tx: (params, tx.init(params)), tx=tx, **options)
+        run = zero.value_and_grad(fn, **options)
+        found.append(run(state[0], zero.put(x)))
+        if stage == 3:
+            program = run.lower(state[0], zero.put(x)).compile().as_text()
+    gathers = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* all-gather\(", program)
+    assert {dtype for dtype, *sizes in gathers if "1" not in sizes} == dtypes
+    model.assert_close(*found, 1e-12)
+
+
+def test_codes_of_a_parameter_that_is_not_finite_stay_so():
+    params, x = stack(), draws(64, 32)
+    params["layers"]["up"] = params["layers"]["up"].at[0, 3, 5].set(np.nan)
+    zero = model.zero_on(8, stage=3)
+    params, x = zero.place(jax.tree.map(jnp.float32, params)), zero.put(jnp.float32(x))
+    assert not np.isfinite(zero.value_and_grad(low(of_stack()))(params, x)[0])
 
 
 # --- Which products -------------------------------------------------------------------------------
