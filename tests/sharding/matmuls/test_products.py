@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import matmuls, stored
+from sharding import pipeline as pipelines
 from sharding.loss._rows import rows_of_loss
 
 from ...flax_nnx import needs_nnx, nnx
@@ -447,6 +448,13 @@ def test_bad_input():
         shd.quantized_matmuls(decoder, keep="(")
     with pytest.raises(ValueError, match="keep: 'heads' matches no parameter; there are embed, "):
         low(decoder, keep=["head", "heads"])(decoder_params(), tokens())
+    with pytest.raises(ValueError, match="are quantized already, by fp8"):
+        shd.quantized_matmuls(shd.quantized_matmuls(decoder), "int8")
+    zero = model.zero_on(2)
+    with pytest.raises(ValueError, match="recipe must be one of fp8"):
+        zero.train_step(decoder, matmuls="fp")
+    with pytest.raises(ValueError, match="are quantized already"):
+        zero.train_step(low(decoder), matmuls="fp8")
     with pytest.raises(ValueError, match=r"report takes what shd.quantized_matmuls returned, got"):
         matmuls.report_products(decoder, decoder_params(), tokens())
 
@@ -463,6 +471,46 @@ def test_a_loss_with_options_and_a_key():
     grads = [run(params, tokens(), jax.random.key(i))[0] for i in (0, 0, 1)]
     model.assert_close(grads[0], grads[1], 1e-9)
     assert 1e-4 < model.worst_leaf(grads[0], grads[2])[0] < 0.1
+
+
+# --- In steps and pipelines -----------------------------------------------------------------------
+
+
+def test_a_step_takes_a_recipe():
+    tx, zero = optax.adam(1e-3), model.zero_on(8, stage=2)
+    params = {"layers": jnp.zeros((2, 256, 256), jnp.bfloat16)}
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    loss = lambda p, x: jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, p["layers"])[0])  # noqa: E731
+    step = zero.train_step(loss, tx=tx, matmuls="fp8")
+    x = zero.put(jnp.zeros((8 * 256, 256), jnp.bfloat16))
+    assert {"f8E4M3FN", "f8E5M2"} <= set(re.findall(r"f8\w+", step.lower(state, x).as_text()))
+
+
+def test_a_function_that_returns_no_scalar_is_a_layer():
+    """So a pipeline takes one as its block, for which its loss has no loop over parameters."""
+    block = lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"]  # noqa: E731
+    params, x, mesh = stack(), draws(8, 32, dtype=np.float32), model.mesh_of(pipe=2)
+    params = jax.tree.map(jnp.float32, params)
+    one = jax.tree.map(lambda w: w[0], params["layers"])
+    assert matmuls.report_products(low(block, "int8"), one, x).share == 1
+
+    def loss_of(layer):
+        return shd.Pipeline(
+            mesh,
+            pipelines.one_f_one_b(2, 4),
+            num_layers=2,
+            embed=lambda p, x: x,
+            block=lambda p, x, _: layer(p, x),
+            head=lambda p, x, _: (jnp.sum(x**2), 1.0 * len(x)),
+        )
+
+    found = []
+    for layer in (block, low(block, EVERY), low(block, "int8")):
+        pipeline = loss_of(layer)
+        run = jax.grad(lambda p, x, pipeline=pipeline: pipeline.loss(p, x)[0])
+        found.append(jax.jit(run)(pipeline.stack(params), x))
+    model.assert_close(found[1], found[0], 1e-5)
+    assert 1e-4 < model.worst_leaf(found[2], found[0])[0] < 0.1
 
 
 # --- Frameworks -----------------------------------------------------------------------------------
