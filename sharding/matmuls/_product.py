@@ -94,11 +94,6 @@ def sizes_of(eqn: Any, at: int) -> tuple[int, int, int]:
     return result // max(columns * batches, 1), terms, columns
 
 
-def flops_of(eqn: Any) -> int:
-    """Of one run: two for each term of each result."""
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * sizes_of(eqn, 1)[1]
-
-
 def quantized_product(eqn: Any, recipe: Recipe, at: int, operands: Sequence[Any], seed: Any) -> Any:
     """The result of an equation of which the operand ``at`` is a parameter."""
     fn = _with_gradients(eqn, recipe, at)
