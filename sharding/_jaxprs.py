@@ -1,4 +1,4 @@
-"""Equations inside a jaxpr, and FLOPs of products; inputs that it reads; loops with another body."""
+"""Equations inside a jaxpr, FLOPs of products; inputs that it reads; loops with another body."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

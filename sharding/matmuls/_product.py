@@ -128,6 +128,7 @@ class CodedWeight(NamedTuple):
         evaluator.note(x)
         operands = [*operands[: self.at], coded[0], *operands[self.at + 1 :]]
         a, b, seed = map(evaluator.full, operands[:3])
+        assert self.weight.grid is not None
         codes = lax.bitcast_convert_type(coded[1], self.weight.grid.dtype)
         return [self.fn(a, b, seed, (codes, coded[2]))]
 
