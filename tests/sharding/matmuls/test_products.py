@@ -285,7 +285,7 @@ def test_codes_of_a_parameter_that_is_not_finite_stay_so():
     params["layers"]["up"] = params["layers"]["up"].at[0, 3, 5].set(np.nan)
     zero = model.zero_on(8, stage=3)
     params, x = zero.place(jax.tree.map(jnp.float32, params)), zero.put(jnp.float32(x))
-    assert not np.isfinite(zero.value_and_grad(low(of_stack()))(params, x)[0])
+    assert not np.isfinite(zero.value_and_grad(low(of_stack(), "int8"))(params, x)[0])
 
 
 # --- Which products -------------------------------------------------------------------------------
