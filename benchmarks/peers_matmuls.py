@@ -39,6 +39,7 @@ class Linen(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits."""
         x = linen.Dense(WIDTH, name="first")(x)
         for i in range(HIDDEN):
             x = x + linen.Dense(WIDTH, name=f"layers_{i}")(linen.relu(x))
@@ -54,6 +55,7 @@ class Nnx(nnx.Module):
         self.head = nnx.Linear(WIDTH, len(CHARACTERS), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Logits."""
         x = self.first(x)
         for layer in self.layers:
             x = x + layer(nnx.relu(x))
@@ -61,6 +63,7 @@ class Nnx(nnx.Module):
 
 
 def mean_loss(apply: Callable[..., jax.Array], model: Any, batch: Any) -> jax.Array:
+    """The mean cross entropy of a batch."""
     return cross_entropy(apply(model, batch["images"].reshape(-1, SIDE**2)), batch["labels"])
 
 
@@ -131,7 +134,8 @@ def rows(steps: int) -> Iterator[str]:
                 except ImportError as error:
                     yield f"| {name} | {recipe} | {label} | {error} | | |"
                     continue
-                yield f"| {name} | {recipe} | {label} | {number} | {loss:.4f} | {lines_of(library)} |"
+                lines = lines_of(library)
+                yield f"| {name} | {recipe} | {label} | {number} | {loss:.4f} | {lines} |"
 
 
 def main() -> None:

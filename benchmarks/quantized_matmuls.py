@@ -191,7 +191,8 @@ def main() -> None:
     else:
         steps, seeds = (4, 1) if args.smoke else (args.steps, args.seeds)
         width = 32 if args.smoke else args.width
-        rows, header = learning_rows(seeds, steps, width, args.recipes), LEARNING_HEADER
+        names = LEARNED[:1] if args.smoke else args.recipes
+        rows, header = learning_rows(seeds, steps, width, names), LEARNING_HEADER
         about = ABOUT_LEARNING.format(steps=steps, seeds=seeds, width=width)
     made = _results.table(header, rows)
     if not args.smoke:
