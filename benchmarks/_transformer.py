@@ -51,13 +51,16 @@ def init(config: Config, dtype: Any = jnp.float32) -> dict[str, Any]:
     return {"embed": draw((config.vocabulary, width)), "blocks": blocks, "norm": draw((width,))}
 
 
-def apply_block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Causal attention, then an MLP; ``x`` is (batch, length, width)."""
+def apply_block(params: dict[str, jax.Array], x: jax.Array, causal: bool = True) -> jax.Array:
+    """Attention, then an MLP; ``x`` is (batch, length, width)."""
     y = _norm(x, params["attention_norm"])
     q, k, v = jnp.unstack(jnp.einsum("btw,wchd->cbthd", y, params["qkv"]))
     scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
-    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
-    weights = jax.nn.softmax(jnp.where(causal, _wide(scores), -1e30)).astype(x.dtype)
+    scores = _wide(scores)
+    if causal:
+        past = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+        scores = jnp.where(past, scores, -1e30)
+    weights = jax.nn.softmax(scores).astype(x.dtype)
     x = x + jnp.einsum("bhts,bshd,hdw->btw", weights, v, params["out"])
     y = _norm(x, params["mlp_norm"])
     return x + jax.nn.gelu(y @ params["up"]) @ params["down"]

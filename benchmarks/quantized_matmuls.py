@@ -1,8 +1,8 @@
-"""Quantized products: programs for H100 and v5e beside bfloat16's, and what a decoder learns.
+"""Quantized products: programs for H100 and v5e beside bfloat16's, and what models learn.
 
 Programs are the value and gradient of decoders of Llama 2's shapes, of a few layers, on 8,192
-tokens. They are compiled, not run; the compilers are those of ``SHARDING_COMPILERS``. A decoder of
-0.7M parameters learns the bytes of this repository's documentation in each recipe.
+tokens. They are compiled, not run; the compilers are those of ``SHARDING_COMPILERS``. A small
+decoder, a ViT and an MLP learn in each recipe.
 
   python benchmarks/quantized_matmuls.py programs
   python benchmarks/quantized_matmuls.py learning --seeds 5 --steps 1000
@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _transformer import Config, init, make_loss
+from _small_tasks import SmallTask, decoder, mlp, vit
 
 import sharding as shd
 from sharding import matmuls
@@ -46,7 +46,7 @@ def norm(x: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(mean + 1e-5)).astype(x.dtype)
 
 
-def decoder(model: str) -> tuple[Callable[..., jax.Array], Any, Any]:
+def large_decoder(model: str) -> tuple[Callable[..., jax.Array], Any, Any]:
     """A loss of a decoder, and the types of its parameters and of its tokens."""
     width, hidden, heads = MODELS[model]
 
@@ -85,7 +85,7 @@ def program_rows(smoke: bool) -> Iterator[str]:
     """A row for each program."""
     for target, recipe in RECIPES.items():
         for model in ["7B"] if smoke else MODELS:
-            loss, params, tokens = decoder(model)
+            loss, params, tokens = large_decoder(model)
             low = shd.quantized_matmuls(loss, recipe)
             share = matmuls.report_products(low, params, tokens).share
             place = jax.sharding.SingleDeviceSharding(targets.topology(target)[0])
@@ -120,55 +120,60 @@ GiB temporaries | ms, products | ms, bytes |
 
 # --- Learning -------------------------------------------------------------------------------------
 
-BATCH, CONTEXT = 16, 64
+CONTEXT, EACH = 64, 20  # bytes of a window; steps between batches that are drawn
+# Of most interest first: a run that ends early has whole rows.
+LEARNED = ("fp8", "int8", "ufp4", "sun4", "luq", "nvfp4", "mxfp8")
+# Quantiles 0.975 of Student's t, by degrees of freedom.
+T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
 
-def last_fifth(
-    loss: Callable[..., jax.Array], seed: int, steps: int, config: Config, corpus: Corpus
-) -> float:
-    """The mean training loss of the last fifth of the steps."""
+def last_fifths(
+    loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int
+) -> list[float]:
+    """Of each seed, the mean training loss of the last fifth of the steps."""
     tx = optax.adam(2e-3)
 
-    @jax.jit
-    def step(params: Any, state: Any, tokens: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
 
-    params = init(config)
-    keys = iter(jax.random.split(jax.random.key(seed), 16))
-    params = jax.tree.map(
-        lambda x: x if x.ndim < 3 else 0.05 * jax.random.normal(next(keys), x.shape), params
-    )
-    state, values = tx.init(params), []
-    for i in range(steps):
-        tokens = corpus.batch(seed, i, BATCH).astype(np.int32)
-        params, state, value = step(params, state, tokens)
-        values.append(float(value))
-    return float(np.mean(values[-steps // 5 :]))
+    train = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))
+    found = []
+    for seed in range(seeds):
+        params = jax.tree.map(jnp.asarray, task.init(seed))
+        state, values = (params, tx.init(params)), []
+        for start in range(0, steps, EACH):
+            batches = [task.batch(seed, i) for i in range(start, min(start + EACH, steps))]
+            state, losses = train(state, jax.tree.map(lambda *x: np.stack(x), *batches))
+            values.extend(np.asarray(losses).tolist())
+        found.append(float(np.mean(values[-max(steps // 5, 1) :])))
+    return found
 
 
-def learning_rows(seeds: int, steps: int, config: Config) -> Iterator[str]:
-    """A row for each recipe."""
+def learning_rows(seeds: int, steps: int, width: int, names: Sequence[str]) -> Iterator[str]:
+    """A row for each task and recipe; of each task the plain loss first."""
     corpus = Corpus(_results.ROOT / "docs", CONTEXT)
-    loss = make_loss()
-    losses = {"float32": loss} | {
-        name: shd.quantized_matmuls(loss, name, min_size=0, simulate=True)
-        for name in matmuls.RECIPES
-        if name != "identity"
-    }
-    plain: list[float] = []
-    for name, fn in losses.items():
-        found = [last_fifth(fn, seed, steps, config, corpus) for seed in range(seeds)]
-        plain = plain or found
-        ratios = np.array(found) / np.array(plain) - 1
-        each = ", ".join(f"{100 * ratio:+.2f}" for ratio in ratios)
-        yield f"| {name} | {np.mean(found):.4f} | {100 * ratios.mean():+.2f} | {each} |"
+    tasks = {"decoder": decoder(corpus, width), "ViT": vit(width), "MLP": mlp(2 * width)}
+    plain = {name: last_fifths(task.loss, task, seeds, steps) for name, task in tasks.items()}
+    for name, found in plain.items():
+        yield f"| {name} | float32 | {np.mean(found):.4f} | | |"
+    for recipe in names:
+        for name, task in tasks.items():
+            low = shd.quantized_matmuls(task.loss, recipe, min_size=0, simulate=True)
+            found = last_fifths(low, task, seeds, steps)
+            above = 100 * (np.array(found) / np.array(plain[name]) - 1)
+            spread = T.get(seeds - 1, np.nan) * above.std(ddof=1) / seeds**0.5 if seeds > 1 else 0
+            yield (
+                f"| {name} | {recipe} | {np.mean(found):.4f} | {above.mean():+.2f} ± {spread:.2f} "
+                f"| {', '.join(f'{x:+.2f}' for x in above)} |"
+            )
 
 
 LEARNING_HEADER = """\
-| recipe | loss | % above float32 | by seed |
-|---|---|---|---|"""
+| task | recipe | loss | % above float32 | by seed |
+|---|---|---|---|---|"""
 
 
 def main() -> None:
@@ -177,7 +182,8 @@ def main() -> None:
     parser.add_argument("part", choices=["programs", "learning"], nargs="?", default="learning")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--width", type=int, default=128, help="32 times the layers")
+    parser.add_argument("--width", type=int, default=64, help="32 times the layers")
+    parser.add_argument("--recipes", nargs="+", default=LEARNED, choices=LEARNED)
     parser.add_argument("--smoke", action="store_true", help="a little of it; prints only")
     args = parser.parse_args()
     if args.part == "programs":
@@ -185,10 +191,9 @@ def main() -> None:
     else:
         steps, seeds = (4, 1) if args.smoke else (args.steps, args.seeds)
         width = 32 if args.smoke else args.width
-        config = Config(layers=width // 32, width=width, vocabulary=256)
-        rows, header = learning_rows(seeds, steps, config), LEARNING_HEADER
-        millions = f"{config.num_params / 1e6:.1f}M"
-        about = ABOUT_LEARNING.format(steps=steps, seeds=seeds, parameters=millions)
+        names = LEARNED[:1] if args.smoke else args.recipes
+        rows, header = learning_rows(seeds, steps, width, names), LEARNING_HEADER
+        about = ABOUT_LEARNING.format(steps=steps, seeds=seeds, width=width)
     made = _results.table(header, rows)
     if not args.smoke:
         title = args.part.capitalize()
@@ -202,10 +207,11 @@ def main() -> None:
 ABOUT_PROGRAMS = """The value and gradient of decoders of 8 layers of Llama 2's shapes, 8,192
 tokens, each layer in a checkpoint. Compiled, not run. The times are bounds: of products, at twice
 the rate of bfloat16 for the share that is quantized, and of bytes, at the bandwidth of memory."""
-ABOUT_LEARNING = """The mean training loss of the last fifth of {steps} steps of a decoder of
-{parameters} parameters on the bytes of docs/, {seeds} seeds; each recipe from the same start with
-the same batches. Products of all sizes are quantized but those of attention and of the tied head.
-Recipes of 4 bits, and mxfp8, are simulated in float32."""
+ABOUT_LEARNING = """The mean training loss of the last fifth of {steps} steps, {seeds} seeds, each
+recipe from the same start with the same batches; with the interval of 95 % of its mean difference.
+A decoder of the bytes of docs/ and a ViT of rendered characters, both {width} wide with a layer
+for 32 of that, and an MLP of twice the width. Products of all sizes are quantized but those of
+attention and of the head. Recipes of 4 bits, and mxfp8, are simulated in float32."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The equations inside a jaxpr, those of its inputs that it reads; loops with another body."""
+"""Equations inside a jaxpr, FLOPs of products; inputs that it reads; loops with another body."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,19 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from all_equations(inner)
+
+
+def product_flops(eqn: Any, operands: Sequence[Any], results: Sequence[Any]) -> int:
+    """Two for each term of each result of a matrix product or a convolution; 0 of what is none."""
+    if eqn.primitive is lax.dot_general_p:
+        (summed, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(operands[0].shape[dim] for dim in summed)
+    elif eqn.primitive is lax.conv_general_dilated_p:
+        kernel, out = operands[1].shape, eqn.params["dimension_numbers"].rhs_spec[0]
+        terms = math.prod(kernel) // max(kernel[out], 1)
+    else:
+        return 0
+    return 2 * math.prod(results[0].shape) * terms
 
 
 def is_checkpoint(eqn: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 from sharding._types import Batch, Tree
 from sharding._user_line import warn_once
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
+from sharding.matmuls import Recipe
+from sharding.matmuls._quantized_loss import quantized_matmuls
 from sharding.placement._layout import Layout
 from sharding.placement._specs import AnyMesh, Axis, check_patterns
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
@@ -213,6 +215,7 @@ class Zero(StateMethods, NnxMethods):
         snapshot: PeerCheckpoints | None = None,
         donate: bool = True,
         update: str = "after",
+        matmuls: str | Recipe | None = None,
     ) -> TrainStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
 
@@ -260,6 +263,7 @@ class Zero(StateMethods, NnxMethods):
             transformation must treat each layer by itself, but for sums of each gradient, as in a
             clip by the global norm: these take a backward pass of their own. The partitioner runs
             such a step.
+          matmuls: a recipe for ``quantized_matmuls``, which then makes the loss, as ``"fp8"``.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
@@ -277,6 +281,8 @@ class Zero(StateMethods, NnxMethods):
             returns a model state of another structure.
         """
         loss = as_loss(loss_fn, has_aux, weighted, rngs, model_state)
+        if matmuls is not None:
+            loss = quantized_matmuls(loss, matmuls)
         options = tx, trainable, grad_norm, snapshot, donate, update
         in_backward = update == "backward"
         loss = self._in_step(loss, microbatches, updates_in_backward=in_backward)

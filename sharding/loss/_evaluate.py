@@ -223,10 +223,14 @@ class Evaluator:
         if not is_param(x):
             return x
         if x.rule not in x.fetched:
-            eqn = self._eqn
-            inside = eqn is not None and self._has_mark(eqn) and not self._is_mark(eqn)
-            self.fetches.append(Fetch(x.number, x.rule, x.in_layer, x.repeats, eqn, inside))
+            self.note(x)
         return x.full()
+
+    def note(self, x: Param) -> None:
+        """Adds a place where a parameter is fetched."""
+        eqn = self._eqn
+        inside = eqn is not None and self._has_mark(eqn) and not self._is_mark(eqn)
+        self.fetches.append(Fetch(x.number, x.rule, x.in_layer, x.repeats, eqn, inside))
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], in_loop: bool = False
@@ -288,13 +292,19 @@ class Evaluator:
             return of_arrays
         if self._is_mark(eqn):
             return [self.full(x._replace(in_layer=True) if is_param(x) else x) for x in operands]
-        read = lambda args: bind(eqn, list(map(self.full, args)))  # noqa: E731
+        read = lambda args: self._read(eqn, args)  # noqa: E731
         if in_loop and self.recompute:
             return self._checkpoint(read, operands, prevent_cse=False)
         if self.recompute and self._fetches_again(eqn, operands):
             # Not fetched before its input exists; ``after_input`` says more.
             return self._checkpoint(read, operands, after=True)
         return read(operands)
+
+    def _read(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """The results of an equation, which fetches parameters in its own form, or in full."""
+        own = eqn.params.get("read")
+        found = own and own(self, operands)
+        return found or bind(eqn, list(map(self.full, operands)))
 
     def _fetches_again(self, eqn: Any, operands: list[Any]) -> bool:
         """Whether its parameters are fetched again backward; an equation computes nothing again."""

@@ -30,10 +30,12 @@ from jax.extend.core import ClosedJaxpr
 from optax_ext.kernels import calling_default
 from optax_ext.traced_graph import bind
 from sharding.collectives._sum_dtype import to_sum_dtype
-from sharding.matmuls._recipes import Recipe, quantized
+from sharding.loss._evaluate import Evaluator, is_param
+from sharding.matmuls._recipes import Quantizer, Recipe, quantized
 
 # From two operands and a seed to the product: ``default``, with its own derivative. What only asks
-# how results depend on operands reads ``plain``, the equation that it takes the place of.
+# how results depend on operands reads ``plain``, the equation that it takes the place of. What
+# holds shards of the parameter calls ``read``, if there is one.
 QUANTIZED = calling_default("quantized_product")
 PRODUCTS = lax.dot_general_p, lax.conv_general_dilated_p
 
@@ -92,20 +94,59 @@ def sizes_of(eqn: Any, at: int) -> tuple[int, int, int]:
     return result // max(columns * batches, 1), terms, columns
 
 
-def flops_of(eqn: Any) -> int:
-    """Of one run: two for each term of each result."""
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * sizes_of(eqn, 1)[1]
-
-
 def quantized_product(eqn: Any, recipe: Recipe, at: int, operands: Sequence[Any], seed: Any) -> Any:
     """The result of an equation of which the operand ``at`` is a parameter."""
     fn = _with_gradients(eqn, recipe, at)
-    closed = jax.make_jaxpr(lambda *args: [fn(*args)])(*map(jax.typeof, (*operands, seed)))
+    closed = jax.make_jaxpr(lambda *args: [fn(*args, None)])(*map(jax.typeof, (*operands, seed)))
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
     default = ClosedJaxpr(jaxpr, [])
-    (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, default=default, plain=eqn)
+    forms = {"default": default, "plain": eqn, "read": None}
+    if recipe.weight.has_codes_of_shards and not _again(recipe):
+        forms["read"] = CodedWeight(fn, recipe.weight, dims_of(eqn).kept[at], at)
+    (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, **forms)
     return out
+
+
+class CodedWeight(NamedTuple):
+    """A product that gets the codes of its parameter, quantized as devices hold it."""
+
+    fn: Callable[..., jax.Array]  # of two operands, a seed, and codes with scales
+    weight: Quantizer
+    kept: Dims  # those of the parameter that the result has
+    at: int
+
+    def __call__(self, evaluator: Evaluator, operands: list[Any]) -> list[jax.Array] | None:
+        """The product; None if the rule of the parameter fetches no codes."""
+        x = operands[self.at]
+        # What other equations read, too, is fetched as it is, once for all of them.
+        shared = is_param(x) and x.is_shared and not getattr(x.rule, "is_part", False)
+        fetch = None if not is_param(x) or shared else getattr(x.rule, "codes", None)
+        coded = fetch and fetch(x, self)
+        if not coded:
+            return None
+        evaluator.note(x)
+        operands = [*operands[: self.at], coded[0], *operands[self.at + 1 :]]
+        a, b, seed = map(evaluator.full, operands[:3])
+        assert self.weight.grid is not None
+        codes = lax.bitcast_convert_type(coded[1], self.weight.grid.dtype)
+        return [self.fn(a, b, seed, (codes, coded[2]))]
+
+    def has_scales_along(self, dim: int) -> bool:
+        """Whether each index of a dim of the parameter has a scale of its own."""
+        return self.weight.scale == "row" and dim in self.kept
+
+    def encode(self, shard: jax.Array, of_all: Callable[[jax.Array], jax.Array] | None) -> Any:
+        """Codes of a shard, as int8, and scales; ``of_all`` makes maxima those of all shards."""
+        seed = jnp.zeros((), jnp.uint32)
+        codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all)
+        # Not all collectives take floats of 8 bits.
+        return lax.bitcast_convert_type(codes, jnp.int8), scale
+
+
+def _again(recipe: Recipe) -> bool:
+    """Whether the backward pass quantizes the operands of the forward pass once more."""
+    return any(q.block or q.hadamard for q in recipe[1:5])
 
 
 def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Array]:
@@ -114,11 +155,13 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
     # Of the gradient of each operand, the quantizer of the cotangent.
     of_gradient = [recipe.cotangent, recipe.of_weight]
     of_gradient = of_gradient if at else of_gradient[::-1]
-    again = any(q.block or q.hadamard for q in recipe[1:5])
+    again = _again(recipe)
 
-    def forward(a: jax.Array, b: jax.Array, seed: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(a: jax.Array, b: jax.Array, seed: jax.Array, coded: Any) -> tuple[jax.Array, Any]:
         both = [
             quantized(x, quantizers[i], dims.kept[i], dims.summed[i], seed)
+            if coded is None or i != at
+            else coded
             for i, x in enumerate((a, b))
         ]
         y = _of_codes(eqn, [codes for codes, _ in both], eqn.outvars[0].aval.dtype)
@@ -146,7 +189,7 @@ def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Arra
                 _gradient(eqn, i, g, other, like[i].dtype), scale, dims.in_result[i], dims.kept[i]
             )
             grads.append(grad.astype(like[i].dtype))
-        return (*grads, np.zeros(seed.shape, jax.dtypes.float0))
+        return *grads, None, None
 
     product = jax.custom_vjp(lambda *args: forward(*args)[0])
     product.defvjp(forward, backward)

@@ -37,7 +37,8 @@ def quantized_matmuls(
     These are the matrix products and convolutions of layers, forward and backward: in loops over
     stacked parameters, or with parameters whose paths number layers. Kept as they are: the last
     product outside of layers, which is the head, tables that are looked up, and products of
-    attention. ``matmuls.report_products`` lists all of them.
+    attention. ``matmuls.report_products`` lists all of them. A function that returns no scalar is
+    a layer itself, for the ``block`` of a ``Pipeline``.
 
     Args:
       loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
@@ -54,8 +55,8 @@ def quantized_matmuls(
       depends on the cotangents' scales alone.
 
     Raises:
-      ValueError: if there is no such recipe, it needs ``simulate``, or, when the loss is called, an
-        expression matches no parameter.
+      ValueError: if there is no such recipe, it needs ``simulate``, the loss has one already, or,
+        when it is called, an expression matches no parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
@@ -68,6 +69,11 @@ def quantized_matmuls(
       True
     """
     inner = as_loss(loss)
+    if quantized := getattr(inner.fn, "quantized", None):
+        raise ValueError(
+            f"the products of the loss are quantized already, by {quantized[1].recipe.name}. Give "
+            "the plain loss, or its recipe once."
+        )
     chosen = recipe if isinstance(recipe, Recipe) else RECIPES.get(recipe)
     if chosen is None:
         raise ValueError(
@@ -158,7 +164,7 @@ class TracedProducts(NamedTuple):
                 return bind(use.eqn, operands)
             return [quantized_product(use.eqn, recipe, use.at, operands, seed)]
 
-        outs, _ = _evaluated(self.closed, self.arrays, len(self.names), product)
+        outs = _evaluated(self.closed, self.arrays, len(self.names), product, WeightRule())
         return jax.tree.unflatten(jax.tree.structure(self.results), outs)
 
 
@@ -180,20 +186,19 @@ def trace_products(
     every = list(map(plain_path, leaf_names(params)))
     names = [every[i] for i in own]
     uses: dict[tuple[int, int], MatmulUse] = {}
-    looked_up: set[int] = set()
+    is_loss = any(x.shape == () for x in jax.tree.leaves(results[0]))
+    rule = WeightRule(in_layer=not is_loss)
 
     def note(use: MatmulUse, operands: list[Any]) -> Any:
         uses.setdefault(use.key, use)
         return bind(use.eqn, operands)
 
     def abstract(*values: Any) -> Any:
-        outs, found = _evaluated(closed, values, len(own), note)
-        looked_up.update(found)
-        return outs
+        return _evaluated(closed, values, len(own), note, rule)
 
     jax.eval_shape(abstract, *arrays)
     found = list(uses.values())
-    chosen = kept_products(found, names, options, looked_up)
+    chosen = kept_products(found, names, options, rule.looked_up)
     return TracedProducts(closed, results, arrays, names, found, *chosen)
 
 
@@ -209,9 +214,9 @@ def _evaluated(
     arrays: Sequence[Any],
     num_params: int,
     product: Callable[[MatmulUse, list[Any]], Any],
-) -> tuple[list[Any], set[int]]:
-    """What a traced loss returns, with its own products; the parameters that are looked up."""
-    rule = WeightRule()
+    rule: WeightRule,
+) -> list[Any]:
+    """What a traced loss returns, with its own products; ``rule`` is that of its parameters."""
 
     def equation(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         weights = [(i, x) for i, x in enumerate(operands) if is_param(x)]
@@ -224,4 +229,4 @@ def _evaluated(
 
     evaluator = Evaluator(equations=dict.fromkeys(PRODUCTS, equation))
     held = [Param(i, rule, x, None, {}) for i, x in enumerate(arrays[:num_params])]
-    return evaluator(closed, [*held, *arrays[num_params:]]), rule.looked_up
+    return evaluator(closed, [*held, *arrays[num_params:]])

@@ -1,11 +1,13 @@
 """Recipes: how the operands of a product, and its cotangents, are quantized. They are data."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType
 
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.matmuls import _grids
@@ -31,6 +33,12 @@ class Quantizer(NamedTuple):
     block: int = 0
     stochastic: bool = False  #: the rounding; otherwise to nearest
     hadamard: int = 0  #: elements of what is summed that a random Hadamard transform mixes
+
+    @property
+    def has_codes_of_shards(self) -> bool:
+        """Whether codes are of 8 bits, and shards have the same as the whole, of one largest."""
+        is_coded = self.grid is not None and self.grid.dtype is not None
+        return is_coded and self.scale in ("row", "tensor") and not self.stochastic
 
 
 class Recipe(NamedTuple):
@@ -91,7 +99,12 @@ _SAWB = 12.035, 12.03
 
 
 def quantized(
-    x: jax.Array, q: Quantizer, kept: tuple[int, ...], summed: int | None, seed: jax.Array
+    x: jax.Array,
+    q: Quantizer,
+    kept: tuple[int, ...],
+    summed: int | None,
+    seed: jax.Array,
+    of_all: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes of an operand, and its scales with dims of one, or numbers and None.
 
@@ -101,6 +114,7 @@ def quantized(
       kept: its dims that the result has, each index of which is a row.
       summed: the one of its other dims that blocks and transforms are along; None if there is none.
       seed: uint32, of stochastic rounding.
+      of_all: of a shard of an operand, from its largest magnitudes to those of all shards.
     """
     if q.grid is None:
         return x, None
@@ -109,24 +123,31 @@ def quantized(
         wide = hadamard(wide, summed, q.hadamard)
     if q.block:
         return _by_blocks(wide, q, summed or 0, seed), None
-    scale = _scale(wide, q, kept)
+    scale = _scale(wide, q, kept, of_all)
     noise = noise_of(scale, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
     if q.grid.dtype is None:
         return codes.astype(wide.dtype), scale
     codes = codes.astype(q.grid.dtype)
-    if codes.dtype == jnp.int8:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    # The partitioner would gather what has a layout.
+    is_partitioned = any(size > 1 and kind != AxisType.Manual for kind, size in kinds)
+    if codes.dtype == jnp.int8 or is_partitioned:
         return codes, scale
     # Otherwise XLA transposes all layers of a stack, before its loop, to the layout in which it
     # multiplies floats of 8 bits.
     return with_layout_constraint(codes, Layout(tuple(range(codes.ndim)))), scale
 
 
-def _scale(x: jax.Array, q: Quantizer, kept: tuple[int, ...]) -> jax.Array:
+def _scale(x: jax.Array, q: Quantizer, kept: tuple[int, ...], of_all: Any) -> jax.Array:
     """The number that a code of one stands for; of zeros alone, the smallest normal number."""
     assert q.grid is not None
     dims = tuple(d for d in range(x.ndim) if q.scale != "row" or d not in kept)
     largest = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0)
+    if of_all is not None:
+        # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
+        largest = of_all(jnp.where(jnp.isnan(largest), jnp.inf, largest))
     if q.scale == "sawb":
         rms = jnp.sqrt(_mean(jnp.square(x)))
         clip = _SAWB[0] * rms - _SAWB[1] * _mean(jnp.abs(x))

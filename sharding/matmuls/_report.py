@@ -1,13 +1,14 @@
 """Which products of a loss run in which bits, which do not, and why."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from optax_ext.equations import Scan, inner_jaxprs, record_of
 from optax_ext.user_line import line_of
+from sharding._jaxprs import product_flops
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
-from sharding.matmuls._product import PRODUCTS, flops_of
 from sharding.matmuls._quantized_loss import trace_products
 from sharding.matmuls._recipes import Recipe
 
@@ -71,9 +72,10 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
             f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
         )
     traced = trace_products(made[0], made[1], params, args)
-    flops: Counter[int] = Counter()
-    equations: dict[int, Any] = {}
-    _add_flops(traced.closed.jaxpr, 1, flops, equations)
+    products = list(_products(traced.closed.jaxpr))
+    flops: Counter[int] = Counter()  # by the id of an equation
+    for eqn, of_runs in products:
+        flops[id(eqn)] += of_runs
     total = sum(flops.values()) or 1
     readers = Counter(id(use.eqn) for use in traced.uses)
     rows = []
@@ -83,9 +85,9 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
         name = traced.names[use.number] if use.number >= 0 else ""
         share = flops[id(use.eqn)] / total / readers[id(use.eqn)]
         rows.append(MatmulRow(name, formats, reason, share, line_of(use.eqn.source_info)))
-    for at in flops.keys() - readers.keys():
-        line, reason = line_of(equations[at].source_info), "in a function that is run as a whole"
-        rows.append(MatmulRow("", "", reason, flops[at] / total, line))
+    for eqn in {id(eqn): eqn for eqn, _ in products if id(eqn) not in readers}.values():
+        reason, line = "in a function that is run as a whole", line_of(eqn.source_info)
+        rows.append(MatmulRow("", "", reason, flops[id(eqn)] / total, line))
     return MatmulReport(tuple(rows))
 
 
@@ -94,13 +96,13 @@ def _formats(recipe: Recipe) -> str:
     return " x ".join(dict.fromkeys(names)) + " (simulated)" * recipe.is_simulated
 
 
-def _add_flops(jaxpr: Any, times: int, flops: Counter[int], equations: dict[int, Any]) -> None:
-    """By equation, those of all its runs."""
+def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Products, in loops, too, each with the FLOPs of all its runs."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive in PRODUCTS:
-            flops[id(eqn)] += times * flops_of(eqn)
-            equations[id(eqn)] = eqn
+        operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+        if flops := product_flops(eqn, operands, results):
+            yield eqn, times * flops
         record = record_of(eqn)
         runs = record.options["length"] if isinstance(record, Scan) else 1
         for inner in inner_jaxprs(eqn):
-            _add_flops(inner, times * runs, flops, equations)
+            yield from _products(inner, times * runs)

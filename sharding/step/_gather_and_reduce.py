@@ -36,12 +36,14 @@ from sharding.loss._evaluate import (
     Fetch,
     Param,
     after_input,
+    tapped,
     use,
 )
 from sharding.loss._marks import CALL, MARK, is_marking, marking
+from sharding.matmuls._product import CodedWeight
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
-from sharding.placement._specs import is_spec, of_last_dims
+from sharding.placement._specs import by_dim, is_spec, of_last_dims
 from sharding.sync import RowMethod
 
 # Operations on one array, and perhaps indices, whose results are parts of it.
@@ -146,9 +148,15 @@ class DeviceRule(NamedTuple):
         return tuple(shape)
 
     def _array_layout(self, x: jax.Array) -> ArrayLayout:
-        return ArrayLayout(self.dim, of_last_dims(self.entries, x.ndim))
+        spec = of_last_dims(self.entries, x.ndim)
+        both = zip(by_dim(spec, x.ndim), x.shape, strict=True)
+        entries = [entry if size > 1 else None for entry, size in both]
+        return ArrayLayout(self.dim, PartitionSpec(*entries))
 
     # --- What crosses the wire --------------------------------------------------------------------
+
+    def _gathered(self, x: jax.Array) -> jax.Array:
+        return all_gather_arrays(self.layout, [x], [self._array_layout(x)], self.bits)[0]
 
     def fetch(self, held: jax.Array) -> jax.Array:
         """The unsharded parameter."""
@@ -156,8 +164,22 @@ class DeviceRule(NamedTuple):
             return held.astype(self.loss_dtype).astype(self.dtype)
         with jax.named_scope("gather"):
             cast = lax.stop_gradient(held).astype(self.loss_dtype).astype(self.dtype)
-            layouts = [self._array_layout(cast)]
-            return all_gather_arrays(self.layout, [cast], layouts, self.bits)[0]
+            return self._gathered(cast)
+
+    def codes(self, x: Param, product: CodedWeight) -> tuple[jax.Array, ...] | None:
+        """Zeros, which get the gradient; codes of shards, gathered, and scales of all of it."""
+        moved = _made_of_held(x) if self.gathers and not self.bits else None
+        rule = self if moved is None else moved.rule
+        if moved is None or not rule.dim or rule in x.fetched:
+            return None
+        with jax.named_scope("gather"):
+            held = lax.stop_gradient(moved.held).astype(rule.loss_dtype).astype(rule.dtype)
+            by_shard = product.has_scales_along(rule.dim % held.ndim)
+            of_all = None if by_shard else functools.partial(lax.pmax, axis_name=rule.layout.axes)
+            codes, scale = product.encode(moved.moved(held), of_all)
+            codes, scale = rule._gathered(codes), rule._gathered(scale) if by_shard else scale
+        zeros = jnp.zeros(rule.full_shape(held), rule.dtype)
+        return moved.moved(tapped(rule, zeros, moved.tap)), codes, scale
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         """This device's shard of the gradient, or, if it is reduced later, all of it."""

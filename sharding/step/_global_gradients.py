@@ -19,9 +19,10 @@ from optax_ext.traced_graph import bind
 from sharding._types import Batch, Tree
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._derivatives import bits
-from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast
+from sharding.loss._evaluate import MOVES, Evaluator, Param, is_cast, tapped
 from sharding.loss._marks import marking
 from sharding.loss._stack import numbered_layers, params_of_one_loop
+from sharding.matmuls._product import CodedWeight
 from sharding.offload._host_memory import DEVICE, HOST, on_host
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import NamedAxes
@@ -90,6 +91,15 @@ class GlobalRule(NamedTuple):
         with jax.named_scope("gather"):
             # Held as shards up to here, so that no layer before it is gathered at once.
             return self._placed(self._placed(held, self.held), self.used)
+
+    def codes(self, x: Param, product: CodedWeight) -> tuple[jax.Array, ...] | None:
+        """As those of ``DeviceRule``; the partitioner makes the scales of all shards."""
+        if self.layout.stage < 3 or self.held == self.used or x.moves or on_host(x.held):
+            return None
+        with jax.named_scope("gather"):
+            codes, scale = product.encode(self._placed(x.held, self.held), None)
+            codes = self._placed(self._placed(codes, self.held), self.used)
+        return tapped(self, jnp.zeros(x.held.shape, x.held.dtype), x.tap), codes, scale
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         grad = grad.astype(self.reduce_dtype)

@@ -13,6 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from optax_ext.equations import UnknownOperationError, inner_jaxprs, name_of, params_of, trace
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
+from sharding._jaxprs import product_flops
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind, num_bytes
 
@@ -69,15 +70,8 @@ def work_of_equation(
         return max(inner, key=lambda work: (work.seconds, work.flops))
     if inner:
         return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
-    if name == "dot_general":
-        (summed, _), _ = params["dimension_numbers"]
-        flops = 2.0 * math.prod(results[0].shape)
-        flops *= math.prod(operands[0].shape[dim] for dim in summed)
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
-    if name == "conv_general_dilated":
-        spec = params["dimension_numbers"].rhs_spec
-        kernel = operands[1].shape
-        flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
+    if name in ("dot_general", "conv_general_dilated"):
+        flops = float(product_flops(eqn, operands, results))
         return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
     if name in _FREE:
         return Work(0.0, 0.0)

@@ -15,6 +15,8 @@ import optax
 
 from sharding._types import Array, Batch, OptState, Tree
 from sharding.loss._loss_options import NUMBERED, AnyLoss, Loss, as_loss, as_pair
+from sharding.matmuls import Recipe
+from sharding.matmuls._quantized_loss import quantized_matmuls
 from sharding.placement._describe import Description
 from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import resolve_param_specs, sharding_on
@@ -68,6 +70,7 @@ class NnxMethods:
         grad_norm: bool = False,
         donate: bool = True,
         update: str = "after",
+        matmuls: str | Recipe | None = None,
         param_specs: Tree = None,
     ) -> "NnxStep":
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
@@ -91,6 +94,7 @@ class NnxMethods:
           donate: reuse the memory of parameters and optimizer state, which an ``nnx.clone`` shares.
           update: ``"after"`` the backward pass, or in it, ``"backward"``, where ``nnx.scan`` runs
             over layers that ``nnx.vmap`` made.
+          matmuls: a recipe for ``quantized_matmuls``, as in ``train_step``.
           param_specs: specs, for a model that the first call places; as in ``nnx_init``.
 
         Returns:
@@ -113,6 +117,8 @@ class NnxMethods:
           1
         """
         loss = as_loss(loss_fn, has_aux, weighted, rngs, first="model")
+        if matmuls is not None:
+            loss = quantized_matmuls(loss, matmuls)
         options = {"microbatches": microbatches, "trainable": trainable, "grad_norm": grad_norm}
         options |= {"donate": donate, "update": update}
         return NnxStep(self, loss, reductions, param_specs, options)

@@ -1,6 +1,7 @@
 """Quantized products: machinery that changes nothing by itself, and which products it takes."""
 
 import functools
+import re
 
 import equinox
 import jax
@@ -9,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
+from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import matmuls, stored
+from sharding import pipeline as pipelines
 from sharding.loss._rows import rows_of_loss
 
 from ...flax_nnx import needs_nnx, nnx
@@ -212,6 +215,79 @@ def test_rows_that_meet_are_found_through_products():
     assert found.word == "coupled"
 
 
+# --- On the wire of stage 3 -----------------------------------------------------------------------
+
+
+def stack(shape=(2, 32, 64)):
+    return {"layers": {"up": draws(*shape), "down": draws(shape[0], shape[2], shape[1])}}
+
+
+def of_stack(body=lambda x, p: jnp.tanh(x @ p["up"]) @ p["down"], wrap=jax.checkpoint):
+    def loss(params, x):
+        step = wrap(lambda x, p: (x + body(x, p), None))
+        return jnp.mean(jax.lax.scan(step, x, params["layers"])[0] ** 2)
+
+    return loss
+
+
+def of_slices(params, x):
+    layer = jax.checkpoint(lambda x, p: x + jnp.tanh(x @ p["up"]) @ p["down"])
+    for i in range(2):
+        x = layer(x, {name: w[i] for name, w in params["layers"].items()})
+    return jnp.mean(x**2)
+
+
+def partitioned(x, p):
+    y = jnp.tanh(x @ p["up"]) @ p["down"]
+    return jax.lax.with_sharding_constraint(y, P("data"))  # so that nothing runs per device
+
+
+def twice(x, p):
+    return (jnp.tanh(x @ p["up"]) + x @ jnp.cos(p["up"])) @ p["down"]
+
+
+ALONG_ROWS = {"layers": {"up": P(None, None, "data"), "down": P(None, None, "data")}}
+OF_TENSORS = {"layers": {"up": P(None, None, "model"), "down": P(None, "model", None)}}
+WIRE = {  # loss, param_specs, mesh, dtypes of all gathers of matrices
+    "checkpoints": (of_stack(), None, (8,), {"s8"}),
+    "no checkpoints": (of_stack(wrap=lambda fn: fn), None, (8,), {"s8"}),
+    "slices": (of_slices, None, (8,), {"s8"}),
+    "transposed": (of_stack(lambda x, p: x @ p["down"].T @ p["up"].T), None, (8,), {"s8"}),
+    "scales of shards": (of_stack(), ALONG_ROWS, (8,), {"s8"}),
+    "other axes": (of_stack(), OF_TENSORS, (4, 2), {"s8"}),
+    "also read otherwise": (of_stack(twice), None, (8,), {"s8", "f64"}),
+    "partitioned": (of_stack(partitioned), None, (8,), {"s8"}),
+}
+
+
+@pytest.mark.parametrize("case", WIRE.values(), ids=WIRE)
+def test_stage_3_gathers_codes(case, x64):
+    """Each gather is of 8 bits, and what is learned is that of stage 0 to the last bits."""
+    loss, specs, shape, dtypes = case
+    params, x, found = stack(), draws(64, 32), []
+    fn = low(loss)
+    for stage in (3, 0):
+        zero = model.zero_on(*shape, names=("data", "model")[: len(shape)], stage=stage)
+        options = {"param_specs": specs} if stage == 3 or len(shape) == 2 else {}
+        tx = optax.identity()
+        state = zero.init(lambda tx=tx: (params, tx.init(params)), tx=tx, **options)
+        run = zero.value_and_grad(fn, **options)
+        found.append(run(state[0], zero.put(x)))
+        if stage == 3:
+            program = run.lower(state[0], zero.put(x)).compile().as_text()
+    gathers = re.findall(r"= (\w+)\[(\d+),(\d+)\]\S* all-gather\(", program)
+    assert {dtype for dtype, *sizes in gathers if "1" not in sizes} == dtypes
+    model.assert_close(*found, 1e-12)
+
+
+def test_codes_of_a_parameter_that_is_not_finite_stay_so():
+    params, x = stack(), draws(64, 32)
+    params["layers"]["up"] = params["layers"]["up"].at[0, 3, 5].set(np.nan)
+    zero = model.zero_on(8, stage=3)
+    params, x = zero.place(jax.tree.map(jnp.float32, params)), zero.put(jnp.float32(x))
+    assert not np.isfinite(zero.value_and_grad(low(of_stack(), "int8"))(params, x)[0])
+
+
 # --- Which products -------------------------------------------------------------------------------
 
 
@@ -372,6 +448,13 @@ def test_bad_input():
         shd.quantized_matmuls(decoder, keep="(")
     with pytest.raises(ValueError, match="keep: 'heads' matches no parameter; there are embed, "):
         low(decoder, keep=["head", "heads"])(decoder_params(), tokens())
+    with pytest.raises(ValueError, match="are quantized already, by fp8"):
+        shd.quantized_matmuls(shd.quantized_matmuls(decoder), "int8")
+    zero = model.zero_on(2)
+    with pytest.raises(ValueError, match="recipe must be one of fp8"):
+        zero.train_step(decoder, matmuls="fp")
+    with pytest.raises(ValueError, match="are quantized already"):
+        zero.train_step(low(decoder), matmuls="fp8")
     with pytest.raises(ValueError, match=r"report takes what shd.quantized_matmuls returned, got"):
         matmuls.report_products(decoder, decoder_params(), tokens())
 
@@ -388,6 +471,46 @@ def test_a_loss_with_options_and_a_key():
     grads = [run(params, tokens(), jax.random.key(i))[0] for i in (0, 0, 1)]
     model.assert_close(grads[0], grads[1], 1e-9)
     assert 1e-4 < model.worst_leaf(grads[0], grads[2])[0] < 0.1
+
+
+# --- In steps and pipelines -----------------------------------------------------------------------
+
+
+def test_a_step_takes_a_recipe():
+    tx, zero = optax.adam(1e-3), model.zero_on(8, stage=2)
+    params = {"layers": jnp.zeros((2, 256, 256), jnp.bfloat16)}
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    loss = lambda p, x: jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, p["layers"])[0])  # noqa: E731
+    step = zero.train_step(loss, tx=tx, matmuls="fp8")
+    x = zero.put(jnp.zeros((8 * 256, 256), jnp.bfloat16))
+    assert {"f8E4M3FN", "f8E5M2"} <= set(re.findall(r"f8\w+", step.lower(state, x).as_text()))
+
+
+def test_a_function_that_returns_no_scalar_is_a_layer():
+    """So a pipeline takes one as its block, for which its loss has no loop over parameters."""
+    block = lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"]  # noqa: E731
+    params, x, mesh = stack(), draws(8, 32, dtype=np.float32), model.mesh_of(pipe=2)
+    params = jax.tree.map(jnp.float32, params)
+    one = jax.tree.map(lambda w: w[0], params["layers"])
+    assert matmuls.report_products(low(block, "int8"), one, x).share == 1
+
+    def loss_of(layer):
+        return shd.Pipeline(
+            mesh,
+            pipelines.one_f_one_b(2, 4),
+            num_layers=2,
+            embed=lambda p, x: x,
+            block=lambda p, x, _: layer(p, x),
+            head=lambda p, x, _: (jnp.sum(x**2), 1.0 * len(x)),
+        )
+
+    found = []
+    for layer in (block, low(block, EVERY), low(block, "int8")):
+        pipeline = loss_of(layer)
+        run = jax.grad(lambda p, x, pipeline=pipeline: pipeline.loss(p, x)[0])
+        found.append(jax.jit(run)(pipeline.stack(params), x))
+    model.assert_close(found[1], found[0], 1e-5)
+    assert 1e-4 < model.worst_leaf(found[2], found[0])[0] < 0.1
 
 
 # --- Frameworks -----------------------------------------------------------------------------------
