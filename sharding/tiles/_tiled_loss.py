@@ -32,7 +32,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     inside are neither stored for the backward pass nor ever there for all rows.
 
     Args:
-      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
+      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed. Of one that is
+        in tiles already, these are other ones.
       tiles: in how many tiles a chain runs, of equal numbers of rows but for the last one.
       forward_gradient: whether a chain that ends in one sum, as that of a head, makes its gradient
         in the forward pass, so that no product is computed twice. It stores gradients of parameters
@@ -57,7 +58,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     """
     inner = as_loss(loss)
     _check_tiles(tiles)
-
+    if rewrite := Rewrite.of(inner.fn):
+        inner = dataclasses.replace(inner, fn=rewrite.plain)
     return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
 
 
@@ -72,7 +74,8 @@ def _in_tiles(
         flat = lambda *leaves: plain(*treedef.unflatten(leaves))  # noqa: E731
         closed, results = trace(flat, *leaves)
         run = _TiledGraph(closed, tiles, forward_gradient)
-        if not run.is_tiled:
+        is_empty = any(0 in jnp.shape(x) for x in leaves)
+        if not run.is_tiled and not is_empty:
             said = "\n  ".join(run.report(coupled=False)) or "it has no large values"
             raise ValueError(
                 f"no equations of the loss can run in {tiles} tiles of their rows:\n  {said}\n"
