@@ -23,6 +23,8 @@ from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.tiles._chains import Chain, ChainSearch, NoChain
 from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
 
+TILES = (4, 16, 64, 256)  # that planners try, from the fewest on
+
 
 def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = None) -> Loss:
     """The same loss, whose largest inner values exist one tile at a time.
