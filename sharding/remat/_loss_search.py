@@ -34,7 +34,7 @@ from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._planned_loss import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
-from sharding.tiles._tiled_loss import TILES, tiled
+from sharding.tiles._tiled_loss import tiled
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _FEW_STATES = 60  # to find the fewest bytes
@@ -203,11 +203,13 @@ class LossSearch:
         kind: DeviceKind | None,
         offload: Offload = False,
         in_loops: bool = False,
+        tiles: Sequence[int] = (),  # in how many large values may exist
         plain: Work | None = None,  # of a step that runs nothing again; None: the least of its own
     ):
         self._loss = loss
         self._kind = kind
         self._options = offload, in_loops
+        self._tiles = tiles
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}
@@ -370,7 +372,7 @@ class LossSearch:
         if best and best.extra_time <= _WORTH:
             return best
         searches = [self]
-        for tiles in TILES:
+        for tiles in self._tiles:
             if (search := self._in_tiles(tiles)) is None:
                 break
             if best and search.at_once.seconds >= best.work.seconds:
@@ -388,9 +390,8 @@ class LossSearch:
         if self._loss.shards > 1 or Rewrite.of(self._loss.loss_fn):
             return None
         with contextlib.suppress(ValueError):
-            search = LossSearch(
-                self._loss.in_tiles(tiles), self._kind, *self._options, self._plain
-            )
+            loss = self._loss.in_tiles(tiles)
+            search = LossSearch(loss, self._kind, *self._options, plain=self._plain)
             search._takes_longer_than(self)
             return search if search.most < _SAVES * self.most else None
         return None
