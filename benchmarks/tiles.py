@@ -2,7 +2,7 @@
 
 The loss is that of plain jit. Nothing is run. Needs the compilers: pip install '.[aot]'.
 
-  python benchmarks/tiles.py           # writes results/tiles.md; minutes
+  python benchmarks/tiles.py           # writes results/tiles.md; an hour
   python benchmarks/tiles.py --smoke   # the CPU and small arrays, prints only
 """
 
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding as shd
 from sharding.plan import MODELS, Decoder
+from sharding.plan.cost._parallel_plan import short
 
 GIB = 2**30
 HEADER = """
@@ -105,6 +106,53 @@ def step(model: Decoder, target: str, form: str) -> str:
     return figures(lowered.compile(), zero.mesh)
 
 
+LONGEST = """
+| tiles | tokens of a sequence | plan of the longest that fits | GiB: planned | compiled |
+|---|---|---|---|---|
+""".strip()
+
+
+ABOUT_LONGEST = """Llama 3 8B in bfloat16 on one H100, Adafactor, each layer updated in the backward
+pass, one sequence: lengths are doubled until `fit(largest=True)` finds no step."""
+
+
+def longest(model: Decoder, target: str, tiles: Any, memory: float | None = None) -> str:
+    """The most tokens of a sequence, doubled, of which ``fit`` finds a step; and its plan."""
+    keep = {"update_in_backward": True, "recompute": "full", "offload": False} | tiles
+    tx = optax.adafactor(1e-3)
+    figures = "none fits | | |"
+    while True:
+        loss = model.make_loss(model.apply_layer)
+
+        def make_state(model: Decoder = model) -> tuple[Any, Any]:
+            params = model.init(jnp.bfloat16)
+            return params, tx.init(params)
+
+        given: Any = {"tx": tx, "target": target, "keep": keep, "memory": memory, "largest": True}
+        try:
+            found = shd.plan.fit(loss, make_state, model.batch(1), **given)
+        except shd.plan.NoPlanFits:
+            return figures
+        words = found.proofs[0]
+        sizes = f"{words.planned / GIB:.1f} | {words.memory / GIB:.1f} |"
+        figures = f"{model.length * found.plan.sequences:,} | {short(words.plan)} | {sizes}"
+        print(figures, flush=True)
+        model = dataclasses.replace(model, length=2 * model.length)
+
+
+def longest_rows(smoke: bool) -> Iterator[str]:
+    """Rows of the longest sequence, without and with tiles."""
+    model, target, memory = MODELS["llama3-8b"], "h100x1", None
+    lengths = {"none": 16384, "any": 65536}  # half of these fits, too
+    if smoke:
+        model, target, memory = Decoder(2, 64, 4, 4, 128, 96, 32), "cpu:1", 2**21
+        lengths = {"none": 32, "any": 64}
+    for name, length in lengths.items():
+        own = dataclasses.replace(model, length=length)
+        tiles = {"tiles": 1} if name == "none" else {}
+        yield f"| {name} | {longest(own, target, tiles, memory)}"
+
+
 def with_own_head(model: Decoder) -> Callable[..., Any]:
     """The loss of a model whose head is ``cross_entropy``."""
     layer = jax.checkpoint(model.apply_layer)
@@ -150,13 +198,15 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     jax.config.update("jax_num_cpu_devices", 8)  # of --smoke
     table = _results.table(HEADER, rows(smoke))
+    of_lengths = _results.table(LONGEST, longest_rows(smoke))
     if not smoke:
         about = (
             "The head of Llama 3 8B and the MLP of one of its layers, in bfloat16, with their "
             "gradients by parameters and input; 16 tiles. A step of GPT-2 small in bfloat16, "
             "AdamW, a sequence of 512 tokens a device, every layer computed again. Of one device."
         )
-        _results.write("tiles", "What tiles save", about, table)
+        sections = table, f"## Longest sequence\n\n{ABOUT_LONGEST}\n\n{of_lengths}"
+        _results.write("tiles", "What tiles save", about, *sections)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,8 @@ def _marked(dims: Any, tree: Any, call: int, is_result: bool, sizes: dict[str, i
 _UNDECLARED = "rows are along a dim that is not declared"
 
 
-def through_declared(eqn: Any, given: State, seen: dict[Any, Any]) -> Any:
-    """The state behind a mark; ``seen`` has what reached the marks before it.
+def through_declared(eqn: Any, aval: Any, given: State, seen: dict[Any, Any]) -> Any:
+    """The state behind a mark, of this type; ``seen`` has what reached the marks before it.
 
     Between the marks, dim 0 is the declared one of each array, and dim 1 that of a ``vmap``.
     """
@@ -169,7 +169,7 @@ def through_declared(eqn: Any, given: State, seen: dict[Any, Any]) -> Any:
     out = combined(states, Kind.PRODUCT)
     if isinstance(out, Shared):
         is_known = isinstance(given, Shared)
-        return given if is_known else dataclasses.replace(unknown(eqn.outvars[0].aval), power=None)
+        return given if is_known else dataclasses.replace(unknown(aval), power=None)
     if p["transposed"] and dims[out.dims[0]] is None:  # the cotangent of what all rows share
         return Rows((), 1, power=out.power + 1, random=out.random, summed=True)
     if dims[out.dims[0]] is None:

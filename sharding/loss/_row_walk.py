@@ -141,7 +141,8 @@ class Walk:
 
     def _states(self, step: RowStep, ins: list[Any]) -> list[Any]:
         if step.equation.primitive is DECLARED:
-            return [through_declared(step.equation, ins[0], self._declared)]
+            aval = step.result_types[0]
+            return [through_declared(step.equation, aval, ins[0], self._declared)]
         record: Any = record_of(step.equation)
         twin: Any = step.twin and record_of(step.twin.equation)
         if isinstance(record, Call | Remat):

@@ -1,5 +1,6 @@
 """The search for the plan of a loss, whose programs are compiled for their bytes."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,16 +23,18 @@ from sharding._jaxprs import all_equations, is_checkpoint, without_checkpoints
 from sharding._traced_types import traced_type
 from sharding._types import Batch, Tree
 from sharding.loss._derivatives import Differentiated
+from sharding.loss._loss_options import Rewrite
 from sharding.loss._stack import find_stacks
 from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.audit._program_memory import step_temporaries, types_of
 from sharding.plan.machine._devices import DeviceKind, num_bytes
-from sharding.plan.model._traced_work import Work
+from sharding.plan.model._traced_work import ANY_DEVICE, Work, work_of_jaxpr
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._planned_loss import LossPlan, ratio
 from sharding.remat._schedule_search import LossSchedule, ScheduleSearch
+from sharding.tiles._tiled_loss import tiled
 
 _COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 _FEW_STATES = 60  # to find the fewest bytes
@@ -43,6 +46,8 @@ _LONG = 10.0  # seconds after which it is reported what planning is at
 _COUNTED = 1.5  # bytes that loops store by their graph, of those of a program, at most
 _LEAST_FORMS = 3  # of loops, one of which takes the fewest bytes
 _COMPILED = 0.6  # of a TPU's memory, for parameters and gradients in a compiled program
+_WORTH = 0.02  # of extra time, from which on tiles are tried
+_SAVES = 0.9  # of the bytes of storing all: what tiles leave, to be worth a search
 _AS_IT_IS = LoopForm()
 
 
@@ -141,6 +146,10 @@ class PlannableLoss:
             )
         return here
 
+    def in_tiles(self, tiles: int) -> "PlannableLoss":
+        """The same loss, with large values in tiles; a ``ValueError`` if it has none."""
+        return PlannableLoss(tiled(self.loss_fn, tiles).fn, *self.types, self.device)
+
     def loops_of(self, kind: DeviceKind | None, offload: Offload) -> list[Loop]:
         """Its loops; ``fn`` runs them in one form or another."""
         found = find_stacks(self.graph, 0, Differentiated.of(self.graph, 0))
@@ -194,9 +203,13 @@ class LossSearch:
         kind: DeviceKind | None,
         offload: Offload = False,
         in_loops: bool = False,
+        tiles: Sequence[int] = (),  # in how many large values may exist
+        plain: Work | None = None,  # of a step that runs nothing again; None: the least of its own
     ):
         self._loss = loss
         self._kind = kind
+        self._options = offload, in_loops
+        self._tiles = tiles
         self._searches: list[tuple[LoopForm, JointGraph, ScheduleSearch]] = []
         loops = loss.loops_of(kind, offload)
         known = {name for loop in loops for name in loop.names}
@@ -218,7 +231,7 @@ class LossSearch:
             for own in (None, link) if link and form is forms[0] else (None,):
                 self._searches.append((form, joint, joint.search(own)))
         works = (joint.work for _, joint, _ in self._searches)
-        self._plain = min(works, key=lambda work: work.seconds)
+        self._plain = plain or min(works, key=lambda work: work.seconds)
         self._known: dict[Any, LossPlan] = {}  # whose programs are compiled
         self._exact = set[Any]()  # of which without the value of the loss, too
         self._start = time.monotonic()
@@ -351,7 +364,63 @@ class LossSearch:
         return low + (high - low) * (length - few) / (more - few) if linear else math.inf
 
     def fastest(self, budget: float) -> LossPlan:
-        """The fastest plan whose program keeps to the budget."""
+        """The fastest plan whose program keeps to the budget; large values are in tiles if so.
+
+        Tiles are as few as fit.
+        """
+        best = self._fastest_of(budget)
+        if best and best.extra_time <= _WORTH:
+            return best
+        searches = [self]
+        for tiles in self._tiles:
+            if (search := self._in_tiles(tiles)) is None:
+                break
+            if best and search.at_once.seconds >= best.work.seconds:
+                break
+            searches.append(search)
+            if found := search._fastest_of(budget):
+                found = dataclasses.replace(found, loss_fn=self._loss.loss_fn, tiles=tiles)
+                return min(filter(None, (best, found)), key=lambda plan: plan.work.seconds)
+        if best:
+            return best
+        raise min(searches, key=lambda search: search.smallest)._no_plan_fits(budget)
+
+    def _in_tiles(self, tiles: int) -> "LossSearch | None":
+        """The search of the loss in tiles; None if that saves nothing, or it is in some already."""
+        if self._loss.shards > 1 or Rewrite.of(self._loss.loss_fn):
+            return None
+        with contextlib.suppress(ValueError):
+            loss = self._loss.in_tiles(tiles)
+            search = LossSearch(loss, self._kind, *self._options, plain=self._plain)
+            search._takes_longer_than(self)
+            return search if search.most < _SAVES * self.most else None
+        return None
+
+    def _takes_longer_than(self, plain: "LossSearch") -> None:
+        """Adds what tiles take more than all rows at once, as both are counted one by one.
+
+        Of operations that run together in a loop, less is known than of others.
+        """
+        (_, joint, _), (_, of_plain, _) = self._searches[0], plain._searches[0]
+        kind = self._kind or ANY_DEVICE
+        one, other = (work_of_jaxpr(x.graph.jaxpr, kind).seconds for x in (of_plain, joint))
+        least = of_plain.work.seconds + max(0.0, other - one)
+        more = Work(0.0, max(0.0, least - joint.work.seconds))
+        for _, joint, _ in self._searches:
+            joint.work += more
+
+    @property
+    def at_once(self) -> Work:
+        """Of all operations, none of which runs again."""
+        return min((joint.work for _, joint, _ in self._searches), key=lambda work: work.seconds)
+
+    @property
+    def smallest(self) -> float:
+        """Bytes of the smallest program that was compiled."""
+        return min((plan.peak for plan in self._known.values()), default=math.inf)
+
+    def _fastest_of(self, budget: float) -> LossPlan | None:
+        """The same of the loss as it is; None if none fits."""
         floor = 0.0 if self._in_loops else min(search.floor for *_, search in self._searches)
         hopeless = budget < _HOPELESS * floor  # whatever is searched for
         best = None if self._in_loops or hopeless else self._in_order(budget)
@@ -374,7 +443,7 @@ class LossSearch:
                 found = (self.compiled(at, budget, states) for at, states in ends[hopeless:])
             best = min(filter(None, found), key=lambda plan: plan.peak, default=None)
             if best is None or best.peak > budget:
-                raise self._no_plan_fits(budget)
+                return None
         return dataclasses.replace(best, budget=budget)
 
     def _no_plan_fits(self, budget: float) -> ValueError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,7 @@ from sharding.remat._loss_loops import Offload
 from sharding.remat._loss_search import LossSearch, PlannableLoss, check_arrays
 from sharding.remat._planned_loss import LossPlan, ratio
 from sharding.step._loss import loss_args, microbatch_key
+from sharding.tiles._tiled_loss import TILES
 
 Budget = float | str | Plan
 Device: TypeAlias = "str | jax.Device | None"
@@ -34,6 +36,7 @@ def plan(
     largest: bool = False,
     stage: int | None = None,
     model_state: Tree = None,
+    tiles: Sequence[int] = TILES,
 ) -> Any:
     """Finds the fastest way to train a loss within a budget of bytes.
 
@@ -65,6 +68,8 @@ def plan(
         gathers loops layer by layer; other parts of a plan get all parameters. So at stage 3 a loss
         with loops plans these alone.
       model_state: of a ``Loss`` that takes one, real or abstract.
+      tiles: in how many large values may exist, as by ``shd.tiled``, where that takes less time
+        than to compute others again: as few as fit.
 
     Returns:
       A ``LossPlan``, which is called as the loss is; of a ``Loss`` a ``Loss`` whose ``fn`` it is.
@@ -93,7 +98,7 @@ def plan(
     most = in_bytes(budget)
     if stage is None and isinstance(budget, Plan):
         stage = 3 if budget.stage(budget.requested).share < 1 else 0
-    options: Any = device, offload, _is_3(stage or 0), model_state
+    options: Any = device, offload, _is_3(stage or 0), model_state, tiles
     if largest:
         found = _of_most_examples(loss_fn, params, batch, most, *options)
     else:
@@ -127,7 +132,7 @@ def frontier(
       >>> plans[-1].extra_time  # stores all
       0.0
     """
-    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage), model_state)
+    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage), model_state, ())
     return Frontier(search.frontier())
 
 
@@ -184,6 +189,7 @@ def loss_search(
     offload: Offload = False,
     in_loops: bool = False,
     model_state: Tree = None,
+    tiles: Sequence[int] = TILES,
 ) -> LossSearch:
     if not (callable(loss_fn) or hasattr(loss_fn, "as_loss")):
         raise ValueError(
@@ -194,7 +200,7 @@ def loss_search(
     check_arrays(params, batch)
     kind, target = _device(device, (params, batch), offload)
     fn, batch = _of_two_arguments(loss, batch, model_state)
-    return LossSearch(PlannableLoss(fn, params, batch, target), kind, offload, in_loops)
+    return LossSearch(PlannableLoss(fn, params, batch, target), kind, offload, in_loops, tiles)
 
 
 def _of_two_arguments(loss: Loss, batch: Batch, model_state: Tree) -> tuple[Any, Any]:

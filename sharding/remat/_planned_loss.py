@@ -51,6 +51,7 @@ class LossPlan:
     plain: Work  #: operations of a step that runs nothing again
     loss_fn: Callable[..., Any]  #: as it was given
     loops: LoopForm  #: what the layers of loops store
+    tiles: int = 1  #: in how many its large values exist, as by ``shd.tiled``
     at_least: float  #: the least extra time of any schedule within these bytes, as far as known
     _loss: "PlannableLoss"
     _graph: JointGraph
@@ -75,7 +76,8 @@ class LossPlan:
         """What the loss returns, for parameters, a batch and others of the planned types."""
         inputs = self._loss.inputs_of(params, (batch, *more) if more else batch)
         plan = self
-        if self._schedule.again or self.loops.stored is not None or self._loss.checkpoints:
+        is_other = self._schedule.again or self.loops.stored is not None or self.tiles > 1
+        if is_other or self._loss.checkpoints:
             inputs = varying_alike(inputs)
             plan = self._traced_with(self._loss.traced_with(inputs))
         return jax.tree.unflatten(plan._loss.out_treedef, plan._run(inputs))
@@ -193,6 +195,8 @@ class LossPlan:
             rows.append(
                 ("checkpoints", str(self._loss.checkpoints), "of the loss, which this replaces")
             )
+        if self.tiles > 1:
+            rows.append(("tiles", str(self.tiles), "of large values"))
         if self.loops.stored is not None:
             rows.append(("loops", "again", str(self.loops)))
         nodes = self._graph.nodes
@@ -213,6 +217,7 @@ class LossPlan:
         again = sum(not task.fetches for task in self._tasks)
         parts = [f"{again} values"] if again or self._copied else []
         parts += [f"fetches {len(self._copied)}"] if self._copied else []
+        parts += [f"{self.tiles} tiles"] if self.tiles > 1 else []
         return ", ".join(parts + [str(self.loops)] * (not parts or self.loops.stored is not None))
 
 

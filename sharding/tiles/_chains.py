@@ -66,6 +66,10 @@ class ChainSearch:
                 self._readers.setdefault(v, set()).add(number)
         self._constants = {v: constant(x) for v, x in graph.constants.items()}
         self._chain_of: dict[int, Chain] = {}  # by the numbers of equations
+        self._free = set(graph.constants)  # and what is made of them alone, as masks of indices
+        for step, eqn in zip(self._steps, graph.equations, strict=True):
+            if step.name in _CHEAP and self._free.issuperset(eqn.operands):
+                self._free.update(eqn.results)
 
     def nbytes(self, value: Value) -> int:
         aval = self._graph.types[value]
@@ -85,7 +89,8 @@ class ChainSearch:
             Value(v) for v in made if jnp.issubdtype(self._graph.types[v].dtype, jnp.inexact)
         ]
         for v in sorted(floating, key=lambda v: (-self.nbytes(v), v)):
-            if self.nbytes(v) * _LEAST < most or not self._graph.shape(v) or tried == _MOST_TRIED:
+            # What is smaller than a tile of another one is no peak.
+            if self.nbytes(v) * max(_LEAST, self._tiles) < most or not self._graph.shape(v) or tried == _MOST_TRIED:
                 return
             if made[v] in taken:
                 continue
@@ -260,7 +265,7 @@ class ChainSearch:
                 continue
             if before and self._walked(number, before)[v] != states[v]:
                 continue
-            if sum(map(self.nbytes, more)) <= self.nbytes(v):
+            if v in self._free or self._total(more) <= self.nbytes(v):
                 states |= before
                 inside.add(number)
                 pending += self._graph.equations[number].operands

@@ -17,11 +17,14 @@ from optax_ext.equations import Remat, Scan, record_of, trace
 from optax_ext.traced_graph import Graph, Value, bind
 from optax_ext.user_line import line_of
 from sharding._jaxprs import run_scan
+from sharding._traced_types import varying_alike
 from sharding._types import Array
 from sharding.collectives._sum_dtype import sum_dtype
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.tiles._chains import Chain, ChainSearch, NoChain
 from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
+
+TILES = (4, 16, 64, 256)  # that planners try, from the fewest on
 
 
 def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = None) -> Loss:
@@ -32,7 +35,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     inside are neither stored for the backward pass nor ever there for all rows.
 
     Args:
-      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
+      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed. Of one that is
+        in tiles already, these are other ones.
       tiles: in how many tiles a chain runs, of equal numbers of rows but for the last one.
       forward_gradient: whether a chain that ends in one sum, as that of a head, makes its gradient
         in the forward pass, so that no product is computed twice. It stores gradients of parameters
@@ -57,7 +61,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     """
     inner = as_loss(loss)
     _check_tiles(tiles)
-
+    if rewrite := Rewrite.of(inner.fn):
+        inner = dataclasses.replace(inner, fn=rewrite.plain)
     return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
 
 
@@ -72,7 +77,8 @@ def _in_tiles(
         flat = lambda *leaves: plain(*treedef.unflatten(leaves))  # noqa: E731
         closed, results = trace(flat, *leaves)
         run = _TiledGraph(closed, tiles, forward_gradient)
-        if not run.is_tiled:
+        is_empty = any(0 in jnp.shape(x) for x in leaves)
+        if not run.is_tiled and not is_empty:
             said = "\n  ".join(run.report(coupled=False)) or "it has no large values"
             raise ValueError(
                 f"no equations of the loss can run in {tiles} tiles of their rows:\n  {said}\n"
@@ -251,7 +257,8 @@ class _TiledChain:
             run.defvjp(lambda *given: (self._forward(*given), given), self._backward)
         else:
             run.defvjp(self._with_gradient, self._scaled)
-        return run(sliced, shared)
+        every = varying_alike([*sliced, *shared])
+        return run(every[: len(sliced)], every[len(sliced) :])
 
     def _tile(self, sliced: Sequence[Any], shared: Sequence[Any], start: Any, rows: int) -> Any:
         """The outputs of one tile."""
@@ -265,9 +272,14 @@ class _TiledChain:
         pairs = zip(arrays, states, strict=True)
         return [part_of(x, state, start, rows) for x, state in pairs]
 
-    def _for_each(self, tile: Callable[[Any, Any, int], Any], carry: Any) -> Any:
-        """What ``tile(carry, start, rows)`` makes of all tiles, one after the other."""
+    def _for_each(self, tile: Callable[[Any, Any, int], Any], zeros: Any, given: Any) -> Any:
+        """What ``tile(carry, start, rows)`` makes of all tiles, one after the other.
+
+        The first one carries zeros, on the axes of a ``shard_map`` that ``given`` arrays vary over.
+        """
         full, rest = divmod(self._chain.count, self._rows)
+        leaves, treedef = jax.tree.flatten(zeros)
+        carry = treedef.unflatten(varying_alike([*leaves, *given])[: len(leaves)])
         step = lambda carry, start: (tile(carry, start, self._rows), None)  # noqa: E731
         carry, _ = lax.scan(step, carry, jnp.arange(full) * self._rows)
         return tile(carry, full * self._rows, rest) if rest else carry
@@ -295,7 +307,7 @@ class _TiledChain:
             own = self._parts(sliced, self._of_sliced, start, rows)
             return self._added(outs, self._tile(own, shared, start, rows), start, rows)
 
-        return self._results(self._for_each(tile, self._zeros()))
+        return self._results(self._for_each(tile, self._zeros(), [*sliced, *shared]))
 
     def _zero_grads(self, sliced: list[Any], shared: list[Any]) -> Any:
         """Of what is differentiated: None for others."""
@@ -341,7 +353,7 @@ class _TiledChain:
             given = [part_of(x, state, start, rows) for x, state, t in each if _is_floating(t)]
             return self._with_grads(grads, pull, given, start, rows)
 
-        grads = self._for_each(tile, self._zero_grads(sliced, shared))
+        grads = self._for_each(tile, self._zero_grads(sliced, shared), [*sliced, *shared])
         return self._as_given(grads, stored)
 
     def _with_gradient(self, sliced: list[Any], shared: list[Any]) -> Any:
@@ -352,12 +364,13 @@ class _TiledChain:
             own = self._parts(sliced, self._of_sliced, start, rows)
             pull, of_tile = self._pullback(own, shared, start, rows)
             assert self._of_loss is not None
-            one = [jnp.ones((), self._types[self._of_loss].dtype)]
-            grads = self._with_grads(grads, pull, one, start, rows)
+            one = jnp.ones((), self._types[self._of_loss].dtype)
+            one, _ = varying_alike([one, of_tile[self._of_loss]])
+            grads = self._with_grads(grads, pull, [one], start, rows)
             return self._added(outs, of_tile, start, rows), grads
 
         grads = self._zero_grads(sliced, shared)
-        outs, grads = self._for_each(tile, (self._zeros(), grads))
+        outs, grads = self._for_each(tile, (self._zeros(), grads), [*sliced, *shared])
         types = [[jnp.zeros((), x.dtype) for x in xs] for xs in (sliced, shared)]
         return self._results(outs), (grads, types)
 

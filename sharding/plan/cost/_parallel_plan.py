@@ -39,6 +39,7 @@ class ParallelPlan:
     #: with values; ``"full"``, each layer; what a preset of MaxText does not save; or, of a
     #: ``TracedModel``, what a plan for a half or a third of the bytes does: ``"planned_half"``
     recompute: str = "full"
+    tiles: int = 1  #: in how many large values of a ``TracedModel`` exist, as by ``shd.tiled``
     #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``;
     #: ``"update"``: where the CPU updates it, ``Zero(update_on="host")``
     offload: bool | str = False
@@ -185,6 +186,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
     if plan.recompute in PARTLY:
         stored = ", ".join(saved_parts(plan.recompute))
+    stored += f", {plan.tiles} tiles" if plan.tiles > 1 else ""
     tensor = str(plan.tensor) if plan.tensor > 1 else "-"
     return zero, tensor, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
 
@@ -208,6 +210,7 @@ def short(plan: ParallelPlan) -> str:
     weights = {"master": "master weights", "stochastic": "stochastic rounding"}
     words += [
         {False: "", True: "offload", "update": "update on the host"}[plan.offload],
+        f"{plan.tiles} tiles" if plan.tiles > 1 else "",
         "update in the backward pass" * plan.update_in_backward,
         f"state in {plan.state_format}" if plan.state_format else "",
         weights.get(plan.weights, ""),

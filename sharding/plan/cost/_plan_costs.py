@@ -1,5 +1,6 @@
 """Memory and time of plans of one model, by the planner; what a device of a pipeline holds."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -253,6 +254,10 @@ class PlanCosts:
         """Forms of recomputation that differ in what is stored or computed."""
         return tuple(recompute)
 
+    def tilings(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """In how many tiles large values can exist, of these numbers; 1: in none."""
+        return (1,)
+
     def least(self, plan: ParallelPlan) -> float:
         """Bytes that the fullest device has at least, whatever ZeRO does."""
         if plan.pipe == 1:
@@ -443,7 +448,7 @@ class TracedCosts(PlanCosts):
 
     model: Any  # a TracedModel
 
-    def traced(self, size: float, recompute: str) -> Traced:
+    def traced(self, size: float, recompute: str, tiles: int = 1) -> Traced:
         """A micro-batch of some examples of one device."""
         low = 1
         high = 2
@@ -453,7 +458,9 @@ class TracedCosts(PlanCosts):
             while size > high:
                 low = high
                 high = 8 * high
-        one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (low, high))
+        one, two = (
+            self.model.traced(n * devices, self.dtype, recompute, tiles) for n in (low, high)
+        )
         growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
         each = zip(one, growths, strict=True)
         return Traced(*(max(a - low * b, 0.0) + size * b / devices for a, b in each))
@@ -478,9 +485,17 @@ class TracedCosts(PlanCosts):
             found |= PLANNED.keys() if self.model.can_be_planned(devices, self.dtype) else set()
         return tuple(form for form in recompute if form in found)
 
+    def tilings(self, counts: Sequence[int]) -> tuple[int, ...]:
+        found = [1]
+        for tiles in counts:
+            with contextlib.suppress(ValueError):  # of a loss that has no so many rows
+                self.model.traced(self.machine.num_devices, self.dtype, "none", tiles)
+                found.append(tiles)
+        return tuple(found)
+
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
-        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute)
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.tiles)
+        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute, plan.tiles)
         # Programs may hold what layers gathered to the end, where these are no loop.
         whole = plan.recompute in ("none", *PLANNED) and not self.model.trace.has_loops
         held = sum(self._sizes) * self.param_bytes / plan.tensor * (plan.stage == 3 and whole)
@@ -490,7 +505,7 @@ class TracedCosts(PlanCosts):
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.tiles)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
         products = traced.flops / unit.flops + traced.touched / unit.bandwidth
         kernels = round(_KERNELS * traced.products)

@@ -11,9 +11,17 @@ import jax
 import optax
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from optax_ext.equations import UnknownOperationError, inner_jaxprs, name_of, params_of, trace
+from optax_ext.equations import (
+    Scan,
+    UnknownOperationError,
+    inner_jaxprs,
+    name_of,
+    params_of,
+    record_of,
+    trace,
+)
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
-from sharding._jaxprs import product_flops
+from sharding._jaxprs import all_equations, product_flops
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind, num_bytes
 
@@ -22,6 +30,7 @@ ANY_DEVICE = KINDS["h100"]
 # Element-wise operations are fused: of four, about one reads or writes main memory.
 _MOVED = 0.25
 MOVES = frozenset(("reshape", "transpose", "squeeze", "broadcast_in_dim", "name", "pvary"))
+_PRODUCTS = ("dot_general", "conv_general_dilated")
 # ``jax.checkpoint`` rounds what it saves to its own dtype.
 _FREE = MOVES | {"iota", "optimization_barrier", "reduce_precision"}
 _OTHERS = """
@@ -69,13 +78,25 @@ def work_of_equation(
     if inner and "branches" in params:  # as pl.when, whose other branch is empty
         return max(inner, key=lambda work: (work.seconds, work.flops))
     if inner:
-        return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
+        added = 2 * _bytes_added_up(eqn) / kind.bandwidth
+        total = sum(inner, Work(0.0, added))
+        return total.times(params.get("length", 1))
     if name in ("dot_general", "conv_general_dilated"):
         flops = float(product_flops(eqn, operands, results))
         return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
+
+
+def _bytes_added_up(eqn: Any) -> float:
+    """Bytes of the sums that a loop carries, which each iteration reads and writes."""
+    scan = record_of(eqn)
+    if not isinstance(scan, Scan):
+        return 0.0
+    sums = {v for x in scan.body.jaxpr.eqns if name_of(x) in ("add", "add_any") for v in x.outvars}
+    carried = scan.body.jaxpr.outvars[: scan.num_carry]
+    return float(num_bytes([v.aval for v in carried if not hasattr(v, "val") and v in sums]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,12 +187,20 @@ def work_of_group(
             moved |= (set(eqn.operands) - made) | (set(eqn.results) & written)
             continue
         own = work_of_equation(eqn, operands, results, kind)
-        if own.touched and not any(inner_jaxprs(eqn)):  # GPUs compute float32 products in TF32
-            slower = 2 if kind.tile is None and results[0].dtype.itemsize > 2 else 1
+        if own.touched:  # GPUs compute float32 products in TF32
+            slower = 2 if kind.tile is None and _has_wide_products(eqn, results) else 1
             seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
-            own = own._replace(seconds=seconds)
+            own = own._replace(seconds=own.seconds - own.flops / kind.flops + seconds)
         work = work + own
     return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
+
+
+def _has_wide_products(eqn: Any, results: Sequence[Any]) -> bool:
+    """Whether the products of an operation, or of a loop, are of more than 16 bits."""
+    if not any(inner_jaxprs(eqn)):
+        return bool(results[0].dtype.itemsize > 2)
+    products = (x for jaxpr in inner_jaxprs(eqn) for x in all_equations(jaxpr))
+    return any(x.invars[0].aval.dtype.itemsize > 2 for x in products if name_of(x) in _PRODUCTS)
 
 
 # Whose operands and results are in memory, as are those of all that have a jaxpr of their own.

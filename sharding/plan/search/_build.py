@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharding._types import Batch, DType, Tree
 from sharding._zero import Tx, Zero
-from sharding.loss._loss_options import Loss
+from sharding.loss._loss_options import Loss, as_loss
 from sharding.pipeline import pipedream_2bw
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
@@ -24,6 +24,7 @@ from sharding.plan.cost._wire_and_flops import TENSOR_AXIS
 from sharding.plan.machine import targets
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder
 from sharding.plan.search._traced_model import AnyModel, TracedModel
+from sharding.tiles._tiled_loss import tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +248,9 @@ def _loss_of(plan: ParallelPlan, zero: Zero, model: AnyModel, loss: Any) -> Any:
         recompute = "none" if plan.update_in_backward else plan.recompute
         devices = getattr(zero.mesh, "devices", None)  # an abstract mesh has none
         device = None if devices is None else devices.flat[0]
-        if isinstance(loss, Loss):
-            return dataclasses.replace(loss, fn=model.loss(recompute, loss.fn, device))
-        return model.loss(recompute, loss, device)
+        given = as_loss(loss or model.loss_fn)
+        run = dataclasses.replace(given, fn=model.loss(recompute, given.fn, device))
+        return tiled(run, plan.tiles) if plan.tiles > 1 else run
     if loss is not None:
         return loss
     if plan.update_in_backward:  # which computes layers again that are scanned

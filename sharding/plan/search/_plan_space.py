@@ -26,7 +26,7 @@ SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "even"),
-    *("recompute", *OF_STATE),
+    *("recompute", "tiles", *OF_STATE),
 )
 
 
@@ -59,6 +59,7 @@ class PlanSpace:
     num_devices: int  # of the machine
     sequences: int  # of all devices in a step
     recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
+    tiles: tuple[int, ...] = (1,)  # in how many a traced loss may have its large values
     offload: tuple[bool | str, ...] = (False, True)  # whether state may be in host memory
     asynchronous: bool = False  # whether pipelines may run without a flush, which is lossy
     state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
@@ -104,12 +105,13 @@ class PlanSpace:
             if self.sequences % data:
                 continue
             own = self.sequences // data
-            for microbatch, recompute in itertools.product(divisors(own), self.recompute):
+            forms = [(x, n) for x in self.recompute for n in self.tiles if n == 1 or x not in PLANNED]
+            for microbatch, (recompute, tiles) in itertools.product(divisors(own), forms):
                 schedules = self._schedules(pipe, own // microbatch, recompute)
                 for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
-                        **(schedule | {"even": even, "recompute": recompute}),
+                        **(schedule | {"even": even, "recompute": recompute, "tiles": tiles}),
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from sharding.plan.model._models import Decoder
 from sharding.plan.search._chosen_plan import ChosenPlan, SearchResult
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
 from sharding.plan.search._traced_model import AnyModel, TracedModel
+from sharding.tiles._tiled_loss import TILES
 
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
@@ -51,6 +52,7 @@ def search(
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
     recompute: Sequence[str] = (*SEARCHED, *PLANNED),
+    tiles: Sequence[int] = TILES,
     offload: bool | str = True,
     asynchronous: bool = False,
     update_in_backward: bool = False,
@@ -77,6 +79,7 @@ def search(
       device: other figures than those of the target's kind.
       keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``; one of a tuple.
       recompute: what backward passes may compute again; see ``ParallelPlan``.
+      tiles: in how many a ``TracedModel`` may have its large values, where memory is short.
       offload: whether optimizer state may be in host memory; ``"update"``: and also where the CPU
         updates it, ``Zero(update_on="host")``.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
@@ -127,15 +130,17 @@ def search(
         costs=costs,
     )
     budget = machine.device.memory * (1 - headroom)
-    # Plans of a graph take seconds to find, and are of use where memory is short.
+    # Plans of a graph and tiles take seconds to find, and are of use where memory is short.
     known = tuple(form for form in recompute if form not in PLANNED)
-    every = tuple(recompute) if isinstance(model, TracedModel) else known
-    for forms in dict.fromkeys((known, every)):
-        space = dataclasses.replace(space, recompute=costs.forms(forms))
+    is_traced = isinstance(model, TracedModel)
+    few, many = ((tuple(recompute), tuple(n)) if is_traced else (known, ()) for n in (tiles[:2], tiles))
+    for forms, counts in dict.fromkeys(((known, ()), few, many)):
+        ways = {"recompute": costs.forms(forms), "tiles": costs.tilings(counts)}
+        space = dataclasses.replace(space, **ways)
         groups = list(space.groups(keep))
         changes = _changes(space, keep or {})
         chosen, rejected, short_of = _that_fit(costs, groups, budget, top, changes)
-        if len(chosen) == top and not short_of:
+        if (len(chosen) == top and not short_of) or (chosen and counts):
             break
     if not groups:
         raise ValueError(_no_plan(space, keep))

@@ -27,6 +27,7 @@ from sharding.plan.model._traced_work import (
     work_of_jaxpr,
 )
 from sharding.remat._loss_search import LossSearch, PlannableLoss
+from sharding.tiles._tiled_loss import tiled
 
 _MOST_OPERATIONS = 1500  # of a loss with layers, to plan more of which takes minutes
 
@@ -63,7 +64,7 @@ class TracedModel:
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
 
     def __post_init__(self) -> None:
-        for name in ("abstract", "traced", "_trace", "_planned"):  # by this object alone
+        for name in ("abstract", "traced", "in_tiles", "_trace", "_planned"):  # by this object alone
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
 
     @property
@@ -124,8 +125,14 @@ class TracedModel:
         vars(call)["computes"] = loss  # by which the step proves what it does with rows
         return call
 
-    def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
+    def in_tiles(self, tiles: int) -> "TracedModel":
+        """The model whose loss has large values one tile at a time."""
+        return dataclasses.replace(self, loss_fn=tiled(self.loss_fn, tiles).fn)
+
+    def traced(self, size: int, dtype: DType, recompute: str, tiles: int = 1) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
+        if tiles > 1:
+            return self.in_tiles(tiles).traced(size, dtype, recompute)
         args = self._args(size, dtype)
         if recompute in PLANNED:
             planned = self._planned(size, jnp.dtype(dtype)).within(PLANNED[recompute])

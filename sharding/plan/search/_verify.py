@@ -210,7 +210,7 @@ def planned_rows(
     if isinstance(model, Decoder):
         rows.append(decoder_products(model, plan, schedule, max(layers, default=0)))
     else:
-        traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)
+        traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute, plan.tiles)
         flops = plan.microbatches * traced.flops / plan.data
         rows.append(WorkRow("matmul", "products", flops, ("flops",)))
     if isinstance(model, Decoder) and plan.tensor > 1:

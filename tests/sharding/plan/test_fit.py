@@ -324,6 +324,24 @@ def small(rows=64):
     return loss_fn, state_of(params), jax.ShapeDtypeStruct((rows, 16, 64), jnp.float32)
 
 
+def test_tiles_are_chosen_where_memory_is_short():
+    params = {"in": draw(8, 8), "out": draw(8, 1024)}
+
+    def loss_fn(params, batch):
+        return cross_entropy(jnp.tanh(batch["x"] @ params["in"]) @ params["out"], batch["y"])
+
+    batch = {"x": draw(2048, 8), "y": RNG.integers(0, 1024, 2048).astype(np.int32)}
+    options = {"tx": TX, "memory": 1e6, "headroom": 0.0, "largest": True}
+    keep = {"stage": 1, "replicas": 1, "recompute": "none"}
+    plan = fit(loss_fn, state_of(params), batch, keep=keep, **options)
+    assert plan.plan.tiles > 1 and "tiles" in str(plan)
+    less = fit(loss_fn, state_of(params), batch, keep=keep | {"tiles": 1}, **options)
+    assert less.plan.sequences < plan.plan.sequences
+    state, few = plan.init(KEY), jax.tree.map(lambda x: x[: plan.plan.sequences], batch)
+    _, metrics = plan.train_step()(state, plan.put(few))
+    np.testing.assert_allclose(metrics["loss"], loss_fn(params, few), rtol=1e-6)
+
+
 def test_a_restart_reads_what_was_found_and_measured(tmp_path, monkeypatch):
     """Without any search, compilation or run, unless something that plans depend on is another."""
     options = {"tx": TX, "memory": 2.0**30, "folder": tmp_path, "measure": 2}

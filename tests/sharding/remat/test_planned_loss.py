@@ -187,6 +187,33 @@ def test_a_budget_is_kept():
     assert shd.remat.plan(large, LAYERS, x, least).peak <= least < most * 0.6
 
 
+def with_head(params, batch):
+    """Logits are nearly all that it stores."""
+    logits = jnp.tanh(batch["x"] @ params["in"]) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+@pytest.mark.usefixtures("x64")
+def test_tiles_are_taken_where_a_budget_needs_them():
+    params = {"in": draw(8, 8), "out": draw(8, 512, seed=1)}
+    batch = {"x": draw(256, 8, seed=2), "y": jnp.arange(256)}
+    params, batch = to_float64((params, batch))
+    plain = jax.jit(jax.value_and_grad(with_head)).lower(params, batch).compile()
+    budget = plain.memory_analysis().temp_size_in_bytes / 3
+    found = shd.remat.plan(with_head, params, batch, budget)
+    assert (found.tiles, found.loss_fn) == (4, with_head)
+    assert found.peak <= budget and found.extra_time >= 0
+    assert "tiles" in str(found) and "4 tiles" in found.summary
+    want = gradients(with_head, False, params, batch)
+    jax.tree.map(close, gradients(found, False, params, batch), want)
+    with pytest.raises(ValueError, match="no plan fits"):
+        shd.remat.plan(with_head, params, batch, budget, tiles=())
+    few = jax.tree.map(lambda x: x[:64], batch)
+    of_device = shd.remat.plan(with_head, params, few, budget / 4)
+    have = gradients(over_devices(of_device, batch), False, params, batch)
+    jax.tree.map(close, have, want)
+
+
 def test_a_hopeless_budget_is_refused_at_once(monkeypatch, capsys):
     """One operation needs more: two schedules are searched for. What takes long is reported."""
     plan, count = LossSearch.plan, []
@@ -552,7 +579,7 @@ def test_all_derivatives_are_those_of_the_loss():
 
 def over_devices(loss, batch):
     """The mean over four devices, of rows of each, inside a ``shard_map`` with JAX's defaults."""
-    specs = jax.tree.map(lambda x: P("data") if x.ndim > 1 else P(), batch)
+    specs = jax.tree.map(lambda x: P("data") if x.ndim else P(), batch)
 
     def mean(params, batch):
         return jax.lax.pmean(loss(params, batch), "data")

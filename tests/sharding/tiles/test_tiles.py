@@ -415,6 +415,41 @@ def test_too_many_tiles_raise():
         shd.tiled(head, 100)(*arrays(np.float32))
 
 
+def test_a_loss_in_tiles_gets_other_tiles():
+    params, batch = arrays(np.float32)
+    again = shd.tiled(shd.tiled(shd.Loss(head), 4), 13)
+    bodies = str(jax.make_jaxpr(again)(params, batch))
+    assert "length=13" in bodies and "length=4" not in bodies
+
+
+def test_an_empty_batch_runs_as_it_is():
+    params, batch = arrays(np.float32)
+    none = jax.tree.map(lambda x: x[:0], batch)
+    value, grads = jax.value_and_grad(shd.tiled(lambda p, b: jnp.sum(b["x"] @ p["w"]), 4))(
+        params, none
+    )
+    assert value == 0 and not grads["w"].any()
+
+
+def test_masks_of_indices_are_made_in_tiles():
+    def attention(q, k):
+        later = jnp.triu(jnp.full((len(q), len(k)), -1e30), k=1)
+        return jnp.sum((jax.nn.softmax(q @ k.T + later) @ k) ** 2)
+
+    q = jnp.ones((64, 4))
+    (line,) = [x for x in shd.tiles.report_tiles(attention, q, q, tiles=4) if "not" not in x]
+    assert "float32[64,64] inside, float32[64,4] read, float32[] returned" in line
+
+
+def test_a_declared_function_that_reads_rows_beside_its_arguments_is_in_no_tile():
+    def loss(w, x):
+        fn = shd.keeps_rows_apart(lambda w: jnp.tanh(x @ w), in_dims=None, out_dims=None)
+        return jnp.mean(jax.checkpoint(lambda h: h * fn(w))(x @ w) ** 2)
+
+    for line in shd.tiles.report_tiles(loss, jnp.ones((4, 64)), jnp.ones((8, 4)), tiles=4):
+        assert "outvars" not in line
+
+
 def test_sums_of_bfloat16_are_float32():
     """1 is added 1024 times, which bfloat16 cannot count beyond 256."""
 
