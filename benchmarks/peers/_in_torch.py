@@ -141,6 +141,7 @@ def deepspeed(model: Model, stage: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 8 // dist.get_world_size(),
         "optimizer": {"type": "AdamW", "params": options},
+        "gradient_clipping": 0.0,  # 1.0 by default
         "zero_optimization": {"stage": stage, "overlap_comm": False},
     }
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
