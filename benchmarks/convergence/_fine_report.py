@@ -13,6 +13,7 @@ from _fine_study import CELLS, CONTENDERS, SEEDS
 from _studies import Cell, Rows, there
 from _summary import BASELINE, Difference, half_width
 from _tables import METHOD, difference_cell, missing, table, write
+from scipy import stats
 
 EARLY = 50  # steps
 NEAR = 0.02  # of the best accuracy: a learning rate that is as good
@@ -27,9 +28,9 @@ ABOUT_STORED = """LoRA of rank 8 by `sharding.stored`, 200 steps of AdamW from t
 trained, at one learning rate, 0.00316: that from which searches for `lora` start. Matrices are
 bfloat16, NF4 with scales in 8 bits (QLoRA), or `Linear(4)`. Their rows of 96 numbers are no
 multiple of 64, so that blocks of codes run on from row to row, as in bitsandbytes. Held-out
-accuracy in points, and loss in nats, means over tasks; then minus the first row's, and its
-standard error over runs, of which there are few. The model was trained anew for this: other
-pages do not compare."""
+accuracy in points, and loss in nats, means over tasks; then minus the first row's, with the
+95 % interval of Student's t over runs. The model was trained anew for this: other pages do not
+compare."""
 
 
 class Final(NamedTuple):
@@ -112,8 +113,8 @@ def _stored_table(rows: Rows, backend: str) -> str:
         values = np.array([of[run] for run in shared])
         cells = [f"`{mode}`", f"{values[:, 0].mean():.2f}", f"{values[:, 1].mean():.3f}"]
         for less, n in zip((values - base).T, (2, 3), strict=True):
-            error = np.std(less, ddof=1) / len(less) ** 0.5 if len(less) > 1 else np.nan
-            cells.append("-" if mode == "lora_16" else f"{less.mean():+.{n}f} ± {error:.{n}f}")
+            half = np.nan if len(less) < 2 else stats.sem(less) * stats.t.ppf(0.975, len(less) - 1)
+            cells.append("-" if mode == "lora_16" else f"{less.mean():+.{n}f} ± {half:.{n}f}")
         by_task = [[of[run][0] for run in shared if run[0] == task] for task in tasks]
         lines.append([*cells, *(f"{np.mean(accuracies):.1f}" for accuracies in by_task)])
     header = ["mode", "accuracy", "loss", "accuracy, minus 16 bits'", "loss, minus 16 bits'"]

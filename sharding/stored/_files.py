@@ -159,8 +159,7 @@ def orbax(path: str | os.PathLike[str]) -> Tree:
         )
         return jax.tree.leaves(checkpointer.restore(path, args=restore))[number]
 
-    def lazy(number: int) -> Lazy:
-        x = types[number]
+    def lazy(number: int, x: Any) -> Lazy:
         return Lazy(x.shape, x.dtype, lambda index: leaf(number)[index])
 
-    return treedef.unflatten(map(lazy, range(len(types))))
+    return treedef.unflatten(map(lazy, range(len(types)), types))

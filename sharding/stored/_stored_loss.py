@@ -81,12 +81,14 @@ def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
 
 def _with_keys(leaves: list[Any], dropout: float, key: jax.Array) -> list[Any]:
     """Parameters, of which each adapted array of a stack has a key of its own."""
-    leaves = list(leaves)
-    for i, x in enumerate(leaves):
-        if isinstance(x, Adapted):
-            keys = jax.random.split(jax.random.fold_in(key, i), x.shape[: x.stacked])
-            leaves[i] = dataclasses.replace(x, key=keys, dropout=dropout)
-    return leaves
+
+    def with_key(i: int, x: Any) -> Any:
+        if not isinstance(x, Adapted):
+            return x
+        keys = jax.random.split(jax.random.fold_in(key, i), x.shape[: x.stacked])
+        return dataclasses.replace(x, key=keys, dropout=dropout)
+
+    return list(map(with_key, range(len(leaves)), leaves))
 
 
 @dataclasses.dataclass(frozen=True)

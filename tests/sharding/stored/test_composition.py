@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import optax_ext
@@ -20,7 +21,18 @@ from sharding.plan import Decoder
 from ...compilers import need
 from ...flax_nnx import needs_nnx, nnx
 from .. import model
-from .test_stored import KEY, arrays, batch, checkpointed, differentiable, of_decoded, trained_b
+from .test_stored import (
+    KEY,
+    LAYERS,
+    arrays,
+    batch,
+    checkpointed,
+    differentiable,
+    layer,
+    of_decoded,
+    scanned,
+    trained_b,
+)
 
 WIDTH, HIDDEN = 64, 128
 NF4_LORA = stored.frozen(4), stored.lora(4, alpha=8)
@@ -121,8 +133,8 @@ def test_state_is_of_adapters_alone(name, update):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-4)
 
 
-def _both(params):
-    return stored.trained(params), params
+def _both(params, tree=None):
+    return stored.trained(params), params if tree is None else tree
 
 
 def test_averages_of_adapters():
@@ -145,25 +157,64 @@ def test_averages_of_adapters():
 
 
 def test_a_checkpoint_of_what_is_trained(tmp_path):
-    """The base is saved once; adapters after each step, and both make the parameters again."""
+    """Orbax saves the base once and adapters, and restores both as sharded."""
     params = trained_b(stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY))
-    own = jax.tree.map(lambda own, x: x if own else None, *_both(params))
-    base = jax.tree.map(lambda own, x: None if own else x, *_both(params))
-    saved = {"base": base, "adapters": own}
-    for name, tree in saved.items():
-        leaves, treedef = jax.tree.flatten(tree)
-        np.savez(tmp_path / f"{name}.npz", *leaves)
-        found = np.load(tmp_path / f"{name}.npz")
-        saved[name] = treedef.unflatten(found[f"arr_{i}"] for i in range(len(leaves)))
-    is_none = lambda x: x is None  # noqa: E731
-    joined = jax.tree.map(
-        lambda x, y: y if x is None else x, saved["base"], saved["adapters"], is_leaf=is_none
+    params = model.zero_on(8, stage=3, min_shard_size=0).place(params)
+    types = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
+
+    def part(is_trained, tree):
+        return jax.tree.map(lambda own, x: x if own == is_trained else None, *_both(params, tree))
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name, is_trained in (("base", False), ("adapters", True)):
+            checkpointer.save(tmp_path / name, part(is_trained, params))
+        checkpointer.wait_until_finished()
+        base = checkpointer.restore(tmp_path / "base", part(False, types))
+        adapters = checkpointer.restore(tmp_path / "adapters", part(True, types))
+    is_none = lambda x: x is None  # noqa: E731
+    joined = jax.tree.map(lambda x, y: y if x is None else x, base, adapters, is_leaf=is_none)
     assert jax.tree.structure(joined) == jax.tree.structure(params)
     for x, y in zip(jax.tree.leaves(joined), jax.tree.leaves(params), strict=True):
+        assert x.sharding == y.sharding
         np.testing.assert_array_equal(x, y)
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in saved.values()]
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (base, adapters)]
     assert sizes[1] < 0.4 * sizes[0]
+
+
+def test_stages_of_a_pipeline_decode_their_layers(x64):
+    """A block merges what it gets: codes are sharded over stages, and gathered at stage 3."""
+    params = trained_b(stored.store(arrays(), {"layers/(up|down)": NF4_LORA}, KEY))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, LAYERS), ("data", "pipe"), auto, devices=jax.devices()[: 2 * LAYERS])
+
+    def head(shared, x, tokens):
+        logits = x @ shared["head"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return losses.sum(), jnp.asarray(losses.size, losses.dtype)
+
+    pipeline = shd.Pipeline(
+        mesh,
+        shd.pipeline.one_f_one_b(LAYERS, 4),
+        num_layers=LAYERS,
+        embed=lambda shared, tokens: shared["embed"][tokens[:, :-1]],
+        block=lambda p, x, _: layer(x, stored.merge(p)),
+        head=head,
+    )
+    zero = shd.Zero(mesh, stage=3, min_shard_size=0)
+    tx = optax.masked(optax.sgd(1.0), stored.trained)
+    specs = pipeline.param_specs(params)
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx, param_specs=specs)
+    step = zero.train_step(pipeline, tx=tx, trainable=stored.trained)
+    (after, _), metrics = step(state, zero.put(batch()))
+    fn, chosen = differentiable(of_decoded(scanned), params)
+    value, grads = jax.jit(jax.value_and_grad(fn))(chosen, batch())
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
+    moved = jax.tree.map(
+        lambda own, x, y: np.subtract(x, y) if own else None, stored.trained(params), params, after
+    )
+    model.assert_close(moved, grads, 1e-11)
 
 
 def test_descriptions_estimates_and_plans_of_forms():
@@ -191,10 +242,12 @@ def test_the_dtype_of_the_loss_is_not_that_of_codes():
 
 
 def test_activations_of_a_loss_of_forms_are_planned():
-    params = stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY)
+    params = trained_b(stored.store(arrays(np.float32), {"layers/(up|down)": NF4_LORA}, KEY))
     fn = stored.loss_of(checkpointed)
     planned = shd.remat.plan(fn, params, batch(), "1MiB")
-    np.testing.assert_allclose(planned(params, batch()), fn(params, batch()), rtol=1e-5)
+    run = lambda fn: jax.value_and_grad(differentiable(fn, params)[0])  # noqa: E731
+    chosen = differentiable(fn, params)[1]
+    model.assert_close(run(planned)(chosen, batch()), run(fn)(chosen, batch()), 1e-5)
 
 
 def test_codes_are_streamed_as_they_are_on_tpus():

@@ -71,12 +71,19 @@ def numbered(params, batch):
 
 
 def tied(params, batch):
-    """A table that is looked up, and a product with its rows; products with the form first."""
-    x = params["embed"][batch[:, :-1]]
+    """A table that is looked up; products over rows or columns, with the form first or last."""
+
+    def product(x, y, *dims):
+        return jax.lax.dot_general(x, y, (tuple((d,) for d in dims), ((), ())))
+
+    table = params["embed"]
+    x = table[batch[:, :-1]]
     for i in range(LAYERS):
         up, down = (params["layers"][name][i] for name in ("up", "down"))
-        x = x + jnp.einsum("dh,btd->bth", up, jnp.einsum("hd,bth->btd", down, x @ up))[..., :WIDTH]
-    return jnp.mean((x @ params["embed"].T) ** 2)
+        hidden = product(up, product(down, x @ up, 0, 2), 0, 0)  # (hidden, batch, length)
+        x = x + product(hidden, down, 0, 0)
+    scores = product(table, x, 1, 2) + jnp.moveaxis(product(x, table, 2, 1), -1, 0)
+    return jnp.mean((x @ table.T) ** 2) + jnp.mean(scores**3)
 
 
 def batch(step=0):
@@ -299,13 +306,56 @@ def test_dropout_is_of_the_input_of_an_adapter(x64):
         over_columns(head, jnp.ones((2, WORDS)), KEY)
 
 
-def test_pruned_values_stay_zero():
-    params = stored.store(arrays(np.float32), {"head": stored.masked(0.75)})
-    head = params["head"]
-    assert np.mean(head.decode() == 0) == 0.75
-    fn, chosen = differentiable(stored.loss_of(checkpointed), params)
-    grads = jax.grad(fn)(chosen, batch())
-    assert not np.any(np.asarray(grads["head"].values)[~np.asarray(head.kept)])
+def test_pruned_values_stay_zero(x64):
+    """Their gradient is zero, and what an optimizer does to them is not seen."""
+    params = stored.store(arrays(), {"head|layers/(up|down)": stored.masked(0.75)})
+    assert np.mean(params["head"].decode() == 0) == 0.75
+    fn, chosen = differentiable(stored.loss_of(scanned), params)
+    value, grads = jax.jit(jax.value_and_grad(fn))(chosen, batch())
+    tx = optax.masked(optax.adamw(1e-2, weight_decay=0.1), stored.trained)
+    zero = model.zero_on(8, stage=3, min_shard_size=0)
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    options = {"tx": tx, "trainable": stored.trained, "update": "backward"}
+    (after, _), metrics = zero.train_step(stored.loss_of(scanned), **options)(state, batch())
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-12)
+    for old, new, grad in (
+        (params["head"], after["head"], grads["head"]),
+        (params["layers"]["up"], after["layers"]["up"], grads["layers"]["up"]),
+    ):
+        assert not np.any(np.asarray(grad.values)[~np.asarray(old.kept)])
+        np.testing.assert_array_equal(new.kept, old.kept)
+        np.testing.assert_array_equal(new.decode() == 0, old.decode() == 0)
+        first = grad.values / (np.abs(grad.values) + 1e-8) + 0.1 * old.values  # of AdamW
+        np.testing.assert_allclose(new.values, old.values - 1e-2 * first, rtol=1e-9)
+
+
+def test_dora_is_that_of_the_paper(x64):
+    """The sum, with columns of the trained norms; the norms of the sum are no function."""
+    w, x = np.asarray(arrays()["layers"]["up"]), np.random.default_rng(0).normal(size=(5, WIDTH))
+    form = stored.store({"w": w}, {"w": stored.lora(4, dora=True)}, KEY)["w"]
+    np.testing.assert_allclose(form.decode(), w, rtol=1e-12)
+    form = dataclasses.replace(trained_b(form), magnitude=form.magnitude + 1)
+    total = w + np.asarray(form.a @ form.b)
+    norms = np.linalg.norm(total, axis=1)
+    m = np.asarray(form.magnitude)
+    np.testing.assert_allclose(m, np.linalg.norm(w, axis=1) + 1, rtol=1e-12)
+    np.testing.assert_allclose(form.decode(), total * (m / norms)[:, None], rtol=1e-12)
+
+    def loss(params, x):
+        return jax.lax.scan(lambda c, p: (c + jnp.sum(x @ p), None), 0.0, params["w"])[0]
+
+    fn, chosen = differentiable(stored.loss_of(loss), {"w": form})
+    found = jax.grad(fn)(chosen, x)["w"]
+    of_sum = np.ones((5, HIDDEN)) * (m / norms)[:, None]  # of x V, of each layer
+    np.testing.assert_allclose(found.b, np.einsum("lwr,bw,lbh->lrh", form.a, x, of_sum), rtol=1e-9)
+    np.testing.assert_allclose(
+        found.magnitude, np.einsum("bw,lwh->lh", x, total) / norms, rtol=1e-9, atol=1e-9
+    )
+    named, config = stored.peft({"w": form})
+    assert named["base_model.model.w.1.lora_magnitude_vector"].shape == (HIDDEN,)
+    assert config["use_dora"]
+    with pytest.raises(ValueError, match="peft takes adapters that all have DoRA, or none"):
+        stored.peft({"w": form, "v": dataclasses.replace(form, magnitude=None)})
 
 
 @pytest.mark.parametrize(
