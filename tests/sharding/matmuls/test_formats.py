@@ -105,7 +105,7 @@ def test_noise_is_uniform_and_of_the_seed_the_scales_and_the_index():
 
 
 def test_integers_are_rounded_without_their_exponents():
-    """XLA:TPU takes arrays of ones out of loops, in whose memory they would be read in each layer."""
+    """XLA:TPU takes arrays of ones out of loops, and reads them in each layer."""
     jaxpr = jax.make_jaxpr(lambda y: rounded(y, _grids.INT8))(jnp.zeros((4, 4)))
     assert len(jaxpr.eqns) < 8
 
