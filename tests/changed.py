@@ -26,7 +26,7 @@ TESTS = {
     "optax_ext/user_line.py": ["tests/sharding/step/test_gathered_layers.py"],
     "sharding/__init__.py": ["tests/sharding/test_zero.py"],
     "sharding/__main__.py": ["tests/sharding/cli"],
-    "sharding/_jaxprs.py": ["tests/sharding/step"],
+    "sharding/_jaxprs.py": ["tests/sharding/matmuls", "tests/sharding/step"],
     "sharding/_local_steps.py": ["tests/sharding/test_local_steps.py"],
     "sharding/_own_gradient.py": ["tests/sharding/remat"],
     "sharding/_traced_types.py": ["tests/sharding/remat"],

@@ -49,7 +49,11 @@ def rounded(y: jax.Array, grid: Grid, noise: jax.Array | None = None) -> jax.Arr
         return _nearest_of_radix_4(y, grid)
     if noise is None and grid.dtype is not None and grid.dtype != jnp.int8:
         return y.astype(grid.dtype).astype(y.dtype)  # which XLA does in one instruction
-    step = _power_of_2(jnp.maximum(_exponent(y), grid.lowest) - grid.mantissa, y.dtype)
+    if grid.top < 2.0 ** (grid.lowest + 1):
+        # No array: XLA:TPU would make that before a loop over layers, and read it in each.
+        step: Any = 2.0 ** (grid.lowest - grid.mantissa)
+    else:
+        step = _power_of_2(jnp.maximum(_exponent(y), grid.lowest) - grid.mantissa, y.dtype)
     steps = y / step
     return (jnp.round(steps) if noise is None else jnp.floor(steps + noise)) * step
 

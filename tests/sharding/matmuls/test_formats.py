@@ -104,6 +104,12 @@ def test_noise_is_uniform_and_of_the_seed_the_scales_and_the_index():
     np.testing.assert_array_equal(first, noise_of(scale[::-1], SEED, (1024, 64)))
 
 
+def test_integers_are_rounded_without_their_exponents():
+    """XLA:TPU takes arrays of ones out of loops, and reads them in each layer."""
+    jaxpr = jax.make_jaxpr(lambda y: rounded(y, _grids.INT8))(jnp.zeros((4, 4)))
+    assert len(jaxpr.eqns) < 8
+
+
 # --- Operands -------------------------------------------------------------------------------------
 
 
