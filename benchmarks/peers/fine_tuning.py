@@ -11,7 +11,6 @@ qwix, quax and jax-lorax; the table says which of them is missing, or why it doe
 import argparse
 import dataclasses
 import functools
-import inspect
 import os
 import pathlib
 import re
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _measured import lines_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
@@ -293,12 +293,6 @@ def program(setup: Setup, model: Decoder, mesh: Any) -> tuple[float, float]:
         )
     found = setup.step.lower(state, tokens).compile().memory_analysis()
     return found.argument_size_in_bytes / GIB, found.temp_size_in_bytes / GIB
-
-
-def lines_of(user_code: Callable[..., Any]) -> int:
-    """Without its docstring, and those that are empty or import something."""
-    lines = map(str.strip, inspect.getsource(user_code).splitlines()[2:])
-    return sum(line != "" and line.split()[0] not in ("import", "from") for line in lines)
 
 
 def rows(smoke: bool) -> Iterator[str]:

@@ -289,7 +289,14 @@ def main() -> None:
         tables += [_results.table(HEADER_OF_BITS, (row_of_bits(*found) for found in coded))]
     if args.torch and not args.smoke:
         _results.write(
-            "peers", "Training beside other libraries", ABOUT, tables[0], BITS, tables[1], BETTER, script="peers/training"
+            "peers",
+            "Training beside other libraries",
+            ABOUT,
+            tables[0],
+            BITS,
+            tables[1],
+            BETTER,
+            script="peers/training",
         )
 
 

@@ -2,26 +2,28 @@
 
 The same model, first parameters, batches and optimizer: an MLP that names rendered characters.
 
-  python benchmarks/peers_matmuls.py            # writes results/peers_matmuls.md; needs qwix
-  python benchmarks/peers_matmuls.py --smoke    # four steps, prints only
+  python benchmarks/peers/matmuls.py            # writes results/peers_matmuls.md; needs qwix
+  python benchmarks/peers/matmuls.py --smoke    # four steps, prints only
 """
 
 import argparse
 import os
+import pathlib
 import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _measured import lines_of
 from _small_tasks import CHARACTERS, SIDE, character_batch, cross_entropy
 from flax import linen, nnx
-from peers_fine_tuning import lines_of
 
 import sharding as shd
 
@@ -147,7 +149,8 @@ def main() -> None:
     table = _results.table(HEADER, rows(steps))
     if not smoke:
         about = ABOUT.format(steps=steps, layers=HIDDEN)
-        _results.write("peers_matmuls", "Training with products in 8 bits", about, table)
+        title = "Training with products in 8 bits"
+        _results.write("peers_matmuls", title, about, table, script="peers/matmuls")
 
 
 ABOUT = """An MLP of {layers} layers of width 128 on rendered characters: the mean loss of the last
