@@ -140,6 +140,12 @@ def layer_work(
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
       arXiv 2205.05198, section 4. Isaev et al.: Calculon, SC 2023.
     """
+    if model.dense_layers:
+        kinds: Any = {"microbatch": microbatch, "length": length, "experts": experts}
+        kinds |= {"implementation": implementation, "ideal": ideal}
+        single = dataclasses.replace(model, experts=None)
+        works = [layer_work(kind, device, **kinds) for kind in (single, model.alone)]
+        return _mean_of(works, model.dense_layers / model.layers)
     unit = Roofline(device, implementation, ideal=ideal)
     length = length or model.length
     tokens = microbatch * length
@@ -196,6 +202,17 @@ def layer_work(
         core = both + unit.passes(scores * (2 * _ITEM + dropout), 2)
         core_backward = both * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
     return LayerWork(forward + core, backward + core_backward, weight, core, products)
+
+
+def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:
+    """Of two kinds of layers, of which the first has so large a share."""
+    first, second = works
+    parts = [a * share + b * (1 - share) for a, b in zip(first[:-1], second[:-1], strict=True)]
+    products = {
+        part: first.products.get(part, KernelSeconds()) * share + product * (1 - share)
+        for part, product in second.products.items()
+    }
+    return LayerWork(*parts, products)
 
 
 @functools.lru_cache(maxsize=4096)
