@@ -536,7 +536,8 @@ def experts() -> list[Published]:
     drop no token, and have no empty slots.
     """
     mixtral, deepseek = _llama("mixtral-8x7b", 4096), _llama("deepseek-v3", 4096)
-    assert mixtral.experts and deepseek.experts
+    assert mixtral.experts
+    assert deepseek.experts
     dropless = dataclasses.replace(
         mixtral, experts=dataclasses.replace(mixtral.experts, capacity=1.0)
     )

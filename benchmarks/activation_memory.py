@@ -232,8 +232,10 @@ def beside_monet(smoke=False):
 
 def monet(smoke=False):
     """A table of these, and what authors of other planners report."""
-    head = "| network | budget | MONeT, time | ours, plain | compiled | extra time | at least | traffic |"
-    table = _results.table(f"{head}\n|---|---|---|---|---|---|---|---|", beside_monet(smoke))
+    names = ("network", "budget", "MONeT, time", "ours, plain", "compiled", "extra time")
+    names = (*names, "at least", "traffic")
+    head = f"| {' | '.join(names)} |\n{'|---' * len(names)}|"
+    table = _results.table(head, beside_monet(smoke))
     if not smoke:
         title = "Activations: beside the figures of other planners"
         options = {"script": "activation_memory"}
@@ -319,9 +321,9 @@ PyTorch, is reported to take 10 to 20 % of time for activations 2 to 5 times sma
 ICML 2023)."""
 
 ABOUT_PEERS = """With `--peers`: three networks of MONeT at the batches that its authors publish
-(ResNet-50 184, VGG-16 176, U-Net 11 of 416 x 608). Budgets are shares of what a step takes without a plan. Theirs
-are of all memory, and times were measured on a P100 with PyTorch, whose convolutions MONeT chooses,
-too, which is why some are negative. Ours are of temporaries, in float32, of programs compiled for an
+(ResNet-50 184, VGG-16 176, U-Net 11 of 416 x 608). Budgets are shares of what a step takes without
+a plan. Theirs are of all memory, and times were measured in PyTorch, whose convolutions MONeT
+chooses, too, which is why some are negative. Ours are of temporaries, in float32, of programs compiled for an
 H100; extra time is by a roofline, and was not measured; no schedule of the same operations within
 the budget takes less than what "at least" says."""
 
@@ -329,11 +331,13 @@ PEERS = """## What their papers report
 
 | planner | activations | overhead | source |
 |---|---|---|---|
-| MONeT | 3 times less memory in all | 9 to 16 % | Shah et al., ICLR 2021, abstract |
-| Rockmate | 2 to 5 times smaller | 10 to 20 % | Zhao et al., ICML 2023, abstract |
-| POFO, with copies to the host | 4 to 6 times smaller | below 20 % | Beaumont et al., NeurIPS 2021, abstract |
-| Checkmate | inputs up to 5.1 times larger | - | Jain et al., MLSys 2020, abstract |
-| `remat.plan`, GPT-2 and ResNet-50 | 3 times smaller | 13.3 and 21.0 %, planned | [these](activation_memory_graphs.md) |"""
+| MONeT | 3 times less memory in all | 9 to 16 % | Shah et al., ICLR 2021 |
+| Rockmate | 2 to 5 times smaller | 10 to 20 % | Zhao et al., ICML 2023 |
+| POFO, with copies to the host | 4 to 6 times smaller | below 20 % | Beaumont et al., NeurIPS 2021 |
+| Checkmate | inputs up to 5.1 times larger | - | Jain et al., MLSys 2020 |
+
+These are of abstracts. `remat.plan` makes activations 3 times smaller for 13.3 % (GPT-2) and 21.0 %
+(ResNet-50) of time, as planned: [its table](activation_memory_graphs.md)."""
 
 PLANNING = """## CPU seconds of planning
 

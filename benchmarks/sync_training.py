@@ -44,7 +44,7 @@ LOCAL = {
 }
 LOCAL_STEPS = 320  # after which all replicas have just met
 LOCAL_HEADER = """\
-| adamw, 8 replicas | validation loss | against ordinary | KiB sent per device and step | times less |
+| adamw, 8 replicas | validation loss | against ordinary | KiB sent per device, step | times less |
 |---|---|---|---|---|"""
 
 
@@ -153,7 +153,9 @@ def main() -> None:
     """Trains the runs that are not finished; prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
-    parser.add_argument("--local", action="store_true", help="local steps alone; prints their table")
+    parser.add_argument(
+        "--local", action="store_true", help="local steps alone; prints their table"
+    )
     options = parser.parse_args()
     smoke = options.smoke
     runs = _results.ROOT / "runs" / ("sync_smoke" if smoke else "sync")

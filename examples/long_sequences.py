@@ -19,7 +19,7 @@ import sharding as shd
 
 
 def over_sequence(attention):
-    """Attention of queries, keys and values, (batch, length, heads, dim), in parts of the length."""
+    """Attention of queries, keys and values, (batch, length, heads, dim), in parts of length."""
     parts = P(None, "sequence")
 
     def shared(*args):  # on the mesh of the program that it is traced in
@@ -92,7 +92,7 @@ def make_loss(attention, tiles=4):
 
 def make_params(key, width=32, heads=4, layers=2, vocabulary=64):
     """Parameters of layers that are stacked."""
-    of_heads = {name: (layers, width, heads, width // heads) for name in ("q", "k", "v")}
+    of_heads = dict.fromkeys(("q", "k", "v"), (layers, width, heads, width // heads))
     of_heads["out"] = (layers, heads, width // heads, width)
     of_mlp = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
     shapes = {"embed": (vocabulary, width), "head": (width, vocabulary)}

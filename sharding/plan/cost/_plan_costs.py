@@ -30,6 +30,7 @@ from sharding.plan.cost._wire_and_flops import (
 )
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, num_bytes
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Activations,
@@ -39,7 +40,6 @@ from sharding.plan.model._layer_costs import (
     activations_of,
     layer_costs,
 )
-from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import Traced, update_bytes, work_of
 

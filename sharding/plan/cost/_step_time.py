@@ -21,6 +21,7 @@ from sharding.plan.cost._wire_and_flops import (
 )
 from sharding.plan.machine._collective_time import Machine, collective_seconds
 from sharding.plan.machine._devices import achieved
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Implementation,
@@ -29,7 +30,6 @@ from sharding.plan.model._layer_costs import (
     head_work,
     layer_work,
 )
-from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._models import Decoder
 
 # How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,

@@ -20,8 +20,8 @@ from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._collective_time import Operation
 from sharding.plan.machine._devices import num_bytes
-from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._experts import EXPERT_AXIS
+from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder, saved_parts
 from sharding.step._loss import split_microbatches
 from sharding.sync import GradientSync

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def apply_experts(
 
     if several:
         own = PartitionSpec(EXPERT_AXIS)
-        specs = {"in_specs": (own, PartitionSpec(), own), "out_specs": own}
+        specs: Any = {"in_specs": (own, PartitionSpec(), own), "out_specs": own}
         of_rows = jax.shard_map(of_rows, axis_names={EXPERT_AXIS}, **specs)
         of_rows = keeps_rows_apart(of_rows, in_dims=(0, None, None), out_dims=0)
     return of_rows(x, router, matrices)

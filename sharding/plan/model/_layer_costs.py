@@ -207,12 +207,21 @@ def layer_work(
 def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:
     """Of two kinds of layers, of which the first has so large a share."""
     first, second = works
-    parts = [a * share + b * (1 - share) for a, b in zip(first[:-1], second[:-1], strict=True)]
-    products = {
-        part: first.products.get(part, KernelSeconds()) * share + product * (1 - share)
-        for part, product in second.products.items()
-    }
-    return LayerWork(*parts, products)
+
+    def mean(one: KernelSeconds, other: KernelSeconds) -> KernelSeconds:
+        return one * share + other * (1 - share)
+
+    of_part = first.products
+    return LayerWork(
+        forward=mean(first.forward, second.forward),
+        backward=mean(first.backward, second.backward),
+        weight=mean(first.weight, second.weight),
+        attention=mean(first.attention, second.attention),
+        products={
+            part: mean(of_part.get(part, KernelSeconds()), product)
+            for part, product in second.products.items()
+        },
+    )
 
 
 @functools.lru_cache(maxsize=4096)

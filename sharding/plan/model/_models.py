@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -142,7 +141,7 @@ class Decoder:
         }
 
     def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
-        out = {"out": (self.queries, self.width)}
+        out: dict[str, tuple[int, ...]] = {"out": (self.queries, self.width)}
         if not (latent := self.latent):
             names = {"query": self.queries, "key": self.keys, "value": self.keys}
             return {name: (self.width, columns) for name, columns in names.items()} | out

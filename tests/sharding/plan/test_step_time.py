@@ -95,7 +95,9 @@ def test_published_steps_that_nothing_fits():
         row
         for rows in published.sources().values()
         for row in rows
-        if not row.fitted and not row.odd and row.implementation != published.EAGER
+        if not row.fitted
+        and not row.odd
+        and row.implementation != published.EAGER
         and not row.model.experts
     ]
     on_torus = np.array([bool(row.machine.torus) for row in held])
