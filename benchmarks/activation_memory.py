@@ -323,9 +323,9 @@ ICML 2023)."""
 ABOUT_PEERS = """With `--peers`: three networks of MONeT at the batches that its authors publish
 (ResNet-50 184, VGG-16 176, U-Net 11 of 416 x 608). Budgets are shares of what a step takes without
 a plan. Theirs are of all memory, and times were measured in PyTorch, whose convolutions MONeT
-chooses, too, which is why some are negative. Ours are of temporaries, in float32, of programs compiled for an
-H100; extra time is by a roofline, and was not measured; no schedule of the same operations within
-the budget takes less than what "at least" says."""
+chooses, too, which is why some are negative. Ours are of temporaries, in float32, of programs
+compiled for an H100; extra time is by a roofline, and was not measured; no schedule of the same
+operations within the budget takes less than what "at least" says."""
 
 PEERS = """## What their papers report
 
@@ -333,7 +333,7 @@ PEERS = """## What their papers report
 |---|---|---|---|
 | MONeT | 3 times less memory in all | 9 to 16 % | Shah et al., ICLR 2021 |
 | Rockmate | 2 to 5 times smaller | 10 to 20 % | Zhao et al., ICML 2023 |
-| POFO, with copies to the host | 4 to 6 times smaller | below 20 % | Beaumont et al., NeurIPS 2021 |
+| POFO, with host copies | 4 to 6 times smaller | below 20 % | Beaumont et al., NeurIPS 2021 |
 | Checkmate | inputs up to 5.1 times larger | - | Jain et al., MLSys 2020 |
 
 These are of abstracts. `remat.plan` makes activations 3 times smaller for 13.3 % (GPT-2) and 21.0 %

@@ -280,7 +280,7 @@ def activations_of(
     tensor: int = 1,
     experts: int = 1,
 ) -> Activations:
-    """Activations without a pipeline; all others are those of the ``costs``.
+    """Activations without a pipeline; all other arguments are those of the ``costs``.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> model, device = MODELS["llama2-7b"], kind_of("h100")

@@ -240,7 +240,7 @@ class Decoder:
         return jax.tree_util.tree_map_with_path(spec, self.abstract())
 
     def check_experts(self, devices: int, tensor: int = 1) -> None:
-        """Raises unless so many devices can share the experts, or each layer."""
+        """Raises a ``ValueError`` unless so many devices can share the experts, or each layer."""
         number = self.experts.number if self.experts else 1
         if number % devices:
             raise ValueError(f"{devices} devices cannot share {number} experts of a layer equally.")
@@ -359,11 +359,11 @@ class Decoder:
         assert self.latent
         plain = self.queries // self.heads
         heads = (*y.shape[:2], self.heads)
-        narrow = _scaled(params["query_norm"], y @ params["query_down"])
+        narrow = _rms_norm(params["query_norm"], y @ params["query_down"], y.dtype)
         q = checkpoint_name(narrow @ params["query"], "query_proj").reshape(*heads, 1, -1)
         q = jnp.concatenate([q[..., :plain], _rotate(q[..., plain:])], axis=-1)
         narrow, position = jnp.split(y @ params["kv_down"], [self.latent.kv_rank], axis=-1)
-        narrow = _scaled(params["kv_norm"], narrow)
+        narrow = _rms_norm(params["kv_norm"], narrow, y.dtype)
         k = checkpoint_name(narrow @ params["key"], "key_proj").reshape(*heads, plain)
         v = checkpoint_name(narrow @ params["value"], "value_proj").reshape(*heads, plain)
         position = _rotate(position)[:, :, None]
@@ -427,8 +427,7 @@ class Decoder:
         y = _wide(x)
         if self.biased:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
-        y = y.astype(x.dtype) * params["scale"][None, None]
+        y = _rms_norm(params["scale"], y, x.dtype)
         return y + params["bias"][None, None] if self.biased else y
 
     def _linear(self, params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
@@ -436,11 +435,10 @@ class Decoder:
         return y + params[f"{name}_bias"][None, None] if self.biased else y
 
 
-def _scaled(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """The root mean square norm."""
-    wide = _wide(x)
-    y = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
-    return y.astype(x.dtype) * scale[None, None]
+def _rms_norm(scale: jax.Array, x: jax.Array, dtype: DType) -> jax.Array:
+    y = _wide(x)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
+    return y.astype(dtype) * scale[None, None]
 
 
 def _is_shape(x: Any) -> bool:
