@@ -30,15 +30,16 @@ class Params:
         return self.block(lambda x: block(self, x, *options))(x)
 
 
+def filtered(p, x, width, size=3, stride=1):
+    kernel = p(size, size, x.shape[-1], width)
+    dims = ("NHWC", "HWIO", "NHWC")
+    strides = (stride, stride)
+    return jax.lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=dims)
+
+
 def conv(p, x, width, size=3, stride=1, act=jax.nn.relu):
     """With a batch norm."""
-    x = jax.lax.conv_general_dilated(
-        x,
-        p(size, size, x.shape[-1], width),
-        (stride, stride),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
+    x = filtered(p, x, width, size, stride)
     mean, var = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
     return act((x - mean) * jax.lax.rsqrt(var + 1e-5) * p(width) + p(width))
 
@@ -69,6 +70,32 @@ def resnet50(p, x, scale):
         for i in range(blocks):
             x = p.run(bottleneck, x, width * 2**stage, 2 if stage and not i else 1, not i)
     return classes(p, x)
+
+
+def vgg16(p, x, scale):
+    """Without batch norms, and without dropout."""
+    for width, count in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(count):
+            x = jax.nn.relu(filtered(p, x, width // scale) + p(width // scale))
+        x = pool(x)
+    x = x.reshape(len(x), -1)
+    for width in (4096 // scale, 4096 // scale):
+        x = jax.nn.relu(x @ p(x.shape[-1], width) + p(width))
+    return -jnp.mean(jax.nn.log_softmax(x @ p(x.shape[-1], 1000))[:, 0])
+
+
+def plain_unet(p, x, scale):
+    """Of five resolutions, without attention; the lowest is as wide as the one above it."""
+    widths, skips, out = [64 // scale * k for k in (1, 2, 4, 8, 8)], [], x
+    for i, width in enumerate(widths):
+        x = conv(p, conv(p, pool(x) if i else x, width), width)
+        skips.append(x)
+    skips.pop()
+    for width in (256, 128, 64, 64):
+        x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+        x = jnp.concatenate([skips.pop(), x], -1)
+        x = conv(p, conv(p, x, x.shape[-1] // 2), width // scale)
+    return jnp.mean((filtered(p, x, 3, 1) - out) ** 2)
 
 
 def dense_layer(p, x, growth):
@@ -195,6 +222,22 @@ def tokens(count, length):
     return lambda scale: array(count // scale, length // scale, dtype=jnp.int32)
 
 
+# What MONeT's authors publish for these and their batches: GB in all, and overhead; first without.
+# github.com/utsaslab/MONeT, README.md, of ICLR 2021, on a P100.
+MONET = {
+    "VGG-16": (
+        network(vgg16, images(176, 224)),
+        (14.12, {9.71: -5.30, 6.82: 1.99, 5.51: 9.11}),
+    ),
+    "ResNet-50": (
+        network(resnet50, images(184, 224)),
+        (15.06, {10.01: 3.22, 6.99: 7.28, 4.99: 11.95}),
+    ),
+    "U-Net": (
+        network(plain_unet, lambda scale: array(11, 416 // scale, 608 // scale, 3)),
+        (14.32, {10.01: -4.10, 7.00: 1.39, 5.01: 11.51}),
+    ),
+}
 NETWORKS = {
     "ResNet-50": network(resnet50, images(64, 224)),
     "U-Net with attention": network(unet, images(16, 128)),

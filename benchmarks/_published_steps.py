@@ -527,6 +527,42 @@ def tpu_recipes() -> list[Published]:
     return rows
 
 
+def experts() -> list[Published]:
+    """Mixtures of experts of MaxText, all at stage 3 of ZeRO, whose experts are gathered whole.
+
+    Mixtral 8x7B: tpu-recipes/training/trillium, with slots for 1.25 of the tokens, which keeps
+    products of attention (in host memory); and MaxText's Run_Mixtral.md, v5p-128, of which the rate
+    is published. DeepSeek-V3 in 16 bits: tpu-recipes/training/ironwood/README.md. The latter two
+    drop no token, and have no empty slots.
+    """
+    mixtral, deepseek = _llama("mixtral-8x7b", 4096), _llama("deepseek-v3", 4096)
+    assert mixtral.experts
+    assert deepseek.experts
+    dropless = dataclasses.replace(
+        mixtral, experts=dataclasses.replace(mixtral.experts, capacity=1.0)
+    )
+    deepseek = dataclasses.replace(
+        deepseek, experts=dataclasses.replace(deepseek.experts, capacity=1.0)
+    )
+    rate = 251.94e12
+    table = [
+        ("v6e", "Mixtral 8x7B", mixtral, (16, 16), 12, "save_dot_except_mlp", 13.484),
+        (
+            *("v5p", "Mixtral 8x7B", dropless, (4, 4, 4), 36, "full"),
+            mixtral.flops(36 * 4096, 4096) / rate,
+        ),
+        ("tpu7x", "DeepSeek-V3", deepseek, (4, 4, 8), 8, "full", 27.02),
+        ("tpu7x", "DeepSeek-V3", deepseek, (4, 8, 8), 8, "full", 26.79),
+    ]
+    rows = []
+    for kind, name, model, torus, each, recompute, seconds in table:
+        devices = math.prod(torus) * (2 if kind == "tpu7x" else 1)
+        plan = ParallelPlan(data=devices, microbatch=each, stage=3, recompute=recompute)
+        machine = Machine(kind_of(kind), devices, torus)
+        rows.append(Published(name, model, plan, machine, FUSED, seconds, True))
+    return rows
+
+
 # --- All ------------------------------------------------------------------------------------------
 
 
@@ -562,4 +598,5 @@ def sources() -> dict[str, list[Published]]:
         "tpu-recipes, v6e, 2025-10": _half(recipes["v6e"]),
         "tpu-recipes, v5p, 2025-10": recipes["v5p"],
         "tpu-recipes, tpu7x, 2026-08": _half(recipes["tpu7x"]),
+        "MaxText and tpu-recipes, experts on v5p, v6e and tpu7x, 2024 to 2026": experts(),
     }

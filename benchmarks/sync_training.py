@@ -14,6 +14,7 @@ import argparse
 import pathlib
 from collections.abc import Iterator, Mapping
 
+import _local_training
 import _results
 import _training
 import matplotlib
@@ -30,6 +31,21 @@ HEADER = """\
 ZEN_HEADER = """\
 | optimizer | zen against dense: first 20 steps | all steps |
 |---|---|---|"""
+
+
+# Replicas that take local steps: the outer transformation, and steps between synchronizations.
+LOCAL = {
+    "ordinary steps": ("none", 1),
+    "local SGD, every step": ("mean", 1),
+    "local SGD, every 8": ("mean", 8),
+    "local SGD, every 64": ("mean", 64),
+    "DiLoCo, every 8": ("nesterov", 8),
+    "DiLoCo, every 64": ("nesterov", 64),
+}
+LOCAL_STEPS = 320  # after which all replicas have just met
+LOCAL_HEADER = """\
+| adamw, 8 replicas | validation loss | against ordinary | KiB sent per device, step | times less |
+|---|---|---|---|---|"""
 
 
 def name_of(optimizer: str, method: str, seed: int) -> str:
@@ -52,6 +68,24 @@ def rows(summaries: Summaries) -> Iterator[str]:
             f"| {optimizer} | {method} | {found['val_loss']:.4f} | {change} "
             f"| {found['wire_bytes'] / 2**10:,.0f} "
             f"| {dense['wire_bytes'] / found['wire_bytes']:.1f} |"
+        )
+
+
+def local_rows(runs: pathlib.Path, smoke: bool = False) -> Iterator[str]:
+    """Lines of the table of local steps."""
+    cases = list(LOCAL.items())[:: 3 if smoke else 1]
+    config, steps = ("smoke", 8) if smoke else ("ngrams-small", LOCAL_STEPS)
+    ordinary: dict = {}
+    for name, (outer, every) in cases[:2] if smoke else cases:
+        every = min(every, steps)
+        options = (config, "adamw", outer, every, steps)
+        found = _local_training.summary_of(runs, f"adamw-{outer}-{every}", *options)
+        ordinary = ordinary or found
+        more = 100 * (found["val_loss"] / ordinary["val_loss"] - 1)
+        yield (
+            f"| {name} | {found['val_loss']:.4f} | {more:+.2f} % "
+            f"| {found['wire_bytes'] / 2**10:,.0f} "
+            f"| {ordinary['wire_bytes'] / found['wire_bytes']:.1f} |"
         )
 
 
@@ -119,15 +153,22 @@ def main() -> None:
     """Trains the runs that are not finished; prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
-    smoke = parser.parse_args().smoke
+    parser.add_argument(
+        "--local", action="store_true", help="local steps alone; prints their table"
+    )
+    options = parser.parse_args()
+    smoke = options.smoke
     runs = _results.ROOT / "runs" / ("sync_smoke" if smoke else "sync")
-    options = ["--devices", "8", "--stage", "0", "--audit"]
-    options += ["--smoke"] if smoke else ["--config", "ngrams-small", "--steps", str(STEPS)]
+    if options.local:
+        _results.table(LOCAL_HEADER, local_rows(runs, smoke))
+        return
+    of_run = ["--devices", "8", "--stage", "0", "--audit"]
+    of_run += ["--smoke"] if smoke else ["--config", "ngrams-small", "--steps", str(STEPS)]
     summaries = {}
     for case in cases(smoke):
         optimizer, method, seed = case
         own = ["--optimizer", optimizer, "--sync", method, "--seed", str(seed)]
-        summaries[case] = _training.summary_of(runs, name_of(*case), options + own)
+        summaries[case] = _training.summary_of(runs, name_of(*case), of_run + own)
         print(f"{' '.join(map(str, case))}: {summaries[case]['val_loss']:.4f}", flush=True)
     of_all = _results.table(HEADER, rows(summaries))
     if not smoke:
@@ -139,11 +180,15 @@ def main() -> None:
             "`--config small` and plain sums, sgd's was not. Loss in nats per byte on 16 batches "
             "of held-out text. Bytes are read from the compiled step, for zen from the branch "
             "that gradients as sparse as these take, for gradzip as a mean of its two steps. The "
-            "last table has relative differences of training losses, the largest of all steps."
+            "last table but one has relative differences of training losses, the largest of all "
+            f"steps. The last one is of {LOCAL_STEPS} steps, in which replicas of one device share "
+            "the batch: two windows of 64 bytes each; local SGD averages parameters, DiLoCo has "
+            "Nesterov momentum 0.9 and rate 0.7 between replicas."
         )
         picture = "![loss against steps and bytes](sync_training.png)"
         title = "Gradient syncs: training"
-        _results.write("sync_training", title, about, picture, of_all, of_zen)
+        of_local = _results.table(LOCAL_HEADER, local_rows(runs))
+        _results.write("sync_training", title, about, picture, of_all, of_zen, of_local)
         plot(_results.RESULTS / "sync_training.png", runs, summaries)
 
 

@@ -16,7 +16,7 @@ from sharding._types import Batch, Tree
 from sharding._zero import Zero
 from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
 from sharding.loss._loss_options import AnyLoss
-from sharding.placement._specs import AnyMesh, axes_of, is_spec
+from sharding.placement._specs import AnyMesh, axes_of, first_names, is_spec
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import (
     opt_state_of,
@@ -65,7 +65,8 @@ class LocalSteps:
     ordinary step. Inner states stay with their replicas. Within a replica ``Zero`` shards as ever.
 
     Wire bytes between replicas: per step 1 / H of an all-reduce of the shards that a device holds,
-    2 (R - 1) / R times their bytes in float32, or those of the method of ``Zero(sync=...)``.
+    2 (R - 1) / R times their bytes in float32, or those of the method of ``Zero(sync=...)``. It is
+    planned by ``sharding.plan.estimate(local_steps=H)``.
 
     Args:
       zero: a ``Zero`` with one ``replica_axis``, whose replicas take local steps. Its ``sync`` is
@@ -319,8 +320,10 @@ class LocalSteps:
             [self._over(_merged_rows, [of[i] for of in params]) for i in group] for group in groups
         )
         outer = tuple(map(self._init_outer, anchor))
-        names = [self._names(replicas[0], group) for group in groups]
-        sync = tuple(map(self._init_sync, names, anchor))
+        sync = tuple(
+            self._init_sync(number, self._names(replicas[0], group), of_group)
+            for number, (group, of_group) in enumerate(zip(groups, anchor, strict=True))
+        )
         return LocalState(tuple(replicas), anchor, outer, sync, 0)
 
     def _split(self, state: Tree) -> list[list[int]]:
@@ -378,6 +381,8 @@ class LocalSteps:
 
     def _over(self, rule: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array]) -> Any:
         """What a rule makes of rows (replicas, ...), on the mesh of all replicas."""
+        if isinstance(parts[0], jax.core.Tracer):  # of ``jax.eval_shape``: there are no devices
+            return rule(jnp.broadcast_to(parts[0], (self._mesh.shape[self._axis], *parts[0].shape)))
         x = self._stacked(parts)
         out = NamedSharding(self._mesh, PartitionSpec(*_spec_of_array(x)[1:]))
         return jax.jit(rule, out_shardings=out)(x)
@@ -474,13 +479,22 @@ class LocalSteps:
         shardings = jax.tree.map(lambda s: NamedSharding(self._mesh, s), found, is_leaf=is_spec)
         return jax.jit(lambda x: self.outer.init(_in_sum_dtype(x)), out_shardings=shardings)(anchor)
 
-    def _init_sync(self, names: list[str], anchor: list[jax.Array]) -> Any:
+    def _init_sync(self, group: int, names: list[str], anchor: list[jax.Array]) -> Any:
         def init(blocks: list[jax.Array]) -> Any:
             by_name = dict(zip(names, _in_sum_dtype(blocks), strict=True))
             return jax.tree.map(_as_row, self._method.init(by_name))
 
         specs = [_spec_of_array(x) for x in anchor]
-        return jax.jit(self._on_devices(init, (specs,), self._each_device))(anchor)
+        try:
+            return jax.jit(self._on_devices(init, (specs,), self._each_device))(anchor)
+        except ValueError as error:
+            if self.groups == 1:
+                raise
+            raise ValueError(
+                f"the sync of LocalSteps cannot start in group {group} of {self.groups}, which has "
+                f"{first_names(map(repr, names))} alone, and a state of its own. Use a sync that "
+                f"fits each group, or groups=1. It said: {error}"
+            ) from error
 
 
 def _is_own(devices: np.ndarray) -> bool:
@@ -489,6 +503,8 @@ def _is_own(devices: np.ndarray) -> bool:
 
 
 def _spec_of_array(x: jax.Array) -> PartitionSpec:
+    if isinstance(x, jax.core.Tracer):
+        return PartitionSpec()
     return getattr(x.sharding, "spec", PartitionSpec())
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 import optax_ext
 import sharding as shd
 from sharding import sync
+from sharding.plan import estimate
 
 pytestmark = pytest.mark.usefixtures("x64")
 SHAPES = {"a": (32, 64), "b": (64,), "c": (64, 32)}
@@ -127,7 +128,7 @@ def test_another_number_of_replicas_goes_on():
 
 @pytest.mark.parametrize("method", [None, sync.qsgd(8, min_size=1)])
 def test_bytes_between_replicas(method):
-    """Of a group, those of an all-reduce of the shards in float64, or of the codes."""
+    """Of a group, those of an all-reduce of the shards in float64, or of the codes; as planned."""
     local = shd.LocalSteps(zero_of(sync=method), every=4)
     tx = optax.sgd(0.1)
     state = local.init(lambda: (initial(), tx.init(initial())), tx=tx)
@@ -136,8 +137,24 @@ def test_bytes_between_replicas(method):
     sent = shd.wire_bytes(local.lower_sync(state).compile())
     if method is None:
         assert sent == pytest.approx(plain, rel=1e-12)
+        stage = estimate(initial(), tx, local.zero, local_steps=4).stage("2 hybrid")
+        assert stage.sent["all-reduce over slice"] == pytest.approx(sent / 4, rel=1e-12)
+        assert stage.sync == 2 * held  # the anchor, and the momentum of Nesterov
+        ordinary = estimate(initial(), tx, local.zero).stage("2 hybrid")
+        assert stage.wire < ordinary.wire
+        assert stage.memory > ordinary.memory
     else:
         assert 0.1 * plain < sent < 0.2 * plain
+
+
+def test_shapes_without_arrays():
+    """Those of ``init``, as a restore of a checkpoint needs them."""
+    local, tx = shd.LocalSteps(zero_of(), every=2, groups=2), optax.adam(1e-2)
+    found = jax.eval_shape(lambda: started(local, tx))
+    real = started(local, tx)
+    assert jax.tree.structure(found) == jax.tree.structure(real)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(real), strict=True):
+        assert (np.shape(a), jnp.result_type(a)) == (np.shape(b), jnp.result_type(b))
 
 
 def started(local, tx):
@@ -264,6 +281,15 @@ def started_after(groups):
             "none is trained",
         ),
         (lambda: started_after(groups=2), "has 1 groups, and LocalSteps has groups=2"),
+        (
+            lambda: started(
+                shd.LocalSteps(
+                    zero_of(sync=sync.by_path({"^a$": sync.dense()})), every=2, groups=2
+                ),
+                optax.sgd(0.1),
+            ),
+            "group 1 of 2, which has 'b', 'c' alone.*is the first match of no path",
+        ),
     ],
 )
 def test_bad_input(make, message):

@@ -196,6 +196,7 @@ def estimate(
     tokens: float = 0.0,
     flops: float = 0.0,
     predicted: Mapping[str, StepSeconds] | None = None,
+    local_steps: int = 0,
 ) -> Plan:
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
@@ -228,10 +229,12 @@ def estimate(
       flops: floating-point operations of one device in a step, for a lower bound of its time.
       predicted: what a step takes by the names of the stages, such as ``step_seconds`` of each: the
         fastest is recommended. None: the stage that sends least.
+      local_steps: of ``LocalSteps``, between two synchronizations of replicas: parameters are
+        averaged in place of gradients, once in so many steps. 0: ordinary steps.
 
     Raises:
       ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
-        not finite.
+        not finite; or there are ``local_steps`` without a ``replica_axis``.
 
     >>> zero = Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
     >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), "bfloat16")}
@@ -249,7 +252,12 @@ def estimate(
         activations = Activations(float(activations))
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "temporaries": temporaries}
-    options |= {"update": update, "trainable": trainable}
+    options |= {"update": update, "trainable": trainable, "local_steps": local_steps}
+    if local_steps < 0 or (local_steps and not zero.replica_axis):
+        raise ValueError(
+            f"local_steps are steps of replicas, 0 or more, got {local_steps} and "
+            f"replica_axis={zero.replica_axis!r}: give Zero(replica_axis=...), or leave them out."
+        )
     # The state is traced once, and placed once where the user's axes alone shard.
     variants = variants_of(zero)
     opt_state = jax.eval_shape(tx.init, params)

@@ -19,7 +19,7 @@ OF_STATE = (
 
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
-    """How a step is shared among ``tensor * data * pipe`` devices."""
+    """How a step is shared among ``tensor * experts * data * pipe`` devices."""
 
     data: int = 1  #: devices that have the same layers and other sequences
     tensor: int = 1  #: devices that share each layer, as in Megatron-LM
@@ -51,6 +51,7 @@ class ParallelPlan:
     sync: str | None = None
     #: whether each layer is updated in the backward pass, by the partitioner
     update_in_backward: bool = False
+    experts: int = 1  #: devices that have other experts of each layer, and other sequences
 
     @property
     def lossy(self) -> bool:
@@ -71,7 +72,7 @@ class ParallelPlan:
     @property
     def num_devices(self) -> int:
         """The number of devices."""
-        return self.data * self.tensor * self.pipe
+        return self.data * self.experts * self.tensor * self.pipe
 
     @property
     def shards(self) -> int:
@@ -91,12 +92,13 @@ class ParallelPlan:
     @property
     def sequences(self) -> int:
         """Sequences of all devices in a step."""
-        return self.data * self.microbatch * self.microbatches
+        return self.data * self.experts * self.microbatch * self.microbatches
 
     @property
     def can_update_in_backward(self) -> bool:
         """Whether ``update_in_backward`` is possible: it computes each layer again."""
-        return self.pipe * self.tensor == 1 and self.recompute == "full" and not self.sync
+        alone = self.pipe * self.tensor * self.experts == 1
+        return alone and self.recompute == "full" and not self.sync
 
     @property
     def checkpoints_layers(self) -> bool:
@@ -107,7 +109,8 @@ class ParallelPlan:
 
     def check(self, model: Decoder) -> None:
         """Raises a ``ValueError`` unless sizes and names are known and the model can be shared."""
-        for name in ("data", "tensor", "pipe", "microbatch", "microbatches", "replicas", "chunks"):
+        sizes = ("data", "experts", "tensor", "pipe", "microbatch", "microbatches", "replicas")
+        for name in (*sizes, "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.stage not in (0, 1, 2, 3):
@@ -128,14 +131,22 @@ class ParallelPlan:
                 "update_in_backward is for plans without pipe, tensor and sync, and with "
                 "recompute='full'."
             )
-        if self.sync and (self.pipe * self.tensor > 1 or self.spread):
-            raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")
+        if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
+            raise ValueError(
+                "a compressed sync needs plans without pipe, tensor, experts and spread."
+            )
         if self.sync and self.stage == 3 and self.replicas == 1:
             raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
         if self.spread and (self.replicas == 1 or self.stage == 0):
             raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
         if model.heads % self.tensor:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
+        model.check_experts(self.experts, self.tensor)
+        if model.experts and self.pipe > 1:
+            raise ValueError(
+                "a model with experts is planned without a pipeline: use experts= and data=, got "
+                f"pipe={self.pipe}."
+            )
         check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks, model.layers)
         if self.splits_backward and self.recompute != "none":
             raise ValueError(
@@ -188,6 +199,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
         stored = ", ".join(saved_parts(plan.recompute))
     stored += f", {plan.tiles} tiles" if plan.tiles > 1 else ""
     tensor = str(plan.tensor) if plan.tensor > 1 else "-"
+    tensor = f"{plan.experts} experts" if plan.experts > 1 else tensor
     return zero, tensor, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
 
 
@@ -201,6 +213,8 @@ def short(plan: ParallelPlan) -> str:
         words.append(f"{plan.pipe} pipeline stages ({plan.schedule}{chunks}{even}{late})")
     if plan.tensor > 1:
         words.append(f"{plan.tensor} devices a layer")
+    if plan.experts > 1:
+        words.append(f"experts over {plan.experts}")
     if plan.data > 1:
         replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
         replicas += " that share the state" if plan.spread else ""

@@ -31,6 +31,7 @@ from sharding.plan.cost._wire_and_flops import (
 )
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, num_bytes
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Activations,
@@ -198,8 +199,8 @@ class PlanCosts:
     def products(self, plan: ParallelPlan) -> float:
         """Operations of matrix products of a device in the update, which share the state."""
         layers, tables = self._products()
-        if plan.pipe * plan.tensor > 1:
-            layers /= plan.pipe * plan.tensor
+        if plan.pipe * plan.tensor * plan.experts > 1:
+            layers /= plan.pipe * plan.tensor * plan.experts
             tables /= self.model.shards_of_tokens(plan.tensor)
         return (layers + tables) / plan.shards_of_state
 
@@ -236,8 +237,9 @@ class PlanCosts:
 
     def activations(self, plan: ParallelPlan) -> Activations:
         """What a micro-batch stores and needs."""
-        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
-        return activations_of(self.model, self.machine.device, costs, plan.tensor)
+        sizes = plan.tensor, plan.experts
+        costs = self._costs(plan.microbatch, plan.recompute, *sizes)
+        return activations_of(self.model, self.machine.device, costs, *sizes)
 
     def pipeline(self, plan: ParallelPlan) -> StepRows:
         """What each device of a pipeline holds, without the batch."""
@@ -308,8 +310,11 @@ class PlanCosts:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _costs(self, microbatch: int, recompute: str, tensor: int) -> Sequence[LayerCost]:
-        options: Any = {"length": self.length, "dtype": self.dtype, "tensor": tensor}
+    def _costs(
+        self, microbatch: int, recompute: str, tensor: int, experts: int = 1
+    ) -> Sequence[LayerCost]:
+        options: Any = {"length": self.length, "dtype": self.dtype}
+        options |= {"tensor": tensor, "experts": experts}
         options |= {"batch": microbatch, "recompute": recompute}
         return layer_costs(self.model, self.machine.device, **options)
 
@@ -328,7 +333,7 @@ class PlanCosts:
             self.model.abstract(self.dtype),
             self._tx(plan.state_format, plan.weights),
             self.zero(plan),
-            param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
+            param_specs=specs_of_plan(plan, self.model),
             microbatches=plan.microbatches,
             update="backward" if plan.update_in_backward else "after",
             device=self.machine.device,
@@ -372,13 +377,20 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
     """A plan with nothing but that on which the bytes of parameters, gradients and state depend."""
     # Replicas hold what devices without them do, unless they share the state or have a sync.
     alike = not plan.spread and not plan.sync
-    same = {"tensor", "pipe", *OF_STATE} - {"replicas"}
+    same = {"tensor", "experts", "pipe", *OF_STATE} - {"replicas"}
     return ParallelPlan(
         data=plan.shards if alike else plan.data,
         replicas=1 if alike else plan.replicas,
         microbatches=plan.microbatches if plan.update_in_backward else min(plan.microbatches, 2),
         **{name: getattr(plan, name) for name in same},
     )
+
+
+def specs_of_plan(plan: ParallelPlan, model: Decoder) -> Tree:
+    """How devices share the parameters of each layer, or its experts; None where they do not."""
+    if plan.tensor * plan.experts == 1:
+        return None
+    return model.specs(TENSOR_AXIS, plan.tensor, plan.experts)
 
 
 def transformation_of(
@@ -410,6 +422,12 @@ def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
     return arrays
 
 
+def shared_axes(plan: ParallelPlan) -> dict[str, int]:
+    """The axes of devices that share layers or experts, the nearest last."""
+    axes = {EXPERT_AXIS: plan.experts, TENSOR_AXIS: plan.tensor}
+    return {name: size for name, size in axes.items() if size > 1}
+
+
 _CHOSEN = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")
 
 
@@ -419,7 +437,7 @@ def zero_of(plan: ParallelPlan, own: Zero | None = None) -> Zero:
     ``own`` is one of the user's, which keeps what plans do not choose, such as its mesh.
     """
     sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
-    sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
+    sizes |= {"data": plan.shards} | shared_axes(plan)
     made = Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         stage=plan.stage,

@@ -15,6 +15,7 @@ from optax_ext import flax_transformer
 from sharding._types import DType, OptState, Tree
 from sharding._zero import Zero
 from sharding.collectives._reduce_scatter import BLOCK_SIZE
+from sharding.collectives._sum_dtype import sum_dtype
 from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
@@ -37,6 +38,7 @@ class SentParams(NamedTuple):
     once: bool = False  # whether stage 3 gathers it once for both passes
     whole: bool = False  # whether its gradient stays unsharded
     spread: bool = False  # whether replicas share it, or its state
+    averaged: float = 0.0  # of a device, where replicas take local steps, in the dtype of sums
 
 
 def zero_work(
@@ -46,13 +48,20 @@ def zero_work(
     replicas: Mapping[str, int],
     microbatches: int,
     sync: SyncWork | None = None,
+    local_steps: int = 0,
 ) -> Iterator[WorkRow]:
     """What a stage sends for these parameters over the axes of shards and of replicas.
 
-    A ``sync`` takes the place of the sums over replicas, or of all where there are none.
+    A ``sync`` takes the place of the sums over replicas, or of all where there are none. Replicas
+    that take ``local_steps`` average their parameters in the last of them.
     """
     own = tuple(shards)
     others = tuple(replicas)
+    if local_steps and others:
+        params = tuple(params)
+        averaged = sum(x.averaged for x in params)
+        yield WorkRow("data", "all-reduce", averaged, others, 1 / local_steps)
+        others = ()
     everywhere = own if sync else own + others
     devices = math.prod(shards.values())
     backward = "backward" if stage == 2 else "last backward"
@@ -436,6 +445,7 @@ def stage_plan(
     temporaries: bool = True,
     trainable: Tree = None,
     sync: SyncWork | None = None,
+    local_steps: int = 0,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``.
 
@@ -478,11 +488,15 @@ def stage_plan(
     shards_of, replicas = (
         {axis: shape[axis] for axis in axes_of(x)} for x in (zero.axis, zero.replica_axis)
     )
-    params_sent = _sent_params(zero, placed, local, gathered_once)
+    params_sent = list(_sent_params(zero, placed, local, gathered_once))
+    if local_steps and replicas:  # what replicas last agreed on, and an outer momentum
+        memory["sync"] += 2 * sum(x.averaged for x in params_sent)
     # At least parameters twice and gradients are moved, and what is updated twice.
     moved = microbatches * (2 * sum(held.used.values()) + held.full_grads) + 2 * updated
     work = (
-        *zero_work(params_sent, zero.stage, shards_of, replicas, microbatches, sync),
+        *zero_work(
+            *(params_sent, zero.stage, shards_of, replicas, microbatches, sync, local_steps)
+        ),
         WorkRow("data", "products", sync.flops if sync else 0.0, ("flops",)),
         WorkRow("host", "copies", linked, ("host_link",)),
         WorkRow("elementwise", "passes", moved, ("memory",)),
@@ -519,7 +533,13 @@ def _sent_params(
             once=bool(named) or not zero.reshard_after_forward,
             whole=bool(grad.note),
             spread=any(replicas & set(axes_of(entry)) for entry in grad.spec),
+            averaged=_in_sums(rows["params", row.path], dtype) if trained else 0.0,
         )
+
+
+def _in_sums(row: Row, dtype: DType) -> float:
+    """Bytes of a device's part of a parameter, in the dtype of sums."""
+    return row.bytes_per_device / dtype.itemsize * sum_dtype(dtype).itemsize
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float) -> float:

@@ -12,9 +12,16 @@ from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._ledger import WorkRow, merged
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
-from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
+from sharding.plan.cost._wire_and_flops import (
+    EXCHANGES,
+    TENSOR_AXIS,
+    SyncWork,
+    expert_work,
+    tensor_work,
+)
 from sharding.plan.machine._collective_time import Machine, collective_seconds
 from sharding.plan.machine._devices import achieved
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._layer_costs import (
     COMPILED,
     Implementation,
@@ -42,7 +49,7 @@ class StepSeconds:
     matmul: float  #: of matrix products, with those that are computed again
     elementwise: float  #: of passes over memory in all other operations, likewise
     overhead: float  #: of kernels beside their rooflines, likewise
-    tensor: float  #: of collectives among the devices that share a layer
+    tensor: float  #: of collectives among the devices that share a layer, or its experts
     bubble: float  #: idle, in a pipeline; without a flush for the updates of other stages
     transfers: float  #: of messages between stages
     data: float  #: of gathering parameters and reducing gradients over data-parallel devices
@@ -118,6 +125,7 @@ class Passes:
     work: KernelSeconds  # of kernels
     layers: float  # that the device has, in as many parts ZeRO gathers and reduces
     params: float  # of the device
+    own_experts: float = 0.0  # of these, experts that others on the expert axis do not have
     outside: float = 0.0  # of these, those that no layer has
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
     tensor: float = 0.0  # seconds of collectives among the devices that share a layer
@@ -153,11 +161,12 @@ class _Clock:
         self.device = machine.device
         self.ideal = ideal
         # Stages of a pipeline are where they are without replicas, further apart than shards.
-        tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
-        sizes = plan.tensor, plan.shards, plan.replicas, plan.pipe
-        _, shards, replicas, _ = machine.groups(sizes)
+        nearest = plan.tensor, plan.experts
+        tensor, experts, data, pipe = machine.groups((*nearest, plan.data, plan.pipe))
+        *_, shards, replicas, _ = machine.groups((*nearest, plan.shards, plan.replicas, plan.pipe))
         self.groups = {
             (TENSOR_AXIS,): tensor,
+            (EXPERT_AXIS,): experts,
             ("shards",): shards,
             ("replicas",): replicas,
             ("shards", "replicas"): data,
@@ -256,6 +265,7 @@ def passes(
     layer = layer_work(
         *(model, machine.device),
         tensor=plan.tensor,
+        experts=plan.experts,
         sequence_parallel=plan.sequence_parallel,
         **options,
     )
@@ -265,6 +275,11 @@ def passes(
     again = layer.again(plan.recompute, implementation)
     sums = tensor_work(model, plan, length=length, compiled=implementation.lockstep)
     sent, sent_back, sent_head = map(clock.total, (sums.forward, sums.backward, sums.head))
+    if plan.experts > 1:
+        row = expert_work(model, plan, length=length)
+        each = clock(row) * (1 - model.dense_layers / model.layers)
+        sent += EXCHANGES * each
+        sent_back += (row.times - EXCHANGES) * each
     if plan.pipe == 1:
         sent_head += clock.total(sums.lookup)
     if implementation.collective_matmul and plan.sequence_parallel:
@@ -306,8 +321,8 @@ def passes(
 
 def _held_by(
     model: Decoder, plan: ParallelPlan, ideal: bool, counts: tuple[int, ...], one_program: bool
-) -> tuple[float, float, float]:
-    """Layers of a device, its parameters, and those of its tables.
+) -> tuple[float, float, float, float]:
+    """Layers of a device, its parameters, and of these experts and tables.
 
     The first stage has the embedding; in one compiled program all have both tables, and share
     layers equally. A bound takes what the fullest stage has at least.
@@ -319,7 +334,9 @@ def _held_by(
     if not ideal and (not one_program or plan.asynchronous):
         held = float(max(counts) * plan.chunks)
     outside = tables * model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-    return held, held * model.layer_elements / plan.tensor + outside, outside
+    own_experts = held * model.expert_elements / plan.experts
+    params = held * model.layer_elements(plan.experts) / plan.tensor + outside
+    return held, params, own_experts, outside
 
 
 def _between(
@@ -343,7 +360,7 @@ def _between(
     rows = [WorkRow("transfers", "permute", message, ("pipe",), ticks)]
     if one_program and not plan.asynchronous:
         uneven = max(counts) * plan.chunks * plan.pipe > model.layers and not ideal
-        layer = model.layer_elements / plan.tensor
+        layer = model.layer_elements() / plan.tensor
         tables = (1 if model.tied else 2) * model.vocabulary * model.width
         rows += schedules.moved_params(
             *(plan.schedule, plan.pipe, counts if uneven else (), item * layer, layer),
@@ -473,6 +490,10 @@ def _state_rows(
         times = plan.microbatches if plan.pipe == 1 else 1  # of a pipeline once in a step
         rows = zero_work(sent, plan.stage, {"shards": plan.shards}, replicas, times, sync)
         yield from rows if sync else merged(rows)  # replicas sum both at once
+    if plan.experts > 1:  # each micro-batch sums the gradients of what all have
+        common = (params - step_passes.own_experts) * costs.grad
+        of_experts = (EXPERT_AXIS,)
+        yield WorkRow("data", "all-reduce", common, of_experts, plan.microbatches, "backward")
     shards = plan.shards_of_state
     on_cpu = plan.offload == "update"
     each = 2 * (costs.param + costs.state) + costs.grad

@@ -20,6 +20,7 @@ from sharding.plan.cost._ledger import WorkRow
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.machine._collective_time import Operation
 from sharding.plan.machine._devices import num_bytes
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._layer_costs import OPERATIONS, head_work, layer_work
 from sharding.plan.model._models import Decoder, saved_parts
 from sharding.step._loss import split_microbatches
@@ -53,7 +54,7 @@ def decoder_products(
     Chunks of a pipeline have ``rows`` layers.
     """
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
-    work = layer_work(model, OPERATIONS, tensor=plan.tensor, **options)
+    work = layer_work(model, OPERATIONS, tensor=plan.tensor, experts=plan.experts, **options)
     of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
     forward = work.forward.matmul
     head = sum(part.matmul for part in of_head)
@@ -220,6 +221,38 @@ def tensor_work(
     of_loss = row("all-reduce", 3, float(tokens * _SCALAR))
     summed = row("all-reduce", 1, stream)
     return TensorWork(forward, backward, (summed,), (summed, of_loss))
+
+
+EXCHANGES = 2  # of a layer with experts, in its forward pass: to the experts and back
+
+
+def expert_work(
+    model: Decoder, plan: ParallelPlan, *, length: int = 0, itemsize: int = _ITEM
+) -> WorkRow:
+    """The all-to-alls of a layer with experts, for one micro-batch; see ``apply_experts``.
+
+    As many in the backward pass as in the forward pass, and again where layers run again: their
+    results are among what is read for gradients, whatever is saved.
+    """
+    assert model.experts
+    slots = model.experts.number * model.experts.slots(length or model.length)
+    sent = float(plan.microbatch * slots * model.width * itemsize)
+    times = 2 if plan.recompute in ("none", "selective") else 3
+    return WorkRow("tensor", "all-to-all", sent, (EXPERT_AXIS,), times * EXCHANGES)
+
+
+def expert_rows(
+    model: Decoder, plan: ParallelPlan, *, itemsize: int, grad_itemsize: int
+) -> list[WorkRow]:
+    """What devices with other experts send in a step: tokens, and gradients of all else."""
+    row = expert_work(model, plan, itemsize=itemsize)
+    layers = model.layers - model.dense_layers
+    params = sum(x.size for x in jax.tree.leaves(model.abstract()))
+    common = grad_itemsize * (params - model.layers * model.expert_elements)
+    return [
+        row._replace(times=row.times * layers * plan.microbatches),
+        WorkRow("tensor", "all-reduce", common, (EXPERT_AXIS,), plan.microbatches),
+    ]
 
 
 def tensor_row(

@@ -121,11 +121,12 @@ def layer_work(
     microbatch: int,
     length: int | None = None,
     tensor: int = 1,
+    experts: int = 1,
     sequence_parallel: bool = False,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
 ) -> LayerWork:
-    """The time of one layer on one of ``tensor`` devices that share it.
+    """The time of one layer on one of ``tensor`` devices that share it, or its ``experts``.
 
     Matrix products take their operations at the typical share of the peak, and the reading and
     writing of their operands: the first tiles are read before products start, the last ones are
@@ -133,31 +134,50 @@ def layer_work(
     stream, with dropout; the activation; a change of layout of queries, keys, values and their
     result; softmax and dropout of materialized scores. Backward passes read the inputs and the
     gradients of the same operations. With ``sequence_parallel`` norms and residuals are shared.
+    Slots of experts are read and written on the way to the experts and back.
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
       arXiv 2205.05198, section 4. Isaev et al.: Calculon, SC 2023.
     """
+    if model.dense_layers:
+        kinds: Any = {"microbatch": microbatch, "length": length, "experts": experts}
+        kinds |= {"implementation": implementation, "ideal": ideal}
+        single = dataclasses.replace(model, experts=None)
+        works = [layer_work(kind, device, **kinds) for kind in (single, model.alone)]
+        return _mean_of(works, model.dense_layers / model.layers)
     unit = Roofline(device, implementation, ideal=ideal)
     length = length or model.length
     tokens = microbatch * length
-    up = model.matrices["up"].number
-    products = {}
+    up = model.matrices["up"][0].number
+    products = dict.fromkeys(model.matrices, KernelSeconds())
     forward = backward = weight = KernelSeconds()
-    for part, (number, rows, columns) in model.matrices.items():
-        shared = rows / tensor if part in ("out", "down") else columns / tensor
-        inner, cols = (shared, columns) if part in ("out", "down") else (rows, shared)
-        products[part] = unit.matmul(tokens, inner, cols) * number
-        forward += products[part]
-        backward += unit.matmul(tokens, cols, inner) * number
-        weight += unit.matmul(inner, tokens, cols) * number
+    for part, several in model.matrices.items():
+        by_rows = part in ("out", "down")
+        for x in several:
+            inner = x.rows / (tensor if by_rows else 1)
+            cols = x.columns / (1 if by_rows else tensor)
+            devices = experts if x.experts > 1 else 1
+            rows = tokens * devices * x.share * x.padding
+            each = x.experts / devices
+            product = unit.matmul(rows, inner, cols, each) * x.number
+            forward += product
+            backward += unit.matmul(rows, cols, inner, each) * x.number
+            weight += unit.matmul(inner, rows, cols, each) * x.number
+            # What experts make is read again, for the gradients of their weights.
+            products[part] += KernelSeconds() if x.experts > 1 and by_rows else product
     backward += weight
 
     # Element-wise: norms and residuals of the stream, activations, layouts of attention.
     masks = _MASK if implementation.dropout else 0
     dropped = _ITEM * 2 + masks if implementation.dropout else 0
     stream = tokens * model.width / (tensor if sequence_parallel else 1)
-    hidden = tokens * model.hidden / tensor
+    slots = [(x.columns, x.experts * x.share * x.padding) for x in model.matrices["up"]]
+    hidden = tokens * sum(columns * each for columns, each in slots) / tensor
+    if model.experts:
+        to_experts = unit.passes(4 * tokens * slots[0][1] * model.width * _ITEM, 2)
+        forward += to_experts
+        backward += to_experts
     heads = tokens * (2 * model.queries + 2 * model.keys) / tensor
     forward += unit.passes(2 * stream * (2 * _ITEM + 3 * _ITEM + masks), 4)
     backward += unit.passes(2 * stream * (4 * _ITEM + dropped), 6)
@@ -172,16 +192,36 @@ def layer_work(
     scores = num_heads * length * length
     if implementation.attention == "fused":
         products["context"] = KernelSeconds()  # nothing is spared
-        flops = 4.0 * scores * head / 2  # half of the pairs is masked
+        flops = 2.0 * scores * (model.score_dim + head) / 2  # half of the pairs is masked
         core = KernelSeconds(flops / unit.attention_flops, 0.0, 1, unit.kernel)
         core_backward = core._replace(matmul=_FUSED_BACKWARD * core.matmul)
     else:
         products["context"] = unit.matmul(length, length, head, num_heads)
-        both = unit.matmul(length, head, length, num_heads) + products["context"]
+        both = unit.matmul(length, model.score_dim, length, num_heads) + products["context"]
         dropout = 2 * _ITEM + _MASK if implementation.dropout else 0
         core = both + unit.passes(scores * (2 * _ITEM + dropout), 2)
         core_backward = both * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
     return LayerWork(forward + core, backward + core_backward, weight, core, products)
+
+
+def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:
+    """Of two kinds of layers, of which the first has so large a share."""
+    first, second = works
+
+    def mean(one: KernelSeconds, other: KernelSeconds) -> KernelSeconds:
+        return one * share + other * (1 - share)
+
+    of_part = first.products
+    return LayerWork(
+        forward=mean(first.forward, second.forward),
+        backward=mean(first.backward, second.backward),
+        weight=mean(first.weight, second.weight),
+        attention=mean(first.attention, second.attention),
+        products={
+            part: mean(of_part.get(part, KernelSeconds()), product)
+            for part, product in second.products.items()
+        },
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,9 +274,13 @@ class Activations(NamedTuple):
 
 
 def activations_of(
-    model: Decoder, device: DeviceKind, costs: Sequence["LayerCost"], tensor: int = 1
+    model: Decoder,
+    device: DeviceKind,
+    costs: Sequence["LayerCost"],
+    tensor: int = 1,
+    experts: int = 1,
 ) -> Activations:
-    """Activations without a pipeline: ``model``, ``device``, ``tensor`` are those of the ``costs``.
+    """Activations without a pipeline; all other arguments are those of the ``costs``.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> model, device = MODELS["llama2-7b"], kind_of("h100")
@@ -251,7 +295,7 @@ def activations_of(
     if device.tile:
         # The gradient of the logits has 32 bits, too, and is gone before the layers. Matrices of
         # queries, keys and values of all layers are transposed before the first one.
-        share = math.prod(model.matrices["qkv"]) / model.layer_elements
+        share = sum(x.elements for x in model.matrices["qkv"]) / model.layer_elements(experts)
         copied = share * sum(cost.param_bytes for cost in layers)
         return Activations(stored, working, last.working_bytes + logits - gradient, 0.0, copied)
     # The parameters of a layer are taken out of the stack ahead; an odd output matrix is padded.
@@ -274,7 +318,7 @@ def _layer_and_input(
     model: Decoder, batch: int, length: int, dtype: DType, tensor: int
 ) -> tuple[Any, Any]:
     """The types of a layer's parameters on one device, and of its input."""
-    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
+    (layer,) = model.alone.abstract(dtype, tensor)["layers"]
     return layer, jax.ShapeDtypeStruct((batch, length, model.width), dtype)
 
 
@@ -308,6 +352,7 @@ def layer_costs(
     dtype: DType = jnp.bfloat16,
     recompute: bool | str = True,
     tensor: int = 1,
+    experts: int = 1,
 ) -> list[LayerCost]:
     """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
@@ -326,6 +371,7 @@ def layer_costs(
       recompute: whether each layer stores its input only; or as ``ParallelPlan`` has it, as
         ``"minimal"``, a preset of MaxText, whose values it stores, too.
       tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
+      experts: devices that share the experts of each layer, likewise.
 
     Raises:
       ValueError: so many devices cannot share the model.
@@ -341,14 +387,14 @@ def layer_costs(
     stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
 
     # Parameters.
-    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
+    params = model.alone.abstract(dtype, tensor, experts)
     embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
     head = float(num_bytes([params["norm"], params["embed" if model.tied else "unembed"]]))
 
     # Seconds.
     form = recompute if isinstance(recompute, str) else "full" if recompute else "none"
     options: Any = {"microbatch": batch, "length": length}
-    work = layer_work(model, device, tensor=tensor, **options)
+    work = layer_work(model, device, tensor=tensor, experts=experts, **options)
     shards = model.shards_of_tokens(tensor)
     head_forward, head_backward = head_work(model, device, tensor=shards, **options)
 

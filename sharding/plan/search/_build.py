@@ -19,9 +19,15 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
-from sharding.plan.cost._plan_costs import transformation_of, zero_of
+from sharding.plan.cost._plan_costs import (
+    shared_axes,
+    specs_of_plan,
+    transformation_of,
+    zero_of,
+)
 from sharding.plan.cost._wire_and_flops import TENSOR_AXIS
 from sharding.plan.machine import targets
+from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder
 from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.tiles._tiled_loss import tiled
@@ -187,12 +193,12 @@ def mesh_axes(plan: ParallelPlan, target: str) -> dict[str, int]:
     axes = {"pipe": plan.pipe, "replica": plan.replicas}
     axes = {name: size for name, size in axes.items() if size > 1}
     axes |= _data_axes(plan, target)
-    return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
+    return axes | shared_axes(plan)
 
 
 def _data_axes(plan: ParallelPlan, target: str) -> dict[str, int]:
     parsed = targets.parse(target, other_gpus=True)
-    nearer = plan.tensor
+    nearer = plan.tensor * plan.experts
     left = plan.shards
     axes: dict[str, int] = {}
     if parsed.is_torus:
@@ -218,13 +224,14 @@ def zero_on(plan: ParallelPlan, mesh: Any) -> Zero:
         return zero_of(plan, mesh)
     # In a pipeline of shared layers the stages come behind data parallelism: the compilers of jax
     # 0.11 and 0.12 end the process if they do not. Every device stays where it is.
-    last = [name for name in ("pipe", TENSOR_AXIS) if name in mesh.axis_names]
+    last = [name for name in ("pipe", EXPERT_AXIS, TENSOR_AXIS) if name in mesh.axis_names]
     names = (*(name for name in mesh.axis_names if name not in last), *last)
     if len(last) > 1 and names != mesh.axis_names and isinstance(mesh, jax.sharding.Mesh):
         devices = mesh.devices.transpose([mesh.axis_names.index(name) for name in names])
         types = (jax.sharding.AxisType.Auto,) * len(names)
         mesh = jax.sharding.Mesh(devices, names, axis_types=types)
-    axis = tuple(x for x in mesh.axis_names if x not in ("pipe", "replica", TENSOR_AXIS))
+    others = ("pipe", "replica", EXPERT_AXIS, TENSOR_AXIS)
+    axis = tuple(x for x in mesh.axis_names if x not in others)
     return dataclasses.replace(zero_of(plan), mesh=mesh, axis=axis)
 
 
@@ -232,7 +239,7 @@ def _param_specs(plan: ParallelPlan, model: AnyModel) -> Any:
     """How devices share the parameters of each layer; None where they do not."""
     if isinstance(model, TracedModel):
         return model.param_specs
-    return model.specs(TENSOR_AXIS, plan.tensor) if plan.tensor > 1 else None
+    return specs_of_plan(plan, model)
 
 
 def _policy(plan: ParallelPlan) -> Any:

@@ -25,8 +25,8 @@ from sharding.plan.search._traced_model import AnyModel
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
-    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "even"),
-    *("recompute", "tiles", *OF_STATE),
+    *("data", "experts", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
+    *("even", "recompute", "tiles", *OF_STATE),
 )
 
 
@@ -84,7 +84,7 @@ class PlanSpace:
         for passes in self._passes():
             if any(getattr(passes, k) not in kept[k] for k in kept if k not in OF_STATE):
                 continue
-            alone = passes.pipe * passes.tensor == 1
+            alone = passes.pipe * passes.tensor * passes.experts == 1
             possible = tuple(
                 x
                 for x in variants(passes.data)
@@ -100,11 +100,11 @@ class PlanSpace:
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""
-        for pipe, tensor in self._meshes():
-            data = self.num_devices // (pipe * tensor)
-            if self.sequences % data:
+        for pipe, tensor, experts in self._meshes():
+            data = self.num_devices // (pipe * tensor * experts)
+            if self.sequences % (data * experts):
                 continue
-            own = self.sequences // data
+            own = self.sequences // (data * experts)
             forms = [(x, n) for x in self.recompute for n in self.tiles if n == 1 or x not in PLANNED]
             for microbatch, (recompute, tiles) in itertools.product(divisors(own), forms):
                 schedules = self._schedules(pipe, own // microbatch, recompute)
@@ -112,6 +112,7 @@ class PlanSpace:
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
                         **(schedule | {"even": even, "recompute": recompute, "tiles": tiles}),
+                        experts=experts,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -139,17 +140,21 @@ class PlanSpace:
             variants.append(variant)
         return variants
 
-    def _meshes(self) -> Iterator[tuple[int, int]]:
-        """Numbers of stages, and of devices that share each layer."""
+    def _meshes(self) -> Iterator[tuple[int, int, int]]:
+        """Numbers of stages, of devices that share each layer, and of those with other experts."""
         model = self.model
         if not isinstance(model, Decoder):  # its mesh says who shares a layer
-            yield 1, model.tensor
+            yield 1, model.tensor, 1
+            return
+        if model.experts:
+            shared = math.gcd(self.num_devices, model.experts.number)
+            yield from ((1, 1, experts) for experts in divisors(shared))
             return
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
                 others = self.num_devices // pipe
                 shared = math.gcd(others, model.heads, model.kv_heads, model.hidden)
-                yield from ((pipe, tensor) for tensor in divisors(shared))
+                yield from ((pipe, tensor, 1) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
         model = self.model

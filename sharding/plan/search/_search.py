@@ -329,7 +329,7 @@ def check_dtype(target: str, dtype: DType, weights: Sequence[str] = ()) -> None:
 def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     """What orders plans of equal time: the exact, the simpler one first, the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
-    devices = (plan.update_in_backward, plan.pipe, plan.tensor, plan.replicas)
+    devices = (plan.update_in_backward, plan.pipe, plan.tensor, plan.experts, plan.replicas)
     host = [False, True, "update"].index(plan.offload)
     return (plan.lossy, host, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 

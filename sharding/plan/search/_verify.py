@@ -24,7 +24,12 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
-from sharding.plan.cost._wire_and_flops import decoder_products, pipeline_work, tensor_row
+from sharding.plan.cost._wire_and_flops import (
+    decoder_products,
+    expert_rows,
+    pipeline_work,
+    tensor_row,
+)
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -213,6 +218,9 @@ def planned_rows(
         traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute, plan.tiles)
         flops = plan.microbatches * traced.flops / plan.data
         rows.append(WorkRow("matmul", "products", flops, ("flops",)))
+    if isinstance(model, Decoder) and plan.experts > 1:
+        sizes = {"itemsize": dtype.itemsize, "grad_itemsize": dtype.itemsize}
+        rows += expert_rows(model, plan, **sizes)
     if isinstance(model, Decoder) and plan.tensor > 1:
         row = tensor_row(
             *(model, plan),
