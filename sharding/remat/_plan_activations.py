@@ -69,7 +69,7 @@ def plan(
         with loops plans these alone.
       model_state: of a ``Loss`` that takes one, real or abstract.
       tiles: in how many large values may exist, as by ``shd.tiled``, where that takes less time
-        than to compute others again: as few as fit.
+        than to compute others again: as few as fit. The ``largest`` batch has none.
 
     Returns:
       A ``LossPlan``, which is called as the loss is; of a ``Loss`` a ``Loss`` whose ``fn`` it is.
@@ -98,11 +98,11 @@ def plan(
     most = in_bytes(budget)
     if stage is None and isinstance(budget, Plan):
         stage = 3 if budget.stage(budget.requested).share < 1 else 0
-    options: Any = device, offload, _is_3(stage or 0), model_state, tiles
+    options: Any = device, offload, _is_3(stage or 0), model_state
     if largest:
-        found = _of_most_examples(loss_fn, params, batch, most, *options)
+        found = _of_most_examples(loss_fn, params, batch, most, *options, ())
     else:
-        found = loss_search(loss_fn, params, batch, *options).fastest(most)
+        found = loss_search(loss_fn, params, batch, *options, tiles).fastest(most)
     loss = as_loss(loss_fn)
     return found if loss.fn is loss_fn else dataclasses.replace(loss, fn=found)
 
