@@ -134,8 +134,8 @@ def search(
     )
     budget = machine.device.memory * (1 - headroom)
     for forms, counts in _rounds(model, recompute, tiles):
-        ways = {"recompute": costs.forms(forms), "tiles": costs.tilings(counts)}
-        space = dataclasses.replace(space, **ways)
+        tilings = costs.tilings(counts)
+        space = dataclasses.replace(space, recompute=costs.forms(forms), tiles=tilings)
         groups = list(space.groups(keep))
         changes = _changes(space, keep or {})
         chosen, rejected, short_of = _that_fit(costs, groups, budget, top, changes)
