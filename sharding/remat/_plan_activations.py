@@ -69,7 +69,7 @@ def plan(
         with loops plans these alone.
       model_state: of a ``Loss`` that takes one, real or abstract.
       tiles: in how many large values may exist, as by ``shd.tiled``, where that takes less time
-        than to compute others again: as few as fit.
+        than to compute others again: as few as fit. The ``largest`` batch has none.
 
     Returns:
       A ``LossPlan``, which is called as the loss is; of a ``Loss`` a ``Loss`` whose ``fn`` it is.
@@ -98,11 +98,11 @@ def plan(
     most = in_bytes(budget)
     if stage is None and isinstance(budget, Plan):
         stage = 3 if budget.stage(budget.requested).share < 1 else 0
-    options: Any = device, offload, _is_3(stage or 0), model_state, tiles
+    options: Any = {"offload": offload, "in_loops": _is_3(stage or 0), "model_state": model_state}
     if largest:
-        found = _of_most_examples(loss_fn, params, batch, most, *options)
+        found = _of_most_examples(loss_fn, params, batch, most, device, **options)
     else:
-        found = loss_search(loss_fn, params, batch, *options).fastest(most)
+        found = loss_search(loss_fn, params, batch, device, **options, tiles=tiles).fastest(most)
     loss = as_loss(loss_fn)
     return found if loss.fn is loss_fn else dataclasses.replace(loss, fn=found)
 
@@ -142,7 +142,7 @@ def _is_3(stage: int) -> bool:
 
 
 def _of_most_examples(
-    loss_fn: AnyLoss, params: Tree, batch: Batch, most: float, device: Device, *options: Any
+    loss_fn: AnyLoss, params: Tree, batch: Batch, most: float, device: Device, **options: Any
 ) -> LossPlan:
     types = types_of(batch)
     given = next((t.shape[0] for t in jax.tree.leaves(types) if t.shape), 0)
@@ -153,7 +153,8 @@ def _of_most_examples(
         def resized(t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return t.update(shape=(count, *t.shape[1:])) if t.shape[:1] == (given,) else t
 
-        return loss_search(loss_fn, params, jax.tree.map(resized, types), device, *options)
+        of_count = jax.tree.map(resized, types)
+        return loss_search(loss_fn, params, of_count, device, **options, tiles=())
 
     searches = dict[int, LossSearch]()
 

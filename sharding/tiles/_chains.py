@@ -83,20 +83,20 @@ class ChainSearch:
 
     def find(self, taken: set[int] | None = None) -> Iterator[Chain | NoChain]:
         """Chains that share no equation, those with the largest values first."""
-        taken, most, tried = taken or set(), 0, 0
+        taken, least, tried = taken or set(), 0.0, 0
         made = self._graph.producer
         floating = [
             Value(v) for v in made if jnp.issubdtype(self._graph.types[v].dtype, jnp.inexact)
         ]
         for v in sorted(floating, key=lambda v: (-self.nbytes(v), v)):
-            # What is smaller than a tile of another one is no peak.
-            if self.nbytes(v) * max(_LEAST, self._tiles) < most or not self._graph.shape(v) or tried == _MOST_TRIED:
+            if self.nbytes(v) < least or not self._graph.shape(v) or tried == _MOST_TRIED:
                 return
             if made[v] in taken:
                 continue
             found = self._around(v, taken)
             if isinstance(found, Chain):
-                most = max(most, self.nbytes(v))
+                # What is smaller than a tile of another one is no peak.
+                least = max(least, self.nbytes(v) / max(_LEAST, self._tiles))
                 taken |= set(found.equations)
                 self._chain_of |= dict.fromkeys(found.equations, found)
             tried += isinstance(found, NoChain)

@@ -105,7 +105,8 @@ class PlanSpace:
             if self.sequences % (data * experts):
                 continue
             own = self.sequences // (data * experts)
-            forms = [(x, n) for x in self.recompute for n in self.tiles if n == 1 or x not in PLANNED]
+            every = itertools.product(self.recompute, self.tiles)
+            forms = [(form, tiles) for form, tiles in every if tiles == 1 or form not in PLANNED]
             for microbatch, (recompute, tiles) in itertools.product(divisors(own), forms):
                 schedules = self._schedules(pipe, own // microbatch, recompute)
                 for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):

@@ -33,6 +33,9 @@ from sharding.tiles._tiled_loss import TILES
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
+_FEW_TILES = 2  # numbers of tiles that are tried first
+
+
 class NoPlanFits(ValueError):
     """Raised by ``search`` where no plan fits the devices."""
 
@@ -130,13 +133,9 @@ def search(
         costs=costs,
     )
     budget = machine.device.memory * (1 - headroom)
-    # Plans of a graph and tiles take seconds to find, and are of use where memory is short.
-    known = tuple(form for form in recompute if form not in PLANNED)
-    is_traced = isinstance(model, TracedModel)
-    few, many = ((tuple(recompute), tuple(n)) if is_traced else (known, ()) for n in (tiles[:2], tiles))
-    for forms, counts in dict.fromkeys(((known, ()), few, many)):
-        ways = {"recompute": costs.forms(forms), "tiles": costs.tilings(counts)}
-        space = dataclasses.replace(space, **ways)
+    for forms, counts in _rounds(model, recompute, tiles):
+        tilings = costs.tilings(counts)
+        space = dataclasses.replace(space, recompute=costs.forms(forms), tiles=tilings)
         groups = list(space.groups(keep))
         changes = _changes(space, keep or {})
         chosen, rejected, short_of = _that_fit(costs, groups, budget, top, changes)
@@ -169,6 +168,20 @@ def search(
         about=_about(model, chosen[0]),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
     )
+
+
+def _rounds(
+    model: AnyModel, recompute: Sequence[str], tiles: Sequence[int]
+) -> list[tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Forms of recomputation and numbers of tiles, from those that are found at once on.
+
+    Plans of a graph and tiles take seconds to find, and are of use where memory is short.
+    """
+    known = tuple(form for form in recompute if form not in PLANNED)
+    if not isinstance(model, TracedModel):
+        return [(known, ())]
+    every = tuple(recompute)
+    return [(known, ()), (every, tuple(tiles[:_FEW_TILES])), (every, tuple(tiles))]
 
 
 def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ class TracedModel:
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
 
     def __post_init__(self) -> None:
-        for name in ("abstract", "traced", "in_tiles", "_trace", "_planned"):  # by this object alone
+        # By this object alone.
+        for name in ("abstract", "traced", "in_tiles", "_trace", "_planned"):
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
 
     @property

@@ -334,7 +334,8 @@ def test_tiles_are_chosen_where_memory_is_short():
     options = {"tx": TX, "memory": 1e6, "headroom": 0.0, "largest": True}
     keep = {"stage": 1, "replicas": 1, "recompute": "none"}
     plan = fit(loss_fn, state_of(params), batch, keep=keep, **options)
-    assert plan.plan.tiles > 1 and "tiles" in str(plan)
+    assert plan.plan.tiles > 1
+    assert "tiles" in str(plan)
     less = fit(loss_fn, state_of(params), batch, keep=keep | {"tiles": 1}, **options)
     assert less.plan.sequences < plan.plan.sequences
     state, few = plan.init(KEY), jax.tree.map(lambda x: x[: plan.plan.sequences], batch)

@@ -14,7 +14,7 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_work import work_of
+from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search import _traced_model
 from sharding.plan.search._search import machine_of
 
@@ -164,3 +164,14 @@ def test_plans_of_a_graph_are_those_of_its_program(loss):
         assert found.memory <= 1.15 * found.planned_memory
         memory.append(found.memory)
     assert memory[2] < memory[1] < 0.8 * memory[0]
+
+
+def test_a_loop_reads_and_writes_what_it_adds_up():
+    """As the gradients of parameters that tiles share."""
+    x = jax.ShapeDtypeStruct((1000,), jnp.float32)
+
+    def loop(step):
+        run = lambda x, w: jax.lax.scan(lambda c, _: (step(c, w), None), x, length=10)[0]  # noqa: E731
+        return work_of(run, x, x, kind=UNIT).seconds
+
+    assert loop(jnp.add) - loop(jnp.multiply) == 10 * 2 * 4000
