@@ -178,7 +178,8 @@ def search_options(parser: ArgumentParser) -> None:
         "--write FILE": "write the best plan as JSON, with the code that builds it",
         "--verify N": "compile the first N plans for the target, and drop those that do not hold",
     }
-    _add(parser, "model and optimizer", _MODEL | model)
+    frozen = _one_of(_FROZEN)
+    _add(parser, "model and optimizer", _MODEL | model | _FINE_TUNING, frozen=frozen)
     _add_machine(parser, _TARGET)
     _add(
         *(parser, "batch and plans", plans),

@@ -53,7 +53,15 @@ def each_of_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
 
 def decoded(x: Any) -> Any:
     """What the loss sees of a parameter, a form or not."""
-    return x.decode() if isinstance(x, Form) else x
+    return _decode(x) if isinstance(x, Form) else x
+
+
+@jax.jit  # a function of its own, which plans count as one pass over memory
+def _decode(form: Form) -> jax.Array:
+    return form.decode()
+
+
+DECODE = _decode.__name__  # in jaxprs
 
 
 def is_form(x: Any) -> bool:
@@ -142,7 +150,8 @@ class Adapted(Form):
 
     def frozen(self) -> jax.Array:
         """W_0, decoded."""
-        return jax.lax.stop_gradient(decoded(self.base))
+        full: jax.Array = decoded(jax.lax.stop_gradient(self.base))
+        return full
 
     def decode(self) -> jax.Array:
         if self.dropout:

@@ -19,7 +19,7 @@ from optax_ext.traced_graph import bind
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_cast, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
-from sharding.stored._forms import Adapted, is_form
+from sharding.stored._forms import Adapted, decoded, is_form
 
 
 def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
@@ -102,8 +102,8 @@ class StoredRule:
     again = True
 
     def fetch(self, held: Any) -> jax.Array:
-        decoded: jax.Array = held.decode()
-        return decoded
+        full: jax.Array = decoded(held)
+        return full
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         raise AssertionError("a form has no tap")
@@ -149,7 +149,7 @@ def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> S
             return out
 
         low = _low_rank(form, other, eqn, at)
-        return times(form.decode()) if low is None else times(form.frozen()) + low
+        return times(decoded(form)) if low is None else times(form.frozen()) + low
 
     # Within a checkpoint of the user's all is computed again, but for what its policy stores.
     run: Callable[..., Any] = product if x.in_layer else jax.checkpoint(product)

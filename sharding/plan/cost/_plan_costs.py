@@ -173,9 +173,13 @@ class PlanCosts:
         params = model.abstract(self.dtype)
         self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
         self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
+        trained = model.trained(params)
+        self._trained_bytes = num_bytes(trained) / sum(self._sizes)  # likewise
+        of_trained = sum(x.size for x in jax.tree.leaves(trained))
+        self._trained_share = of_trained / sum(self._sizes)
         for name in self._CACHED:  # by this object alone
             setattr(self, name, functools.cache(getattr(self, name)))
-        self._synced = functools.cache(lambda x: sync_of_plan(x, model.abstract(self.dtype)))
+        self._synced = functools.cache(lambda plan: sync_of_plan(plan, model, self.dtype))
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -187,7 +191,7 @@ class PlanCosts:
         return self._each(plan.state_format, plan.weights)
 
     def _each(self, state_format: str | None, weights: str) -> tuple[float, float, float]:
-        return self.param_bytes, self.param_bytes, self.state_bytes_in(state_format, weights)
+        return self.param_bytes, self._trained_bytes, self.state_bytes_in(state_format, weights)
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -212,7 +216,7 @@ class PlanCosts:
             return work_of(update, params, state, params, kind=self.machine.device).flops
 
         try:
-            total = of(params)
+            total = of(self.model.trained(params))
             if not total or not isinstance(params, dict) or "layers" not in params:
                 return total, 0.0
             tables = of({name: x for name, x in params.items() if name != "layers"})
@@ -280,7 +284,13 @@ class PlanCosts:
         """A step of these passes; ``each`` in place of the bytes that belong to a parameter."""
         moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
         sync = self.sync(plan) if plan.sync else None
-        costs = StateCosts(*(each or self.each(plan)), moved, self.products(plan), sync)
+        costs = StateCosts(
+            *(each or self.each(plan)),
+            trained=self._trained_bytes,
+            moved=moved,
+            products=self.products(plan),
+            sync=sync,
+        )
         return with_state(plan, self.machine, work, costs, ideal=ideal)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
@@ -309,14 +319,14 @@ class PlanCosts:
         return layer_costs(self.model, self.machine.device, **options)
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
-        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
-        return tx._replace(init=jax.jit(tx.init))  # traced once for equal parameters
+        return transformation_of(state_format, weights, self.tx)
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        params = self.model.abstract(self.dtype)
+        params = self.model.trained(self.model.abstract(self.dtype))
         gpu = self.machine.device.tile is None
-        return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
+        of_trained = update_bytes(self._tx(state_format, weights), params, gpu=gpu)
+        return of_trained * self._trained_share
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
         return stage_plan(
@@ -328,6 +338,7 @@ class PlanCosts:
             update="backward" if plan.update_in_backward else "after",
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
+            trainable=self.model.trainable,
         )
 
     def zero(self, plan: ParallelPlan) -> Zero:
@@ -376,33 +387,30 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
     )
 
 
+@functools.lru_cache(maxsize=32)  # jax traces the init of one object once for equal parameters
 def transformation_of(
-    plan: ParallelPlan, tx: optax.GradientTransformation
+    state_format: str | None, weights: str, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The transformation of a plan: with its format of the state, and its weights."""
-    tx = with_state_format(tx, plan.state_format)
-    wrap = WRAPPERS.get(plan.weights)
+    """The transformation of plans with this format of the state, and these weights."""
+    tx = with_state_format(tx, state_format)
+    wrap = WRAPPERS.get(weights)
     return getattr(optax_ext, wrap)(tx) if wrap else tx
 
 
-def sync_of_plan(plan: ParallelPlan, params: Tree) -> SyncWork:
-    """The compressed synchronization of a plan."""
+def sync_of_plan(plan: ParallelPlan, model: Any, dtype: DType) -> SyncWork:
+    """The compressed synchronization of a plan, of gradients in full, or of a replica."""
     assert plan.sync
-    return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
-
-
-def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
-    """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
     zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
+    state = model.abstract(dtype), optax.EmptyState()
     arrays = []
-    for row in zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows:
+    for row in zero.describe(state, tx=optax.identity(), trainable=model.trainable).rows:
         if row.part == "grads" and plan.replicas > 1:
             shape = NamedSharding(zero.mesh, row.spec).shard_shape(row.shape)
             arrays.append(SyncedArray(shape, row.bytes_per_device, scattered=False))
         elif row.part == "grads":
             nbytes = row.bytes_per_device * num_shards(zero.mesh, row.spec)
             arrays.append(SyncedArray(row.shape, nbytes, plan.stage > 0 and not row.note))
-    return arrays
+    return sync_work(plan.sync, arrays, plan.synced_devices)
 
 
 _CHOSEN = ("stage", "shard_state_over_replicas", "offload", "update_on", "sync")

@@ -141,9 +141,14 @@ class StateCosts(NamedTuple):
     param: float = 2.0  # of itself, as it is gathered
     grad: float = 2.0  # of its gradient, as it is summed
     state: float = 12.0  # of optimizer state and master weights
+    trained: float | None = None  # of itself, as it is updated: the part that is; None: all
     moved: float = 0.0  # that the update reads and writes, if more than all of these once
     products: float = 0.0  # operations of the update on one device
     sync: SyncWork | None = None  # in place of sums of gradients
+
+    @property
+    def updated(self) -> float:
+        return self.param if self.trained is None else self.trained
 
 
 class _Clock:
@@ -461,7 +466,7 @@ def _state_rows(
         options: Any = {"spread": plan.spread}
         sent = [
             SentParams(
-                number * costs.grad, number * costs.param, number * costs.param, **own, **options
+                number * costs.grad, number * costs.updated, number * costs.param, **own, **options
             )
             for number, own in (
                 (params - outside, {"layers": step_passes.layers, "once": plan.pipe > 1}),
@@ -475,7 +480,7 @@ def _state_rows(
         yield from rows if sync else merged(rows)  # replicas sum both at once
     shards = plan.shards_of_state
     on_cpu = plan.offload == "update"
-    each = 2 * (costs.param + costs.state) + costs.grad
+    each = 2 * (costs.updated + costs.state) + costs.grad
     touched = params * (each if ideal else max(each, costs.moved)) / shards
     by_sync = sync.moved if sync and not ideal else 0.0
     yield WorkRow("update", "passes", by_sync + (0.0 if on_cpu else touched), ("memory",))
@@ -487,7 +492,7 @@ def _state_rows(
         read = 2 * costs.param / (plan.shards if plan.stage == 3 else 1)
         linked = (params - step_passes.outside) * (costs.state / shards + read)
     if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
-        linked = params / shards * (costs.grad + costs.param) / (1 + ideal)
+        linked = params / shards * (costs.grad + costs.updated) / (1 + ideal)
         yield WorkRow("host", "passes", touched, ("host_bandwidth",), beside="copies")
     if plan.offload:
         yield WorkRow("host", "copies", linked, ("host_link",))

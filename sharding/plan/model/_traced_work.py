@@ -15,6 +15,7 @@ from optax_ext.equations import UnknownOperationError, inner_jaxprs, name_of, pa
 from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind, num_bytes
+from sharding.stored._forms import DECODE
 
 # Where the device is not known: only relative times count then.
 ANY_DEVICE = KINDS["h100"]
@@ -68,7 +69,11 @@ def work_of_equation(
     if inner and "branches" in params:  # as pl.when, whose other branch is empty
         return max(inner, key=lambda work: (work.seconds, work.flops))
     if inner:
-        return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
+        total = sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
+        if is_fused(eqn):  # no more than a pass, as where codes are decoded
+            passed = num_bytes([*operands, *results]) / kind.bandwidth
+            total = total._replace(seconds=min(total.seconds, passed))
+        return total
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
@@ -105,18 +110,26 @@ def no_matrices(stored: Tree, params: Tree) -> list[Any]:
 
 
 def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
-    """The types of what the matrix products of a function read and write, without parameters."""
+    """The types of what the matrix products of a function read and write, without parameters.
+
+    Of what forms of parameters decode to, which is there for one product at a time, the largest.
+    """
     traced = trace(fn, params, *args)[0].jaxpr
     own = traced.invars[: len(jax.tree.leaves(params))]
+    decoded: dict[Any, int] = {}  # bytes
 
     def touched(jaxpr: Jaxpr) -> Iterator[Any]:
         for eqn in jaxpr.eqns:
             for inner in inner_jaxprs(eqn):
                 yield from touched(inner)
+            if params_of(eqn).get("name") == DECODE:
+                decoded[eqn.outvars[0]] = num_bytes([eqn.outvars[0].aval])
             if eqn.primitive.name == "dot_general":
                 yield from (var for var in (*eqn.invars, *eqn.outvars) if not hasattr(var, "val"))
 
-    return [var.aval for var in dict.fromkeys(touched(traced)) if var not in own]
+    every = [var for var in dict.fromkeys(touched(traced)) if var not in own]
+    largest = max(decoded, key=lambda var: decoded[var], default=None)
+    return [var.aval for var in every if var not in decoded or var is largest]
 
 
 # On which the seconds of work are bytes.

@@ -131,7 +131,7 @@ def build(
       ()
     """
     zero = zero_on(plan, mesh)
-    own = None if tx is None else transformation_of(plan, tx)
+    own = None if tx is None else transformation_of(plan.state_format, plan.weights, tx)
     if plan.pipe > 1:
         chosen = _pipeline(plan, zero.mesh, model, layers)
     else:
@@ -151,6 +151,7 @@ def build(
     else:
         options |= {"microbatches": plan.microbatches}
         options |= {"update": "backward" if plan.update_in_backward else "after"}
+        options = {"trainable": model.trainable} | options
     fields: dict[str, Any] = {"plan": plan, "zero": zero, "loss": chosen, "param_specs": specs}
     batch = model.batch(plan.sequences)
     if plan.asynchronous:

@@ -207,6 +207,7 @@ class FitRequest:
         params = self._take_state(tx)
         self.key = jax.random.key(0) if loss.rngs else None
         own: dict[str, Any] = {"zero": zero, "param_specs": param_specs}
+        own |= {"trainable": options.get("trainable")}
         self.model = TracedModel(self._mean_loss(), lambda dtype: as_zeros(params), batch, **own)
         self.fixed = self._fixed_values(zero)
         self.allowed["keep"] = self.fixed | self.allowed["keep"]

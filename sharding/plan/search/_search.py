@@ -26,7 +26,7 @@ from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._chosen_plan import ChosenPlan, SearchResult
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
-from sharding.plan.search._traced_model import AnyModel, TracedModel
+from sharding.plan.search._traced_model import AnyModel, TracedModel, fine_tuned
 
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
@@ -57,6 +57,8 @@ def search(
     state_formats: Sequence[str | None] = (None,),
     weights: Sequence[str] = ("plain",),
     syncs: Sequence[str | None] = (None,),
+    frozen: int = 0,
+    lora: int = 0,
     headroom: float = HEADROOM,
     top: int = 5,
 ) -> SearchResult:
@@ -88,6 +90,8 @@ def search(
       weights: what updates parameters of 16 bits; see ``ParallelPlan``.
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
         plans without pipelines and shared layers.
+      frozen: bits of frozen matrices of layers, as for ``fine_tuned``.
+      lora: the rank of their adapters, which alone are trained then.
       headroom: the share of a device's memory that is left to the allocator.
       top: how many plans to return.
 
@@ -108,6 +112,8 @@ def search(
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     check_choice("offload", offload, (False, True, "update"))
+    if frozen or lora:
+        model, tx = fine_tuned(_of_length(model, length), tx, frozen=frozen, lora=lora)
     machine = machine_of(target, device)
     _check_model(model, target, length, jnp.dtype(dtype), weights, asynchronous)
     length = length or model.length
@@ -164,6 +170,12 @@ def search(
         about=_about(model, chosen[0]),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
     )
+
+
+def _of_length(model: AnyModel, length: int | None) -> AnyModel:
+    """A decoder of so many tokens, where any are given."""
+    is_other = isinstance(model, Decoder) and length is not None
+    return dataclasses.replace(model, length=length) if is_other else model
 
 
 def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:

@@ -223,15 +223,18 @@ def planned_rows(
         )
         rows.append(row)
     if not plan.asynchronous:
-        rows += rows_of_zero(built, model, params)
+        rows += rows_of_zero(built, model, params, dtype)
     return StepRows(tuple(rows), dict(mesh.shape))
 
 
-def rows_of_zero(built: BuiltStep, model: AnyModel, params: Tree) -> tuple[WorkRow, ...]:
+def rows_of_zero(
+    built: BuiltStep, model: AnyModel, params: Tree, dtype: DType
+) -> tuple[WorkRow, ...]:
     """What ZeRO sends in a step of these parameters, those of a pipeline once in it."""
     plan = built.plan
     options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
-    options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
+    options |= {"sync": sync_of_plan(plan, model, dtype) if plan.sync else None}
+    options |= {"trainable": model.trainable}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
     tx = built.tx or optax.identity()  # which sends nothing
