@@ -26,6 +26,7 @@ _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
     *("update_in_backward", "offload", "update_on_host", "frozen", "lora"),
+    "matmuls",
 )
 
 

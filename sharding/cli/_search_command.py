@@ -52,6 +52,7 @@ def run_search(options: Namespace) -> int:
         state_formats=(None, *options.state),
         weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
+        matmuls=(None, *options.matmuls),
         headroom=options.headroom,
         top=max(options.top, options.verify),
     )

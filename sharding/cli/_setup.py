@@ -54,6 +54,7 @@ class Setup:
     master: bool = False  # whether there are master weights
     recompute: bool = True  # whether layers are computed again, where they are not
     update: str = "after"  # where: after the backward pass, or in it
+    matmuls: str | None = None  # the recipe of quantized products of layers
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -99,9 +100,13 @@ class Setup:
         flops = self.flops_of_parameter * sum(math.prod(x.shape) for x in leaves) * tokens
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
-            shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
+            sizes = {"microbatch": self.batch, "microbatches": self.microbatches}
+            shared = ParallelPlan(**sizes, recompute="none", matmuls=self.matmuls)
             batch = self.costs.batch(shared)
             flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
+            if self.matmuls:  # as many operations in 16 bits as take their time
+                least = self.costs.passes(shared, ideal=True).work.matmul
+                flops = least * self.costs.machine.device.flops
         if self.costs and activations is None and fastest:
             activations = {name: self.costs.activations(fastest[name]) for name in fastest}
         elif activations is None:
@@ -184,6 +189,7 @@ class Setup:
             state_format=state_format,
             weights="master" if self.master else "plain",
             update_in_backward=self.update == "backward",
+            matmuls=self.matmuls,
         )
 
     def _most_sequences(self, stages: Sequence[StagePlan]) -> dict[str, int]:
@@ -211,7 +217,7 @@ class Setup:
     def _estimated(self, batch: int) -> Activations | None:
         """The activations of so many sequences, where the layers of the model are known."""
         form = "full" if self.recompute else "none"
-        plan = ParallelPlan(microbatch=batch, recompute=form)
+        plan = ParallelPlan(microbatch=batch, recompute=form, matmuls=self.matmuls)
         return self.costs.activations(plan) if self.costs else None
 
 
@@ -246,6 +252,11 @@ def setup_of(options: Namespace) -> Setup:
     if model and device:
         of_loss = zero.precision.of_loss(dtype_of(options))
         costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
+    matmuls = getattr(options, "matmuls", None)
+    if matmuls and not isinstance(model, AnyModel):
+        raise ValueError("--matmuls needs a model whose layers are known: a name, or MODULE:NAME.")
+    if matmuls and device:
+        device.rate(matmuls)  # raises where there is none
     return Setup(
         params=params,
         model=model,
@@ -260,6 +271,7 @@ def setup_of(options: Namespace) -> Setup:
         length=length,
         master=options.master,
         update="backward" if by_layer else "after",
+        matmuls=matmuls,
     )
 
 
@@ -273,7 +285,7 @@ def fine_tuning_of(options: Namespace, model: AnyModel | None) -> tuple[int, int
         raise ValueError(f"{asked} trains nothing without adapters: give --lora RANK, too.")
     if not isinstance(model, Decoder):
         raise ValueError(f"{asked} needs a model whose layers are known: a name, or a Decoder.")
-    excluded = [name for name in ("master", "remat") if getattr(options, name, None)]
+    excluded = [x for x in ("master", "remat", "matmuls") if getattr(options, x, None)]
     if excluded:
         raise ValueError(f"{asked} is without --{excluded[0]}: leave one of them out.")
     return int(options.frozen[0]) if options.frozen else 0, options.lora

@@ -239,7 +239,7 @@ class PlanCosts:
 
     def activations(self, plan: ParallelPlan) -> Activations:
         """What a micro-batch stores and needs."""
-        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
+        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor, plan.matmuls)
         return activations_of(self.model, self.machine.device, costs, plan.tensor)
 
     def pipeline(self, plan: ParallelPlan) -> StepRows:
@@ -247,7 +247,7 @@ class PlanCosts:
         # The update needs less than what it takes the place of: accumulated gradients are float32.
         counts = self.passes(plan).chunks
         placed = dataclasses.replace(_placed(plan), microbatches=1)
-        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
+        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor, plan.matmuls)
         held = self._rows(placed, self.model.layers / plan.pipe)
         options = (self.dtype, self.machine.device)
         rows = held_by_pipeline(self.model, plan, costs, counts, held, *options)
@@ -313,9 +313,11 @@ class PlanCosts:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _costs(self, microbatch: int, recompute: str, tensor: int) -> Sequence[LayerCost]:
+    def _costs(
+        self, microbatch: int, recompute: str, tensor: int, matmuls: str | None
+    ) -> Sequence[LayerCost]:
         options: Any = {"length": self.length, "dtype": self.dtype, "tensor": tensor}
-        options |= {"batch": microbatch, "recompute": recompute}
+        options |= {"batch": microbatch, "recompute": recompute, "matmuls": matmuls}
         return layer_costs(self.model, self.machine.device, **options)
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
@@ -451,7 +453,7 @@ class TracedCosts(PlanCosts):
 
     model: Any  # a TracedModel
 
-    def traced(self, size: float, recompute: str) -> Traced:
+    def traced(self, size: float, recompute: str, matmuls: str | None = None) -> Traced:
         """A micro-batch of some examples of one device."""
         low = 1
         high = 2
@@ -461,7 +463,8 @@ class TracedCosts(PlanCosts):
             while size > high:
                 low = high
                 high = 8 * high
-        one, two = (self.model.traced(n * devices, self.dtype, recompute) for n in (low, high))
+        options = self.dtype, recompute, matmuls
+        one, two = (self.model.traced(n * devices, *options) for n in (low, high))
         growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
         each = zip(one, growths, strict=True)
         return Traced(*(max(a - low * b, 0.0) + size * b / devices for a, b in each))
@@ -487,8 +490,8 @@ class TracedCosts(PlanCosts):
         return tuple(form for form in recompute if form in found)
 
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
-        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute)
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.matmuls)
+        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute, plan.matmuls)
         # Programs may hold what layers gathered to the end, where these are no loop.
         whole = plan.recompute in ("none", *PLANNED) and not self.model.trace.has_loops
         held = sum(self._sizes) * self.param_bytes / plan.tensor * (plan.stage == 3 and whole)
@@ -498,9 +501,11 @@ class TracedCosts(PlanCosts):
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute)
+        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.matmuls)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
-        products = traced.flops / unit.flops + traced.touched / unit.bandwidth
+        low = Roofline(self.machine.device, COMPILED, ideal=ideal, matmuls=plan.matmuls)
+        products = (traced.flops - traced.low) / unit.flops + traced.low / low.flops
+        products += traced.touched / unit.bandwidth
         kernels = round(_KERNELS * traced.products)
         work = KernelSeconds(
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel

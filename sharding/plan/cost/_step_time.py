@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._ledger import WorkRow, merged
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import MATMULS, ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
 from sharding.plan.cost._wire_and_flops import TENSOR_AXIS, SyncWork, tensor_work
 from sharding.plan.machine._collective_time import Machine, collective_seconds
@@ -182,8 +182,9 @@ class _Clock:
     def _speed(self, unit: str) -> float:
         """Bytes or operations a second."""
         device = self.device
-        if unit == "flops":
-            return Roofline(device, COMPILED, ideal=self.ideal).flops
+        if unit in ("flops", *MATMULS):
+            matmuls = None if unit == "flops" else unit
+            return Roofline(device, COMPILED, ideal=self.ideal, matmuls=matmuls).flops
         if unit == "memory":
             return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
         figure: float | None = getattr(device, unit)
@@ -262,6 +263,7 @@ def passes(
         *(model, machine.device),
         tensor=plan.tensor,
         sequence_parallel=plan.sequence_parallel,
+        matmuls=plan.matmuls,
         **options,
     )
     head_forward, head_backward = head_work(

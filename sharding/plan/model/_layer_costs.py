@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding._types import Array, Batch, DType
+from sharding.matmuls._quantized_loss import MIN_SIZE, quantized_matmuls
 from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved, num_bytes
 from sharding.plan.model._models import Decoder, saved_elements, saved_parts
@@ -91,11 +92,25 @@ class LayerWork(NamedTuple):
 
 
 class Roofline:
-    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak."""
+    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak.
 
-    def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
+    Products in ``matmuls``, ``"fp8"`` or ``"int8"``, are taken to reach the same share of theirs.
+    """
+
+    def __init__(
+        self,
+        device: DeviceKind,
+        implementation: Implementation,
+        *,
+        ideal: bool = False,
+        matmuls: str | None = None,
+    ):
         reached: Achieved = achieved(device)
-        self.flops = device.flops * (1.0 if ideal else reached.matmul)
+        self.flops = device.rate(matmuls) * (1.0 if ideal else reached.matmul)
+        self.item = 1 if matmuls else _ITEM  # bytes of an operand
+        # Bytes of each element that is quantized, as programs for H100 and v5e move: GPUs find the
+        # largest of a row where it is made, TPUs read it once more.
+        self.quantizing = (_ITEM + 1 + (_ITEM if device.tile else 0)) if matmuls else 0
         self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
         self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
         self.kernel = 0.0 if ideal else reached.kernel
@@ -104,8 +119,12 @@ class Roofline:
     def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> KernelSeconds:
         """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
         flops = 2.0 * batch * rows * inner * cols
-        nbytes = _ITEM * batch * (rows * inner + inner * cols + rows * cols)
+        nbytes = batch * (self.item * (rows + cols) * inner + _ITEM * rows * cols)
         return KernelSeconds(flops / self.flops + nbytes / self.bandwidth, 0.0, 1, self.kernel)
+
+    def quantize(self, elements: float) -> KernelSeconds:
+        """So many elements of operands become codes, where products are in few bits."""
+        return self.passes(elements * self.quantizing) if self.quantizing else KernelSeconds()
 
     def passes(self, nbytes: float, kernels: int = 1) -> KernelSeconds:
         """Element-wise kernels that read and write so many bytes together."""
@@ -124,6 +143,7 @@ def layer_work(
     sequence_parallel: bool = False,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    matmuls: str | None = None,
 ) -> LayerWork:
     """The time of one layer on one of ``tensor`` devices that share it.
 
@@ -133,12 +153,14 @@ def layer_work(
     stream, with dropout; the activation; a change of layout of queries, keys, values and their
     result; softmax and dropout of materialized scores. Backward passes read the inputs and the
     gradients of the same operations. With ``sequence_parallel`` norms and residuals are shared.
+    ``matmuls`` are products in few bits, ``"fp8"`` or ``"int8"``: those with matrices.
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
       arXiv 2205.05198, section 4. Isaev et al.: Calculon, SC 2023.
     """
     unit = Roofline(device, implementation, ideal=ideal)
+    low = Roofline(device, implementation, ideal=ideal, matmuls=matmuls)
     length = length or model.length
     tokens = microbatch * length
     up = model.matrices["up"].number
@@ -147,10 +169,12 @@ def layer_work(
     for part, (number, rows, columns) in model.matrices.items():
         shared = rows / tensor if part in ("out", "down") else columns / tensor
         inner, cols = (shared, columns) if part in ("out", "down") else (rows, shared)
-        products[part] = unit.matmul(tokens, inner, cols) * number
-        forward += products[part]
-        backward += unit.matmul(tokens, cols, inner) * number
-        weight += unit.matmul(inner, tokens, cols) * number
+        of_part = low if min(tokens, inner, cols) >= MIN_SIZE else unit
+        products[part] = of_part.matmul(tokens, inner, cols) * number
+        forward += products[part] + of_part.quantize(tokens * inner + number * inner * cols)
+        backward += of_part.matmul(tokens, cols, inner) * number
+        backward += of_part.quantize(2 * number * tokens * cols)  # for each of its two products
+        weight += of_part.matmul(inner, tokens, cols) * number
     backward += weight
 
     # Element-wise: norms and residuals of the stream, activations, layouts of attention.
@@ -261,12 +285,20 @@ def activations_of(
 
 @functools.lru_cache(maxsize=256)
 def _layer_bytes(
-    model: Decoder, batch: int, length: int, dtype: DType, tensor: int
+    model: Decoder, batch: int, length: int, dtype: DType, tensor: int, matmuls: str | None
 ) -> tuple[float, tuple[float, ...]]:
     """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
     layer, x = _layer_and_input(model, batch, length, dtype, tensor)
-    products = products_of(model.apply_layer, layer, x)
-    stored = stored_by(model.apply_layer, layer, x)
+    run: Any = model.apply_layer
+    if matmuls:  # a loop of one layer
+
+        def loop(params: Any, x: Array) -> Array:
+            stack = jax.tree.map(lambda p: p[None], params)
+            return jax.lax.scan(lambda x, p: (model.apply_layer(p, x), None), x, stack)[0]
+
+        run = quantized_matmuls(loop, matmuls)
+    products = products_of(run, layer, x)
+    stored = stored_by(run, layer, x)
     return float(num_bytes(stored)), tuple(float(num_bytes(x)) for x in products)
 
 
@@ -308,6 +340,7 @@ def layer_costs(
     dtype: DType = jnp.bfloat16,
     recompute: bool | str = True,
     tensor: int = 1,
+    matmuls: str | None = None,
 ) -> list[LayerCost]:
     """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
@@ -326,6 +359,7 @@ def layer_costs(
       recompute: whether each layer stores its input only; or as ``ParallelPlan`` has it, as
         ``"minimal"``, a preset of MaxText, whose values it stores, too.
       tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
+      matmuls: the recipe of the products of layers, ``"fp8"`` or ``"int8"``; None: as they are.
 
     Raises:
       ValueError: so many devices cannot share the model.
@@ -348,13 +382,13 @@ def layer_costs(
     # Seconds.
     form = recompute if isinstance(recompute, str) else "full" if recompute else "none"
     options: Any = {"microbatch": batch, "length": length}
-    work = layer_work(model, device, tensor=tensor, **options)
+    work = layer_work(model, device, tensor=tensor, matmuls=matmuls, **options)
     shards = model.shards_of_tokens(tensor)
     head_forward, head_backward = head_work(model, device, tensor=shards, **options)
 
     # Activations.
     traced = (model, batch, length, jnp.dtype(dtype), tensor)
-    full, products = _layer_bytes(*traced)
+    full, products = _layer_bytes(*traced, matmuls)
     largest = max(products)
     vocabulary = model.vocabulary // shards
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss

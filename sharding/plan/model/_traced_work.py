@@ -39,6 +39,7 @@ class Work(NamedTuple):
     seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
     products: float = 0.0  # how many matrix products
     touched: float = 0.0  # bytes that these read and write
+    low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(*map(operator.add, self, other))
@@ -78,15 +79,21 @@ def work_of_equation(
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
         flops *= math.prod(operands[0].shape[dim] for dim in summed)
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
+        return _product(flops, operands, results, kind)
     if name == "conv_general_dilated":
         spec = params["dimension_numbers"].rhs_spec
         kernel = operands[1].shape
         flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
+        return _product(flops, operands, results, kind)
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
+
+
+def _product(flops: float, operands: list[Any], results: list[Any], kind: DeviceKind) -> Work:
+    touched = float(num_bytes([*operands, *results]))
+    low = flops if all(x.dtype.itemsize == 1 for x in operands) else 0.0
+    return Work(flops, flops / kind.flops, 1.0, touched, low)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,6 +152,7 @@ class Traced(NamedTuple):
     moved: float  # bytes that all other operations do
     stored: float  # bytes that the forward pass stores for the backward pass
     working: float  # bytes of temporaries of the backward pass beside these
+    low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
 
 
 def is_fused(eqn: Any) -> bool:

@@ -9,7 +9,14 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
-from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, RECOMPUTE, WEIGHTS, ParallelPlan
+from sharding.plan.cost._parallel_plan import (
+    MATMULS,
+    OF_STATE,
+    PLANNED,
+    RECOMPUTE,
+    WEIGHTS,
+    ParallelPlan,
+)
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SCHEDULES,
@@ -26,7 +33,7 @@ SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "even"),
-    *("recompute", *OF_STATE),
+    *("recompute", "matmuls", *OF_STATE),
 )
 
 
@@ -64,6 +71,7 @@ class PlanSpace:
     state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
     syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
+    matmuls: tuple[str | None, ...] = (None,)  # others than None are lossy
     in_backward: tuple[bool, ...] = (False,)  # whether layers are updated in the backward pass
     # of the plans: their bytes, and what is left out; None: the usual bytes, and nothing is
     costs: PlanCosts | None = None
@@ -104,12 +112,14 @@ class PlanSpace:
             if self.sequences % data:
                 continue
             own = self.sequences // data
-            for microbatch, recompute in itertools.product(divisors(own), self.recompute):
+            matmuls = self.matmuls if pipe * tensor == 1 else (None,)
+            forms = itertools.product(divisors(own), self.recompute, matmuls)
+            for microbatch, recompute, low in forms:
                 schedules = self._schedules(pipe, own // microbatch, recompute)
                 for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
-                        **(schedule | {"even": even, "recompute": recompute}),
+                        **(schedule | {"even": even, "recompute": recompute, "matmuls": low}),
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -189,6 +199,7 @@ def check_values(**searched: Sequence[str | None]) -> None:
         "recompute": (*SEARCHED, *PLANNED),
         "state_formats": (None, *STATE_FORMATS),
         "weights": WEIGHTS,
+        "matmuls": (None, *MATMULS),
     }
     for name, values in searched.items():
         if not values:

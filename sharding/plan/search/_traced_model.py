@@ -15,6 +15,7 @@ from optax_ext.equations import Name, record_of, trace
 from sharding import stored
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
+from sharding.matmuls._quantized_loss import quantized_matmuls
 from sharding.placement._train_state import resolve_trainable
 from sharding.plan._format import check_choice
 from sharding.plan.cost._parallel_plan import PLANNED
@@ -30,6 +31,7 @@ from sharding.plan.model._traced_work import (
     work_of_jaxpr,
 )
 from sharding.remat._loss_search import LossSearch, PlannableLoss
+from sharding.stored._forms import is_form
 
 _MOST_OPERATIONS = 1500  # of a loss with layers, to plan more of which takes minutes
 
@@ -133,8 +135,11 @@ class TracedModel:
         vars(call)["computes"] = loss  # by which the step proves what it does with rows
         return call
 
-    def traced(self, size: int, dtype: DType, recompute: str) -> Traced:
+    def traced(self, size: int, dtype: DType, recompute: str, matmuls: str | None = None) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
+        if matmuls:
+            fn = quantized_matmuls(self.loss_fn, matmuls).fn
+            return dataclasses.replace(self, loss_fn=fn).traced(size, dtype, recompute)
         args = self._args(size, dtype)
         if recompute in PLANNED:
             planned = self._planned(size, jnp.dtype(dtype)).within(PLANNED[recompute])
@@ -189,7 +194,9 @@ class TracedModel:
 
     def can_be_planned(self, size: int, dtype: DType) -> bool:
         """Whether ``sharding.remat`` takes the loss, as it does not with callbacks, and soon."""
-        if self.trace.layers and len(self.trace.eqns) > _MOST_OPERATIONS:
+        # A graph in which layers are decoded has thousands of operations.
+        decodes = any(map(is_form, jax.tree.leaves(self.abstract(), is_leaf=is_form)))
+        if decodes or (self.trace.layers and len(self.trace.eqns) > _MOST_OPERATIONS):
             return False
         with contextlib.suppress(ValueError):
             return bool(self._planned(size, dtype))
@@ -256,7 +263,8 @@ class TracedModel:
         work = work_of_jaxpr(closed.jaxpr, UNIT)
         stored = no_matrices(kept, args[0])
         nbytes = float(num_bytes(stored))
-        return Traced(work.flops, work.products, work.touched, work.seconds, nbytes, 0.0), stored
+        figures = work.flops, work.products, work.touched, work.seconds
+        return Traced(*figures, nbytes, 0.0, work.low), stored
 
 
 AnyModel = Decoder | TracedModel

@@ -24,7 +24,12 @@ from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._plan_costs import sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
-from sharding.plan.cost._wire_and_flops import decoder_products, pipeline_work, tensor_row
+from sharding.plan.cost._wire_and_flops import (
+    decoder_products,
+    pipeline_work,
+    products_of_units,
+    tensor_row,
+)
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -208,11 +213,11 @@ def planned_rows(
         batch = model.batch(plan.microbatches * plan.microbatch)
         rows += pipeline_work(pipeline, params, batch, specs=built.param_specs, updates=updates)
     if isinstance(model, Decoder):
-        rows.append(decoder_products(model, plan, schedule, max(layers, default=0)))
+        rows += decoder_products(model, plan, schedule, max(layers, default=0))
     else:
-        traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute)
-        flops = plan.microbatches * traced.flops / plan.data
-        rows.append(WorkRow("matmul", "products", flops, ("flops",)))
+        traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute, plan.matmuls)
+        each = plan.microbatches / plan.data
+        rows += products_of_units(traced.flops * each, traced.low * each, plan.matmuls)
     if isinstance(model, Decoder) and plan.tensor > 1:
         row = tensor_row(
             *(model, plan),
