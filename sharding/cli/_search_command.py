@@ -15,7 +15,7 @@ from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
-from sharding.plan.search._traced_model import AnyModel, fine_tuned
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.plan.search._verify import Verification, verify
 
 
@@ -37,7 +37,7 @@ def run_search(options: Namespace) -> int:
     length = options.length or model.length
     bits, rank = opts.fine_tuning_of(options, model)
     if rank:
-        model, tx = fine_tuned(model, tx, frozen=bits, lora=rank)
+        model, tx = TracedModel.fine_tuned(model, tx, frozen=bits, lora=rank)
     lossless = "master" if options.master else "plain"
     result = search(
         *(model, tx, options.target),

@@ -26,7 +26,7 @@ from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import SEARCHED, allows
 from sharding.plan.search._search import check_dtype, costs_of, machine_of
-from sharding.plan.search._traced_model import AnyModel, TracedModel, fine_tuned
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.step._precision import Precision
 from sharding.stored._forms import is_form
 
@@ -100,8 +100,12 @@ class Setup:
         flops = self.flops_of_parameter * sum(math.prod(x.shape) for x in leaves) * tokens
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
-            sizes = {"microbatch": self.batch, "microbatches": self.microbatches}
-            shared = ParallelPlan(**sizes, recompute="none", matmuls=self.matmuls)
+            shared = ParallelPlan(
+                microbatch=self.batch,
+                microbatches=self.microbatches,
+                recompute="none",
+                matmuls=self.matmuls,
+            )
             batch = self.costs.batch(shared)
             flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
             if self.matmuls:  # as many operations in 16 bits as take their time
@@ -247,7 +251,7 @@ def setup_of(options: Namespace) -> Setup:
     costs = None
     bits, rank = fine_tuning_of(options, model)
     if rank:
-        model, tx = fine_tuned(model, tx, frozen=bits, lora=rank)
+        model, tx = TracedModel.fine_tuned(model, tx, frozen=bits, lora=rank)
         params = model.abstract(dtype_of(options))
     if model and device:
         of_loss = zero.precision.of_loss(dtype_of(options))
@@ -276,7 +280,7 @@ def setup_of(options: Namespace) -> Setup:
 
 
 def fine_tuning_of(options: Namespace, model: AnyModel | None) -> tuple[int, int]:
-    """Bits of frozen matrices and the rank of their adapters, as ``fine_tuned`` takes them."""
+    """Bits of frozen matrices and the rank of their adapters, for ``TracedModel.fine_tuned``."""
     given = [name for name in ("frozen", "lora") if getattr(options, name, None)]
     if not given:
         return 0, 0

@@ -19,7 +19,6 @@ from sharding.plan.search._plan_file import PlanFile as PlanFile
 from sharding.plan.search._search import NoPlanFits as NoPlanFits
 from sharding.plan.search._search import search as search
 from sharding.plan.search._traced_model import TracedModel as TracedModel
-from sharding.plan.search._traced_model import fine_tuned as fine_tuned
 from sharding.plan.search._verify import verify as verify
 
 _INTERNAL = {"cost", "machine", "model"}  # modules

@@ -53,15 +53,15 @@ def each_of_stack(fn: Callable[[Any], Any], dims: int) -> Callable[[Any], Any]:
 
 def decoded(x: Any) -> Any:
     """What the loss sees of a parameter, a form or not."""
-    return _decode(x) if isinstance(x, Form) else x
+    return _decode_form(x) if isinstance(x, Form) else x
 
 
 @jax.jit  # a function of its own, which plans count as one pass over memory
-def _decode(form: Form) -> jax.Array:
+def _decode_form(form: Form) -> jax.Array:
     return form.decode()
 
 
-DECODE = _decode.__name__  # in jaxprs
+DECODE = "_decode_form"  # the name of that in jaxprs
 
 
 def is_form(x: Any) -> bool:

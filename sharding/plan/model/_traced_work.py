@@ -79,18 +79,20 @@ def work_of_equation(
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
         flops *= math.prod(operands[0].shape[dim] for dim in summed)
-        return _product(flops, operands, results, kind)
+        return _work_of_product(flops, operands, results, kind)
     if name == "conv_general_dilated":
         spec = params["dimension_numbers"].rhs_spec
         kernel = operands[1].shape
         flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
-        return _product(flops, operands, results, kind)
+        return _work_of_product(flops, operands, results, kind)
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
 
 
-def _product(flops: float, operands: list[Any], results: list[Any], kind: DeviceKind) -> Work:
+def _work_of_product(
+    flops: float, operands: list[Any], results: list[Any], kind: DeviceKind
+) -> Work:
     touched = float(num_bytes([*operands, *results]))
     low = flops if all(x.dtype.itemsize == 1 for x in operands) else 0.0
     return Work(flops, flops / kind.flops, 1.0, touched, low)

@@ -34,7 +34,7 @@ class PlanFile:
     plan: ParallelPlan  #: how a step is shared
     #: seconds; bytes of memory, the program's once it is compiled, and their planned parts
     promised: dict[str, float]
-    frozen: int = 0  #: bits of frozen matrices of layers, as for ``fine_tuned``
+    frozen: int = 0  #: bits of frozen matrices of layers, as ``TracedModel.fine_tuned``
     lora: int = 0  #: the rank of their adapters; 0: all parameters are trained
 
     @classmethod
@@ -136,7 +136,7 @@ class PlanFile:
 
     def _lines_of_adapters(self) -> list[str]:
         options = f"frozen={self.frozen}, lora={self.lora}"
-        line = f"model, tx = shd.plan.fine_tuned(model, tx, {options})"
+        line = f"model, tx = shd.plan.TracedModel.fine_tuned(model, tx, {options})"
         return [line] if self.lora else []
 
 

@@ -26,7 +26,7 @@ from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._chosen_plan import ChosenPlan, SearchResult
 from sharding.plan.search._plan_space import SEARCHED, PlanGroup, PlanSpace, check_values
-from sharding.plan.search._traced_model import AnyModel, TracedModel, fine_tuned
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 
 # Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
@@ -93,7 +93,7 @@ def search(
         plans without pipelines and shared layers.
       matmuls: recipes of ``quantized_matmuls`` for the products of layers, ``"fp8"`` or ``"int8"``,
         which are lossy, likewise; the others must be None.
-      frozen: bits of frozen matrices of layers, as for ``fine_tuned``.
+      frozen: bits of frozen matrices of layers, as for ``TracedModel.fine_tuned``.
       lora: the rank of their adapters, which alone are trained then.
       headroom: the share of a device's memory that is left to the allocator.
       top: how many plans to return.
@@ -122,7 +122,7 @@ def search(
             "stored.loss_of(shd.quantized_matmuls(loss)), or leave out matmuls."
         )
     if frozen or lora:
-        model, tx = fine_tuned(_of_length(model, length), tx, frozen=frozen, lora=lora)
+        model, tx = TracedModel.fine_tuned(_of_length(model, length), tx, frozen=frozen, lora=lora)
     machine = machine_of(target, device)
     for low in filter(None, matmuls):
         machine.device.rate(low)  # raises where there is none
@@ -186,8 +186,9 @@ def search(
 
 def _of_length(model: AnyModel, length: int | None) -> AnyModel:
     """A decoder of so many tokens, where any are given."""
-    is_other = isinstance(model, Decoder) and length is not None
-    return dataclasses.replace(model, length=length) if is_other else model
+    if isinstance(model, Decoder) and length is not None:
+        return dataclasses.replace(model, length=length)
+    return model
 
 
 def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:

@@ -35,6 +35,9 @@ from sharding.stored._forms import is_form
 
 _MOST_OPERATIONS = 1500  # of a loss with layers, to plan more of which takes minutes
 
+# Of all that ``Decoder`` has, the matrices of its layers.
+_MATRICES = "^layers/(query|key|value|out|gate|up|down)$"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedModel:
@@ -71,6 +74,55 @@ class TracedModel:
     def __post_init__(self) -> None:
         for name in ("abstract", "traced", "_trace", "_planned"):  # by this object alone
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=8)  # searches of one model share its traces
+    def fine_tuned(
+        model: Decoder, tx: optax.GradientTransformation, *, frozen: int = 0, lora: int = 0
+    ) -> tuple["TracedModel", optax.GradientTransformation]:
+        """A decoder of which adapters alone are trained, and the transformation of these.
+
+        Its loss decodes one layer at a time. Plans of it have no pipelines and no shared layers.
+
+        Args:
+          model: one of ``MODELS``, or a ``Decoder`` of one's own.
+          tx: the transformation.
+          frozen: bits in which the matrices of its layers are stored, 4 (NF4) or 8; 0: as they are.
+          lora: the rank of their adapters.
+
+        Raises:
+          ValueError: there are no adapters, their rank is above a dim, or the model has forms of
+            its own.
+
+        Example:
+          >>> import jax, optax
+          >>> from sharding.plan import Decoder, TracedModel
+          >>> small = Decoder(2, 64, 2, 2, 128, 96, 16)
+          >>> model, tx = TracedModel.fine_tuned(small, optax.adamw(1e-4), frozen=4, lora=8)
+          >>> len(jax.tree.leaves(model.trained(model.abstract())))  # two of each of 7 matrices
+          14
+        """
+        if not lora:
+            raise ValueError("frozen trains nothing without adapters: give lora, their rank, too.")
+        if not isinstance(model, Decoder):
+            raise ValueError(
+                "frozen and lora are of a Decoder, whose layers are known. A TracedModel has forms "
+                "of its own: init by stored.store, loss_fn by stored.loss_of, and trainable."
+            )
+        steps = (*([stored.frozen(frozen)] if frozen else []), stored.lora(lora))
+
+        def init(dtype: DType) -> Tree:
+            return stored.store(model.init(dtype), {_MATRICES: steps}, jax.random.key(0))
+
+        made = TracedModel(
+            stored.loss_of(model.make_loss()),
+            init,
+            model.batch(1),
+            model.length,
+            trainable=stored.trained,
+        )
+        made.abstract()  # raises where a form does not suit a matrix
+        return made, optax.masked(tx, stored.trained)
 
     @property
     def tensor(self) -> int:
@@ -268,54 +320,3 @@ class TracedModel:
 
 
 AnyModel = Decoder | TracedModel
-
-# Of all that ``Decoder`` has, the matrices of its layers.
-_MATRICES = "^layers/(query|key|value|out|gate|up|down)$"
-
-
-@functools.lru_cache(maxsize=8)  # searches of one model share its traces
-def fine_tuned(
-    model: Decoder, tx: optax.GradientTransformation, *, frozen: int = 0, lora: int = 0
-) -> tuple[TracedModel, optax.GradientTransformation]:
-    """A decoder of which adapters alone are trained, and the transformation of these.
-
-    Its loss decodes one layer at a time. Plans of it have no pipelines and no shared layers.
-
-    Args:
-      model: one of ``MODELS``, or a ``Decoder`` of one's own.
-      tx: the transformation.
-      frozen: bits in which the matrices of its layers are stored, 4 (NF4) or 8; 0: as they are.
-      lora: the rank of their adapters.
-
-    Raises:
-      ValueError: there are no adapters, their rank is above a dim, or the model is no ``Decoder``.
-
-    Example:
-      >>> import optax
-      >>> from sharding.plan import MODELS, fine_tuned, search
-      >>> model, tx = fine_tuned(MODELS["llama2-7b"], optax.adamw(1e-4), frozen=4, lora=16)
-      >>> found = search(model, tx, "rtx4090x1", sequences=1, length=2048)
-      >>> found.best.memory / 2**30 < 22
-      True
-    """
-    if not lora:
-        raise ValueError("frozen trains nothing without adapters: give lora, their rank, too.")
-    if not isinstance(model, Decoder):
-        raise ValueError(
-            "frozen and lora are of a Decoder, whose layers are known. A TracedModel has forms of "
-            "its own: init by sharding.stored.store, loss_fn by stored.loss_of, and trainable."
-        )
-    steps = (*([stored.frozen(frozen)] if frozen else []), stored.lora(lora))
-
-    def init(dtype: DType) -> Tree:
-        return stored.store(model.init(dtype), {_MATRICES: steps}, jax.random.key(0))
-
-    made = TracedModel(
-        stored.loss_of(model.make_loss()),
-        init,
-        model.batch(1),
-        model.length,
-        trainable=stored.trained,
-    )
-    made.abstract()  # raises where a form does not suit a matrix
-    return made, optax.masked(tx, stored.trained)
