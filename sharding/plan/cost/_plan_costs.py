@@ -455,8 +455,8 @@ class TracedCosts(PlanCosts):
 
     def traced(self, size: float, recompute: str, matmuls: str | None = None) -> Traced:
         """A micro-batch of some examples of one device."""
-        low = 1
-        high = 2
+        low = max(1, int(size)) if matmuls else 1  # products of few rows are not quantized
+        high = 2 * low
         devices = self.machine.num_devices
         if recompute in PLANNED:
             high = 8

@@ -676,7 +676,7 @@ def test_products_in_few_bits_are_compared_on_request():
     params = {"layers": jnp.full((2, width, width), 1e-2)}
     body = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
     loss = lambda p, x: jnp.mean(jax.lax.scan(body, x, p["layers"])[0] ** 2)  # noqa: E731
-    kind = DeviceKind("cpu", 2.0**30, 2e10, 1e11, 1e10, None, "none", int8=1e12)
+    kind = DeviceKind("cpu", 2.0**30, 1e14, 1e10, 1e12, None, "none", int8=1e12)
     keep = {"recompute": "none", "microbatches": 1, "stage": 0, "offload": False}
     keep |= {"update_in_backward": False}
     x = np.ones((width * jax.device_count(), width), np.float32)
