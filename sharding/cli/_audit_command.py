@@ -7,10 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from sharding import stored
 from sharding.cli import _setup as opts
 from sharding.cli._load import load
 from sharding.cli._model_activations import planned_loss
@@ -30,6 +26,7 @@ _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
     *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
     *("update_in_backward", "offload", "update_on_host", "frozen", "lora"),
+    "matmuls",
 )
 
 
@@ -195,7 +192,7 @@ def _steps(
 
         return None, {options.step: _Step(audit_step)}, int(options.batch or 1), 1
     setup = opts.setup_of(options)
-    if not isinstance(setup.model, Decoder):
+    if setup.model is None or not (setup.is_fine_tuned or isinstance(setup.model, Decoder)):
         raise ValueError(
             f"audit compiles a step, so --model must be one of {', '.join(MODELS)}; of a model of "
             "your own give the step: --step."
@@ -230,7 +227,7 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
     setup = dataclasses.replace(setup, batch=batch // (zero.num_devices * setup.microbatches))
     plan = setup.plan(zero)
     model = setup.model
-    assert isinstance(model, Decoder)
+    assert model is not None
     if options.remat is not None:
         planned, about = planned_loss(options, setup, plan, plan.requested)
         loss = planned
@@ -239,31 +236,15 @@ def _audit_stage(options: Namespace, setup: opts.Setup, batch: int) -> Audit:
         setup = dataclasses.replace(setup, **found)
         plan = setup.plan(zero)
     shared = setup.parallel_plan(zero)
-    dtype, tuned = opts.dtype_of(options), dict[str, Any]()
-    if setup.forms is not None:
-        loss, tuned = _fine_tuned(setup, model, dtype)
-    tx = setup.of_trained(setup.optimizer)
-    built = build(shared, model, tx, zero, dtype=dtype, loss=loss, **tuned)
-    tokens = jax.ShapeDtypeStruct((batch, setup.length + 1), jnp.int32)
+    dtype = opts.dtype_of(options)
+    built = build(shared, model, setup.optimizer, zero, dtype=dtype, loss=loss)
     found = audit(
-        dataclasses.replace(built, batch=tokens).lower(),
+        dataclasses.replace(built, batch=model.batch(batch)).lower(),
         mesh=zero.mesh,
         device=setup.device,
         expected=plan.stage(plan.requested),
         predicted=setup.seconds(shared) if setup.timed else None,
         tokens=plan.tokens,
     )
-    notes = [_STORED] * (setup.recompute and options.remat is None and setup.forms is None)
+    notes = [_STORED] * (setup.recompute and options.remat is None)
     return dataclasses.replace(found, notes=(*found.notes, *notes))
-
-
-def _fine_tuned(setup: opts.Setup, model: Decoder, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    """The loss of adapters on frozen parameters, and what else ``build`` needs."""
-    layer = jax.checkpoint(model.apply_layer) if setup.recompute else None
-
-    def make_state(tx: Any) -> Any:
-        params = stored.store(model.init(dtype), setup.forms, jax.random.key(0))
-        return params, tx.init(params)
-
-    options = {"make_state": make_state, "trainable": stored.trained}
-    return stored.loss_of(model.make_loss(layer)), options

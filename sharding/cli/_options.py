@@ -8,6 +8,7 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice, read_size
+from sharding.plan.cost._parallel_plan import MATMULS
 from sharding.plan.machine._devices import HEADROOM
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_space import KEPT
@@ -69,6 +70,7 @@ _FINE_TUNING = {
     "--frozen FORMAT": "matrices of layers are stored so, and not trained: 4bit (NF4), 8bit",
     "--lora N": "the rank of their adapters, which are trained",
 }
+_MATMULS = {"--matmuls": "recipe of quantized products of layers, which are lossy: fp8 or int8"}
 _DTYPES = {
     "--compute-dtype DTYPE": "of the loss (default: that of the parameters)",
     "--reduce-dtype DTYPE": "in which gradients are summed over devices",
@@ -117,7 +119,9 @@ def plan_options(parser: ArgumentParser) -> None:
     }
     remat = {"--remat BYTES": f"plan activations of one device for so many bytes, {_REMAT}"}
     kinds = {"state": _one_of(STATE_FORMATS), "frozen": _one_of(_FROZEN)}
-    _add(parser, "model and optimizer", _MODEL | _FINE_TUNING | _DTYPES | state, **kinds)
+    kinds |= {"matmuls": _one_of(MATMULS)}
+    every = _MODEL | _FINE_TUNING | _DTYPES | state | _MATMULS
+    _add(parser, "model and optimizer", every, **kinds)
     _add_machine(parser, _TARGET | _MESH)
     _add(parser, "batch", _BATCH | remat, microbatches={"default": 1})
     _add_output(parser)
@@ -144,8 +148,9 @@ def audit_options(parser: ArgumentParser) -> None:
         "--headroom SHARE": "with --find-batch: the share of the memory that is left free "
         f"(default: {HEADROOM})",
     }
-    frozen = _one_of(_FROZEN)
-    _add(parser, "model and optimizer", _MODEL | _FINE_TUNING | _DTYPES | step, frozen=frozen)
+    kinds = {"frozen": _one_of(_FROZEN), "matmuls": _one_of(MATMULS)}
+    every = _MODEL | _FINE_TUNING | _DTYPES | step | _MATMULS
+    _add(parser, "model and optimizer", every, **kinds)
     stages = {"action": "append"} | _one_of(_STAGES)
     _add_machine(parser, _TARGET | _MESH | stage, stage=stages)
     _add(parser, "batch", _BATCH | more, microbatches={"default": 1})
@@ -169,6 +174,7 @@ def search_options(parser: ArgumentParser) -> None:
         "too",
         "--sync NAME": "compare plans with this lossy synchronization of gradients, too: "
         "'powersgd(RANK)', 'qsgd(8)' or 'qsgd(4)'",
+        "--matmuls": "compare plans with this recipe of quantized products of layers, too",
         "--asynchronous": "compare lossy pipelines without a flush, too, whose gradients are one "
         "update late",
         "--update-in-backward": "compare plans that update each layer as soon as its gradient "
@@ -178,7 +184,8 @@ def search_options(parser: ArgumentParser) -> None:
         "--write FILE": "write the best plan as JSON, with the code that builds it",
         "--verify N": "compile the first N plans for the target, and drop those that do not hold",
     }
-    _add(parser, "model and optimizer", _MODEL | model)
+    frozen = _one_of(_FROZEN)
+    _add(parser, "model and optimizer", _MODEL | model | _FINE_TUNING, frozen=frozen)
     _add_machine(parser, _TARGET)
     _add(
         *(parser, "batch and plans", plans),
@@ -186,6 +193,7 @@ def search_options(parser: ArgumentParser) -> None:
         state=_SEVERAL | _one_of(STATE_FORMATS),
         keep=_SEVERAL,
         sync=_SEVERAL,
+        matmuls=_SEVERAL | _one_of(MATMULS),
         headroom={"default": HEADROOM},
         top={"default": 5},
         verify={"default": 0, "type": _number(int, 0)},

@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import math
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from sharding.stored._forms import is_form
 
 _VERSION = 1  # of the form of ``--json``
 
@@ -21,9 +24,9 @@ def print_json(
 ) -> None:
     """A ``document`` with what was asked; infinite figures, as unknown bandwidths, are null."""
     step = getattr(options, "step", None)
-    arrays = jax.tree.leaves(params)
+    arrays = jax.tree.leaves(params, is_leaf=is_form)
     model: dict[str, Any] = {"name": step or options.model}
-    model |= {"num_params": sum(x.size for x in arrays) if arrays else None}
+    model |= {"num_params": sum(math.prod(x.shape) for x in arrays) if arrays else None}
     model |= {"optimizer": None if step else options.optimizer, "length": length or None}
     figures = {"version": _VERSION, "command": options.command, "model": model}
     figures |= {"sequences": sequences, **found}

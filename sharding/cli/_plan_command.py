@@ -91,8 +91,7 @@ def _about_layers(shared: dict[str, ParallelPlan]) -> str:
 
 def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
-    each = 6 if setup.forms is None else 4
-    counted = f"{each} operations per parameter and token, "
+    counted = f"{setup.flops_of_parameter:.0f} operations per parameter and token, "
     counted += "attention in full" if setup.costs else "without attention"
     if isinstance(setup.model, TracedModel):
         counted = "the products of its loss"
@@ -105,8 +104,7 @@ def _about_times(setup: opts.Setup) -> str:
 
 def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str]:
     """What the optimizer saves beside AdamW; where it saves nothing, why."""
-    adamw = optax.adamw(1e-3)
-    adamw = optax_ext.master_weights(adamw) if options.master else adamw
+    adamw = dataclasses.replace(setup, optimizer=optax.adamw(1e-3)).tx()
     on_device = dataclasses.replace(setup.zero, offload=None, update_on="device")
     other = setup.plan(on_device, adamw)
     mine = plan.stage(plan.recommended)
@@ -121,7 +119,7 @@ def _beside_adamw(options: Namespace, setup: opts.Setup, plan: Plan) -> list[str
     dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
     if dominate and share < 0.1:
         note += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
-    wide, narrow = (_widest_of_state(tx, setup.params) for tx in (setup.tx, adamw))
+    wide, narrow = (_widest_of_state(tx, setup.params) for tx in (setup.tx(), adamw))
     if mine.opt_state <= theirs.opt_state or not wide or not narrow or wide <= narrow:
         return [note]
     # The moments of optax have the dtype of their parameters, bfloat16 as well.

@@ -15,7 +15,7 @@ from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
-from sharding.plan.search._traced_model import AnyModel
+from sharding.plan.search._traced_model import AnyModel, TracedModel
 from sharding.plan.search._verify import Verification, verify
 
 
@@ -35,6 +35,9 @@ def run_search(options: Namespace) -> int:
             f"TracedModel or Decoder as MODULE:NAME; --model {options.model} is not."
         )
     length = options.length or model.length
+    bits, rank = opts.fine_tuning_of(options, model)
+    if rank:
+        model, tx = TracedModel.fine_tuned(model, tx, frozen=bits, lora=rank)
     lossless = "master" if options.master else "plain"
     result = search(
         *(model, tx, options.target),
@@ -49,10 +52,12 @@ def run_search(options: Namespace) -> int:
         state_formats=(None, *options.state),
         weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
+        matmuls=(None, *options.matmuls),
         headroom=options.headroom,
         top=max(options.top, options.verify),
     )
     names = {name: getattr(options, name) for name in ("model", "optimizer", "target")}
+    names |= {"frozen": bits, "lora": rank}
     files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
     verified = _verified(options, result.memory, files, model, tx)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]

@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optax_ext
-from sharding import stored
 from sharding._zero import Zero
 from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.audit._find_batch import largest
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.cost._plan_costs import PlanCosts, transformation_of
 from sharding.plan.cost._stage_plan import StagePlan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
@@ -56,16 +54,17 @@ class Setup:
     master: bool = False  # whether there are master weights
     recompute: bool = True  # whether layers are computed again, where they are not
     update: str = "after"  # where: after the backward pass, or in it
-    forms: Any = None  # in which parameters are stored, by path; None where all are trained
+    matmuls: str | None = None  # the recipe of quantized products of layers
 
     @property
-    def tx(self) -> optax.GradientTransformation:
-        """The transformation without ``--state``."""
-        return optax_ext.master_weights(self.optimizer) if self.master else self.optimizer
+    def is_fine_tuned(self) -> bool:
+        """Whether adapters alone are trained."""
+        return self.model is not None and self.model.trainable is not None
 
-    def of_trained(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-        """A transformation of what is trained."""
-        return tx if self.forms is None else optax.masked(tx, stored.trained)
+    def tx(self, state_format: str | None = None) -> optax.GradientTransformation:
+        """The transformation, with a format of its state."""
+        weights = "master" if self.master else "plain"
+        return transformation_of(state_format, weights, self.optimizer)
 
     @property
     def gathered_once(self) -> str | None:
@@ -73,6 +72,11 @@ class Setup:
         if self.is_number and self.update == "backward":
             return Decoder.gathered_once
         return self.model.gathered_once if self.model else None
+
+    @property
+    def flops_of_parameter(self) -> float:
+        """Operations for each parameter and token; frozen ones have no product for a gradient."""
+        return 4.0 if self.is_fine_tuned else 6.0
 
     @property
     def sequences(self) -> int:
@@ -92,26 +96,30 @@ class Setup:
         fastest = fastest or {}
         tokens = float(self.sequences * self.length)
         batch = 4.0 * self.sequences * (self.length + 1) if self.length else 0.0
-        # Frozen parameters have no product for a gradient.
-        each, leaves = 6.0, jax.tree.leaves(self.params)
-        if self.forms is not None:
-            each, leaves = 4.0, jax.tree.leaves(self.params, is_leaf=is_form)
-        flops = each * sum(math.prod(x.shape) for x in leaves) * tokens
+        leaves = jax.tree.leaves(self.params, is_leaf=is_form)
+        flops = self.flops_of_parameter * sum(math.prod(x.shape) for x in leaves) * tokens
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
-            shared = ParallelPlan(microbatch=self.batch, microbatches=self.microbatches)
+            shared = ParallelPlan(
+                microbatch=self.batch,
+                microbatches=self.microbatches,
+                recompute="none",
+                matmuls=self.matmuls,
+            )
             batch = self.costs.batch(shared)
             flops = self.costs.flops(self.sequences * self.costs.machine.num_devices)
+            if self.matmuls:  # as many operations in 16 bits as take their time
+                least = self.costs.passes(shared, ideal=True).work.matmul
+                flops = least * self.costs.machine.device.flops
         if self.costs and activations is None and fastest:
             activations = {name: self.costs.activations(fastest[name]) for name in fastest}
         elif activations is None:
             activations = self._estimated(self.batch)
         return estimate(
-            *(self.params, self.of_trained(tx or self.tx), zero),
-            trainable=None if self.forms is None else stored.trained(self.params),
+            *(self.params, tx or self.tx(state_format), zero),
+            trainable=self.model.trainable if self.model else None,
             microbatches=self.microbatches,
             batch=batch,
-            state_format=state_format,
             device=self.device,
             gathered_once=self.gathered_once,
             temporaries=not self.is_number,
@@ -162,10 +170,11 @@ class Setup:
         passes = self.costs.passes(plan)
         passes = dataclasses.replace(passes, work=passes.work * (1 + self.extra_time))
         # Gradients may be summed in another dtype.
-        leaves = jax.tree.leaves(self.params)
+        assert self.model is not None
         precision = self.zero.precision
-        sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in leaves]
-        grad = sum(sums) / sum(x.size for x in leaves)
+        trained = jax.tree.leaves(self.model.trained(self.params))
+        sums = [x.size * precision.of_sum(precision.of_loss(x.dtype)).itemsize for x in trained]
+        grad = sum(sums) / sum(x.size for x in jax.tree.leaves(self.params))
         param, _, state = self.costs.each(plan)
         return self.costs.seconds(plan, passes, each=(param, grad, state))
 
@@ -184,6 +193,7 @@ class Setup:
             state_format=state_format,
             weights="master" if self.master else "plain",
             update_in_backward=self.update == "backward",
+            matmuls=self.matmuls,
         )
 
     def _most_sequences(self, stages: Sequence[StagePlan]) -> dict[str, int]:
@@ -211,7 +221,7 @@ class Setup:
     def _estimated(self, batch: int) -> Activations | None:
         """The activations of so many sequences, where the layers of the model are known."""
         form = "full" if self.recompute else "none"
-        plan = ParallelPlan(microbatch=batch, recompute=form)
+        plan = ParallelPlan(microbatch=batch, recompute=form, matmuls=self.matmuls)
         return self.costs.activations(plan) if self.costs else None
 
 
@@ -239,13 +249,18 @@ def setup_of(options: Namespace) -> Setup:
     unit = zero.num_devices * microbatches
     device = device_of(options)
     costs = None
-    forms = stored_forms(options, model)
-    if forms is not None:
-        store = functools.partial(stored.store, forms=forms, key=jax.random.key(0))
-        params = jax.eval_shape(store, params)
-    elif model and device:
+    bits, rank = fine_tuning_of(options, model)
+    if rank:
+        model, tx = TracedModel.fine_tuned(model, tx, frozen=bits, lora=rank)
+        params = model.abstract(dtype_of(options))
+    if model and device:
         of_loss = zero.precision.of_loss(dtype_of(options))
         costs = costs_of(model, tx, machine_of(options.target, device), length, of_loss)
+    matmuls = getattr(options, "matmuls", None)
+    if matmuls and not isinstance(model, AnyModel):
+        raise ValueError("--matmuls needs a model whose layers are known: a name, or MODULE:NAME.")
+    if matmuls and device:
+        device.rate(matmuls)  # raises where there is none
     return Setup(
         params=params,
         model=model,
@@ -253,32 +268,31 @@ def setup_of(options: Namespace) -> Setup:
         zero=zero,
         device=device,
         costs=costs,
-        timed=forms is None and _is_timed(options, zero, model),
+        timed=_is_timed(options, zero, model),
         is_number=model is None and ":" not in options.model,
         batch=sequences_of(options.batch, length, unit) // unit if options.batch else 1,
         microbatches=microbatches,
         length=length,
         master=options.master,
         update="backward" if by_layer else "after",
-        forms=forms,
+        matmuls=matmuls,
     )
 
 
-def stored_forms(options: Namespace, model: AnyModel | None) -> Any:
-    """What ``--frozen`` and ``--lora`` do to the matrices of a model's layers."""
+def fine_tuning_of(options: Namespace, model: AnyModel | None) -> tuple[int, int]:
+    """Bits of frozen matrices and the rank of their adapters, for ``TracedModel.fine_tuned``."""
     given = [name for name in ("frozen", "lora") if getattr(options, name, None)]
     if not given:
-        return None
+        return 0, 0
     asked = " and ".join(f"--{name}" for name in given)
     if not options.lora:
         raise ValueError(f"{asked} trains nothing without adapters: give --lora RANK, too.")
     if not isinstance(model, Decoder):
         raise ValueError(f"{asked} needs a model whose layers are known: a name, or a Decoder.")
-    excluded = [name for name in ("master", "remat") if getattr(options, name)]
+    excluded = [x for x in ("master", "remat", "matmuls") if getattr(options, x, None)]
     if excluded:
         raise ValueError(f"{asked} is without --{excluded[0]}: leave one of them out.")
-    frozen = [stored.frozen(int(options.frozen[0]))] if options.frozen else []
-    return {"^layers/(query|key|value|out|gate|up|down)$": (*frozen, stored.lora(options.lora))}
+    return int(options.frozen[0]) if options.frozen else 0, options.lora
 
 
 def sequences_of(text: str, length: int, unit: int = 1) -> int:

@@ -19,6 +19,7 @@ from sharding.matmuls._product import PRODUCTS, quantized_product
 from sharding.matmuls._recipes import RECIPES, Recipe
 from sharding.placement._specs import check_patterns, leaf_names, plain_path
 
+MIN_SIZE = 256  # of rows, terms and columns of a product
 # What a parameter is after these is a parameter still, if all other operands are scalars.
 _NAMES = "broadcast_in_dim copy dynamic_slice name reshape rev slice squeeze transpose"
 _VIEWS = ELEMENTWISE | frozenset(_NAMES.split())
@@ -29,7 +30,7 @@ def quantized_matmuls(
     recipe: str | Recipe = "fp8",
     *,
     keep: str | Sequence[str] = (),
-    min_size: int = 256,
+    min_size: int = MIN_SIZE,
     simulate: bool = False,
 ) -> Loss:
     """The same loss, whose products of activations and parameters have operands of few bits.

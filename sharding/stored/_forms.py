@@ -79,7 +79,15 @@ def at_index(x: Any, index: tuple[int, ...]) -> Any:
 
 def decoded(x: Any) -> Any:
     """What the loss sees of a parameter, a form or not."""
-    return x.decode() if isinstance(x, Form) else x
+    return _decode_form(x) if isinstance(x, Form) else x
+
+
+@jax.jit  # a function of its own, which plans count as one pass over memory
+def _decode_form(form: Form) -> jax.Array:
+    return form.decode()
+
+
+DECODE = "_decode_form"  # the name of that in jaxprs
 
 
 def is_form(x: Any) -> bool:
@@ -173,7 +181,8 @@ class Adapted(Form):
 
     def frozen(self) -> jax.Array:
         """W_0, decoded."""
-        return jax.lax.stop_gradient(decoded(self.base))
+        full: jax.Array = decoded(jax.lax.stop_gradient(self.base))
+        return full
 
     def sum(self) -> jax.Array:
         """W_0 + s A B of one array."""

@@ -20,7 +20,7 @@ from optax_ext.traced_graph import bind
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_cast, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, as_loss
-from sharding.stored._forms import Adapted, is_form
+from sharding.stored._forms import Adapted, decoded, is_form
 
 
 def loss_of(given: AnyLoss, *, dropout: float = 0.0) -> Loss:
@@ -102,8 +102,8 @@ class StoredRule:
     again = True
 
     def fetch(self, held: Any) -> jax.Array:
-        decoded: jax.Array = held.decode()
-        return decoded
+        full: jax.Array = decoded(held)
+        return full
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         raise AssertionError("a form has no tap")
@@ -115,7 +115,8 @@ class StoredRule:
         if rest:
             return None
         form: Any = x.held
-        params, taken = eqn.params, None
+        params = eqn.params
+        taken: int | slice | None = None
         if eqn.primitive.name == "squeeze" and params["dimensions"] == (0,):
             taken = 0
         elif eqn.primitive.name == "slice" and params["strides"] is None:
@@ -151,7 +152,7 @@ def _product_with_form(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> S
 
         low = _low_rank(form, other, eqn, at)
         if low is None:
-            return times(form.decode())
+            return times(decoded(form))
         out = times(form.frozen()) + low
         if form.magnitude is None:
             return out

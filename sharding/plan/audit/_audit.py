@@ -36,6 +36,7 @@ from sharding.plan.cost._ledger import (
     differences,
     table_of_differences,
 )
+from sharding.plan.cost._parallel_plan import MATMULS
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, KINDS, DeviceKind, kind_of
 
@@ -81,6 +82,8 @@ class Audit(Printed):
     #: of ``warnings``, those on what the compiler chose and what its program does not say
     of_compiler: tuple[str, ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)  #: sizes of the mesh's axes
+    #: of ``products``, operations of 8-bit operands by phase: ``"fp8"`` and ``"int8"``
+    low: Mapping[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
     derived = (
         *("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds"),
@@ -96,10 +99,11 @@ class Audit(Printed):
             WorkRow(row.phase, row.op, row.wire_bytes, row.axes, is_sent=True)
             for row in self.traffic
         ]
-        products = [
-            WorkRow(phase, "products", amount, ("flops",))
-            for phase, amount in self.products.items()
-        ]
+        products = []
+        for phase, amount in self.products.items():
+            low = {unit: by_phase.get(phase, 0.0) for unit, by_phase in self.low.items()}
+            units = {"flops": amount - sum(low.values())} | low
+            products += [WorkRow(phase, "products", x, (unit,)) for unit, x in units.items() if x]
         passes = [
             WorkRow(phase, "passes", nbytes, ("memory",)) for phase, nbytes in self.nbytes.items()
         ]
@@ -181,7 +185,11 @@ class Audit(Printed):
             return {}
         slow = sum(row.wire_bytes for row in self.traffic if row.across_slices)
         moved = sum(self.nbytes.values())
-        return self.kind.at_least(sum(self.flops.values()), moved, self.wire_bytes, slow)
+        flops = sum(self.flops.values())
+        for unit, by_phase in self.low.items():  # at their own rate, where there is one
+            faster = self.kind.flops / (getattr(self.kind, unit) or self.kind.flops)
+            flops -= sum(by_phase.values()) * (1 - faster)
+        return self.kind.at_least(flops, moved, self.wire_bytes, slow)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -251,6 +259,8 @@ class Audit(Printed):
             if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
         ]
         rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
+        for unit, by_phase in self.low.items():
+            rows.append((f"  products in {unit}", f"{sum(by_phase.values()) / 1e9:,.1f}", ""))
         # Lower bounds of the time, the largest first, and how much of it the others are.
         bounds = sorted(self.seconds.items(), key=lambda item: -item[1])
         for name, value in bounds:
@@ -350,6 +360,11 @@ def audit(
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
+        low={
+            unit: _sums((phase, getattr(cost, unit)) for phase, cost in by_phase)
+            for unit in MATMULS
+            if any(getattr(cost, unit) for _, cost in by_phase)
+        },
         expected=expected,
         predicted=predicted,
         warnings=(),

@@ -37,6 +37,8 @@ class Cost(NamedTuple):
     matmul_flops: float  # the part of ``flops`` in matrix products and convolutions
     nbytes: float  # bytes read from main memory and written to it
     again: bool = False  # whether XLA computes it again by itself, to save memory
+    fp8: float = 0.0  # the part of ``matmul_flops`` whose operands are floats of 8 bits
+    int8: float = 0.0  # and integers of 8 bits
 
 
 def costs(program: Program, computation: str = "") -> tuple[list[Cost], list[str]]:
@@ -64,35 +66,51 @@ def _costs_of_frame(frame: Frame, count: int, unknown: list[str]) -> Iterator[Co
                 inside = [max(inside, key=lambda b: (sum(c.flops for c in b), len(b)))]
             yield from itertools.chain(*inside)
         elif instr.op not in _FREE and not instr.op.endswith(("-done", "-update")):
-            flops, matmul = _flops(instr, table, program)
+            found = _flops(instr, table, program)
             nbytes = _bytes(instr, table, program)
-            if flops or nbytes:
-                figures = count * flops, count * matmul, count * nbytes
+            if found.flops or nbytes:
+                flops, matmul, fp8, int8 = (count * x for x in found)
                 again = bool(_AGAIN.search(instr.name))
-                yield Cost(program.scope(instr, table), *figures, again)
+                scope = program.scope(instr, table)
+                yield Cost(scope, flops, matmul, count * nbytes, again, fp8, int8)
 
 
 # --- Operations -----------------------------------------------------------------------------------
 
 
-def _flops(instr: Instruction, table: Table, program: Program) -> tuple[float, float]:
-    """The floating-point operations of one instruction: all, and those of matrix products."""
+class _Operations(NamedTuple):
+    flops: float = 0.0  # all of them
+    matmul: float = 0.0  # of these, those of matrix products
+    fp8: float = 0.0  # of these, those of floats of 8 bits
+    int8: float = 0.0  # and of integers of 8 bits
+
+
+def _of_product(flops: float, instr: Instruction, table: Table) -> _Operations:
+    """Operations of a matrix product, by the dtype of its operands."""
+    dtypes = [next(arrays(text)).dtype for text in _types(instr, table)[:2]]
+    fp8 = all(dtype.startswith("f8") for dtype in dtypes)
+    int8 = all(dtype in ("s8", "u8") for dtype in dtypes)
+    return _Operations(flops, flops, flops * fp8, flops * int8)
+
+
+def _flops(instr: Instruction, table: Table, program: Program) -> _Operations:
+    """The floating-point operations of one instruction."""
     if instr.op == "fusion":
         inner = program.computations[instr.callees("calls")[0]]
         parts = [_flops(inside, inner, program) for inside in inner.values()]
-        return sum(flops for flops, _ in parts), sum(products for _, products in parts)
+        return _Operations(*map(sum, zip(*parts, strict=True)))
     if instr.op == "dot" or (instr.op == "custom-call" and _MATMUL.search(instr.attributes)):
-        return (_dot(instr, table),) * 2
+        return _of_product(_dot(instr, table), instr, table)
     if instr.op == "convolution":
-        return (_convolution(instr, table),) * 2
+        return _of_product(_convolution(instr, table), instr, table)
     # One operation per element: of what is reduced, of the updates, of the result.
     if instr.op in ("reduce", "reduce-window"):
         # Operands are the arrays, then as many initial values.
         inputs = instr.operands[: max(1, len(instr.operands) // 2)]
-        return float(sum(_num_floating(table[name].type) for name in inputs)), 0.0
+        return _Operations(float(sum(_num_floating(table[name].type) for name in inputs)))
     if instr.op == "scatter":
-        return float(_num_floating(table[instr.operands[-1]].type)), 0.0
-    return float(_num_floating(instr.type) if instr.op in ARITHMETIC else 0), 0.0
+        return _Operations(float(_num_floating(table[instr.operands[-1]].type)))
+    return _Operations(float(_num_floating(instr.type) if instr.op in ARITHMETIC else 0))
 
 
 def _num_floating(text: str) -> int:

@@ -7,6 +7,7 @@ from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES, SPLIT_SCHEDU
 from sharding.plan.model._models import PARTLY, Decoder, saved_parts
 
 WEIGHTS = ("plain", "master", "stochastic")
+MATMULS = ("fp8", "int8")  # recipes of ``quantized_matmuls`` that devices multiply in
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
 # Of a traced loss: its share of the bytes of ``"none"``, planned by ``sharding.remat``.
 PLANNED = {"planned_half": 1 / 2, "planned_third": 1 / 3, "planned_least": 0.0}
@@ -40,6 +41,8 @@ class ParallelPlan:
     #: ``TracedModel``, what a plan for a half or a third of the bytes does: ``"planned_half"``
     recompute: str = "full"
     tiles: int = 1  #: in how many large values of a ``TracedModel`` exist, as by ``shd.tiled``
+    #: the recipe of ``quantized_matmuls`` of the products of layers, which is lossy
+    matmuls: str | None = None
     #: whether optimizer state is in host memory; layers, too, with ``update_in_backward``;
     #: ``"update"``: where the CPU updates it, ``Zero(update_on="host")``
     offload: bool | str = False
@@ -56,7 +59,7 @@ class ParallelPlan:
     @property
     def lossy(self) -> bool:
         """Whether it approximates the step of the transformation."""
-        rounded = self.state_format or self.sync or self.weights == "stochastic"
+        rounded = self.state_format or self.sync or self.matmuls or self.weights == "stochastic"
         return bool(rounded or self.asynchronous)
 
     @property
@@ -131,6 +134,9 @@ class ParallelPlan:
                 "update_in_backward is for plans without pipe, tensor and sync, and with "
                 "recompute='full'."
             )
+        check_choice("matmuls", self.matmuls, (None, *MATMULS))
+        if self.matmuls and self.pipe * self.tensor * self.experts > 1:
+            raise ValueError("products in few bits are of plans without pipe, tensor and experts.")
         if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
             raise ValueError(
                 "a compressed sync needs plans without pipe, tensor, experts and spread."
@@ -190,6 +196,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += ", in backward" if plan.update_in_backward else ""
     zero += ", master" if plan.weights == "master" else ""
     lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
+    lossy += [f"{plan.matmuls} products" if plan.matmuls else ""]
     zero += "".join(f", {word} (lossy)" for word in lossy if word)
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
@@ -229,5 +236,6 @@ def short(plan: ParallelPlan) -> str:
         f"state in {plan.state_format}" if plan.state_format else "",
         weights.get(plan.weights, ""),
         f"gradients by {plan.sync}" if plan.sync else "",
+        f"products in {plan.matmuls}" if plan.matmuls else "",
     ]
     return "; ".join(filter(None, words))

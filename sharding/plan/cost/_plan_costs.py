@@ -175,9 +175,13 @@ class PlanCosts:
         params = model.abstract(self.dtype)
         self._sizes = [float(x.size) for x in jax.tree.leaves(params)]
         self.param_bytes = num_bytes(params) / sum(self._sizes)  # of one, on average
+        trained = model.trained(params)
+        self._trained_bytes = num_bytes(trained) / sum(self._sizes)  # likewise
+        of_trained = sum(x.size for x in jax.tree.leaves(trained))
+        self._trained_share = of_trained / sum(self._sizes)
         for name in self._CACHED:  # by this object alone
             setattr(self, name, functools.cache(getattr(self, name)))
-        self._synced = functools.cache(lambda x: sync_of_plan(x, model.abstract(self.dtype)))
+        self._synced = functools.cache(lambda plan: sync_of_plan(plan, model, self.dtype))
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -189,7 +193,7 @@ class PlanCosts:
         return self._each(plan.state_format, plan.weights)
 
     def _each(self, state_format: str | None, weights: str) -> tuple[float, float, float]:
-        return self.param_bytes, self.param_bytes, self.state_bytes_in(state_format, weights)
+        return self.param_bytes, self._trained_bytes, self.state_bytes_in(state_format, weights)
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -214,7 +218,7 @@ class PlanCosts:
             return work_of(update, params, state, params, kind=self.machine.device).flops
 
         try:
-            total = of(params)
+            total = of(self.model.trained(params))
             if not total or not isinstance(params, dict) or "layers" not in params:
                 return total, 0.0
             tables = of({name: x for name, x in params.items() if name != "layers"})
@@ -238,7 +242,7 @@ class PlanCosts:
     def activations(self, plan: ParallelPlan) -> Activations:
         """What a micro-batch stores and needs."""
         sizes = plan.tensor, plan.experts
-        costs = self._costs(plan.microbatch, plan.recompute, *sizes)
+        costs = self._costs(plan.microbatch, plan.recompute, *sizes, plan.matmuls)
         return activations_of(self.model, self.machine.device, costs, *sizes)
 
     def pipeline(self, plan: ParallelPlan) -> StepRows:
@@ -287,7 +291,13 @@ class PlanCosts:
         """A step of these passes; ``each`` in place of the bytes that belong to a parameter."""
         moved = 0.0 if ideal else self._moved(plan.state_format, plan.weights)
         sync = self.sync(plan) if plan.sync else None
-        costs = StateCosts(*(each or self.each(plan)), moved, self.products(plan), sync)
+        costs = StateCosts(
+            *(each or self.each(plan)),
+            trained=self._trained_bytes,
+            moved=moved,
+            products=self.products(plan),
+            sync=sync,
+        )
         return with_state(plan, self.machine, work, costs, ideal=ideal)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
@@ -311,22 +321,27 @@ class PlanCosts:
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
     def _costs(
-        self, microbatch: int, recompute: str, tensor: int, experts: int = 1
+        self,
+        microbatch: int,
+        recompute: str,
+        tensor: int,
+        experts: int = 1,
+        matmuls: str | None = None,
     ) -> Sequence[LayerCost]:
         options: Any = {"length": self.length, "dtype": self.dtype}
-        options |= {"tensor": tensor, "experts": experts}
+        options |= {"tensor": tensor, "experts": experts, "matmuls": matmuls}
         options |= {"batch": microbatch, "recompute": recompute}
         return layer_costs(self.model, self.machine.device, **options)
 
     def _tx(self, state_format: str | None, weights: str) -> optax.GradientTransformation:
-        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
-        return tx._replace(init=jax.jit(tx.init))  # traced once for equal parameters
+        return transformation_of(state_format, weights, self.tx)
 
     def _moved(self, state_format: str | None, weights: str) -> float:
         """Bytes that the update reads and writes for one parameter."""
-        params = self.model.abstract(self.dtype)
+        params = self.model.trained(self.model.abstract(self.dtype))
         gpu = self.machine.device.tile is None
-        return update_bytes(self._tx(state_format, weights), params, gpu=gpu)
+        of_trained = update_bytes(self._tx(state_format, weights), params, gpu=gpu)
+        return of_trained * self._trained_share
 
     def _stage(self, plan: ParallelPlan) -> StagePlan:
         return stage_plan(
@@ -338,6 +353,7 @@ class PlanCosts:
             update="backward" if plan.update_in_backward else "after",
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
+            trainable=self.model.trainable,
         )
 
     def zero(self, plan: ParallelPlan) -> Zero:
@@ -393,33 +409,30 @@ def specs_of_plan(plan: ParallelPlan, model: Decoder) -> Tree:
     return model.specs(TENSOR_AXIS, plan.tensor, plan.experts)
 
 
+@functools.lru_cache(maxsize=32)  # jax traces the init of one object once for equal parameters
 def transformation_of(
-    plan: ParallelPlan, tx: optax.GradientTransformation
+    state_format: str | None, weights: str, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """The transformation of a plan: with its format of the state, and its weights."""
-    tx = with_state_format(tx, plan.state_format)
-    wrap = WRAPPERS.get(plan.weights)
+    """The transformation of plans with this format of the state, and these weights."""
+    tx = with_state_format(tx, state_format)
+    wrap = WRAPPERS.get(weights)
     return getattr(optax_ext, wrap)(tx) if wrap else tx
 
 
-def sync_of_plan(plan: ParallelPlan, params: Tree) -> SyncWork:
-    """The compressed synchronization of a plan."""
+def sync_of_plan(plan: ParallelPlan, model: Any, dtype: DType) -> SyncWork:
+    """The compressed synchronization of a plan, of gradients in full, or of a replica."""
     assert plan.sync
-    return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
-
-
-def _synced_arrays(plan: ParallelPlan, params: Tree) -> list[SyncedArray]:
-    """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
     zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
+    state = model.abstract(dtype), optax.EmptyState()
     arrays = []
-    for row in zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows:
+    for row in zero.describe(state, tx=optax.identity(), trainable=model.trainable).rows:
         if row.part == "grads" and plan.replicas > 1:
             shape = NamedSharding(zero.mesh, row.spec).shard_shape(row.shape)
             arrays.append(SyncedArray(shape, row.bytes_per_device, scattered=False))
         elif row.part == "grads":
             nbytes = row.bytes_per_device * num_shards(zero.mesh, row.spec)
             arrays.append(SyncedArray(row.shape, nbytes, plan.stage > 0 and not row.note))
-    return arrays
+    return sync_work(plan.sync, arrays, plan.synced_devices)
 
 
 def shared_axes(plan: ParallelPlan) -> dict[str, int]:
@@ -466,19 +479,20 @@ class TracedCosts(PlanCosts):
 
     model: Any  # a TracedModel
 
-    def traced(self, size: float, recompute: str, tiles: int = 1) -> Traced:
+    def traced(
+        self, size: float, recompute: str, tiles: int = 1, matmuls: str | None = None
+    ) -> Traced:
         """A micro-batch of some examples of one device."""
-        low = 1
-        high = 2
+        low = max(1, int(size)) if matmuls else 1  # products of few rows are not quantized
+        high = 2 * low
         devices = self.machine.num_devices
         if recompute in PLANNED:
             high = 8
             while size > high:
                 low = high
                 high = 8 * high
-        one, two = (
-            self.model.traced(n * devices, self.dtype, recompute, tiles) for n in (low, high)
-        )
+        options = self.dtype, recompute, tiles, matmuls
+        one, two = (self.model.traced(n * devices, *options) for n in (low, high))
         growths = [(b - a) / (high - low) for a, b in zip(one, two, strict=True)]
         each = zip(one, growths, strict=True)
         return Traced(*(max(a - low * b, 0.0) + size * b / devices for a, b in each))
@@ -512,8 +526,10 @@ class TracedCosts(PlanCosts):
         return tuple(found)
 
     def activations(self, plan: ParallelPlan) -> Activations:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.tiles)
-        kept = self.traced(0, "none" if plan.recompute in PLANNED else plan.recompute, plan.tiles)
+        rows = plan.microbatch / plan.tensor
+        traced = self.traced(rows, plan.recompute, plan.tiles, plan.matmuls)
+        stored = "none" if plan.recompute in PLANNED else plan.recompute
+        kept = self.traced(0, stored, plan.tiles, plan.matmuls)
         # Programs may hold what layers gathered to the end, where these are no loop.
         whole = plan.recompute in ("none", *PLANNED) and not self.model.trace.has_loops
         held = sum(self._sizes) * self.param_bytes / plan.tensor * (plan.stage == 3 and whole)
@@ -523,9 +539,12 @@ class TracedCosts(PlanCosts):
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
-        traced = self.traced(plan.microbatch / plan.tensor, plan.recompute, plan.tiles)
+        rows = plan.microbatch / plan.tensor
+        traced = self.traced(rows, plan.recompute, plan.tiles, plan.matmuls)
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
-        products = traced.flops / unit.flops + traced.touched / unit.bandwidth
+        low = Roofline(self.machine.device, COMPILED, ideal=ideal, matmuls=plan.matmuls)
+        products = (traced.flops - traced.low) / unit.flops + traced.low / low.flops
+        products += traced.touched / unit.bandwidth
         kernels = round(_KERNELS * traced.products)
         work = KernelSeconds(
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel

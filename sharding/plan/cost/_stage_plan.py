@@ -324,13 +324,14 @@ class _StageBytes:
         """The figures that differ if each layer is updated in the backward pass."""
         # Gradients of one layer, and their sums over micro-batches; of a tied embedding, too.
         pattern = self.outside if self.outside is not None else "(?!)"
-        outer = [x for x, _ in floating_rows(self.local, "params") if re.search(pattern, x.path)]
-        matrices = [self.full[row.path] for row in outer if len(row.shape) > 1]
+        rows = [x for x, _ in floating_rows(self.local, "grads") if re.search(pattern, x.path)]
+        matrices = [self.full[row.path] for row in rows if len(row.shape) > 1]
+        of_layer, *_ = _layer_and_outside(self.full, self.local, self.outside, 0.0)
         waiting = sum(matrices) if len(matrices) == 1 else 0.0
-        layer = self.layer if self.several else 0.0
+        layer = of_layer if self.several else 0.0
         found = {
             "grads": self.summed(self.placed) / self.full_grads * (layer + waiting),
-            "unreduced": self.layer,
+            "unreduced": of_layer,
             "updated": max(matrices, default=0.0),
         }
         # State in 8 bits is computed with in 32; that of the host is loaded with the parameters.
@@ -339,7 +340,7 @@ class _StageBytes:
             for row in self.placed.rows
             if row.part == "opt_state" and jnp.dtype(row.dtype).itemsize == 1
         )
-        found["decoded"] = 4 * coded * self.layer / self.full_grads
+        found["decoded"] = 4 * coded * of_layer / self.full_grads
         if host:
             of_all = self.of_layers - self.others
             found["layer"] = host * (self.layer / of_all if of_all > 0 else 1.0)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sharding.plan._format import with_article
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._ledger import WorkRow, merged
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import MATMULS, ParallelPlan
 from sharding.plan.cost._stage_plan import SentParams, zero_work
 from sharding.plan.cost._wire_and_flops import (
     EXCHANGES,
@@ -149,9 +149,14 @@ class StateCosts(NamedTuple):
     param: float = 2.0  # of itself, as it is gathered
     grad: float = 2.0  # of its gradient, as it is summed
     state: float = 12.0  # of optimizer state and master weights
+    trained: float | None = None  # of itself, as it is updated: the part that is; None: all
     moved: float = 0.0  # that the update reads and writes, if more than all of these once
     products: float = 0.0  # operations of the update on one device
     sync: SyncWork | None = None  # in place of sums of gradients
+
+    @property
+    def updated(self) -> float:
+        return self.param if self.trained is None else self.trained
 
 
 class _Clock:
@@ -186,8 +191,9 @@ class _Clock:
     def _speed(self, unit: str) -> float:
         """Bytes or operations a second."""
         device = self.device
-        if unit == "flops":
-            return Roofline(device, COMPILED, ideal=self.ideal).flops
+        if unit in ("flops", *MATMULS):
+            matmuls = None if unit == "flops" else unit
+            return Roofline(device, COMPILED, ideal=self.ideal, matmuls=matmuls).flops
         if unit == "memory":
             return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
         figure: float | None = getattr(device, unit)
@@ -267,6 +273,7 @@ def passes(
         tensor=plan.tensor,
         experts=plan.experts,
         sequence_parallel=plan.sequence_parallel,
+        matmuls=plan.matmuls,
         **options,
     )
     head_forward, head_backward = head_work(
@@ -478,7 +485,7 @@ def _state_rows(
         options: Any = {"spread": plan.spread}
         sent = [
             SentParams(
-                number * costs.grad, number * costs.param, number * costs.param, **own, **options
+                number * costs.grad, number * costs.updated, number * costs.param, **own, **options
             )
             for number, own in (
                 (params - outside, {"layers": step_passes.layers, "once": plan.pipe > 1}),
@@ -496,7 +503,7 @@ def _state_rows(
         yield WorkRow("data", "all-reduce", common, of_experts, plan.microbatches, "backward")
     shards = plan.shards_of_state
     on_cpu = plan.offload == "update"
-    each = 2 * (costs.param + costs.state) + costs.grad
+    each = 2 * (costs.updated + costs.state) + costs.grad
     touched = params * (each if ideal else max(each, costs.moved)) / shards
     by_sync = sync.moved if sync and not ideal else 0.0
     yield WorkRow("update", "passes", by_sync + (0.0 if on_cpu else touched), ("memory",))
@@ -508,7 +515,7 @@ def _state_rows(
         read = 2 * costs.param / (plan.shards if plan.stage == 3 else 1)
         linked = (params - step_passes.outside) * (costs.state / shards + read)
     if on_cpu:  # all gradients first, and all parameters last: one call in compiled programs
-        linked = params / shards * (costs.grad + costs.param) / (1 + ideal)
+        linked = params / shards * (costs.grad + costs.updated) / (1 + ideal)
         yield WorkRow("host", "passes", touched, ("host_bandwidth",), beside="copies")
     if plan.offload:
         yield WorkRow("host", "copies", linked, ("host_link",))

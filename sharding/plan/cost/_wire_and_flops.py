@@ -1,5 +1,6 @@
 """What a step sends and computes beside ZeRO: pipelines, shared layers, compressed gradients."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -48,10 +49,10 @@ def _over_ticks(
 
 def decoder_products(
     model: Decoder, plan: ParallelPlan, schedule: Schedule | None = None, rows: int = 0
-) -> WorkRow:
+) -> tuple[WorkRow, ...]:
     """The matrix products that ``audit`` counts in a step, with those that run again.
 
-    Chunks of a pipeline have ``rows`` layers.
+    Chunks of a pipeline have ``rows`` layers. Of products in few bits there is a row of their own.
     """
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
     work = layer_work(model, OPERATIONS, tensor=plan.tensor, experts=plan.experts, **options)
@@ -59,6 +60,12 @@ def decoder_products(
     forward = work.forward.matmul
     head = sum(part.matmul for part in of_head)
     backward = (work.backward + work.again(plan.recompute)).matmul
+    low = 0.0
+    if plan.matmuls:  # at twice the rate they would take half the time
+        twice = dataclasses.replace(OPERATIONS, fp8=2.0, int8=2.0)
+        faster = layer_work(model, twice, tensor=plan.tensor, matmuls=plan.matmuls, **options)
+        both = faster.forward + faster.backward + faster.again(plan.recompute)
+        low = 2 * plan.microbatches * model.layers * (forward + backward - both.matmul)
     if schedule is None:
         flops = plan.microbatches * (model.layers * (forward + backward) + head)
     else:
@@ -66,7 +73,13 @@ def decoder_products(
         weight = work.weight.matmul if schedule.splits_backward else 0.0
         parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
         flops = _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
-    return WorkRow("matmul", "products", flops, ("flops",))
+    return products_of_units(flops, low, plan.matmuls)
+
+
+def products_of_units(flops: float, low: float, matmuls: str | None) -> tuple[WorkRow, ...]:
+    """Rows of matrix products, of which some operations are in few bits."""
+    plain = WorkRow("matmul", "products", flops - low, ("flops",))
+    return (plain, plain._replace(amount=low, on=(matmuls,))) if matmuls else (plain,)
 
 
 def pipeline_wire(pipeline: Pipeline, params: Tree, batch: Batch, *, specs: Tree = None) -> float:

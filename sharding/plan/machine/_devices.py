@@ -35,6 +35,22 @@ class DeviceKind:
     host_bandwidth: float | None = None
     num_links: int = 1  #: that ``link`` is the sum of: two for each axis of a torus
     node_size: int = 8  #: devices that ``link`` joins by a switch, without a torus
+    fp8: float | None = None  #: of dense products of 8-bit floats, per second, if it has them
+    int8: float | None = None  #: of those of 8-bit integers, likewise
+
+    def rate(self, matmuls: str | None) -> float:
+        """Operations of dense products per second: of bfloat16, ``"fp8"`` or ``"int8"``.
+
+        Raises:
+          ValueError: the device has no such products, or their rate is not known.
+        """
+        found: float | None = getattr(self, matmuls or "flops")
+        if found is None:
+            raise ValueError(
+                f"products in {matmuls} are asked for, and {self.name} has none of a known rate: "
+                f"leave {matmuls} out, or give a DeviceKind with {matmuls}=."
+            )
+        return found
 
     def at_least(
         self, flops: float, moved: float, wire: float, network: float = 0.0
@@ -72,13 +88,25 @@ _OF_HOST = {
     **{"v4": 3.2 * 120 / 4, "v5e": 3.2 * 56 / 4, "v5p": 3.2 * 104 / 4, "v6e": 3.2 * 90 / 4},
 }
 
+# Dense products of 8-bit floats, with float32 sums, and of 8-bit integers, in 1e12 per second: the
+# same sources; of B200 and GB200 "HGX B200" and "GB200 NVL72", halved, as they are with sparsity.
+_IN_8_BITS: dict[str, tuple[float | None, float | None]] = {
+    **dict.fromkeys(("a100-40", "a100-80"), (None, 624)),
+    **{"l40s": (733, 733), "rtx4090": (330.3, 660.6), "rtx5090": (419, 838)},
+    **dict.fromkeys(("h100", "h200"), (1979, 1979)),
+    **{"h100-pcie": (1513, 1513), "b200": (4500, 4500), "gb200": (5000, 5000)},
+    **{"mi300x": (2614.9, 2614.9), "v4": (None, 275), "v5e": (None, 393), "v5p": (None, 918)},
+    **{"v6e": (None, 1836), "tpu7x": (4614 / 2, None)},
+}
+
 
 def _kind(name: str, *figures: float | None, source: str, **others: Any) -> DeviceKind:
     """A kind by figures in the order and the units of ``_UNITS``."""
     pairs = zip(_UNITS.items(), figures, strict=True)
     scaled: dict[str, Any] = {key: value and value * unit for (key, unit), value in pairs}
-    host = _OF_HOST[name] * 1e9 if name in _OF_HOST else None
-    return DeviceKind(name, **scaled, source=source, host_bandwidth=host, **others)
+    others["host_bandwidth"] = _OF_HOST[name] * 1e9 if name in _OF_HOST else None
+    others["fp8"], others["int8"] = (x and x * 1e12 for x in _IN_8_BITS[name])
+    return DeviceKind(name, **scaled, source=source, **others)
 
 
 def _tpu_kind(name: str, *figures: float | None, num_links: int) -> DeviceKind:

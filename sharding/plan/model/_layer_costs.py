@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding._types import Array, Batch, DType
+from sharding.matmuls._quantized_loss import MIN_SIZE, quantized_matmuls
 from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan.machine._devices import KINDS, Achieved, DeviceKind, achieved, num_bytes
 from sharding.plan.model._models import Decoder, saved_elements, saved_parts
@@ -91,11 +92,25 @@ class LayerWork(NamedTuple):
 
 
 class Roofline:
-    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak."""
+    """Seconds of operations on a device; if ``ideal``, of products alone, at the peak.
 
-    def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
+    Products in ``matmuls``, ``"fp8"`` or ``"int8"``, are taken to reach the same share of theirs.
+    """
+
+    def __init__(
+        self,
+        device: DeviceKind,
+        implementation: Implementation,
+        *,
+        ideal: bool = False,
+        matmuls: str | None = None,
+    ):
         reached: Achieved = achieved(device)
-        self.flops = device.flops * (1.0 if ideal else reached.matmul)
+        self.flops = device.rate(matmuls) * (1.0 if ideal else reached.matmul)
+        self.item = 1 if matmuls else _ITEM  # bytes of an operand
+        # Bytes of each element that is quantized, as programs for H100 and v5e move: GPUs find the
+        # largest of a row where it is made, TPUs read it once more.
+        self.quantizing = (_ITEM + 1 + (_ITEM if device.tile else 0)) if matmuls else 0
         self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
         self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
         self.kernel = 0.0 if ideal else reached.kernel
@@ -104,8 +119,12 @@ class Roofline:
     def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> KernelSeconds:
         """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
         flops = 2.0 * batch * rows * inner * cols
-        nbytes = _ITEM * batch * (rows * inner + inner * cols + rows * cols)
+        nbytes = batch * (self.item * (rows + cols) * inner + _ITEM * rows * cols)
         return KernelSeconds(flops / self.flops + nbytes / self.bandwidth, 0.0, 1, self.kernel)
+
+    def quantize(self, elements: float) -> KernelSeconds:
+        """So many elements of operands become codes, where products are in few bits."""
+        return self.passes(elements * self.quantizing) if self.quantizing else KernelSeconds()
 
     def passes(self, nbytes: float, kernels: int = 1) -> KernelSeconds:
         """Element-wise kernels that read and write so many bytes together."""
@@ -125,6 +144,7 @@ def layer_work(
     sequence_parallel: bool = False,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
+    matmuls: str | None = None,
 ) -> LayerWork:
     """The time of one layer on one of ``tensor`` devices that share it, or its ``experts``.
 
@@ -135,6 +155,7 @@ def layer_work(
     result; softmax and dropout of materialized scores. Backward passes read the inputs and the
     gradients of the same operations. With ``sequence_parallel`` norms and residuals are shared.
     Slots of experts are read and written on the way to the experts and back.
+    ``matmuls`` are products in few bits, ``"fp8"`` or ``"int8"``: those with matrices.
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
@@ -142,11 +163,12 @@ def layer_work(
     """
     if model.dense_layers:
         kinds: Any = {"microbatch": microbatch, "length": length, "experts": experts}
-        kinds |= {"implementation": implementation, "ideal": ideal}
+        kinds |= {"implementation": implementation, "ideal": ideal, "matmuls": matmuls}
         single = dataclasses.replace(model, experts=None)
         works = [layer_work(kind, device, **kinds) for kind in (single, model.alone)]
         return _mean_of(works, model.dense_layers / model.layers)
     unit = Roofline(device, implementation, ideal=ideal)
+    low = Roofline(device, implementation, ideal=ideal, matmuls=matmuls)
     length = length or model.length
     tokens = microbatch * length
     up = model.matrices["up"][0].number
@@ -160,10 +182,14 @@ def layer_work(
             devices = experts if x.experts > 1 else 1
             rows = tokens * devices * x.share * x.padding
             each = x.experts / devices
-            product = unit.matmul(rows, inner, cols, each) * x.number
-            forward += product
-            backward += unit.matmul(rows, cols, inner, each) * x.number
-            weight += unit.matmul(inner, rows, cols, each) * x.number
+            of_part = low if min(rows, inner, cols) >= MIN_SIZE else unit
+            product = of_part.matmul(rows, inner, cols, each) * x.number
+            read = rows * inner + x.number * inner * cols
+            forward += product + of_part.quantize(each * read)
+            backward += of_part.matmul(rows, cols, inner, each) * x.number
+            # For each of its two products.
+            backward += of_part.quantize(2 * x.number * each * rows * cols)
+            weight += of_part.matmul(inner, rows, cols, each) * x.number
             # What experts make is read again, for the gradients of their weights.
             products[part] += KernelSeconds() if x.experts > 1 and by_rows else product
     backward += weight
@@ -305,12 +331,20 @@ def activations_of(
 
 @functools.lru_cache(maxsize=256)
 def _layer_bytes(
-    model: Decoder, batch: int, length: int, dtype: DType, tensor: int
+    model: Decoder, batch: int, length: int, dtype: DType, tensor: int, matmuls: str | None
 ) -> tuple[float, tuple[float, ...]]:
     """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
     layer, x = _layer_and_input(model, batch, length, dtype, tensor)
-    products = products_of(model.apply_layer, layer, x)
-    stored = stored_by(model.apply_layer, layer, x)
+    run: Any = model.apply_layer
+    if matmuls:  # a loop of one layer
+
+        def loop(params: Any, x: Array) -> Array:
+            stack = jax.tree.map(lambda p: p[None], params)
+            return jax.lax.scan(lambda x, p: (model.apply_layer(p, x), None), x, stack)[0]
+
+        run = quantized_matmuls(loop, matmuls)
+    products = products_of(run, layer, x)
+    stored = stored_by(run, layer, x)
     return float(num_bytes(stored)), tuple(float(num_bytes(x)) for x in products)
 
 
@@ -353,6 +387,7 @@ def layer_costs(
     recompute: bool | str = True,
     tensor: int = 1,
     experts: int = 1,
+    matmuls: str | None = None,
 ) -> list[LayerCost]:
     """The embedding, the decoder layers and the head of one of ``MODELS``, ``layers + 2`` costs.
 
@@ -372,6 +407,7 @@ def layer_costs(
         ``"minimal"``, a preset of MaxText, whose values it stores, too.
       tensor: devices that share each layer by ``Decoder.specs``; costs are those of one of them.
       experts: devices that share the experts of each layer, likewise.
+      matmuls: the recipe of the products of layers, ``"fp8"`` or ``"int8"``; None: as they are.
 
     Raises:
       ValueError: so many devices cannot share the model.
@@ -394,13 +430,14 @@ def layer_costs(
     # Seconds.
     form = recompute if isinstance(recompute, str) else "full" if recompute else "none"
     options: Any = {"microbatch": batch, "length": length}
-    work = layer_work(model, device, tensor=tensor, experts=experts, **options)
+    sizes: Any = {"tensor": tensor, "experts": experts, "matmuls": matmuls}
+    work = layer_work(model, device, **sizes, **options)
     shards = model.shards_of_tokens(tensor)
     head_forward, head_backward = head_work(model, device, tensor=shards, **options)
 
     # Activations.
     traced = (model, batch, length, jnp.dtype(dtype), tensor)
-    full, products = _layer_bytes(*traced)
+    full, products = _layer_bytes(*traced, matmuls)
     largest = max(products)
     vocabulary = model.vocabulary // shards
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss

@@ -65,6 +65,7 @@ class LossTrace:
         self.eqns = sorted(eqns, key=lambda eqn: self.params.keys().isdisjoint(eqn.results[:1]))
         trained = bits(i for i, (_, x) in enumerate(named) if jnp.issubdtype(x.dtype, jnp.inexact))
         stacks = find_stacks(self.graph, len(named), Differentiated.of(self.graph, trained))
+        stacks = [stack.of(self.params.values()) for stack in stacks]  # frozen ones, too
         stacks = [stack for stack in stacks if stack.own]
         self.has_loops = bool(stacks)
         if stacks:

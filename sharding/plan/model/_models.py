@@ -71,6 +71,10 @@ class Decoder:
 
     # Stage 3 gathers parameters outside the layers once; see ``estimate``.
     gathered_once: ClassVar[str] = r"^(?!(dense_)?layers/)"
+    trainable: ClassVar[None] = None  # all parameters are trained
+
+    def trained(self, params: Any) -> Any:
+        return params
 
     @property
     def queries(self) -> int:

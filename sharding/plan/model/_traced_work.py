@@ -24,6 +24,7 @@ from optax_ext.traced_graph import ELEMENTWISE, REDUCTIONS, Equation, Graph
 from sharding._jaxprs import all_equations, product_flops
 from sharding._types import Tree
 from sharding.plan.machine._devices import KINDS, DeviceKind, num_bytes
+from sharding.stored._forms import DECODE
 
 # Where the device is not known: only relative times count then.
 ANY_DEVICE = KINDS["h100"]
@@ -48,6 +49,7 @@ class Work(NamedTuple):
     seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
     products: float = 0.0  # how many matrix products
     touched: float = 0.0  # bytes that these read and write
+    low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(*map(operator.add, self, other))
@@ -79,11 +81,14 @@ def work_of_equation(
         return max(inner, key=lambda work: (work.seconds, work.flops))
     if inner:
         added = 2 * _bytes_added_up(eqn) / kind.bandwidth
-        total = sum(inner, Work(0.0, added))
-        return total.times(params.get("length", 1))
+        total = sum(inner, Work(0.0, added)).times(params.get("length", 1))
+        if is_fused(eqn):  # no more than a pass, as where codes are decoded
+            passed = num_bytes([*operands, *results]) / kind.bandwidth
+            total = total._replace(seconds=min(total.seconds, passed))
+        return total
     if name in ("dot_general", "conv_general_dilated"):
         flops = float(product_flops(eqn, operands, results))
-        return Work(flops, flops / kind.flops, 1.0, float(num_bytes([*operands, *results])))
+        return _work_of_product(flops, operands, results, kind)
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
@@ -97,6 +102,14 @@ def _bytes_added_up(eqn: Any) -> float:
     sums = {v for x in scan.body.jaxpr.eqns if name_of(x) in ("add", "add_any") for v in x.outvars}
     carried = scan.body.jaxpr.outvars[: scan.num_carry]
     return float(num_bytes([v.aval for v in carried if not hasattr(v, "val") and v in sums]))
+
+
+def _work_of_product(
+    flops: float, operands: list[Any], results: list[Any], kind: DeviceKind
+) -> Work:
+    touched = float(num_bytes([*operands, *results]))
+    low = flops if all(x.dtype.itemsize == 1 for x in operands) else 0.0
+    return Work(flops, flops / kind.flops, 1.0, touched, low)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -120,18 +133,26 @@ def no_matrices(stored: Tree, params: Tree) -> list[Any]:
 
 
 def products_of(fn: Callable[..., Any], params: Tree, *args: Any) -> list[Any]:
-    """The types of what the matrix products of a function read and write, without parameters."""
+    """The types of what the matrix products of a function read and write, without parameters.
+
+    Of what forms of parameters decode to, which is there for one product at a time, the largest.
+    """
     traced = trace(fn, params, *args)[0].jaxpr
     own = traced.invars[: len(jax.tree.leaves(params))]
+    decoded: dict[Any, int] = {}  # bytes
 
     def touched(jaxpr: Jaxpr) -> Iterator[Any]:
         for eqn in jaxpr.eqns:
             for inner in inner_jaxprs(eqn):
                 yield from touched(inner)
+            if params_of(eqn).get("name") == DECODE:
+                decoded[eqn.outvars[0]] = num_bytes([eqn.outvars[0].aval])
             if eqn.primitive.name == "dot_general":
                 yield from (var for var in (*eqn.invars, *eqn.outvars) if not hasattr(var, "val"))
 
-    return [var.aval for var in dict.fromkeys(touched(traced)) if var not in own]
+    every = [var for var in dict.fromkeys(touched(traced)) if var not in own]
+    largest = max(decoded, key=lambda var: decoded[var], default=None)
+    return [var.aval for var in every if var not in decoded or var is largest]
 
 
 # On which the seconds of work are bytes.
@@ -147,6 +168,7 @@ class Traced(NamedTuple):
     moved: float  # bytes that all other operations do
     stored: float  # bytes that the forward pass stores for the backward pass
     working: float  # bytes of temporaries of the backward pass beside these
+    low: float = 0.0  # the part of ``flops`` whose operands have 8 bits
 
 
 def is_fused(eqn: Any) -> bool:

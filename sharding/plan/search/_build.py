@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sharding._types import Batch, DType, Tree
 from sharding._zero import Tx, Zero
 from sharding.loss._loss_options import Loss, as_loss
+from sharding.matmuls._quantized_loss import quantized_matmuls
 from sharding.pipeline import pipedream_2bw
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
@@ -138,7 +139,7 @@ def build(
       ()
     """
     zero = zero_on(plan, mesh)
-    own = None if tx is None else transformation_of(plan, tx)
+    own = None if tx is None else transformation_of(plan.state_format, plan.weights, tx)
     if plan.pipe > 1:
         chosen = _pipeline(plan, zero.mesh, model, layers)
     else:
@@ -158,6 +159,7 @@ def build(
     else:
         options |= {"microbatches": plan.microbatches}
         options |= {"update": "backward" if plan.update_in_backward else "after"}
+        options = {"trainable": model.trainable} | options
     fields: dict[str, Any] = {"plan": plan, "zero": zero, "loss": chosen, "param_specs": specs}
     batch = model.batch(plan.sequences)
     if plan.asynchronous:
@@ -250,6 +252,8 @@ def _policy(plan: ParallelPlan) -> Any:
 
 def _loss_of(plan: ParallelPlan, zero: Zero, model: AnyModel, loss: Any) -> Any:
     """The loss, whose layers are gathered and computed again as the plan says."""
+    if plan.matmuls:
+        loss = quantized_matmuls(loss or _plain_loss(plan, model), plan.matmuls)
     if isinstance(model, TracedModel):
         # An update in the backward pass computes its layers again by itself.
         recompute = "none" if plan.update_in_backward else plan.recompute
@@ -266,6 +270,18 @@ def _loss_of(plan: ParallelPlan, zero: Zero, model: AnyModel, loss: Any) -> Any:
         layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=_policy(plan))
         return model.make_loss(layer)
     return model.make_loss(zero.gathered(model.apply_layer, policy=_policy(plan)))
+
+
+def _plain_loss(plan: ParallelPlan, model: AnyModel) -> Any:
+    """The loss whose products are quantized; the step gathers its layers one by one."""
+    if isinstance(model, TracedModel):
+        return model.loss_fn
+    if plan.update_in_backward and model.scan:
+        return model.make_loss()
+    again = plan.recompute not in ("none", "selective")
+    return model.make_loss(
+        jax.checkpoint(model.apply_layer, policy=_policy(plan)) if again else None
+    )
 
 
 def _pipeline(plan: ParallelPlan, mesh: Any, model: AnyModel, layers: Sequence[int]) -> Pipeline:

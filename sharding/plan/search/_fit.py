@@ -97,7 +97,8 @@ def fit(
         else they do not choose: they do stage, offload, sync and whether replicas share state.
       param_specs: of the parameters on other axes of that mesh; None takes their metadata.
       lossy: what may approximate the step: formats of ``optax_ext.STATE_FORMATS``, ``"stochastic"``
-        rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``.
+        rounding of 16-bit parameters, syncs such as ``"powersgd(4)"``, products of layers in few
+        bits, ``"matmuls(fp8)"`` or ``"matmuls(int8)"``.
       headroom: the share of a device's memory that stays free.
       measure: how many of the fastest plans to run, each for some steps on a state of its own; True
         for 6. The one measured fastest is taken.

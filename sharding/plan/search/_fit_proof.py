@@ -104,7 +104,7 @@ def _differences(
     fitted: FittedPlan, request: FitRequest, chosen: ChosenPlan, found: Audit
 ) -> tuple[Difference, ...]:
     """What a program sends and holds otherwise than its plan."""
-    rows = rows_of_zero(fitted, request.model, request.model.abstract())
+    rows = rows_of_zero(fitted, request.model, request.model.abstract(), np.float32)
     sizes = dict(fitted.zero.mesh.shape)
     planned = StepRows(rows, sizes, held_by_part(chosen.held))
     return differences(planned, found.ledger())

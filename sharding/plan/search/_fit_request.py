@@ -26,6 +26,7 @@ from sharding.loss._rows import rows_of_loss
 from sharding.placement._train_state import model_state_of, parts
 from sharding.plan._format import check_choice, nearest, read_size, users_code
 from sharding.plan.audit._find_batch import largest
+from sharding.plan.cost._parallel_plan import MATMULS
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of, num_bytes
 from sharding.plan.search._chosen_plan import ChosenPlan, SearchResult
@@ -158,12 +159,15 @@ def allowed_plans(keep: Mapping[str, Any] | None, lossy: Sequence[str]) -> dict[
     """What plans may do, as arguments of ``search``."""
     kept = dict(keep or {})
     names = (lossy,) if isinstance(lossy, str) else lossy
-    syncs = [name for name in names if "(" in str(name)]  # which search checks
+    matmuls = [name for name in MATMULS if f"matmuls({name})" in names]
+    products = [f"matmuls({name})" for name in MATMULS]
+    # Of those in parentheses, search checks syncs.
+    syncs = [name for name in names if "(" in str(name) and not str(name).startswith("matmuls")]
     others = [name for name in names if name not in syncs]
     for name in others:
-        known = (*STATE_FORMATS, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
+        known = (*STATE_FORMATS, *products, "stochastic", "powersgd(RANK)", "qsgd(8)", "qsgd(4)")
         check_choice("lossy", name, known)
-    formats = [name for name in others if name != "stochastic"]
+    formats = [name for name in others if name in STATE_FORMATS]
     return {
         "keep": kept,
         "offload": "update" if "update" in _values(kept.get("offload")) else True,
@@ -171,6 +175,7 @@ def allowed_plans(keep: Mapping[str, Any] | None, lossy: Sequence[str]) -> dict[
         "state_formats": (None, *formats),
         "weights": ("plain", "stochastic") if "stochastic" in others else ("plain",),
         "syncs": (None, *syncs),
+        "matmuls": (None, *matmuls),
     }
 
 
@@ -207,6 +212,7 @@ class FitRequest:
         params = self._take_state(tx)
         self.key = jax.random.key(0) if loss.rngs else None
         own: dict[str, Any] = {"zero": zero, "param_specs": param_specs}
+        own |= {"trainable": options.get("trainable")}
         self.model = TracedModel(self._mean_loss(), lambda dtype: as_zeros(params), batch, **own)
         self.fixed = self._fixed_values(zero)
         self.allowed["keep"] = self.fixed | self.allowed["keep"]
@@ -267,7 +273,8 @@ class FitRequest:
     def search(self, count: int, budget: float, *, top: int = 1, **changes: Any) -> SearchResult:
         """The fastest plans of so many examples, within planned bytes."""
         computing, others = self.slower
-        slower = {"flops": computing, "bandwidth": computing, "link": others, "network": others}
+        slower = dict.fromkeys(("flops", "fp8", "int8", "bandwidth"), computing)
+        slower |= {"link": others, "network": others}
         figures = {name: getattr(self.machine.kind, name) for name in slower}
         speeds = {name: x and x / slower[name] for name, x in figures.items()}
         device = dataclasses.replace(self.machine.kind, memory=budget, **speeds)

@@ -34,6 +34,8 @@ class PlanFile:
     plan: ParallelPlan  #: how a step is shared
     #: seconds; bytes of memory, the program's once it is compiled, and their planned parts
     promised: dict[str, float]
+    frozen: int = 0  #: bits of frozen matrices of layers, as ``TracedModel.fine_tuned``
+    lora: int = 0  #: the rank of their adapters; 0: all parameters are trained
 
     @classmethod
     def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
@@ -113,6 +115,7 @@ class PlanFile:
             "import jax, optax, optax_ext, sharding as shd",
             *_model_lines(self.model, self.length),
             *_optimizer_lines(self.optimizer, self.plan.update_in_backward),
+            *self._lines_of_adapters(),
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
             f"# {short(self.plan)}",
@@ -130,6 +133,11 @@ class PlanFile:
             "state = built.init()",
             f"state, metrics = step(state, {put})",
         ]
+
+    def _lines_of_adapters(self) -> list[str]:
+        options = f"frozen={self.frozen}, lora={self.lora}"
+        line = f"model, tx = shd.plan.TracedModel.fine_tuned(model, tx, {options})"
+        return [line] if self.lora else []
 
 
 # Figures of a plan that build nothing.

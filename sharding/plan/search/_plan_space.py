@@ -9,7 +9,14 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan._format import check_choice
-from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, RECOMPUTE, WEIGHTS, ParallelPlan
+from sharding.plan.cost._parallel_plan import (
+    MATMULS,
+    OF_STATE,
+    PLANNED,
+    RECOMPUTE,
+    WEIGHTS,
+    ParallelPlan,
+)
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SCHEDULES,
@@ -26,7 +33,7 @@ SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
     *("data", "experts", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
-    *("even", "recompute", "tiles", *OF_STATE),
+    *("even", "recompute", "tiles", "matmuls", *OF_STATE),
 )
 
 
@@ -65,6 +72,7 @@ class PlanSpace:
     state_formats: tuple[str | None, ...] = (None,)  # others than None are lossy
     weights: tuple[str, ...] = ("plain",)  # what updates the parameters
     syncs: tuple[str | None, ...] = (None,)  # others than None are lossy
+    matmuls: tuple[str | None, ...] = (None,)  # others than None are lossy
     in_backward: tuple[bool, ...] = (False,)  # whether layers are updated in the backward pass
     # of the plans: their bytes, and what is left out; None: the usual bytes, and nothing is
     costs: PlanCosts | None = None
@@ -105,15 +113,17 @@ class PlanSpace:
             if self.sequences % (data * experts):
                 continue
             own = self.sequences // (data * experts)
-            every = itertools.product(self.recompute, self.tiles)
-            forms = [(form, tiles) for form, tiles in every if tiles == 1 or form not in PLANNED]
-            for microbatch, (recompute, tiles) in itertools.product(divisors(own), forms):
+            matmuls = self.matmuls if pipe * tensor * experts == 1 else (None,)
+            every = itertools.product(self.recompute, self.tiles, matmuls)
+            forms = [form for form in every if form[1] == 1 or form[0] not in PLANNED]
+            for microbatch, (recompute, tiles, low) in itertools.product(divisors(own), forms):
                 schedules = self._schedules(pipe, own // microbatch, recompute)
                 for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
                     yield ParallelPlan(
                         *(data, tensor, pipe, microbatch, own // microbatch),
                         **(schedule | {"even": even, "recompute": recompute, "tiles": tiles}),
                         experts=experts,
+                        matmuls=low,
                     )
 
     def _variants(self, data: int) -> list[dict[str, Any]]:
@@ -197,6 +207,7 @@ def check_values(**searched: Sequence[str | None]) -> None:
         "recompute": (*SEARCHED, *PLANNED),
         "state_formats": (None, *STATE_FORMATS),
         "weights": WEIGHTS,
+        "matmuls": (None, *MATMULS),
     }
     for name, values in searched.items():
         if not values:

@@ -62,6 +62,9 @@ def search(
     state_formats: Sequence[str | None] = (None,),
     weights: Sequence[str] = ("plain",),
     syncs: Sequence[str | None] = (None,),
+    matmuls: Sequence[str | None] = (None,),
+    frozen: int = 0,
+    lora: int = 0,
     headroom: float = HEADROOM,
     top: int = 5,
 ) -> SearchResult:
@@ -94,6 +97,10 @@ def search(
       weights: what updates parameters of 16 bits; see ``ParallelPlan``.
       syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
         plans without pipelines and shared layers.
+      matmuls: recipes of ``quantized_matmuls`` for the products of layers, ``"fp8"`` or ``"int8"``,
+        which are lossy, likewise; the others must be None.
+      frozen: bits of frozen matrices of layers, as for ``TracedModel.fine_tuned``.
+      lora: the rank of their adapters, which alone are trained then.
       headroom: the share of a device's memory that is left to the allocator.
       top: how many plans to return.
 
@@ -110,11 +117,21 @@ def search(
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
-    check_values(recompute=recompute, state_formats=state_formats, weights=weights, syncs=syncs)
+    lossy: Any = {"state_formats": state_formats, "weights": weights, "matmuls": matmuls}
+    check_values(recompute=recompute, syncs=syncs, **lossy)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     check_choice("offload", offload, (False, True, "update"))
+    if (frozen or lora) and any(matmuls):
+        raise ValueError(
+            "products of frozen parameters in few bits are not planned by name: give fit "
+            "stored.loss_of(shd.quantized_matmuls(loss)), or leave out matmuls."
+        )
+    if frozen or lora:
+        model, tx = TracedModel.fine_tuned(_of_length(model, length), tx, frozen=frozen, lora=lora)
     machine = machine_of(target, device)
+    for low in filter(None, matmuls):
+        machine.device.rate(low)  # raises where there is none
     _check_model(model, target, length, jnp.dtype(dtype), weights, asynchronous)
     length = length or model.length
     sized = dataclasses.replace(machine, device=dataclasses.replace(machine.device, memory=0.0))
@@ -129,6 +146,7 @@ def search(
         state_formats=tuple(state_formats),
         weights=tuple(weights),
         syncs=tuple(syncs),
+        matmuls=tuple(matmuls),
         in_backward=(False, True) if update_in_backward else (False,),
         costs=costs,
     )
@@ -182,6 +200,13 @@ def _rounds(
         return [(known, ())]
     every = tuple(recompute)
     return [(known, ()), (every, tuple(tiles[:_FEW_TILES])), (every, tuple(tiles))]
+
+
+def _of_length(model: AnyModel, length: int | None) -> AnyModel:
+    """A decoder of so many tokens, where any are given."""
+    if isinstance(model, Decoder) and length is not None:
+        return dataclasses.replace(model, length=length)
+    return model
 
 
 def _about(model: AnyModel, plan: ParallelPlan) -> tuple[str, ...]:

@@ -9,10 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_ext.equations import Name, record_of, trace
+from sharding import stored
 from sharding._jaxprs import all_equations
 from sharding._types import Batch, DType, Tree
+from sharding.matmuls._quantized_loss import quantized_matmuls
+from sharding.placement._train_state import resolve_trainable
 from sharding.plan._format import check_choice
 from sharding.plan.cost._parallel_plan import PLANNED
 from sharding.plan.machine._devices import num_bytes
@@ -27,9 +31,13 @@ from sharding.plan.model._traced_work import (
     work_of_jaxpr,
 )
 from sharding.remat._loss_search import LossSearch, PlannableLoss
+from sharding.stored._forms import is_form
 from sharding.tiles._tiled_loss import tiled
 
 _MOST_OPERATIONS = 1500  # of a loss with layers, to plan more of which takes minutes
+
+# Of all that ``Decoder`` has, the matrices of its layers.
+_MATRICES = "^layers/(query|key|value|out|gate|up|down)$"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,11 +70,61 @@ class TracedModel:
     length: int = 1  #: tokens of an example
     zero: Any = None  #: a ``Zero`` of one's own, whose mesh and axes plans keep
     param_specs: Any = None  #: of the parameters on the other axes of its mesh
+    trainable: Any = None  #: which parameters are trained, as in ``train_step``; None: all
 
     def __post_init__(self) -> None:
         # By this object alone.
         for name in ("abstract", "traced", "in_tiles", "_trace", "_planned"):
             object.__setattr__(self, name, functools.cache(getattr(self, name)))
+
+    @staticmethod
+    @functools.lru_cache(maxsize=8)  # searches of one model share its traces
+    def fine_tuned(
+        model: Decoder, tx: optax.GradientTransformation, *, frozen: int = 0, lora: int = 0
+    ) -> tuple["TracedModel", optax.GradientTransformation]:
+        """A decoder of which adapters alone are trained, and the transformation of these.
+
+        Its loss decodes one layer at a time. Plans of it have no pipelines and no shared layers.
+
+        Args:
+          model: one of ``MODELS``, or a ``Decoder`` of one's own.
+          tx: the transformation.
+          frozen: bits in which the matrices of its layers are stored, 4 (NF4) or 8; 0: as they are.
+          lora: the rank of their adapters.
+
+        Raises:
+          ValueError: there are no adapters, their rank is above a dim, or the model has forms of
+            its own.
+
+        Example:
+          >>> import jax, optax
+          >>> from sharding.plan import Decoder, TracedModel
+          >>> small = Decoder(2, 64, 2, 2, 128, 96, 16)
+          >>> model, tx = TracedModel.fine_tuned(small, optax.adamw(1e-4), frozen=4, lora=8)
+          >>> len(jax.tree.leaves(model.trained(model.abstract())))  # two of each of 7 matrices
+          14
+        """
+        if not lora:
+            raise ValueError("frozen trains nothing without adapters: give lora, their rank, too.")
+        if not isinstance(model, Decoder):
+            raise ValueError(
+                "frozen and lora are of a Decoder, whose layers are known. A TracedModel has forms "
+                "of its own: init by stored.store, loss_fn by stored.loss_of, and trainable."
+            )
+        steps = (*([stored.frozen(frozen)] if frozen else []), stored.lora(lora))
+
+        def init(dtype: DType) -> Tree:
+            return stored.store(model.init(dtype), {_MATRICES: steps}, jax.random.key(0))
+
+        made = TracedModel(
+            stored.loss_of(model.make_loss()),
+            init,
+            model.batch(1),
+            model.length,
+            trainable=stored.trained,
+        )
+        made.abstract()  # raises where a form does not suit a matrix
+        return made, optax.masked(tx, stored.trained)
 
     @property
     def tensor(self) -> int:
@@ -83,6 +141,11 @@ class TracedModel:
     def abstract(self, dtype: DType = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
         return jax.eval_shape(lambda: self.init(dtype))
+
+    def trained(self, params: Tree) -> Any:
+        """These parameters, with None for each that is not trained."""
+        mask = resolve_trainable(params, self.trainable)
+        return jax.tree.map(lambda x, is_trained: x if is_trained else None, params, mask)
 
     def batch(self, size: int) -> Any:
         """The types of a batch of some examples."""
@@ -130,14 +193,25 @@ class TracedModel:
         """The model whose loss has large values one tile at a time."""
         return dataclasses.replace(self, loss_fn=tiled(self.loss_fn, tiles).fn)
 
-    def traced(self, size: int, dtype: DType, recompute: str, tiles: int = 1) -> Traced:
+    def traced(
+        self,
+        size: int,
+        dtype: DType,
+        recompute: str,
+        tiles: int = 1,
+        matmuls: str | None = None,
+    ) -> Traced:
         """What so many examples compute and store; parameters are of a dtype."""
+        if matmuls:
+            fn = quantized_matmuls(self.loss_fn, matmuls).fn
+            low = dataclasses.replace(self, loss_fn=fn)
+            return low.traced(size, dtype, recompute, tiles)
         if tiles > 1:
             return self.in_tiles(tiles).traced(size, dtype, recompute)
         args = self._args(size, dtype)
         if recompute in PLANNED:
             planned = self._planned(size, jnp.dtype(dtype)).within(PLANNED[recompute])
-            found, _ = _passes(lambda params, batch: planned(params, (batch,)), *args)
+            found, _ = self._passes(lambda params, batch: planned(params, (batch,)), *args)
             if self.trace.has_loops:  # one layer at a time is computed again
                 return found._replace(working=self.traced(size, dtype, "full").working)
             return found._replace(working=max(0.0, planned.peak - found.stored))
@@ -145,7 +219,8 @@ class TracedModel:
         # Layers that compute alike are traced once.
         once = {layer.code: layer for layer in trace.layers}
         runs = {code: jax.jit(self._recomputing(recompute)(once[code])) for code in once}
-        found, stored = _passes(functools.partial(trace.run, lambda layer: runs[layer.code]), *args)
+        run = functools.partial(trace.run, lambda layer: runs[layer.code])
+        found, stored = self._passes(run, *args)
         # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
         # what layers store, of which scans have one layer at a time.
         layers = once.values()
@@ -187,7 +262,9 @@ class TracedModel:
 
     def can_be_planned(self, size: int, dtype: DType) -> bool:
         """Whether ``sharding.remat`` takes the loss, as it does not with callbacks, and soon."""
-        if self.trace.layers and len(self.trace.eqns) > _MOST_OPERATIONS:
+        # A graph in which layers are decoded has thousands of operations.
+        decodes = any(map(is_form, jax.tree.leaves(self.abstract(), is_leaf=is_form)))
+        if decodes or (self.trace.layers and len(self.trace.eqns) > _MOST_OPERATIONS):
             return False
         with contextlib.suppress(ValueError):
             return bool(self._planned(size, dtype))
@@ -237,19 +314,25 @@ class TracedModel:
         kept = num_bytes(saved) - num_bytes(inputs)
         return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
 
+    def _passes(self, run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
+        """What a function computes and stores, without temporaries; the types of what it stores."""
 
-def _passes(run: Callable[..., Any], *args: Any) -> tuple[Traced, list[Any]]:
-    """What a function computes and stores, without temporaries; the types of what it stores."""
+        def passes(params: Tree, batch: Batch) -> Any:
+            def of_trained(trained: Tree) -> Any:
+                every = jax.tree.map(
+                    lambda x, y: x if y is None else y, params, trained, is_leaf=lambda x: x is None
+                )
+                return run(every, batch)
 
-    def passes(params: Tree, batch: Batch) -> Any:
-        loss, vjp = jax.vjp(lambda params: run(params, batch), params)
-        return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
+            loss, vjp = jax.vjp(of_trained, self.trained(params))
+            return vjp(jnp.ones_like(loss)), jax.tree.leaves(vjp)
 
-    closed, (_, kept) = trace(passes, *args)
-    work = work_of_jaxpr(closed.jaxpr, UNIT)
-    stored = no_matrices(kept, args[0])
-    nbytes = float(num_bytes(stored))
-    return Traced(work.flops, work.products, work.touched, work.seconds, nbytes, 0.0), stored
+        closed, (_, kept) = trace(passes, *args)
+        work = work_of_jaxpr(closed.jaxpr, UNIT)
+        stored = no_matrices(kept, args[0])
+        nbytes = float(num_bytes(stored))
+        figures = work.flops, work.products, work.touched, work.seconds
+        return Traced(*figures, nbytes, 0.0, work.low), stored
 
 
 AnyModel = Decoder | TracedModel

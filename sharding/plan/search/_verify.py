@@ -28,6 +28,7 @@ from sharding.plan.cost._wire_and_flops import (
     decoder_products,
     expert_rows,
     pipeline_work,
+    products_of_units,
     tensor_row,
 )
 from sharding.plan.machine import targets
@@ -213,11 +214,12 @@ def planned_rows(
         batch = model.batch(plan.microbatches * plan.microbatch)
         rows += pipeline_work(pipeline, params, batch, specs=built.param_specs, updates=updates)
     if isinstance(model, Decoder):
-        rows.append(decoder_products(model, plan, schedule, max(layers, default=0)))
+        rows += decoder_products(model, plan, schedule, max(layers, default=0))
     else:
-        traced = model.traced(plan.microbatch * plan.data, dtype, plan.recompute, plan.tiles)
-        flops = plan.microbatches * traced.flops / plan.data
-        rows.append(WorkRow("matmul", "products", flops, ("flops",)))
+        options = plan.recompute, plan.tiles, plan.matmuls
+        traced = model.traced(plan.microbatch * plan.data, dtype, *options)
+        each = plan.microbatches / plan.data
+        rows += products_of_units(traced.flops * each, traced.low * each, plan.matmuls)
     if isinstance(model, Decoder) and plan.experts > 1:
         sizes = {"itemsize": dtype.itemsize, "grad_itemsize": dtype.itemsize}
         rows += expert_rows(model, plan, **sizes)
@@ -231,15 +233,18 @@ def planned_rows(
         )
         rows.append(row)
     if not plan.asynchronous:
-        rows += rows_of_zero(built, model, params)
+        rows += rows_of_zero(built, model, params, dtype)
     return StepRows(tuple(rows), dict(mesh.shape))
 
 
-def rows_of_zero(built: BuiltStep, model: AnyModel, params: Tree) -> tuple[WorkRow, ...]:
+def rows_of_zero(
+    built: BuiltStep, model: AnyModel, params: Tree, dtype: DType
+) -> tuple[WorkRow, ...]:
     """What ZeRO sends in a step of these parameters, those of a pipeline once in it."""
     plan = built.plan
     options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
-    options |= {"sync": sync_of_plan(plan, params) if plan.sync else None}
+    options |= {"sync": sync_of_plan(plan, model, dtype) if plan.sync else None}
+    options |= {"trainable": model.trainable}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
     tx = built.tx or optax.identity()  # which sends nothing

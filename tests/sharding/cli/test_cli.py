@@ -275,6 +275,18 @@ WRONG = [
     (f"plan {LLAMA} --frozen 2bit --lora 4", "--frozen must be one of '4bit', '8bit'"),
     ("plan --model 1e9 --target cpu:8 --lora 4", "--lora needs a model whose layers are known"),
     (f"plan {LLAMA} --lora 4 --master", "--lora is without --master: leave one of them out"),
+    (f"search {LLAMA} --batch 8 --frozen 4bit", "--frozen trains nothing without adapters"),
+    (
+        f"search {LLAMA} --batch 8 --lora 4 --matmuls fp8",
+        "--lora is without --matmuls: leave one of them out",
+    ),
+    (
+        "search --model llama2-7b --target a100-80x8 --batch 8 --matmuls fp8",
+        "products in fp8 are asked for, and a100-80 has none of a known rate: leave fp8 out",
+    ),
+    (f"plan {LLAMA} --matmuls nvfp4", "--matmuls must be one of 'fp8', 'int8'"),
+    (f"plan {V5E} --matmuls fp8", "products in fp8 are asked for, and v5e has none"),
+    ("plan --model 1e9 --target cpu:8 --matmuls fp8", "--matmuls needs a model whose layers are"),
     (
         "audit --step mine:without_memory --target cpu:8",
         "error: the step does not fit, so that its compiler gave up: it needs 17.0 GiB.",

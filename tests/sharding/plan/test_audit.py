@@ -686,3 +686,26 @@ def test_phases_and_scopes(scope, shown, phase):
     assert phase_of(scope) == phase
     if shown is not None:
         assert shortened(scope) == shown
+
+
+def test_products_of_8_bits_have_their_own_row_and_rate():
+    text = """HloModule low
+
+ENTRY %main (a: s8[64,64], b: bf16[64,64]) -> (s32[64,64], bf16[64,64]) {
+  %a = s8[64,64]{1,0} parameter(0)
+  %b = bf16[64,64]{1,0} parameter(1)
+  %c = s32[64,64]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %d = bf16[64,64]{1,0} dot(%b, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %e = (s32[64,64]{1,0}, bf16[64,64]{1,0}) tuple(%c, %d)
+}
+"""
+    found = shd.audit(text, device="v5e:1x1")
+    each = 2.0 * 64**3
+    rows = {row.on[0]: row.amount for row in found.ledger().work if row.op == "products"}
+    assert rows == {"flops": each, "int8": each}
+    assert found.matmul_flops == 2 * each
+    assert found.seconds["compute"] == pytest.approx(each / 197e12 + each / 393e12)
+    assert "products in int8" in str(found)
+    assert shd.audit(text, device="tpu7x:2x2x1").seconds["compute"] == pytest.approx(
+        2 * each / (2307e12 / 2)  # a device that has none of a known rate
+    )

@@ -14,9 +14,10 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from sharding import Loss, Zero
+from sharding import Loss, Zero, stored
 from sharding.plan import NoPlanFits, fit
 from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._loss_layers import LossTrace
 from sharding.plan.model._models import Decoder
 from sharding.plan.search import _fit, _fit_proof
@@ -662,3 +663,49 @@ def test_what_is_wrong_is_said_before_anything_runs(change, message):
     with pytest.raises(ValueError, match=message) as raised:
         fit(**given | change)
     assert re.search(r" \(docs: \w+/\w+\)\.", str(raised.value))
+
+
+def test_a_state_of_codes_is_planned_and_trained_as_it_is():
+    """Stored forms: adapters alone change, and codes are never decoded in the state."""
+    loss, _, tokens, _ = decoder()
+    forms = {"^layers/(query|up|down)$": (stored.frozen(8), stored.lora(2))}
+    tx = optax.masked(TX, stored.trained)
+
+    def make_state(key):
+        params = stored.store(Decoder(3, WIDTH, 4, 4, 64, 64, 16).init(), forms, key)
+        return params, tx.init(params)
+
+    keep = {"recompute": "full", "microbatches": 1, "stage": 3, "replicas": 1, "offload": False}
+    options = {"tx": tx, "trainable": stored.trained, "memory": "1GiB"}
+    fn = stored.loss_of(loss)
+    found = fit(fn, make_state, tokens, keep=keep | {"update_in_backward": False}, **options)
+    state = found.init(KEY)
+    before = jax.tree.map(np.asarray, state[0])
+    state, metrics = found.train_step()(state, found.put(tokens))
+    assert float(metrics["loss"]) == pytest.approx(float(fn(make_state(KEY)[0], tokens)), rel=1e-5)
+    changed = jax.tree.map(lambda a, b: bool(np.any(np.asarray(a) != b)), state[0], before)
+    assert jax.tree.leaves(changed["layers"]["up"].base) == [False, False]
+    assert changed["layers"]["up"].b
+    assert not changed["embed"]
+
+
+def test_products_in_few_bits_are_compared_on_request():
+    """The plan of a device that is faster in int8, and the step that runs it."""
+    width = 256
+    params = {"layers": jnp.full((2, width, width), 1e-2)}
+    body = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    loss = lambda p, x: jnp.mean(jax.lax.scan(body, x, p["layers"])[0] ** 2)  # noqa: E731
+    kind = DeviceKind("cpu", 2.0**30, 1e14, 1e10, 1e12, None, "none", int8=1e12)
+    keep = {"recompute": "none", "microbatches": 1, "stage": 0, "offload": False}
+    keep |= {"update_in_backward": False}
+    x = np.ones((width * jax.device_count(), width), np.float32)
+    options = {"tx": TX, "device": kind, "keep": keep}
+    assert fit(loss, state_of(params), x, **options).plan.matmuls is None
+    found = fit(loss, state_of(params), x, **options, lossy="matmuls(int8)")
+    assert (found.plan.matmuls, found.plan.lossy) == ("int8", True)
+    state = found.init(KEY)
+    assert "i8[" in str(jax.make_jaxpr(found.loss)(state[0], x))
+    _, metrics = found.train_step()(state, found.put(x))
+    assert float(metrics["loss"]) == pytest.approx(float(loss(params, x)), rel=0.05)
+    with pytest.raises(ValueError, match="products in fp8 are asked for, and cpu has none"):
+        fit(loss, state_of(params), x, **options, lossy="matmuls(fp8)")

@@ -9,7 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from sharding.plan import PlanFile, TracedModel, estimate, kind_of, layer_costs, search, verify
+from sharding import stored
+from sharding.plan import (
+    PlanFile,
+    TracedModel,
+    estimate,
+    kind_of,
+    layer_costs,
+    search,
+    verify,
+)
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import step_seconds
@@ -175,3 +184,71 @@ def test_a_loop_reads_and_writes_what_it_adds_up():
         return work_of(run, x, x, kind=UNIT).seconds
 
     assert loop(jnp.add) - loop(jnp.multiply) == 10 * 2 * 4000
+
+
+def bytes_of(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def test_fine_tuning_is_planned_on_codes():
+    """Adapters alone have gradients, state and a reduced wire; codes are gathered."""
+    model, tx = TracedModel.fine_tuned(DECODER, TX, frozen=4, lora=4)
+    costs = TracedCosts(model, tx, machine_of("h100x8"), dtype=jnp.bfloat16)
+    params = model.abstract(jnp.bfloat16)
+    adapters = bytes_of(model.trained(params))
+    assert adapters == 2 * 4 * 4 * (4 * (256 + 256) + 3 * (256 + 1024))
+    held = costs.by_part(ParallelPlan(data=8))
+    assert held["params"] == bytes_of(params)
+    assert held["grads"] == adapters
+    assert held["state"] == pytest.approx(2 * adapters, rel=0.01)
+    # The three products of a matrix, without that of its gradient; of adapters all.
+    full, frozen = (
+        m.traced(8, jnp.dtype("bfloat16"), "none").flops for m in (traced_decoder(), model)
+    )
+    of_matrix = 2 * 8 * 128 * DECODER.layers * DECODER.layer_elements
+    head = 2 * 8 * 128 * 256 * 512
+    assert full - frozen == pytest.approx(of_matrix + head, rel=0.15)
+    # By which what is sent is timed: codes, and gradients of adapters.
+    size = sum(x.size for x in jax.tree.leaves(params))
+    assert costs.each(ParallelPlan())[:2] == pytest.approx(
+        (bytes_of(params) / size, adapters / size)
+    )
+
+
+def test_search_of_fine_tuning_and_its_file():
+    kept = {"stage": 3, "recompute": "full", "microbatches": 1, "offload": False}
+    options = {"sequences": 8, "keep": kept, "recompute": ("none", "full"), "top": 1}
+    found = search(DECODER, TX, "rtx4090x8", frozen=4, lora=4, **options).best
+    model, tx = TracedModel.fine_tuned(DECODER, TX, frozen=4, lora=4)
+    assert search(model, tx, "rtx4090x8", **options).best == found
+    names = {"model": "llama2-7b", "optimizer": "adamw", "target": "rtx4090x8", "length": 128}
+    file = PlanFile.of(found, dtype="bfloat16", frozen=4, lora=4, **names)
+    assert "model, tx = shd.plan.TracedModel.fine_tuned(model, tx, frozen=4, lora=4)" in file.code()
+    with pytest.raises(ValueError, match="give lora, their rank, too"):
+        search(DECODER, TX, "rtx4090x8", frozen=4, **options)
+    with pytest.raises(ValueError, match="TracedModel has forms of its own"):
+        search(OWN, TX, "rtx4090x8", lora=4, **options)
+    with pytest.raises(ValueError, match="rank 512 is above a dim"):
+        TracedModel.fine_tuned(DECODER, TX, lora=512)
+
+
+def test_decoding_is_one_pass_and_one_matrix_at_a_time():
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+
+    def init_of(*forms):
+        def init(dtype):
+            w = {"a": jnp.ones((512, 512), dtype), "b": jnp.ones((512, 512), dtype)}
+            return stored.store(w, {"": forms}, jax.random.key(0)) if forms else w
+
+        return init
+
+    x = jax.ShapeDtypeStruct((8, 512), jnp.bfloat16)
+    forms = stored.frozen(4), stored.lora(4)
+    coded = TracedModel(stored.loss_of(loss), init_of(*forms), x, trainable=stored.trained)
+    plain = TracedModel(loss, init_of(), x)
+    more = [m.traced(8, jnp.dtype("bfloat16"), "full") for m in (coded, plain)]
+    matrix, codes = 2 * 512**2, 4.13 / 8 * 512**2
+    passes = (more[0].moved - more[1].moved) / (2 * (matrix + codes))
+    assert 0.9 < passes < 2.2  # of both matrices, in the forward and the backward pass
+    assert more[0].working - more[1].working < 1.5 * matrix
