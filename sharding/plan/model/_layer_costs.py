@@ -97,7 +97,7 @@ class Roofline:
         reached: Achieved = achieved(device)
         self.flops = device.flops * (1.0 if ideal else reached.matmul)
         self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
-        self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
+        self.bandwidth = math.inf if ideal else device.bandwidth * reached.passes
         self.kernel = 0.0 if ideal else reached.kernel
         self.unfused = implementation.unfused
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import sharding as shd
-from sharding.check import _check_numbers, _check_wire
+from optax_ext import kernels
+from optax_ext.low_precision import _first_use
+from sharding.check import _check_wire
 from sharding.check._machine_report import MachineCheck, NotHere, run_checks
 from sharding.cli import main
 
@@ -42,14 +44,14 @@ def wrong_codes(*args, **kwargs):
     return type(found)(**(vars(found) | {"codes": jnp.full_like(found.codes, 255)}))
 
 
-quantize = _check_numbers.quantize
+quantize = _first_use.quantize
 psum_scatter = _check_wire.psum_scatter
 
 
 @pytest.mark.parametrize(
     ("module", "name", "wrong", "match"),
     [
-        (_check_numbers, "quantize", wrong_codes, "codes: dynamic 8"),
+        (_first_use, "quantize", wrong_codes, "codes: dynamic 8"),
         (_check_wire, "psum_scatter", lambda *a: 2 * psum_scatter(*a), "form 'native'"),
         (_check_wire, "dequantize", lambda c, *a: jnp.zeros(c.shape), "gather of int8"),
     ],
@@ -60,6 +62,20 @@ def test_what_is_planted_is_found(monkeypatch, module, name, wrong, match):
     assert [found.status for found in report.outcomes] == ["differs"]
     assert not report.ok
     assert "It affects" in str(report)
+
+
+def wrong_kernel(kernel, default, *arguments):
+    """A kernel that stores zeros for codes, run in the place of one for TPUs."""
+    out, state = default(*arguments)
+    return out, jax.tree.map(lambda x: x * (x.dtype.itemsize > 1), state)
+
+
+def test_a_planted_kernel_is_found(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    match = "kernel of 8-bit"
+    assert [found.status for found in shd.check_machine(match=match).outcomes] == ["ok"]
+    monkeypatch.setattr(kernels, "for_tpus", wrong_kernel)
+    assert [found.status for found in shd.check_machine(match=match).outcomes] == ["differs"]
 
 
 def test_the_outcomes_of_checks():

@@ -1,0 +1,152 @@
+"""Steps that are predicted by a measured machine, beside those that a data sheet predicts.
+
+The machine is measured as ``optax-ext check --measure`` does it; steps of AdamW in float32 at
+stage 3 are predicted by its figures and measured. Machine and steps are measured several
+times in turns, and medians count. Where others use the cores, too, so that the clock shows their
+work, ``--clock cpu`` counts the CPU seconds of this process, shared by its cores.
+
+  python benchmarks/measured_machine.py           # writes benchmarks/results/measured_machine.md
+  python benchmarks/measured_machine.py --clock cpu
+  python benchmarks/measured_machine.py --smoke   # two tiny models, prints only
+"""
+
+import argparse
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import _results
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _networks import NETWORKS
+from _transformer import Config, init, make_loss
+from loss_programs import MODELS as LOSSES
+
+import sharding as shd
+from sharding.check._measure_machine import measure_machine
+from sharding.plan import ParallelPlan, TracedModel
+from sharding.plan.search._search import costs_of, machine_of
+
+TX = optax.adamw(1e-3)
+DEVICES, STEPS = 2, 3
+# A core of a Xeon of Intel's fourth generation by its data sheet: two products and sums of 16
+# float32 values a cycle at 2.1 GHz; its share of 8 channels of DDR5-4800 for 56 cores. Links are
+# copies in that memory.
+SHEET = shd.DeviceKind("cpu", 8e9, 307.2e9 / 56, 2.1e9 * 64, 307.2e9 / 56, None, "Intel")
+HEADER = """\
+| model | stage | measured, ms (least to most of the tries) | by the measured machine, ms | ratio \
+| by the data sheet, ms | ratio |
+|---|---|---|---|---|---|---|"""
+Model = tuple[Callable[..., Any], Any, Any]  # a loss, its parameters and a batch
+
+
+def models(smoke: bool) -> dict[str, Model]:
+    """Losses with their parameters and batches."""
+
+    def network(name: str, scale: int) -> Model:
+        loss, types, batch = NETWORKS[name](8 * scale if smoke else scale)
+        rng = np.random.default_rng(0)
+        params = [np.asarray(rng.normal(0, 0.05, x.shape), np.float32) for x in types]
+        shape = (4, *batch.shape[1:])
+        if batch.dtype == jnp.int32:
+            return loss, params, rng.integers(0, 100, shape)
+        return loss, params, rng.normal(size=shape).astype(np.float32)
+
+    config = Config(layers=2, width=64) if smoke else Config(layers=4)
+    tokens = np.random.default_rng(0).integers(0, 512, (4, 33 if smoke else 257))
+    make, towers, batch = LOSSES["masked mean"](smoke)
+    found: dict[str, Callable[[], Model]] = {
+        "decoder, scanned": lambda: (make_loss(), init(config), tokens),
+        "residual MLP": lambda: (towers, make(), batch),
+        "GPT-2, an eighth as wide": lambda: network("GPT-2, unrolled", 8),
+        "T5, an eighth as wide": lambda: network("T5-like", 8),
+        "ResNet-50, an eighth as wide": lambda: network("ResNet-50", 8),
+    }
+    return {name: made() for name, made in [*found.items()][: 2 if smoke else None]}
+
+
+def step_of(model: Model, stage: int) -> Callable[[], None]:
+    """A call that takes a step, compiled and run once."""
+    loss, params, batch = model
+    zero = shd.Zero(jax.make_mesh((DEVICES,), ("data",)), stage=stage)
+    step = zero.train_step(loss, tx=TX)
+    held = [zero.init(lambda: (params, TX.init(params)), tx=TX)]
+    placed = zero.put(batch)
+
+    def call() -> None:
+        held[0], _ = jax.block_until_ready(step(held[0], placed))
+
+    call()
+    return call
+
+
+def predicted(model: Model, stage: int, kind: shd.DeviceKind) -> float:
+    """Seconds of a step by the figures of a kind."""
+    loss, params, batch = model
+    traced = TracedModel(loss, lambda dtype: jax.tree.map(jnp.asarray, params), batch)
+    costs = costs_of(traced, TX, machine_of(f"cpu:{DEVICES}", kind), 1, jnp.dtype(jnp.float32))
+    rows = len(jax.tree.leaves(batch)[0]) // DEVICES
+    plan = ParallelPlan(data=DEVICES, stage=stage, microbatch=rows, recompute="none")
+    return costs.seconds(plan, costs.passes(plan)).seconds
+
+
+def clock_of(name: str) -> Callable[[], float]:
+    """Seconds so far: those of the wall, or of the CPU, shared by its cores."""
+    cores = min(DEVICES, len(os.sched_getaffinity(0)))
+    return (lambda: time.process_time() / cores) if name == "cpu" else time.perf_counter
+
+
+def rows(smoke: bool, tries: int, clock: Callable[[], float]) -> Iterator[str]:
+    """A line for each model and stage."""
+    cases = [(name, model, stage) for name, model in models(smoke).items() for stage in (3,)]
+    steps = [step_of(model, stage) for _, model, stage in cases]
+    kinds, times = [], [[] for _ in cases]
+    for _ in range(tries):
+        kinds.append(measure_machine(clock=clock).device())
+        for step, found in zip(steps, times, strict=True):
+            start = clock()
+            for _ in range(STEPS):
+                step()
+            found.append((clock() - start) / STEPS)
+    for (name, model, stage), found in zip(cases, times, strict=True):
+        took = statistics.median(found)
+        each = [predicted(model, stage, kind) for kind in kinds]
+        mine, sheet = statistics.median(each), predicted(model, stage, SHEET)
+        yield (
+            f"| {name} | {stage} | {1e3 * took:.1f} ({1e3 * min(found):.1f} to "
+            f"{1e3 * max(found):.1f}) | {1e3 * mine:.1f} | {mine / took:.2f} "
+            f"| {1e3 * sheet:.1f} | {sheet / took:.2f} |"
+        )
+
+
+def main() -> None:
+    """Prints the table, and writes it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--tries", type=int, default=5)
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    tries = 1 if options.smoke else options.tries
+    table = _results.table(HEADER, rows(options.smoke, tries, clock_of(options.clock)))
+    if not options.smoke:
+        seconds = {"cpu": "CPU seconds of the process, shared by 2 cores", "wall": "the wall's"}
+        sheet = {k: v for k, v in dataclasses.asdict(SHEET).items() if k in ("flops", "bandwidth")}
+        about = (
+            f"{_results.machine('cpu')}, {DEVICES} virtual devices, AdamW in float32. Machine and "
+            f"steps were measured {tries} times in turns, beside other work on the cores; seconds "
+            f"are {seconds[options.clock]}; medians. The data sheet of a core: {sheet}. Caches and "
+            "the speed of functions such as exp and tanh are in neither."
+        )
+        _results.write("measured_machine", "Steps predicted by a measured machine", about, table)
+
+
+if __name__ == "__main__":
+    main()
