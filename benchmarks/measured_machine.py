@@ -1,9 +1,9 @@
 """Steps that are predicted by a measured machine, beside those that a data sheet predicts.
 
-The machine is measured as ``optax-ext check --measure`` does it; steps of AdamW in float32 at
-stage 3 are predicted by its figures and measured. Machine and steps are measured several
-times in turns, and medians count. Where others use the cores, too, so that the clock shows their
-work, ``--clock cpu`` counts the CPU seconds of this process, shared by its cores.
+The machine is measured as ``optax-ext check --measure`` does it, before and after the steps of each
+model: AdamW in float32 at stage 3, whose time is predicted by the mean of both. Where others use
+the cores, too, so that the clock shows their work, ``--clock cpu`` counts the CPU seconds of this
+process, shared by its cores.
 
   python benchmarks/measured_machine.py           # writes benchmarks/results/measured_machine.md
   python benchmarks/measured_machine.py --clock cpu
@@ -35,15 +35,15 @@ from sharding.plan import ParallelPlan, TracedModel
 from sharding.plan.search._search import costs_of, machine_of
 
 TX = optax.adamw(1e-3)
-DEVICES, STEPS = 2, 3
+DEVICES, STAGE, STEPS = 2, 3, 3
 # A core of a Xeon of Intel's fourth generation by its data sheet: two products and sums of 16
 # float32 values a cycle at 2.1 GHz; its share of 8 channels of DDR5-4800 for 56 cores. Links are
 # copies in that memory.
 SHEET = shd.DeviceKind("cpu", 8e9, 307.2e9 / 56, 2.1e9 * 64, 307.2e9 / 56, None, "Intel")
 HEADER = """\
-| model | stage | measured, ms (least to most of the tries) | by the measured machine, ms | ratio \
+| model | measured, ms (least to most of the tries) | by the measured machine, ms | ratio \
 | by the data sheet, ms | ratio |
-|---|---|---|---|---|---|---|"""
+|---|---|---|---|---|---|"""
 Model = tuple[Callable[..., Any], Any, Any]  # a loss, its parameters and a batch
 
 
@@ -72,10 +72,10 @@ def models(smoke: bool) -> dict[str, Model]:
     return {name: made() for name, made in [*found.items()][: 2 if smoke else None]}
 
 
-def step_of(model: Model, stage: int) -> Callable[[], None]:
+def step_of(model: Model) -> Callable[[], None]:
     """A call that takes a step, compiled and run once."""
     loss, params, batch = model
-    zero = shd.Zero(jax.make_mesh((DEVICES,), ("data",)), stage=stage)
+    zero = shd.Zero(jax.make_mesh((DEVICES,), ("data",)), stage=STAGE)
     step = zero.train_step(loss, tx=TX)
     held = [zero.init(lambda: (params, TX.init(params)), tx=TX)]
     placed = zero.put(batch)
@@ -87,13 +87,13 @@ def step_of(model: Model, stage: int) -> Callable[[], None]:
     return call
 
 
-def predicted(model: Model, stage: int, kind: shd.DeviceKind) -> float:
+def predicted(model: Model, kind: shd.DeviceKind) -> float:
     """Seconds of a step by the figures of a kind."""
     loss, params, batch = model
     traced = TracedModel(loss, lambda dtype: jax.tree.map(jnp.asarray, params), batch)
     costs = costs_of(traced, TX, machine_of(f"cpu:{DEVICES}", kind), 1, jnp.dtype(jnp.float32))
     rows = len(jax.tree.leaves(batch)[0]) // DEVICES
-    plan = ParallelPlan(data=DEVICES, stage=stage, microbatch=rows, recompute="none")
+    plan = ParallelPlan(data=DEVICES, stage=STAGE, microbatch=rows, recompute="none")
     return costs.seconds(plan, costs.passes(plan)).seconds
 
 
@@ -104,25 +104,23 @@ def clock_of(name: str) -> Callable[[], float]:
 
 
 def rows(smoke: bool, tries: int, clock: Callable[[], float]) -> Iterator[str]:
-    """A line for each model and stage."""
-    cases = [(name, model, stage) for name, model in models(smoke).items() for stage in (3,)]
-    steps = [step_of(model, stage) for _, model, stage in cases]
-    kinds, times = [], [[] for _ in cases]
-    for _ in range(tries):
-        kinds.append(measure_machine(clock=clock).device())
-        for step, found in zip(steps, times, strict=True):
+    """A line for each model; the machine is measured before and after its steps."""
+    before = measure_machine(clock=clock).device()
+    for name, model in models(smoke).items():
+        step = step_of(model)
+        found = []
+        for _ in range(tries):
             start = clock()
             for _ in range(STEPS):
                 step()
             found.append((clock() - start) / STEPS)
-    for (name, model, stage), found in zip(cases, times, strict=True):
         took = statistics.median(found)
-        each = [predicted(model, stage, kind) for kind in kinds]
-        mine, sheet = statistics.median(each), predicted(model, stage, SHEET)
+        after = measure_machine(clock=clock).device()
+        mine = statistics.mean(predicted(model, kind) for kind in (before, after))
+        sheet, before = predicted(model, SHEET), after
         yield (
-            f"| {name} | {stage} | {1e3 * took:.1f} ({1e3 * min(found):.1f} to "
-            f"{1e3 * max(found):.1f}) | {1e3 * mine:.1f} | {mine / took:.2f} "
-            f"| {1e3 * sheet:.1f} | {sheet / took:.2f} |"
+            f"| {name} | {1e3 * took:.1f} ({1e3 * min(found):.1f} to {1e3 * max(found):.1f}) "
+            f"| {1e3 * mine:.1f} | {mine / took:.2f} | {1e3 * sheet:.1f} | {sheet / took:.2f} |"
         )
 
 
@@ -140,10 +138,10 @@ def main() -> None:
         seconds = {"cpu": "CPU seconds of the process, shared by 2 cores", "wall": "the wall's"}
         sheet = {k: v for k, v in dataclasses.asdict(SHEET).items() if k in ("flops", "bandwidth")}
         about = (
-            f"{_results.machine('cpu')}, {DEVICES} virtual devices, AdamW in float32. Machine and "
-            f"steps were measured {tries} times in turns, beside other work on the cores; seconds "
-            f"are {seconds[options.clock]}; medians. The data sheet of a core: {sheet}. Caches and "
-            "the speed of functions such as exp and tanh are in neither."
+            f"{_results.machine('cpu')}, {DEVICES} virtual devices, AdamW in float32 at stage 3. The "
+            f"machine was measured before and after {tries} times {STEPS} steps of each model, "
+            f"beside other work on the cores; seconds are {seconds[options.clock]}; medians. The "
+            f"data sheet of a core: {sheet}."
         )
         _results.write("measured_machine", "Steps predicted by a measured machine", about, table)
 

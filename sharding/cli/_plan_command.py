@@ -97,7 +97,7 @@ def _about_times(setup: opts.Setup) -> str:
     if isinstance(setup.model, TracedModel):
         counted = "the products of its loss"
     return (
-        f"Bounds are at the peak figures of {with_article(setup.device.name)}, for "
+        f"Bounds are at {setup.device.about}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
         f"tokens on each device in a step: {counted}, no recomputation."
     )
