@@ -1,5 +1,6 @@
 """``measure_machine``: the rates of this machine, for plans in the place of data sheets."""
 
+import functools
 import os
 import statistics
 import time
@@ -23,7 +24,7 @@ _TRIES = 5  # whose median counts
 _LEAST = 0.02  # seconds of a program, of which a start is a small share
 _MOST = 2**12  # operations of a program
 _LONG = 0.05  # seconds of one operation, above which no larger one is measured
-_DTYPES = ("float32", "bfloat16")
+_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # the last one not on CPUs, which have none
 _PRODUCTS = tuple(2**i for i in range(6, 14))  # rows and columns
 _PASSES = tuple(2**i for i in range(16, 29, 3))  # bytes that one reads
 _WIRE = tuple(2**i for i in range(12, 29, 4))  # bytes
@@ -59,7 +60,7 @@ def measure_machine(
             break
     elementwise = _elementwise(rates)
     products = {}
-    for dtype in _DTYPES:
+    for dtype in _DTYPES[: 2 if jax.default_backend() == "cpu" else 3]:
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
     name = machine_name(jax.devices())
@@ -166,10 +167,14 @@ def _elementwise(rates: _Meter) -> float:
 def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:
     """Rows of square matrices, and the seconds of a product, the mean of it and its gradient's."""
 
-    def forward_and_backward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y = x @ w
-        tiny = jnp.asarray(1e-6, x.dtype)  # so that all are computed, and values stay
-        return x + tiny * (y @ w.T), w + tiny * (x.T @ y)
+    wide = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else None
+    dot = functools.partial(jnp.dot, preferred_element_type=wide)
+
+    def forward_and_backward(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y = dot(x, w).astype(dtype)
+        dx, dw = dot(y, w.T), dot(x.T, y)
+        # So that all are computed, and values stay.
+        return tuple(a + (1e-6 * b).astype(dtype) for a, b in ((x, dx), (w, dw)))
 
     found = []
     for n in _PRODUCTS:

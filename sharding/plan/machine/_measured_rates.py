@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from sharding.plan._format import Printed, Table, check_choice, size
@@ -78,7 +79,7 @@ class MeasuredRates(Printed):
         dtype = dtype or ("float32" if target.kind == "cpu" else "bfloat16")
         check_choice("a dtype of measured products", dtype, self.products)
         rows = np.array(self.products[dtype])
-        item = 2 if dtype == "bfloat16" else 4
+        item = jnp.dtype(dtype).itemsize
         others = 3 * rows[:, 0] ** 2 * item / self.elementwise + self.kernel
         flops = 1 / float(_fitted(2 * rows[:, :1] ** 3, rows[:, 1] - others, rows[:, 1])[0])
         known = kind_of(self.target) or DeviceKind(
