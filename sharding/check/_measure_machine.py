@@ -58,11 +58,12 @@ def measure_machine(
         passes.append((2.0 * nbytes, rates.seconds(_move, (nbytes // 4,))))
         if 8 * passes[-1][1] > _LONG:  # what the next one takes
             break
-    elementwise = _elementwise(rates)
     products = {}
     for dtype in _DTYPES[: 2 if jax.default_backend() == "cpu" else 3]:
         progress(f"products in {dtype}")
         products[dtype] = _products(rates, dtype)
+    n, seconds = products["float32"][-1]
+    elementwise = _elementwise(rates, 2 * n**3 / seconds)
     name = machine_name(jax.devices())
     wire = []
     for axis, size in targets.parse(name, other_gpus=True).mesh_axes.items():
@@ -145,23 +146,30 @@ def _move(x: jax.Array) -> jax.Array:
     return x * 0.999 + 1e-9
 
 
-def _layer(x: jax.Array) -> jax.Array:
-    """A norm, a softmax and an activation, with their gradients: those of a layer."""
+def _elementwise(rates: _Meter, product: float) -> float:
+    """Bytes a second of a norm, a softmax and an activation with their gradients.
 
-    def forward(x: jax.Array) -> jax.Array:
+    As the planner counts bytes. On CPUs without the seconds of the products around them, each of
+    so many operations a second, whose operands XLA computes in slow, transposed loops.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    shape, width = ((4, 128, 128), 512) if is_cpu else ((32, 1024, 1024), 1024)
+
+    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
         mean = jnp.mean(x, -1, keepdims=True)
         x = (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
-        return jax.nn.gelu(x + jax.nn.softmax(x))
+        hidden = jax.nn.gelu(x @ w if is_cpu else x)
+        return jax.nn.softmax(hidden @ w.T if is_cpu else hidden)
 
-    y, back = jax.vjp(forward, x)
-    return y + 1e-6 * back(y)[0]
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, back = jax.vjp(forward, x, w)
+        dx, dw = back(y)
+        return x + 1e-6 * dx, w + 1e-6 * dw
 
-
-def _elementwise(rates: _Meter) -> float:
-    """Bytes a second, as the planner counts them."""
-    shape = (16, 256, 256) if jax.default_backend() == "cpu" else (32, 1024, 1024)
-    nbytes = work_of(_layer, jax.ShapeDtypeStruct(shape, jnp.float32), kind=UNIT).seconds
-    return nbytes / rates.seconds(_layer, shape)
+    types = [jax.ShapeDtypeStruct(x, jnp.float32) for x in (shape, (shape[-1], width))]
+    work = work_of(layer, *types, kind=UNIT)
+    seconds = rates.seconds(layer, *(x.shape for x in types))
+    return work.seconds / max(seconds - work.flops / product, seconds / 10)
 
 
 def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:

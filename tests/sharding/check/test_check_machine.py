@@ -153,7 +153,7 @@ def test_the_command_measures_and_plans(tmp_path, capsys, monkeypatch):
     for name, values in (("_PRODUCTS", (64,)), ("_PASSES", (2**16,)), ("_WIRE", (2**12,))):
         monkeypatch.setattr(_measure_machine, name, values)
     monkeypatch.setattr(_measure_machine, "_LEAST", 0.0)
-    monkeypatch.setattr(_measure_machine, "_elementwise", lambda rates: 1e9)
+    monkeypatch.setattr(_measure_machine, "_elementwise", lambda *_: 1e9)
     file = str(tmp_path / "machine.json")
     assert main(["check", "--measure", file, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
