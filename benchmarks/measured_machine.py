@@ -132,10 +132,10 @@ def main() -> None:
     if not options.smoke:
         sheet = {k: v for k, v in dataclasses.asdict(SHEET).items() if k in ("flops", "bandwidth")}
         about = (
-            f"{_results.machine('cpu')}, of which one device uses one; AdamW in float32. CPU seconds, "
-            f"medians of {tries} times {STEPS} steps; the machine was measured before and after "
-            "those of each model. Others worked on the cores at the same time, which takes caches "
-            f"and bandwidth. The data sheet of a core: {sheet}."
+            f"{_results.machine('cpu')}, of which one device uses one; AdamW, float32. Medians of "
+            f"{tries} times {STEPS} steps, in CPU seconds; the machine was measured before and "
+            "after those of each model. Others worked on the cores at the same time, which takes "
+            f"caches and bandwidth. The data sheet of a core: {sheet}."
         )
         _results.write("measured_machine", "Steps predicted by a measured machine", about, table)
 

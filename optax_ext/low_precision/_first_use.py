@@ -125,8 +125,9 @@ def error_of_kernels(fmt: Format, rounding: str, steps: Callable[[Any], Any]) ->
         if want.dtype.itemsize == 1:
             worst = max(worst, float(np.mean(have != want)) / 5e-3)
         else:
-            apart = np.linalg.norm(np.float64(have) - want) / max(np.linalg.norm(want), 1e-30)
-            worst = max(worst, float(apart) / 1e-3 if np.isfinite(apart) else np.inf)
+            size = max(float(np.linalg.norm(want)), 1e-30)
+            apart = float(np.linalg.norm(np.float64(have) - want)) / size
+            worst = max(worst, apart / 1e-3 if np.isfinite(apart) else np.inf)
     return worst
 
 

@@ -40,8 +40,8 @@ def measure_machine(
     """Measures the devices of this machine: products, memory, each axis of the mesh, the host.
 
     All devices work at the same time, as in a step. Each operation runs in a loop of one program,
-    and the median of five tries counts; sizes grow until one operation would take 0.05 s. With several
-    processes all of them call it, at the same time. Nothing else should run.
+    and the median of five tries counts; sizes grow until one operation would take 0.05 s. With
+    several processes all of them call it, at the same time. Nothing else should run.
 
     Args:
       progress: a function of what is measured next.
@@ -174,7 +174,6 @@ def _elementwise(rates: _Meter, product: float) -> float:
 
 def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:
     """Rows of square matrices, and the seconds of a product, the mean of it and its gradient's."""
-
     wide = jnp.float32 if jnp.dtype(dtype).itemsize == 1 else None
     dot = functools.partial(jnp.dot, preferred_element_type=wide)
 
@@ -213,7 +212,7 @@ def _collectives(rates: _Meter, axis: str, size: int) -> list[WireTime]:
         "all-to-all": (lambda x: lax.all_to_all(x, axis, 0, 0, tiled=True), 1),
         "permute": (lambda x: lax.ppermute(x, axis, to_next), 1),
     }
-    found = []
+    found: list[WireTime] = []
     for operation, (body, shares) in bodies.items():
         gathers = {row.nbytes: row.seconds for row in found}  # the first of the bodies
         for nbytes in _WIRE:
@@ -232,7 +231,9 @@ def _memory() -> float:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count())
+    return float(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
+    )
 
 
 def _host_link(clock: Callable[[], float]) -> float | None:

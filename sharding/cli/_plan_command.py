@@ -17,7 +17,7 @@ from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
-from sharding.plan._format import show, size, with_article
+from sharding.plan._format import show, size
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._parallel_plan import ParallelPlan, cells
 from sharding.plan.search._traced_model import TracedModel

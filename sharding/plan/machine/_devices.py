@@ -50,6 +50,10 @@ class DeviceKind:
 
         Raises:
           ValueError: there is no such file, or it has no products of that dtype.
+
+        Example:
+          >>> kind = DeviceKind.read("machine.json")  # doctest: +SKIP
+          >>> plan = fit(loss_fn, make_state, batch, device=kind)  # doctest: +SKIP
         """
         from sharding.plan.machine._measured_rates import MeasuredRates  # which makes one of these
 
@@ -230,7 +234,7 @@ _OF_KIND = {
 
 
 def achieved(device: DeviceKind) -> Achieved:
-    """What a kind reaches: as measured; GPUs without an entry reach what an H100 does, over PCIe."""
+    """What a kind reaches, as measured if it was; unknown GPUs do what an H100 does, over PCIe."""
     return device.reached or _OF_KIND.get(device.name, Achieved(0.68, 0.88))
 
 

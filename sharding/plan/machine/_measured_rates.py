@@ -77,7 +77,7 @@ class MeasuredRates(Printed):
         """
         target = targets.parse(self.target, other_gpus=True)
         dtype = dtype or ("float32" if target.kind == "cpu" else "bfloat16")
-        check_choice("a dtype of measured products", dtype, self.products)
+        check_choice("a dtype of measured products", dtype, [*self.products])
         rows = np.array(self.products[dtype])
         item = jnp.dtype(dtype).itemsize
         others = 3 * rows[:, 0] ** 2 * item / self.elementwise + self.kernel
@@ -124,7 +124,9 @@ class MeasuredRates(Printed):
             machine = dataclasses.replace(machine, torus=target.shape, slices=target.groups)
         axes = target.mesh_axes
         groups = dict(zip(reversed(axes), machine.groups((*axes.values(),)[::-1]), strict=True))
-        near, far, summed = [], [], 0.0
+        near: list[tuple[float, float]] = []
+        far: list[tuple[float, float]] = []
+        summed = 0.0
         for row in self.wire:
             group = groups[row.axis]
             crosses = group.nodes > 1 if isinstance(group, NodeGroup) else group.slices > 1
@@ -141,7 +143,7 @@ class MeasuredRates(Printed):
     def tables(self) -> list[Table]:
         """What was measured."""
         about = ", ".join(f"{key} {value}" for key, value in self.about.items() if value)
-        rows = [("memory of a device", "", size(self.memory), "")]
+        rows: list[tuple[str, ...]] = [("memory of a device", "", size(self.memory), "")]
         rows += [("a kernel", "", "", f"{1e6 * self.kernel:.1f}")]
         if self.host_link:
             rows += [("link to the host", "", f"{self.host_link / 1e9:.3g} GB/s", "")]
