@@ -29,9 +29,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from fine_tuning_memory import FORMS
 from zero_memory import OPTIMIZERS, prepared
 
 import sharding as shd
+from sharding import stored
 from sharding.plan import MODELS, Decoder, ParallelPlan, kind_of
 from sharding.plan.cost._plan_costs import PlanCosts
 from sharding.plan.search._search import machine_of
@@ -40,6 +42,9 @@ GIB = 2**30
 AT_ONCE = 4  # processes that compile
 TINY = Decoder(2, 64, 4, 4, 128, 96)
 ROWS = _results.RESULTS / "one_gpu.jsonl"
+
+
+QLORA = "AdamW of adapters, NF4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +72,8 @@ class Case:
 
     def tx(self) -> optax.GradientTransformation:
         """With the clip, if there is one."""
+        if self.optimizer == QLORA:
+            return optax.masked(optax.adamw(1e-4), stored.trained)
         tx = OPTIMIZERS[self.optimizer]
         return optax.chain(optax.clip_by_global_norm(1.0), tx) if self.clip else tx
 
@@ -88,6 +95,7 @@ CASES = [
     Case("llama2-7b", "Adafactor", "backward", sequences=8),
     Case("llama2-7b", "AdamW", "backward", sequences=4, microbatches=4, host="all"),
     Case("llama3-8b", "CAME 8-bit", "backward", sequences=2, length=2048),
+    Case("llama2-7b", QLORA),
 ]
 OTHER_MODELS = {"1.3B": Decoder(24, 2048, 16, 16, 5504, 32000)}
 
@@ -106,12 +114,26 @@ def filled(x: jax.ShapeDtypeStruct, rng: np.random.Generator, is_param: bool) ->
     return jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)
 
 
+def fine_tuned(zero: shd.Zero, model: Decoder, tx: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """As ``prepared``, of frozen matrices in four bits and their adapters."""
+    loss = stored.loss_of(model.make_loss(jax.checkpoint(model.apply_layer)))
+
+    def make_state() -> tuple[Any, Any]:
+        params = stored.store(model.init(dtype), FORMS, jax.random.key(0))
+        return params, tx.init(params)
+
+    step = zero.train_step(loss, tx=tx, trainable=stored.trained)
+    return step, zero.abstract_state(make_state, tx=tx), model.batch(1)
+
+
 def run_one(case: Case, smoke: bool, rounds: int) -> dict[str, Any]:
     """Figures of a case: compiles, waits for a line of input, then takes steps."""
     zero, tx, model = case.zero(), case.tx(), model_of(case, smoke)
     dtype, sequences = jnp.float32 if smoke else jnp.bfloat16, case.sequences * case.microbatches
     how = case.update, case.microbatches, dtype, sequences
-    step, abstract, batch = prepared(zero, model, tx, *how)
+    fine_tunes = case.optimizer == QLORA
+    made = fine_tuned(zero, model, tx, dtype) if fine_tunes else prepared(zero, model, tx, *how)
+    step, abstract, batch = made
     start = time.perf_counter()
     program = step.lower(abstract, batch).compile()
     seconds = time.perf_counter() - start
@@ -182,7 +204,7 @@ def predicted(row: dict[str, Any]) -> tuple[float, float] | None:
     """Bytes and seconds that the planner says; None for what it has no plan of."""
     case = Case(**{f.name: row[f.name] for f in dataclasses.fields(Case)})
     kind = kind_of(row["device"])
-    if kind is None or case.clip or case.host == "all":
+    if kind is None or case.clip or case.host == "all" or case.optimizer == QLORA:
         return None
     model, target = model_of(case, False), f"{kind.name}x1"
     costs = PlanCosts(model, case.tx(), machine_of(target, kind), length=case.length)
@@ -262,7 +284,7 @@ def main() -> None:
             jax.config.update("jax_compilation_cache_dir", folder)
             print(json.dumps(run_one(CASES[options.one], options.smoke, options.rounds)))
         return None
-    cases = (0, 1, 7, 10) if options.smoke else options.cases  # of each kind
+    cases = (0, 1, 7, 10, 16) if options.smoke else options.cases  # of each kind
     for row in waves(cases, options.smoke, options.minutes, options.rounds):
         print({k: row[k] for k in ("model", "optimizer", "update", "host", "peak", "seconds")})
         if not options.smoke:

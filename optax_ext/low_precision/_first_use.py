@@ -1,14 +1,17 @@
-"""The first use of a format on an accelerator: whether its codes come back as they should.
+"""The first use of a format on an accelerator: whether codes come back, and kernels are right.
 
 On the first H100 that this library met, a compiler stored every 8-bit code as 255: nothing but a
 worse loss would have shown it. So the first state of a format is preceded by an encoding and a
-decoding of known numbers, once for each kind of device and version of its compiler.
+decoding of known numbers, and on TPUs by two small updates by a kernel, once for each kind of
+device and version of its compiler.
 """
 
 import functools
 import importlib.metadata
 import json
 import pathlib
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,15 +45,90 @@ def _check_once(fmt: Format, rounding: str) -> None:
     name = f"{device.device_kind}, {_compiler(device)}: {fmt}, {rounding}"
     if name in _remembered():
         return
-    error = max(_error(fmt, signed, rounding) for signed in (True, False))
-    if not error <= _ALLOWED[fmt.bits]:
+    error = error_of_codes(fmt, rounding)
+    if not error <= 1:
         raise RuntimeError(
-            f"on {device.device_kind}, values stored as {fmt} differ by {error:.2g} of their norm, "
-            f"where {_ALLOWED[fmt.bits]} is the most that rounding makes: its compiler turned a "
-            "right program into a wrong one. Use another format or float32 state, and run "
-            "`optax-ext check` for a report."
+            f"on {device.device_kind}, values stored as {fmt} differ by {error:.2g} times the most "
+            "that rounding makes: its compiler turned a right program into a wrong one. Use "
+            "another format or float32 state, and run `optax-ext check` for a report."
         )
     _remember(name)
+
+
+def error_of_codes(fmt: Format, rounding: str = "nearest") -> float:
+    """How far values are off that are encoded and decoded on the first device of this process.
+
+    Returns:
+      The norm of the difference, as a share of the most that rounding makes; above 1 it is wrong.
+    """
+    return max(_error(fmt, signed, rounding) for signed in (True, False)) / _ALLOWED[fmt.bits]
+
+
+_RIGHT: dict[tuple[Format, str], bool] = {}  # whether kernels are, of what was checked
+
+
+def kernels_are_right(fmt: Format, rounding: str) -> bool:
+    """Whether a step may run in kernels, by ``check_kernels``; true where nothing was checked."""
+    return _RIGHT.get((fmt, rounding), True)
+
+
+def check_kernels(fmt: Format, rounding: str, steps: Callable[[Any], Any]) -> None:
+    """Compares kernels of a format with XLA's form, which takes their place if they differ.
+
+    On TPUs alone, and once, as ``check_codes``. A kernel that does not compile differs, too.
+
+    Args:
+      fmt: of the moments.
+      rounding: of their codes.
+      steps: a small state after updates by kernels, if ``kernels_are_right``, of random numbers.
+    """
+    if jax.default_backend() != "tpu" or (fmt, rounding) in _RIGHT:
+        return
+    device = jax.local_devices()[0]
+    name = f"{device.device_kind}, {_compiler(device)}: kernels of {fmt}, {rounding}"
+    _RIGHT[fmt, rounding] = True
+    if name in _remembered():
+        return
+    try:
+        error = error_of_kernels(fmt, rounding, steps)
+        found = f"differ from XLA's form by {error:.2g} times what rounding makes"
+    except Exception as failed:  # of any compiler
+        error, found = np.inf, f"failed ({str(failed).splitlines()[0][:200]})"
+    if error <= 1:
+        return _remember(name)
+    _RIGHT[fmt, rounding] = False
+    warnings.warn(
+        f"on {device.device_kind}, kernels of {fmt} {found}: XLA's form takes their place, which "
+        "moves more bytes. Run `optax-ext check` for a report.",
+        stacklevel=2,
+    )
+
+
+def error_of_kernels(fmt: Format, rounding: str, steps: Callable[[Any], Any]) -> float:
+    """How far a result of kernels is from that of XLA's form, as a share of what is allowed.
+
+    Both round elsewhere, as XLA fuses them: of 1,000 codes five may be neighbours, whose updates
+    change floats by 1e-3 of their norm. Arguments are those of ``check_kernels``.
+    """
+    x = np.random.default_rng(0).standard_normal((2, 70, 300)).astype(np.float32)
+    before = kernels_are_right(fmt, rounding)
+    made = []
+    try:
+        for form in (True, False):
+            _RIGHT[fmt, rounding] = form
+            with jax.ensure_compile_time_eval():
+                made.append(jax.device_get(jax.jit(lambda x: steps(x))(x)))
+    finally:
+        _RIGHT[fmt, rounding] = before
+    worst = 0.0
+    for have, want in zip(*map(jax.tree.leaves, made), strict=True):
+        if want.dtype.itemsize == 1:
+            worst = max(worst, float(np.mean(have != want)) / 5e-3)
+        else:
+            size = max(float(np.linalg.norm(want)), 1e-30)
+            apart = float(np.linalg.norm(np.float64(have) - want)) / size
+            worst = max(worst, apart / 1e-3 if np.isfinite(apart) else np.inf)
+    return worst
 
 
 def _error(fmt: Format, signed: bool, rounding: str) -> float:

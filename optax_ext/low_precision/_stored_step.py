@@ -41,6 +41,7 @@ class StoredStep(NamedTuple):
     inner_update: InnerUpdate  # of updates, dequantized state and parameters
     apply: bool  # whether the step returns new parameters, not their updates
     shards: kernels.Shards  # on which kernels run
+    in_kernels: bool = True  # whether those of its formats are right
 
     def at_once(self, updates: Tree, state: LowPrecisionState, params: Tree) -> Updated:
         """Computes the step operation by operation, in the order of Python."""
@@ -64,7 +65,7 @@ class StoredStep(NamedTuple):
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
-        if on_several or x64 or not any(has_blocks(x) for _, x in moments):
+        if not self.in_kernels or on_several or x64 or not any(has_blocks(x) for _, x in moments):
             return self._in_form_of_xla(updates, state, params)
         # A kernel may close over no array that is traced here.
         inner_state = treedef.unflatten([dequantized_type(x) for _, x in moments])

@@ -16,8 +16,14 @@ from optax_ext._lamb import lamb
 from optax_ext._leaves import check_arrays, path_name
 from optax_ext._types import Array, Tree
 from optax_ext.low_precision import _formats
-from optax_ext.low_precision._first_use import check_codes
+from optax_ext.low_precision._first_use import (
+    check_codes,
+    check_kernels,
+    error_of_kernels,
+    kernels_are_right,
+)
 from optax_ext.low_precision._formats import BFloat16, Dynamic, Float8, Format, Linear, Quantized
+from optax_ext.low_precision._one_pass import has_blocks
 from optax_ext.low_precision._quantize import ROUNDINGS, quantize
 from optax_ext.low_precision._roles import fields_of, find_signs
 from optax_ext.low_precision._rounding import check_seed, make_key
@@ -163,6 +169,9 @@ class _Wrapper(NamedTuple):
                     # Without the barrier XLA encodes large constants of zeros while compiling.
                     leaf = jax.lax.optimization_barrier(stored[i])
                     stored[i] = _quantize(leaf, fmt[sign], sign is not False, first)
+                    if has_blocks(stored[i]):
+                        steps = functools.partial(_two_steps, fmt[sign], self.rounding)
+                        check_kernels(fmt[sign], self.rounding, steps)
         key = make_key(self.seed) if self.rounding == "stochastic" else None
         return LowPrecisionState(key, boxes_inside(treedef.unflatten(stored)))
 
@@ -192,12 +201,31 @@ class _Wrapper(NamedTuple):
         state = state._replace(inner_state=boxes_outside(state.inner_state))
         inner_update = functools.partial(_inner_update, self.inner, like, extra_args)
         shards = kernels.shards() or kernels.Shards()
-        step = StoredStep(inner_update, apply, shards)
+        formats = {x.format for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)}
+        in_kernels = all(kernels_are_right(fmt, self.rounding) for fmt in formats)
+        step = StoredStep(inner_update, apply, shards, in_kernels)
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
         compute = step.by_leaf if is_traced else step.at_once
         out, (key, inner_state) = compute(updates, state, params)
         return out, LowPrecisionState(key, boxes_inside(inner_state))
+
+
+def _two_steps(fmt: Format, rounding: str, grads: Array) -> Updated:
+    """Updates and state of the second of two steps of Adam, of gradients (2, rows, columns)."""
+    inner = optax.with_extra_args_support(optax.adam(1e-3))
+    formats: _Formats = {True: fmt, False: fmt}
+    signs_of = functools.partial(find_signs, inner)
+    tx = _Wrapper(inner, signs_of, {}, formats, rounding, 0, 0)
+    state = tx.init(grads[0])
+    for gradient in grads:
+        updates, state = tx.run(False, gradient, state)
+    return updates, state
+
+
+def kernels_beside_xla(fmt: Format, rounding: str = "stochastic") -> float:
+    """How far an update by kernels is from XLA's form, by ``error_of_kernels``; 0 but on TPUs."""
+    return error_of_kernels(fmt, rounding, functools.partial(_two_steps, fmt, rounding))
 
 
 def _inner_update(

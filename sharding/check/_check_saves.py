@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from sharding._zero import Zero
 from sharding.check._check_steps import initial_params
 from sharding.check._machine_report import MachineCheck, NotHere
+from sharding.recovery._machines import find_machines, gather_json
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 
 
@@ -55,18 +56,21 @@ def _lost_arrays(have: Any, want: Any) -> float:
 
 
 def _compare_peers() -> float:
-    if jax.process_count() > 1:
-        raise NotHere("several processes need a PeerCheckpoints of their own")
+    """In two machines' memory, if there are two; all processes of a machine have one folder."""
     zero, state = _state_to_save()
-    memory = "/dev/shm" if pathlib.Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="optax-ext-", dir=memory) as folder:
-        store = PeerCheckpoints(cast(Mesh, zero.mesh), folder, run_id="check", replicas=1)
-        try:
-            store.save(1, state)
-            store.wait_until_finished()
-            return _lost_arrays(store.restore(state).state, state)
-        finally:
-            store.close(delete=True)
+    mesh = cast(Mesh, zero.mesh)
+    machines = len(find_machines(mesh, None, None).names)
+    memory = "/dev/shm" if pathlib.Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    run = f"optax-ext-check-{gather_json(os.getpid())[0]}"
+    store = PeerCheckpoints(mesh, memory, run_id=run, replicas=min(2, machines))
+    try:
+        store.save(1, state)
+        store.wait_until_finished()
+        return _lost_arrays(store.restore(state).state, state)
+    finally:
+        store.close(delete=True)
+        gather_json(0)  # others may still read
+        shutil.rmtree(store.folder, ignore_errors=True)
 
 
 def _compare_orbax(folder: str | os.PathLike[str] | None) -> float:

@@ -1,6 +1,7 @@
-"""The command ``check``: every feature on the devices of this machine."""
+"""The command ``check``: every feature on the devices of this machine; or their rates."""
 
 import json
+import pathlib
 import sys
 from argparse import Namespace
 
@@ -8,11 +9,15 @@ import jax
 
 from sharding.check._check_machine import check_machine
 from sharding.check._machine_report import Outcome
+from sharding.check._measure_machine import measure_machine
+from sharding.cli._output import writing
 from sharding.plan._format import show
 
 
 def run_check(options: Namespace) -> int:
-    """Prints what differs; 1 if something does."""
+    """Prints what differs, 1 if something does; or measures."""
+    if options.measure:
+        return _measure(options)
 
     def progress(found: Outcome) -> None:
         if not options.json and jax.process_index() == 0:
@@ -25,3 +30,21 @@ def run_check(options: Namespace) -> int:
         else:
             show(report.tables(), report.sentences)
     return int(not report.ok)
+
+
+def _measure(options: Namespace) -> int:
+    """Prints rates, and writes them."""
+    is_first = jax.process_index() == 0
+    if not pathlib.Path(options.measure).absolute().parent.is_dir():
+        raise ValueError(f"{options.measure} cannot be written: there is no such folder.")
+
+    def progress(text: str) -> None:
+        if not options.json and is_first:
+            print(f"measuring {text}", file=sys.stderr)
+
+    rates = measure_machine(progress)
+    if is_first:
+        with writing("--measure", options.measure):
+            rates.write(options.measure)
+        print(json.dumps(rates.to_dict(), indent=1) if options.json else rates)
+    return 0

@@ -92,6 +92,7 @@ _FIGURES = {
     "--link GB/S": "what it sends at best",
     "--network GB/S": "what it sends to other hosts or slices: its share of the host's network, "
     "such as 0.39 of 25 Gbit/s that 8 devices share",
+    "--machine FILE": "figures that check --measure wrote on it, in the place of published ones",
 }
 _OF_ALL = (
     "of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units of "
@@ -205,6 +206,7 @@ def machine_check_options(parser: ArgumentParser) -> None:
     checks = {
         "--match TEXT": "only checks with this text in their name",
         "--folder DIR": "also save and restore by orbax in this folder, which all processes see",
+        "--measure FILE": "instead measure products, memory, links and the host, for --machine",
     }
     _add(parser, "checks", checks)
     _add_output(parser)

@@ -17,7 +17,7 @@ from sharding._types import Tree
 from sharding.cli import _setup as opts
 from sharding.cli._model_activations import planned_loss
 from sharding.cli._output import print_json
-from sharding.plan._format import show, size, with_article
+from sharding.plan._format import show, size
 from sharding.plan.cost._estimate import Plan, activations_counted
 from sharding.plan.cost._parallel_plan import ParallelPlan, cells
 from sharding.plan.search._traced_model import TracedModel
@@ -96,7 +96,7 @@ def _about_times(setup: opts.Setup) -> str:
     if isinstance(setup.model, TracedModel):
         counted = "the products of its loss"
     return (
-        f"Bounds are at the peak figures of {with_article(setup.device.name)}, for "
+        f"Bounds are at {setup.device.about}, for "
         f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
         f"tokens on each device in a step: {counted}, no recomputation."
     )

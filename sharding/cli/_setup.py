@@ -22,6 +22,7 @@ from sharding.plan.cost._stage_plan import StagePlan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
+from sharding.plan.machine._measured_rates import MeasuredRates
 from sharding.plan.model._layer_costs import Activations
 from sharding.plan.model._models import Decoder
 from sharding.plan.search._plan_space import SEARCHED, allows
@@ -332,7 +333,7 @@ def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
 def target_of(options: Namespace) -> targets.Target:
     """The target; GPUs of any name where their figures are given."""
     try:
-        return targets.parse(options.target, other_gpus=bool(options.memory))
+        return targets.parse(options.target, other_gpus=bool(options.memory or options.machine))
     except ValueError as error:
         if not str(error).startswith("unknown target"):
             raise
@@ -391,7 +392,7 @@ def device_of(options: Namespace) -> DeviceKind | None:
     units = {"memory": 2**30, "bandwidth": 1e9, "tflops": 1e12, "link": 1e9, "network": 1e9}
     figures: dict[str, Any] = {name: getattr(options, name) for name in units}
     given = {name.removeprefix("t"): x * units[name] for name, x in figures.items() if x}
-    known = kind_of(options.target)
+    known = _measured(options) if options.machine else kind_of(options.target)
     if known is not None:
         return dataclasses.replace(known, **given)
     if "memory" not in given:
@@ -404,6 +405,19 @@ def device_of(options: Namespace) -> DeviceKind | None:
     figures = {"name": target_of(options).kind, "network": None, "source": "given"}
     figures |= dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
     return DeviceKind(**(figures | given))
+
+
+def _measured(options: Namespace) -> DeviceKind:
+    """Of a device of ``--machine``, which must be of the target's kind."""
+    computed = _floating_dtype("--compute-dtype", getattr(options, "compute_dtype", None))
+    dtype = (computed or dtype_of(options)).name
+    rates = MeasuredRates.read(options.machine)
+    if targets.parse(rates.target, other_gpus=True).kind != target_of(options).kind:
+        raise ValueError(
+            f"--machine {options.machine} was measured on {rates.target}, --target is "
+            f"{options.target}: give the figures of a machine of that kind."
+        )
+    return rates.device(dtype)
 
 
 def known_device(options: Namespace) -> DeviceKind:

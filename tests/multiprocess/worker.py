@@ -119,6 +119,7 @@ def main(folder, *cases):
     jax.distributed.initialize(heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60)
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     assert jax.process_count() == processes
+    assert shd.check_machine(match="in memory of peers").ok
     for case in cases:
         losses, compiled, state, plan = train(case)
         result = {"losses": losses, "compiled": compiled, "plan": plan}

@@ -272,7 +272,9 @@ class Audit(Printed):
             rate = count(self.tokens / self.predicted.seconds)
             rows.append(("tokens/s of all, predicted", rate, ""))
         if self.tokens_per_second:
-            rows.append(("  bound at the peak", count(self.tokens_per_second), ""))
+            measured = self.kind is not None and self.kind.reached is not None
+            bound = "  bound as measured" if measured else "  bound at the peak"
+            rows.append((bound, count(self.tokens_per_second), ""))
         return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
 
 

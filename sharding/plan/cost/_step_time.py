@@ -112,10 +112,6 @@ class StepSeconds:
 
 
 _ITEM = 2  # bytes of an activation
-# The shares that are reached. Of a PCIe link by copies 55 of 63 GB/s: Bekman, Machine Learning
-# Engineering. Of the bandwidth of host memory by CPUs, STREAM on a socket of DGX A100 by 32
-# threads, 148 of 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
-_HOST_SHARES = {"host_link": 0.88, "host_bandwidth": 0.72}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,14 +190,15 @@ class _Clock:
         if unit in ("flops", *MATMULS):
             matmuls = None if unit == "flops" else unit
             return Roofline(device, COMPILED, ideal=self.ideal, matmuls=matmuls).flops
+        reached = achieved(device)
         if unit == "memory":
-            return device.bandwidth * (1.0 if self.ideal else achieved(device).memory)
+            return device.bandwidth * (1.0 if self.ideal else reached.memory)
         figure: float | None = getattr(device, unit)
         if figure is None:
             words = "the " + unit.replace("_", " ")
             name = with_article(device.name)
             raise ValueError(f"{words} of {name} is not known; offload needs it.")
-        return figure * (1.0 if self.ideal else _HOST_SHARES[unit])
+        return figure * (1.0 if self.ideal else getattr(reached, unit))
 
 
 def step_seconds(

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec
 from sharding._types import Tree
 from sharding.placement._describe import Description, Row
 from sharding.placement._specs import num_shards
+from sharding.plan._format import with_article
 
 _GIB = 2**30
 
@@ -37,6 +39,8 @@ class DeviceKind:
     node_size: int = 8  #: devices that ``link`` joins by a switch, without a torus
     fp8: float | None = None  #: of dense products of 8-bit floats, per second, if it has them
     int8: float | None = None  #: of those of 8-bit integers, likewise
+    #: shares of these figures, where they were measured; None: what is published of its kind
+    reached: "Achieved | None" = None
 
     def rate(self, matmuls: str | None) -> float:
         """Operations of dense products per second: of bfloat16, ``"fp8"`` or ``"int8"``.
@@ -51,6 +55,31 @@ class DeviceKind:
                 f"leave {matmuls} out, or give a DeviceKind with {matmuls}=."
             )
         return found
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], dtype: str = "") -> "DeviceKind":
+        """The measured figures of a machine, for the ``device`` of plans.
+
+        Args:
+          path: of the file that ``optax-ext check --measure`` wrote.
+          dtype: of parameters in the loss; by default float32 on CPUs, else bfloat16.
+
+        Raises:
+          ValueError: there is no such file, or it has no products of that dtype.
+
+        Example:
+          >>> kind = DeviceKind.read("machine.json")  # doctest: +SKIP
+          >>> plan = fit(loss_fn, make_state, batch, device=kind)  # doctest: +SKIP
+        """
+        from sharding.plan.machine._measured_rates import MeasuredRates  # which makes one of these
+
+        return MeasuredRates.read(path).device(dtype)
+
+    @property
+    def about(self) -> str:
+        """Where its figures are from, in words."""
+        kind = "peak" if self.reached is None else "measured"
+        return f"the {kind} figures of {with_article(self.name)}"
 
     def at_least(
         self, flops: float, moved: float, wire: float, network: float = 0.0
@@ -178,6 +207,7 @@ class Achieved:
     # Of ``bandwidth``, by passes over more than 100 MB: Isaev et al., Calculon, SC 2023,
     # systems/a100_80g.json.
     memory: float = 0.90
+    passes: float = 0.90  # of ``bandwidth``, by operations on activations
     # Seconds of a kernel beside its roofline: what the efficiencies in the same file imply, 0.60 at
     # 1e9 operations, 0.90 at 16e9 and 0.95 at 128e9: 2 to 3 microseconds.
     kernel: float = 3e-6
@@ -190,6 +220,11 @@ class Achieved:
     network_hop: float = 13.8e-6
     network: float = 0.96
     ramp: float = 0.0  # x bytes take as long as x + sqrt(ramp x) bytes at full speed
+    # Of a PCIe link to the host by copies 55 of 63 GB/s: Bekman, Machine Learning Engineering. Of
+    # the bandwidth of host memory by CPUs, STREAM on a socket of DGX A100 by 32 threads, 148 of
+    # 204.8 GB/s (gist.github.com/v0dro/0559e1d9b205ca9ac0ad1a29fe10377b).
+    host_link: float = 0.88
+    host_bandwidth: float = 0.72
 
 
 # Products: near the shares that fit published steps (benchmarks/step_time_model.py --fit), on H100
@@ -227,8 +262,8 @@ _OF_KIND = {
 
 
 def achieved(device: DeviceKind) -> Achieved:
-    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe."""
-    return _OF_KIND.get(device.name, Achieved(0.68, 0.88))
+    """What a kind reaches, as measured if it was; unknown GPUs do what an H100 does, over PCIe."""
+    return device.reached or _OF_KIND.get(device.name, Achieved(0.68, 0.88))
 
 
 def num_bytes(tree: Tree) -> int:

@@ -112,7 +112,7 @@ class Roofline:
         # largest of a row where it is made, TPUs read it once more.
         self.quantizing = (_ITEM + 1 + (_ITEM if device.tile else 0)) if matmuls else 0
         self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
-        self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
+        self.bandwidth = math.inf if ideal else device.bandwidth * reached.passes
         self.kernel = 0.0 if ideal else reached.kernel
         self.unfused = implementation.unfused
 

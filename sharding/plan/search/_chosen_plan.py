@@ -11,7 +11,6 @@ from sharding.plan._format import (
     entry,
     seconds,
     size,
-    with_article,
 )
 from sharding.plan.cost._parallel_plan import PLAN_COLUMNS, ParallelPlan, cells, short
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
@@ -142,9 +141,9 @@ class SearchResult(Printed):
             *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
             f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
-            f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
-            f"of {with_article(self.device.name)} with everything hidden; the best is predicted "
-            f"to take {self.gap:.0%} more.",
+            f"No plan that fits can take less than {seconds(self.bound)} a step, even at "
+            f"{self.device.about} with everything hidden; the best is predicted to take "
+            f"{self.gap:.0%} more.",
             "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
             "the state is, and what is lossy; tensor is the number of devices that share each "
             "layer; pipeline is the number of stages with their schedule, even where groups of "

@@ -166,6 +166,8 @@ class FitProofs:
         made = self._made[plan]
         model = self.request.model
         notes = (*notes, *model.about_layers(plan.update_in_backward), NOT_COMPARED)
+        kind = self.request.machine.kind
+        notes = (*notes, f"Times are by {kind.about}.") if kind.reached else notes
         for proof in proofs:
             found, _ = self._audits.get(self.programs.get(proof.plan, 0), (None, 0.0))
             of_compiler = found.of_compiler if found else ()

@@ -4,10 +4,12 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import optax_ext
+from optax_ext import kernels
 from optax_ext.low_precision import _first_use
 
 FORMATS = {
@@ -82,3 +84,28 @@ def test_nothing_is_checked_on_cpus(monkeypatch):
     _first_use._check_once.cache_clear()
     monkeypatch.setattr(_first_use, "quantize", last_codes)
     optax_ext.adamw8bit(1e-3).init({"w": jnp.ones((256, 256))})
+
+
+def wrong_kernel(kernel, default, *arguments):
+    """In the place of a kernel for TPUs: codes are zeros."""
+    out, state = default(*arguments)
+    return out, jax.tree.map(lambda x: x * (x.dtype.itemsize > 1), state)
+
+
+def test_a_wrong_kernel_gives_way_to_the_form_of_xla(accelerator, monkeypatch):
+    """A right one is remembered; of a wrong one a warning, and the state of XLA's form."""
+    tx, params = optax_ext.adamw8bit(1e-3), {"w": jnp.ones((70, 300))}
+    _, want = jax.jit(tx.update)(params, tx.init(params), params)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(_first_use, "_RIGHT", {})
+    tx.init(params)
+    assert "kernels of Dynamic(bits=8" in accelerator.read_text()
+    monkeypatch.setattr(_first_use, "_RIGHT", {})
+    monkeypatch.setattr(kernels, "for_tpus", wrong_kernel)
+    tx.init(params)  # remembered, as of another process
+    accelerator.unlink()
+    monkeypatch.setattr(_first_use, "_RIGHT", {})
+    with pytest.warns(UserWarning, match="XLA's form takes their place"):
+        state = tx.init(params)
+    _, found = jax.jit(tx.update)(params, state, params)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
