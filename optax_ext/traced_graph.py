@@ -8,6 +8,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NewType
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from optax_ext import _matrix_passes, kernels
@@ -215,8 +216,10 @@ def _branch(eqn: Any, portable: bool) -> Any | None:
 def bind(eqn: Any, operands: Sequence[Any], params: Any = None) -> Sequence[Any]:
     """Evaluates an equation of a graph or of a jaxpr, on the mesh that it was traced on.
 
-    ``params`` replaces the parameters of its primitive if given.
+    ``params`` replaces the parameters of its primitive if given. A constant of a trace remembers
+    the mesh on which it was made or first asked for its type; a view of it does not.
     """
+    operands = [x.view() if isinstance(x, np.ndarray) else x for x in operands]
     scope = eqn.scope if isinstance(eqn, Equation) else str(eqn.source_info.name_stack)
     params = eqn.params if params is None else params
     params = eqn.primitive.get_bind_params(params)

@@ -82,10 +82,6 @@ def _padded(params: dict[str, Any], ndim: int) -> list[int]:
     return [d for d in range(ndim) if tuple(params["padding_config"][d]) != (0, 0, 0)]
 
 
-def _tiled(params: dict[str, Any], ndim: int) -> list[int]:
-    return [d for d in range(ndim) if params["reps"][d] != 1]
-
-
 def _each(step: RowStep) -> list[Places]:
     """Dims that the result has, too; others are a part of each entry, such as of a key."""
     ndim = len(step.result_shape())
@@ -94,6 +90,13 @@ def _each(step: RowStep) -> list[Places]:
 
 def _broadcast(step: RowStep) -> list[Places]:
     return [[int(d) for d in step.params["broadcast_dimensions"]]]
+
+
+def _tiled(step: RowStep) -> list[Places]:
+    """A single entry is broadcast, as a token of a class is for each image."""
+    sizes = zip(step.shapes[0], (step.twin or step).shapes[0], step.params["reps"], strict=True)
+    repeated = [rep != 1 and (size, twice) != (1, 1) for size, twice, rep in sizes]
+    return [["rows are repeated" if is_long else d for d, is_long in enumerate(repeated)]]
 
 
 def _transposed(step: RowStep) -> list[Places]:
@@ -235,7 +238,7 @@ _RULES: dict[str, DimRule] = {
     "concatenate": DimRule(_meet("dimension", "rows are one after the other"), Kind.LINEAR),
     "stack": DimRule(_beside, Kind.LINEAR),
     "unstack": DimRule(_meet("axis", _TAKEN, goes=True), Kind.LINEAR),
-    "tile": DimRule(_meet(_tiled, "rows are repeated"), Kind.LINEAR),
+    "tile": DimRule(_tiled, Kind.LINEAR),
     "dynamic_slice": DimRule(_slice, Kind.LINEAR, chosen_by=range(1, 64)),
     "dynamic_update_slice": DimRule(_slice, Kind.LINEAR, chosen_by=range(2, 64)),
     "gather": DimRule(_gather, Kind.LINEAR, chosen_by=range(1, 2)),

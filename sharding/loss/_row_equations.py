@@ -130,7 +130,9 @@ def _rule_of(step: RowStep, ins: list[Any]) -> DimRule:
 # --- Dims that depend on the number of rows -------------------------------------------------------
 
 # Parameters that are sizes: those of the results tell whether they double as they should.
-_SIZE_NAMES = "start_indices shape new_sizes sizes slice_sizes limit_indices feature_group_count"
+_SIZE_NAMES = """
+start_indices shape new_sizes sizes slice_sizes limit_indices feature_group_count reps
+"""
 _SIZES = frozenset(_SIZE_NAMES.split())
 
 
@@ -161,6 +163,8 @@ def _of_sizes(step: RowStep, places: list[Any], ins: list[Any], out: Any, k: int
             is_same = is_same and is_uniform and twice == step.growth * size
     both = zip(step.result_shape(k), step.twin.result_shape(k), strict=True)
     grown = {d for d, (size, twice) in enumerate(both) if size != twice}
+    if step.name == "tile":
+        kept |= {d for d, size in enumerate(step.shapes[0]) if size == 1}
     if step.name not in RANDOM | {"broadcast_in_dim"}:
         is_same = is_same and grown <= kept
     if isinstance(out, Shared):

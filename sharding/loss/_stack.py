@@ -213,8 +213,8 @@ def _layer_views(graph: Graph, num_params: int) -> dict[Value, View]:
         if len(changed) != 1 or len(eqn.results) != 1 or eqn.results[0] in views:
             continue
         dims = operand_dims(graph, eqn, 0) if graph.constants.keys() >= others else None
-        # All but the parameter is used in full.
-        if dims and all((dim == UNSLICED) == (k not in changed) for k, dim in enumerate(dims)):
+        # All but the parameter is used in full, whose layers are its first dim, too.
+        if dims == [0 if k in changed else UNSLICED for k in range(len(eqn.operands))]:
             view = views[eqn.operands[changed[0]]]
             change = eqn, tuple(map(graph.constants.get, eqn.operands))
             views[eqn.results[0]] = view._replace(changes=(*view.changes, change))

@@ -445,6 +445,11 @@ LOSSES = {
     "two views": mean(
         lambda p, b: jnp.mean(mlp(p, jnp.concatenate([b[0], b[0] + 1])).reshape(2, -1, OUT).std(0))
     ),
+    "a token of each row": mean(
+        lambda p, b: jnp.mean(
+            jnp.concatenate([jnp.tile(p["b"][:1], (len(b[0]), 1)), mlp(p, b[0])], 1) ** 2
+        )
+    ),
     "labels by index": mean(
         lambda p, b: -jax.nn.log_softmax(mlp(p, b[0]))[jnp.arange(len(b[2])), b[2]].mean(),
         batch=(X, Y, CLASSES),
@@ -584,6 +589,10 @@ LOSSES = {
         **of_images(functools.partial(nn.BatchNorm, use_running_average=False)), cause="sub"
     ),
     "InfoNCE": coupled(info_nce, cause="dot_general"),
+    "two tokens in turn": coupled(
+        lambda p, b: jnp.mean(mlp(p, b[0]) * jnp.tile(p["b"][:2], (len(b[0]) // 2, 1))),
+        cause="depends on their number",
+    ),
     "load balance": coupled(balanced, EXPERTS, cause="mul"),
     "experts of some capacity": coupled(with_capacity, EXPERTS, cause="cumsum"),
     "variance over rows": coupled(

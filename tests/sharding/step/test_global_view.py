@@ -367,7 +367,7 @@ def numbers_of_rows(p, batch):
 def loops_and_views(p, batch):
     """A loop over rows; flat tokens; two views of each row, one after the other."""
     h = lax.map(lambda row: jnp.tanh(row @ p["w"]), batch["x"]) * p["scale"][None]
-    h = jnp.concatenate([h, 0.5 * h[:, ::-1]]).reshape(-1, 2, 12)
+    h = jnp.concatenate([h, jax.nn.softplus(h[:, ::-1])]).reshape(-1, 2, 12)
     h = jnp.repeat(h, 2, 2).reshape(-1, 24)  # (2 views * rows * 2, 24)
     h = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p["layers"])[0]
     z = h.reshape(2, -1, 2, 24).mean(2) @ p["out"]
