@@ -115,7 +115,8 @@ class StoredRule:
         if rest:
             return None
         form: Any = x.held
-        params, taken = eqn.params, None
+        params = eqn.params
+        taken: Any = None  # an index, or several
         if eqn.primitive.name == "squeeze" and params["dimensions"] == (0,):
             taken = 0
         elif eqn.primitive.name == "slice" and params["strides"] is None:
