@@ -69,7 +69,7 @@ def each_array(fn: Callable[[Any], Any], x: Any, stacked: int) -> Any:
 
     run, stack = jax.jit(fn), parts[0].shape[:stacked]
     found = [jax.device_get(run(at_index(x, index))) for index in np.ndindex(*stack)]
-    return jax.tree.map(lambda *of: np.stack(of).reshape(*stack, *of[0].shape), *found)
+    return jax.tree.map(lambda *of: np.stack(of).reshape((*stack, *of[0].shape)), *found)
 
 
 def at_index(x: Any, index: tuple[int, ...]) -> Any:

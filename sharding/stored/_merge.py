@@ -99,9 +99,9 @@ def peft(
             joined = ".".join([*path.split("/"), *map(str, index)])
             module = joined if name_of is None else name_of(path, index)
             modules[module] = form
-            start, rank = f"base_model.model.{module}.lora_", form.rank
-            arrays[f"{start}A.weight"] = np.asarray(form.a[index]).reshape(-1, rank).T
-            arrays[f"{start}B.weight"] = np.asarray(form.b[index]).reshape(rank, -1).T
+            start = f"base_model.model.{module}.lora_"
+            arrays[f"{start}A.weight"] = np.asarray(form.a[index]).reshape(-1, form.rank).T
+            arrays[f"{start}B.weight"] = np.asarray(form.b[index]).reshape(form.rank, -1).T
             if form.magnitude is not None:
                 arrays[f"{start}magnitude_vector"] = np.asarray(form.magnitude[index]).reshape(-1)
     ranks = {name: form.rank for name, form in modules.items()}

@@ -56,7 +56,7 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
     fmt = Dynamic(8) if bits == 8 else bits
 
     def encode(x: jax.Array) -> Any:
-        if fmt == 4:
+        if isinstance(fmt, int):
             return _normal_float.encode(x)
         return quantize(x.astype(jnp.float32), fmt, signed=True)
 
@@ -64,7 +64,7 @@ def frozen(bits: int | CodedFormat = 4, *, dims: int = 2) -> Step:
         del key
         if not isinstance(x, Adapted):  # which is merged
             _check_array(x, path, "frozen")
-        if fmt == 4 and x.shape[-1] % _normal_float.BLOCK:
+        if isinstance(fmt, int) and x.shape[-1] % _normal_float.BLOCK:
             raise ValueError(
                 f"{path} has shape {tuple(x.shape)}, and NF4 needs rows of a multiple of "
                 f"{_normal_float.BLOCK} elements. Give it frozen(8), or leave it out."

@@ -116,7 +116,7 @@ class StoredRule:
             return None
         form: Any = x.held
         params = eqn.params
-        taken: int | slice | None = None
+        taken: Any = None  # an index, or several
         if eqn.primitive.name == "squeeze" and params["dimensions"] == (0,):
             taken = 0
         elif eqn.primitive.name == "slice" and params["strides"] is None:
