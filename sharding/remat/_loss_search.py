@@ -29,7 +29,7 @@ from sharding.placement._specs import path_str
 from sharding.plan._format import size
 from sharding.plan.audit._program_memory import step_temporaries, types_of
 from sharding.plan.machine._devices import DeviceKind, num_bytes
-from sharding.plan.model._traced_work import ANY_DEVICE, Work, work_of_jaxpr
+from sharding.plan.model._traced_work import ANY_DEVICE, Work, seconds_one_by_one
 from sharding.remat._joint_graph import JointGraph
 from sharding.remat._loss_loops import Loop, LoopForm, Offload, forms_of
 from sharding.remat._planned_loss import LossPlan, ratio
@@ -403,7 +403,7 @@ class LossSearch:
         """
         (_, joint, _), (_, of_plain, _) = self._searches[0], plain._searches[0]
         kind = self._kind or ANY_DEVICE
-        one, other = (work_of_jaxpr(x.graph.jaxpr, kind).seconds for x in (of_plain, joint))
+        one, other = (seconds_one_by_one(x.graph.jaxpr, kind) for x in (of_plain, joint))
         least = of_plain.work.seconds + max(0.0, other - one)
         more = Work(0.0, max(0.0, least - joint.work.seconds))
         for _, joint, _ in self._searches:

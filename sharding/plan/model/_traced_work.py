@@ -192,6 +192,20 @@ def bytes_inside(jaxpr: Any) -> float:
     return inside
 
 
+def seconds_one_by_one(jaxpr: Jaxpr, kind: DeviceKind) -> float:
+    """Of all operations, in loops, too, as if none ran together with others."""
+    work = work_of_jaxpr(jaxpr, kind)
+    every = (eqn for eqn in all_equations(jaxpr) if name_of(eqn) in _PRODUCTS)
+    is_wide = any(eqn.invars[0].aval.dtype.itemsize > 2 for eqn in every)
+    return work.seconds - work.flops / kind.flops + _seconds_of_products(work, is_wide, kind)
+
+
+def _seconds_of_products(work: Work, is_wide: bool, kind: DeviceKind) -> float:
+    """By their operations or bytes; GPUs compute products of float32 in TF32."""
+    slower = 2 if kind.tile is None and is_wide else 1
+    return max(slower * work.flops / kind.flops, work.touched / kind.bandwidth)
+
+
 def work_of_group(
     equations: Sequence[Equation], graph: Graph, written: set[int], kind: DeviceKind
 ) -> Work:
@@ -209,20 +223,11 @@ def work_of_group(
             moved |= (set(eqn.operands) - made) | (set(eqn.results) & written)
             continue
         own = work_of_equation(eqn, operands, results, kind)
-        if own.touched:  # GPUs compute float32 products in TF32
-            slower = 2 if kind.tile is None and _has_wide_products(eqn, results) else 1
-            seconds = max(slower * own.flops / kind.flops, own.touched / kind.bandwidth)
-            own = own._replace(seconds=own.seconds - own.flops / kind.flops + seconds)
+        if own.touched and not any(inner_jaxprs(eqn)):
+            is_wide = results[0].dtype.itemsize > 2
+            own = own._replace(seconds=_seconds_of_products(own, is_wide, kind))
         work = work + own
     return work + Work(0.0, num_bytes([types[v] for v in moved]) / kind.bandwidth)
-
-
-def _has_wide_products(eqn: Any, results: Sequence[Any]) -> bool:
-    """Whether the products of an operation, or of a loop, are of more than 16 bits."""
-    if not any(inner_jaxprs(eqn)):
-        return bool(results[0].dtype.itemsize > 2)
-    products = (x for jaxpr in inner_jaxprs(eqn) for x in all_equations(jaxpr))
-    return any(x.invars[0].aval.dtype.itemsize > 2 for x in products if name_of(x) in _PRODUCTS)
 
 
 # Whose operands and results are in memory, as are those of all that have a jaxpr of their own.

@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sharding as shd
+from optax_ext.traced_graph import Graph
+from sharding.loss._row_states import Rows, Shared
+from sharding.loss._row_walk import Walk, steps_of
 from sharding.loss._rows import rows_of_loss
 
 from ...flax_nnx import needs_nnx, nnx
@@ -443,13 +446,17 @@ def test_masks_of_indices_are_made_in_tiles():
     assert "float32[64,64] inside, float32[64,4] read, float32[] returned" in line
 
 
-def test_a_declared_function_that_reads_rows_beside_its_arguments_is_in_no_tile():
-    def loss(w, x):
-        fn = shd.keeps_rows_apart(lambda w: jnp.tanh(x @ w), in_dims=None, out_dims=None)
-        return jnp.mean(jax.checkpoint(lambda h: h * fn(w))(x @ w) ** 2)
+def test_marks_of_declared_functions_are_read_in_graphs():
+    w = jnp.ones((4, 64))
 
-    for line in shd.tiles.report_tiles(loss, jnp.ones((4, 64)), jnp.ones((8, 4)), tiles=4):
-        assert "outvars" not in line
+    def loss(x):
+        fn = shd.keeps_rows_apart(lambda w: jnp.tanh(x @ w), in_dims=None, out_dims=None)
+        return fn(w)
+
+    graph = Graph.of(jax.make_jaxpr(loss)(jnp.ones((8, 4))))
+    states = {0: Rows((0,), 8)}
+    Walk().run(steps_of(graph.equations, None, graph.types), states)
+    assert isinstance(states[graph.outputs[0]], Shared)
 
 
 def test_sums_of_bfloat16_are_float32():
