@@ -68,7 +68,7 @@ def measure_machine(
     wire = []
     for axis, size in targets.parse(name, other_gpus=True).mesh_axes.items():
         progress(f"collectives over {axis}")
-        wire += _collectives(rates, axis, size) if size > 1 else []
+        wire += _wire_times(rates, axis, size) if size > 1 else []
     progress("the link to the host")
     return MeasuredRates(
         target=name,
@@ -192,7 +192,7 @@ def _products(rates: _Meter, dtype: str) -> list[tuple[int, float]]:
     return found
 
 
-def _collectives(rates: _Meter, axis: str, size: int) -> list[WireTime]:
+def _wire_times(rates: _Meter, axis: str, size: int) -> list[WireTime]:
     """Each by its sizes, of the full array or of the operand of an all-to-all or permutation."""
 
     def gather(x: jax.Array) -> jax.Array:  # the neighbour's block, which no compiler shortens

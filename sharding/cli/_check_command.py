@@ -17,7 +17,7 @@ from sharding.plan._format import show
 def run_check(options: Namespace) -> int:
     """Prints what differs, 1 if something does; or measures."""
     if options.measure:
-        return _measure(options)
+        return _write_rates(options)
 
     def progress(found: Outcome) -> None:
         if not options.json and jax.process_index() == 0:
@@ -32,7 +32,7 @@ def run_check(options: Namespace) -> int:
     return int(not report.ok)
 
 
-def _measure(options: Namespace) -> int:
+def _write_rates(options: Namespace) -> int:
     """Prints rates, and writes them."""
     is_first = jax.process_index() == 0
     if not pathlib.Path(options.measure).absolute().parent.is_dir():

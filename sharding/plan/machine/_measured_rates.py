@@ -148,15 +148,15 @@ class MeasuredRates(Printed):
         if self.host_link:
             rows += [("link to the host", "", f"{self.host_link / 1e9:.3g} GB/s", "")]
         for nbytes, seconds in self.passes:
-            rows += [_row("a pass over memory", size(nbytes), nbytes, "GB/s", seconds)]
+            rows += [_rate_row("a pass over memory", size(nbytes), nbytes, "GB/s", seconds)]
         rows += [("element-wise operations", "", f"{self.elementwise / 1e9:.3g} GB/s", "")]
         for dtype, found in self.products.items():
             for n, seconds in found:
                 flops = 2.0 * n**3 / 1e3
-                rows += [_row(f"products in {dtype}", f"{n} x {n}", flops, "TFLOP/s", seconds)]
+                rows += [_rate_row(f"products in {dtype}", f"{n} x {n}", flops, "TFLOP/s", seconds)]
         for wire in self.wire:
             name = f"{wire.operation} over {wire.axis}"
-            rows += [_row(name, size(wire.nbytes), wire.nbytes, "GB/s", wire.seconds)]
+            rows += [_rate_row(name, size(wire.nbytes), wire.nbytes, "GB/s", wire.seconds)]
         return [Table(about, ("measured", "size", "rate", "us"), rows)]
 
     def write(self, path: str | os.PathLike[str]) -> None:
@@ -180,7 +180,7 @@ class MeasuredRates(Printed):
             ) from None
 
 
-def _row(name: str, of: str, amount: float, unit: str, seconds: float) -> tuple[str, ...]:
+def _rate_row(name: str, of: str, amount: float, unit: str, seconds: float) -> tuple[str, ...]:
     return name, of, f"{amount / seconds / 1e9:.3g} {unit}", f"{1e6 * seconds:.1f}"
 
 
