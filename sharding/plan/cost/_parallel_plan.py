@@ -132,7 +132,7 @@ class ParallelPlan:
             )
         if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
             raise ValueError(
-                "a compressed sync needs plans without pipe, tensor and spread, and without experts."
+                "a compressed sync needs plans without pipe, tensor and spread, or experts."
             )
         if self.sync and self.stage == 3 and self.replicas == 1:
             raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
