@@ -139,7 +139,7 @@ class ParallelPlan:
             raise ValueError("products in few bits are of plans without pipe, tensor and experts.")
         if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
             raise ValueError(
-                "a compressed sync needs plans without pipe, tensor, experts and spread."
+                "a compressed sync needs plans without pipe, tensor and spread, or experts."
             )
         if self.sync and self.stage == 3 and self.replicas == 1:
             raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")

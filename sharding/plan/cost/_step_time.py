@@ -339,7 +339,7 @@ def _held_by(
         held = float(max(counts) * plan.chunks)
     outside = tables * model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
     own_experts = held * model.expert_elements / plan.experts
-    params = held * model.layer_elements(plan.experts) / plan.tensor + outside
+    params = held * model.elements_of_device(plan.experts) / plan.tensor + outside
     return held, params, own_experts, outside
 
 
@@ -364,7 +364,7 @@ def _between(
     rows = [WorkRow("transfers", "permute", message, ("pipe",), ticks)]
     if one_program and not plan.asynchronous:
         uneven = max(counts) * plan.chunks * plan.pipe > model.layers and not ideal
-        layer = model.layer_elements() / plan.tensor
+        layer = model.layer_elements / plan.tensor
         tables = (1 if model.tied else 2) * model.vocabulary * model.width
         rows += schedules.moved_params(
             *(plan.schedule, plan.pipe, counts if uneven else (), item * layer, layer),

@@ -321,7 +321,7 @@ def activations_of(
     if device.tile:
         # The gradient of the logits has 32 bits, too, and is gone before the layers. Matrices of
         # queries, keys and values of all layers are transposed before the first one.
-        share = sum(x.elements for x in model.matrices["qkv"]) / model.layer_elements(experts)
+        share = sum(x.elements for x in model.matrices["qkv"]) / model.elements_of_device(experts)
         copied = share * sum(cost.param_bytes for cost in layers)
         return Activations(stored, working, last.working_bytes + logits - gradient, 0.0, copied)
     # The parameters of a layer are taken out of the stack ahead; an odd output matrix is padded.

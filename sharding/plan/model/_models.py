@@ -299,8 +299,13 @@ class Decoder:
         every = [x for several in self.matrices.values() for x in several if x.experts > 1]
         return (1 - self.dense_layers / self.layers) * sum(x.elements for x in every)
 
-    def layer_elements(self, experts: int = 1) -> float:
-        """Elements of the matrices of a layer on one of ``experts`` devices, likewise."""
+    @property
+    def layer_elements(self) -> float:
+        """Elements of the matrices of a layer, likewise."""
+        return self.elements_of_device(1)
+
+    def elements_of_device(self, experts: int) -> float:
+        """The same of one of ``experts`` devices, which have other experts."""
         common = {
             part: sum(x.elements for x in several if x.experts == 1)
             for part, several in self.matrices.items()

@@ -37,7 +37,7 @@ def test_published_sizes_traced_at_true_size(name, params, active):
     assert count / 1e9 == pytest.approx(params, abs=0.05)
     inactive = model.expert_elements * (1 - model.experts.share) * model.layers
     assert (count - inactive) / 1e9 == pytest.approx(active, rel=0.02)
-    norms_and_tables = count - model.layers * model.layer_elements()
+    norms_and_tables = count - model.layers * model.layer_elements
     assert norms_and_tables == pytest.approx(2 * model.vocabulary * model.width, rel=2e-3)
     # Without attention's scores, which have no parameters.
     embedding = model.vocabulary * model.width
@@ -124,7 +124,7 @@ def test_plans_share_experts():
     kept = search(model, optax.adam(1e-3), "h100x16", keep={"experts": 8, "stage": 3}, **options)
     assert kept.best.plan.data == 2
     assert kept.best.seconds.tensor > 0
-    common = model.layers * (model.layer_elements() - model.expert_elements)
+    common = model.layers * (model.layer_elements - model.expert_elements)
     outside = 2 * model.vocabulary * model.width
     params = (common + outside) / 2 + model.layers * model.expert_elements / 16
     assert kept.best.held["params"] == pytest.approx(2 * params, rel=1e-3)

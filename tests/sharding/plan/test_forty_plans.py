@@ -22,8 +22,14 @@ from sharding.plan.search._search import machine_of
 ADAMW = optax.adamw(1e-3)
 RECORDED = pathlib.Path(__file__).with_name("forty_plans.json")
 FIGURES = json.loads(RECORDED.read_text())
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ParallelPlan)}
 # Plans, pipelines and searches that take part of a second each, and all programs: others are slow.
 FAST = {0, 2, 5, 6, 7, 9, 13, 14, 15, 16, 21, 23, 27, 31, 32, 33, 34, 36, 37, 38, 39}
+
+
+def chosen(plan):
+    """The fields of a plan that are not their defaults."""
+    return {name: value for name, value in plan.items() if value != DEFAULTS[name]}
 
 
 def figures_of_pipeline(line):
@@ -43,7 +49,8 @@ def figures_of_pipeline(line):
             found = search(model, ADAMW, given["target"], device=device, **options).best
         except NoPlanFits as error:
             found = error.smallest
-        both.append([dataclasses.asdict(found.plan), found.seconds.seconds, found.memory])
+        fields = chosen(dataclasses.asdict(found.plan))
+        both.append([fields, found.seconds.seconds, found.memory])
     plan, machine = ParallelPlan(**both[0][0]), machine_of(given["target"], device)
     held = PlanCosts(model, ADAMW, machine, length=length).pipeline(plan).by_part()
     return json.loads(json.dumps({"plans": both, "held": held}))
@@ -68,7 +75,7 @@ def figures_of(line):
     first = found["plans"][0]
     if first["seconds"]:
         rows = found["plans"]
-        plans = [[x["plan"], x["seconds"]["total"], x["memory"]["total"]] for x in rows]
+        plans = [[chosen(x["plan"]), x["seconds"]["total"], x["memory"]["total"]] for x in rows]
     if line.startswith("search"):
         return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
     names = ("name", "memory", "peak", "unreduced", "wire", "network", "host_wire", "moved")

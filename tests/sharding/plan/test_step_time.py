@@ -293,7 +293,7 @@ LATE = {"pipe": 4, "microbatches": 8, "schedule": "2bw"}
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (ParallelPlan(data=3), r"groups of 1 x 3 x 1 need 3 devices, there are 8"),
+        (ParallelPlan(data=3), r"groups of 1 x 1 x 3 x 1 need 3 devices, there are 8"),
         (ParallelPlan(tensor=32), "32 devices cannot share 16 heads equally"),
         (ParallelPlan(pipe=8, microbatches=8), "8 stages with 1 groups of layers each need as"),
         (ParallelPlan(data=8, weights="wide"), "weights must be one of 'plain', .* got 'wide'"),
