@@ -72,7 +72,7 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
             f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
         )
     traced = trace_products(made[0], made[1], params, args)
-    products = list(_products(traced.closed.jaxpr))
+    products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
     for eqn, of_runs in products:
         flops[id(eqn)] += of_runs
@@ -96,7 +96,7 @@ def _formats(recipe: Recipe) -> str:
     return " x ".join(dict.fromkeys(names)) + " (simulated)" * recipe.is_simulated
 
 
-def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+def _products_in(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """Products, in loops, too, each with the FLOPs of all its runs."""
     for eqn in jaxpr.eqns:
         operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
@@ -105,4 +105,4 @@ def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
         record = record_of(eqn)
         runs = record.options["length"] if isinstance(record, Scan) else 1
         for inner in inner_jaxprs(eqn):
-            yield from _products(inner, times * runs)
+            yield from _products_in(inner, times * runs)
