@@ -6,6 +6,8 @@ import sys
 from argparse import Namespace
 from typing import Any
 
+import optax
+
 from sharding.cli import _load as loading
 from sharding.cli import _setup as opts
 from sharding.cli._output import print_json, writing
@@ -13,6 +15,7 @@ from sharding.plan._format import Table, show, size
 from sharding.plan.cost._ledger import table_of_differences
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS
+from sharding.plan.search._chosen_plan import SearchResult
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
 from sharding.plan.search._traced_model import AnyModel, TracedModel
@@ -38,24 +41,8 @@ def run_search(options: Namespace) -> int:
     bits, rank = opts.fine_tuning_of(options, model)
     if rank:
         model, tx = TracedModel.fine_tuned(model, tx, frozen=bits, lora=rank)
-    lossless = "master" if options.master else "plain"
-    result = search(
-        *(model, tx, options.target),
-        sequences=opts.sequences_of(options.batch, length),
-        length=length,
-        dtype=dtype,
-        device=device,
-        keep=_kept_values(options.keep),
-        offload="update" if options.update_on_host else not options.no_offload,
-        asynchronous=options.asynchronous,
-        update_in_backward=options.update_in_backward,
-        state_formats=(None, *options.state),
-        weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
-        syncs=(None, *options.sync),
-        matmuls=(None, *options.matmuls),
-        headroom=options.headroom,
-        top=max(options.top, options.verify),
-    )
+    sizes = {"sequences": opts.sequences_of(options.batch, length), "length": length}
+    result = _searched(options, model, tx, dtype=dtype, device=device, **sizes)
     names = {name: getattr(options, name) for name in ("model", "optimizer", "target")}
     names |= {"frozen": bits, "lora": rank}
     files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
@@ -86,6 +73,27 @@ def run_search(options: Namespace) -> int:
         none = f"none of the first {len(files)} plans holds{unwritten}"
         print(f"error: {none}; a larger --top and --verify tries more.", file=sys.stderr)
     return 0 if holding else 2
+
+
+def _searched(
+    options: Namespace, model: AnyModel, tx: optax.GradientTransformation, **sizes: Any
+) -> SearchResult:
+    """The plans that are found by the options of the command."""
+    lossless = "master" if options.master else "plain"
+    return search(
+        *(model, tx, options.target),
+        **sizes,
+        keep=_kept_values(options.keep),
+        offload="update" if options.update_on_host else not options.no_offload,
+        asynchronous=options.asynchronous,
+        update_in_backward=options.update_in_backward,
+        state_formats=(None, *options.state),
+        weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
+        syncs=(None, *options.sync),
+        matmuls=(None, *options.matmuls),
+        headroom=options.headroom,
+        top=max(options.top, options.verify),
+    )
 
 
 def _write_plan(path: str, file: PlanFile, program: Verification | None) -> None:

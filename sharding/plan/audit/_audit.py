@@ -1,7 +1,7 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -362,11 +362,7 @@ def audit(
         flops=_sums((phase, cost.flops) for phase, cost in by_phase),
         products=_sums((phase, cost.matmul_flops) for phase, cost in by_phase),
         nbytes=_sums((phase, cost.nbytes) for phase, cost in by_phase),
-        low={
-            unit: _sums((phase, getattr(cost, unit)) for phase, cost in by_phase)
-            for unit in MATMULS
-            if any(getattr(cost, unit) for _, cost in by_phase)
-        },
+        low=_products_in_few_bits(by_phase),
         expected=expected,
         predicted=predicted,
         warnings=(),
@@ -383,6 +379,15 @@ def audit(
         warnings.insert(0, _tight(result))
     chosen = tuple(of_compiler)
     return dataclasses.replace(result, warnings=tuple(warnings), of_compiler=chosen)
+
+
+def _products_in_few_bits(by_phase: Sequence[tuple[str, Any]]) -> dict[str, dict[str, float]]:
+    """Operations of such products by their unit, where there are any, and phase."""
+    return {
+        unit: _sums((phase, getattr(cost, unit)) for phase, cost in by_phase)
+        for unit in MATMULS
+        if any(getattr(cost, unit) for _, cost in by_phase)
+    }
 
 
 def _sums(values: Iterable[tuple[str, float]]) -> dict[str, float]:

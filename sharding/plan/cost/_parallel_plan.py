@@ -123,28 +123,7 @@ class ParallelPlan:
             raise ValueError(
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
-        check_choice("weights", self.weights, WEIGHTS)
-        check_choice("offload", self.offload, (False, True, "update"))
-        if self.update_in_backward and self.offload == "update":
-            raise ValueError(
-                "update_in_backward is on the device, and offload='update' on the CPU."
-            )
-        if self.update_in_backward and not self.can_update_in_backward:
-            raise ValueError(
-                "update_in_backward is for plans without pipe, tensor and sync, and with "
-                "recompute='full'."
-            )
-        check_choice("matmuls", self.matmuls, (None, *MATMULS))
-        if self.matmuls and self.pipe * self.tensor * self.experts > 1:
-            raise ValueError("products in few bits are of plans without pipe, tensor and experts.")
-        if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
-            raise ValueError(
-                "a compressed sync needs plans without pipe, tensor and spread, or experts."
-            )
-        if self.sync and self.stage == 3 and self.replicas == 1:
-            raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
-        if self.spread and (self.replicas == 1 or self.stage == 0):
-            raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
+        self._check_update()
         if model.heads % self.tensor:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
         model.check_experts(self.experts, self.tensor)
@@ -182,6 +161,31 @@ class ParallelPlan:
                 f"schedule {self.schedule!r} needs a model whose embedding is not its output "
                 "matrix: the first and the last stage would update it independently."
             )
+
+    def _check_update(self) -> None:
+        """Raises a ``ValueError`` unless what is done with gradients and state goes together."""
+        check_choice("weights", self.weights, WEIGHTS)
+        check_choice("offload", self.offload, (False, True, "update"))
+        if self.update_in_backward and self.offload == "update":
+            raise ValueError(
+                "update_in_backward is on the device, and offload='update' on the CPU."
+            )
+        if self.update_in_backward and not self.can_update_in_backward:
+            raise ValueError(
+                "update_in_backward is for plans without pipe, tensor and sync, and with "
+                "recompute='full'."
+            )
+        check_choice("matmuls", self.matmuls, (None, *MATMULS))
+        if self.matmuls and self.pipe * self.tensor * self.experts > 1:
+            raise ValueError("products in few bits are of plans without pipe, tensor and experts.")
+        if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
+            raise ValueError(
+                "a compressed sync needs plans without pipe, tensor and spread, or experts."
+            )
+        if self.sync and self.stage == 3 and self.replicas == 1:
+            raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
+        if self.spread and (self.replicas == 1 or self.stage == 0):
+            raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
 
 
 PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "stored")

@@ -473,10 +473,7 @@ def stage_plan(
     # Streamed parameters are read in the forward pass, too, once for all micro-batches.
     linked = 2 * memory["host"] + memory["host_params"]
     updated = memory["params"] + memory["opt_state"] + memory["master"] - memory["host"]
-    trained = trained_paths(placed)
-    updated -= sum(
-        x.bytes_per_device for x in placed.rows if x.part == "params" and x.path not in trained
-    )
+    updated -= _frozen_bytes(placed)
     if zero.update_on == "host":  # gradients go there, parameters come back
         shards = zero.num_shards if zero.stage == 1 else 1
         sent = [x for x in placed.rows if x.part == "grads"]
@@ -513,6 +510,13 @@ def stage_plan(
         sizes=dict(shape),
         far=tuple(axis for axis in shape if axis in ("host", "slice")) or tuple(replicas),
     ).with_activations(activations)
+
+
+def _frozen_bytes(placed: Description) -> float:
+    """Bytes on a device of the parameters that are not trained."""
+    trained = trained_paths(placed)
+    params = (row for row in placed.rows if row.part == "params")
+    return sum(row.bytes_per_device for row in params if row.path not in trained)
 
 
 def _sent_params(

@@ -172,27 +172,9 @@ def layer_work(
     length = length or model.length
     tokens = microbatch * length
     up = model.matrices["up"][0].number
-    products = dict.fromkeys(model.matrices, KernelSeconds())
-    forward = backward = weight = KernelSeconds()
-    for part, several in model.matrices.items():
-        by_rows = part in ("out", "down")
-        for x in several:
-            inner = x.rows / (tensor if by_rows else 1)
-            cols = x.columns / (1 if by_rows else tensor)
-            devices = experts if x.experts > 1 else 1
-            rows = tokens * devices * x.share * x.padding
-            each = x.experts / devices
-            of_part = low if min(rows, inner, cols) >= MIN_SIZE else unit
-            product = of_part.matmul(rows, inner, cols, each) * x.number
-            read = rows * inner + x.number * inner * cols
-            forward += product + of_part.quantize(each * read)
-            backward += of_part.matmul(rows, cols, inner, each) * x.number
-            # For each of its two products.
-            backward += of_part.quantize(2 * x.number * each * rows * cols)
-            weight += of_part.matmul(inner, rows, cols, each) * x.number
-            # What experts make is read again, for the gradients of their weights.
-            products[part] += KernelSeconds() if x.experts > 1 and by_rows else product
-    backward += weight
+    forward, backward, weight, products = _products_of_layer(
+        model, unit, low, tokens, tensor, experts
+    )
 
     # Element-wise: norms and residuals of the stream, activations, layouts of attention.
     masks = _MASK if implementation.dropout else 0
@@ -228,6 +210,36 @@ def layer_work(
         core = both + unit.passes(scores * (2 * _ITEM + dropout), 2)
         core_backward = both * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
     return LayerWork(forward + core, backward + core_backward, weight, core, products)
+
+
+def _products_of_layer(
+    model: Decoder, unit: Roofline, low: Roofline, tokens: int, tensor: int, experts: int
+) -> tuple[KernelSeconds, KernelSeconds, KernelSeconds, dict[str, KernelSeconds]]:
+    """The matrices of a layer: forward pass, backward pass, its gradients of matrices, each part.
+
+    ``low`` is for products in few bits, which small ones are not.
+    """
+    products = dict.fromkeys(model.matrices, KernelSeconds())
+    forward = backward = weight = KernelSeconds()
+    for part, several in model.matrices.items():
+        by_rows = part in ("out", "down")
+        for x in several:
+            inner = x.rows / (tensor if by_rows else 1)
+            cols = x.columns / (1 if by_rows else tensor)
+            devices = experts if x.experts > 1 else 1
+            rows = tokens * devices * x.share * x.padding
+            each = x.experts / devices
+            of_part = low if min(rows, inner, cols) >= MIN_SIZE else unit
+            product = of_part.matmul(rows, inner, cols, each) * x.number
+            read = rows * inner + x.number * inner * cols
+            forward += product + of_part.quantize(each * read)
+            backward += of_part.matmul(rows, cols, inner, each) * x.number
+            # For each of its two products.
+            backward += of_part.quantize(2 * x.number * each * rows * cols)
+            weight += of_part.matmul(inner, rows, cols, each) * x.number
+            # What experts make is read again, for the gradients of their weights.
+            products[part] += KernelSeconds() if x.experts > 1 and by_rows else product
+    return forward, backward + weight, weight, products
 
 
 def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:

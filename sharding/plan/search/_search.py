@@ -122,12 +122,8 @@ def search(
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     check_choice("offload", offload, (False, True, "update"))
-    if (frozen or lora) and any(matmuls):
-        raise ValueError(
-            "products of frozen parameters in few bits are not planned by name: give fit "
-            "stored.loss_of(shd.quantized_matmuls(loss)), or leave out matmuls."
-        )
     if frozen or lora:
+        _check_no_matmuls(matmuls)
         model, tx = TracedModel.fine_tuned(_of_length(model, length), tx, frozen=frozen, lora=lora)
     machine = machine_of(target, device)
     for low in filter(None, matmuls):
@@ -166,13 +162,7 @@ def search(
     chosen_plan = functools.partial(_chosen_plan, costs, float(sequences * length), flops)
     if not chosen:
         smallest = chosen_plan(_smallest(costs, groups))
-        room = f"{size(budget)}, {headroom:.0%} of their memory left free"
-        raise NoPlanFits(
-            f"no plan fits {target}: its devices have {room}, and the smallest of {compared:,} "
-            f"plans needs {size(smallest.memory)}, {size(smallest.memory - budget)} too much: "
-            f"{smallest.summary} (docs: how_to/let_it_choose).",
-            smallest,
-        )
+        raise _none_fits(smallest, compared, target, budget, headroom)
     bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
@@ -185,6 +175,27 @@ def search(
         length=length,
         about=_about(model, chosen[0]),
         of_update=costs.products(chosen[0]) / flops if flops else 0.0,
+    )
+
+
+def _check_no_matmuls(matmuls: Sequence[str | None]) -> None:
+    if any(matmuls):
+        raise ValueError(
+            "products of frozen parameters in few bits are not planned by name: give fit "
+            "stored.loss_of(shd.quantized_matmuls(loss)), or leave out matmuls."
+        )
+
+
+def _none_fits(
+    smallest: ChosenPlan, compared: int, target: str, budget: float, headroom: float
+) -> NoPlanFits:
+    """The error that no plan fits, and by how much."""
+    room = f"{size(budget)}, {headroom:.0%} of their memory left free"
+    return NoPlanFits(
+        f"no plan fits {target}: its devices have {room}, and the smallest of {compared:,} "
+        f"plans needs {size(smallest.memory)}, {size(smallest.memory - budget)} too much: "
+        f"{smallest.summary} (docs: how_to/let_it_choose).",
+        smallest,
     )
 
 
