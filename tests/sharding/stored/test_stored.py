@@ -351,6 +351,13 @@ def test_dora_is_that_of_the_paper(x64):
     np.testing.assert_allclose(
         found.magnitude, np.einsum("bw,lwh->lh", x, total) / norms, rtol=1e-9, atol=1e-9
     )
+    # Columns that are summed are scaled before.
+    y = np.random.default_rng(1).normal(size=(5, HIDDEN))
+    over_columns = lambda params, y: jnp.sum(  # noqa: E731
+        jax.lax.dot_general(y, params["w"][1], (((1,), (1,)), ((), ()))) ** 2
+    )
+    value = over_columns(stored.merge({"w": form}), y)
+    np.testing.assert_allclose(stored.loss_of(over_columns)({"w": form}, y), value, rtol=1e-12)
     named, config = stored.peft({"w": form})
     assert named["base_model.model.w.1.lora_magnitude_vector"].shape == (HIDDEN,)
     assert config["use_dora"]
