@@ -239,8 +239,8 @@ def main() -> None:
 ABOUT_PROGRAMS = """The value and gradient of decoders of 8 layers of Llama 2's shapes, 8,192
 tokens, each layer in a checkpoint. Compiled, not run. The times are bounds: of products, at twice
 the rate of bfloat16 for the share that is quantized, and of bytes, at the bandwidth of memory."""
-ABOUT_WIRE = """A step of stage 3 on 8 H100s, compiled: two layers of 7B's shapes, with embedding and
-head, which are sent as they are. What a device sends in a step."""
+ABOUT_WIRE = """A step of stage 3 on 8 H100s, compiled: two layers of 7B's shapes, with embedding
+and head, which are sent as they are. What a device sends in a step."""
 ABOUT_LEARNING = """The mean training loss of the last fifth of {steps} steps, {seeds} seeds, each
 recipe from the same start with the same batches; with the interval of 95 % of its mean difference.
 A decoder of the bytes of docs/ and a ViT of rendered characters, both {width} wide with a layer
