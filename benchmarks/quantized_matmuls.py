@@ -5,6 +5,7 @@ tokens. They are compiled, not run; the compilers are those of ``SHARDING_COMPIL
 decoder, a ViT and an MLP learn in each recipe.
 
   python benchmarks/quantized_matmuls.py programs
+  python benchmarks/quantized_matmuls.py wire
   python benchmarks/quantized_matmuls.py learning --seeds 5 --steps 1000
   python benchmarks/quantized_matmuls.py --smoke    # a few steps of a tiny decoder, prints only
 """
@@ -46,15 +47,16 @@ def norm(x: jax.Array) -> jax.Array:
     return (x * jax.lax.rsqrt(mean + 1e-5)).astype(x.dtype)
 
 
-def large_decoder(model: str) -> tuple[Callable[..., jax.Array], Any, Any]:
+def large_decoder(model: str, depth: int = LAYERS) -> tuple[Callable[..., jax.Array], Any, Any]:
     """A loss of a decoder, and the types of its parameters and of its tokens."""
     width, hidden, heads = MODELS[model]
 
     def of(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
-    layers = {"qkv": of(LAYERS, width, 3 * width), "out": of(LAYERS, width, width)}
-    layers |= {"gate": of(LAYERS, width, 2 * hidden), "down": of(LAYERS, hidden, width)}
+    shapes = {"qkv": (width, 3 * width), "out": (width, width)}
+    shapes |= {"gate": (width, 2 * hidden), "down": (hidden, width)}
+    layers = {name: of(depth, *shape) for name, shape in shapes.items()}
     params = {"embed": of(VOCABULARY, width), "layers": layers, "head": of(width, VOCABULARY)}
 
     def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
@@ -118,6 +120,32 @@ PROGRAM_HEADER = """\
 GiB temporaries | ms, products | ms, bytes |
 |---|---|---|---|---|---|---|---|---|---|"""
 
+
+def wire_rows() -> Iterator[str]:
+    """What a device of eight sends in a step of stage 3 of two layers."""
+    mesh, tx = targets.mesh("h100x8", (8,), ("data",)), optax.sgd(1e-3)
+    zero = shd.Zero(mesh, stage=3)
+    loss, params, _ = large_decoder("7B", depth=2)
+    state = zero.abstract_state(lambda: (zeros(params), tx.init(zeros(params))), tx=tx)
+    tokens = jax.ShapeDtypeStruct((8, 257), jnp.int32)
+    for recipe in (None, "fp8"):
+        step = zero.train_step(loss, tx=tx, matmuls=recipe)
+        sent = Counter[str]()
+        for row in shd.audit(step.lower(state, tokens).compile()).traffic:
+            sent[f"{row.op}, {row.dtype}"] += row.wire_bytes / 2**30
+        each = "; ".join(f"{what} {gib:.2f}" for what, gib in sent.items() if gib > 0.01)
+        yield f"| {recipe or 'bfloat16'} | {each} | {sum(sent.values()):.2f} |"
+
+
+def zeros(types: Any) -> Any:
+    """Arrays of some types."""
+    return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), types)
+
+
+WIRE_HEADER = """\
+| products | GiB sent, by collective | all |
+|---|---|---|"""
+
 # --- Learning -------------------------------------------------------------------------------------
 
 CONTEXT, EACH = 64, 20  # bytes of a window; steps between batches that are drawn
@@ -179,7 +207,9 @@ LEARNING_HEADER = """\
 def main() -> None:
     """Runs one part, and writes its section."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["programs", "learning"], nargs="?", default="learning")
+    parser.add_argument(
+        "part", choices=["programs", "wire", "learning"], nargs="?", default="learning"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64, help="32 times the layers")
@@ -188,6 +218,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.part == "programs":
         rows, header, about = program_rows(args.smoke), PROGRAM_HEADER, ABOUT_PROGRAMS
+    elif args.part == "wire":
+        rows, header, about = wire_rows(), WIRE_HEADER, ABOUT_WIRE
     else:
         steps, seeds = (4, 1) if args.smoke else (args.steps, args.seeds)
         width = 32 if args.smoke else args.width
@@ -207,6 +239,8 @@ def main() -> None:
 ABOUT_PROGRAMS = """The value and gradient of decoders of 8 layers of Llama 2's shapes, 8,192
 tokens, each layer in a checkpoint. Compiled, not run. The times are bounds: of products, at twice
 the rate of bfloat16 for the share that is quantized, and of bytes, at the bandwidth of memory."""
+ABOUT_WIRE = """A step of stage 3 on 8 H100s, compiled: two layers of 7B's shapes, with embedding
+and head, which are sent as they are. What a device sends in a step."""
 ABOUT_LEARNING = """The mean training loss of the last fifth of {steps} steps, {seeds} seeds, each
 recipe from the same start with the same batches; with the interval of 95 % of its mean difference.
 A decoder of the bytes of docs/ and a ViT of rendered characters, both {width} wide with a layer
