@@ -139,7 +139,7 @@ def choose_program(
         plain = dataclasses.replace(loss, fn=rewrite.plain)
         program = choose_program(zero, plain, params, specs, inputs)
         again = dataclasses.replace(program.loss, fn=rewrite.again(program.loss.fn))
-        return program._replace(loss=again)
+        return program._replace(loss=again, why=f"{program.why}, in tiles")
     call = LossCall(zero, loss, params, specs, inputs)
     if loss.per_device:
         return LossProgram(loss, True, "the loss of each device's rows, as per_device=True says")

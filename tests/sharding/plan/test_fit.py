@@ -340,7 +340,9 @@ def test_tiles_are_chosen_where_memory_is_short():
     less = fit(loss_fn, state_of(params), batch, keep=keep | {"tiles": 1}, **options)
     assert less.plan.sequences < plan.plan.sequences
     state, few = plan.init(KEY), jax.tree.map(lambda x: x[: plan.plan.sequences], batch)
-    _, metrics = plan.train_step()(state, plan.put(few))
+    step = plan.train_step()
+    assert "in tiles" in str(step.describe(state, few))
+    _, metrics = step(state, plan.put(few))
     np.testing.assert_allclose(metrics["loss"], loss_fn(params, few), rtol=1e-6)
 
 

@@ -281,9 +281,9 @@ def test_what_a_plan_leaves_is_a_budget(monkeypatch):
     """Of the stage that is asked for, beside its state; stage 3 leaves loops as they are."""
     params, tx, in_loops = init(), optax.adam(1e-3), []
 
-    def recorded(*args):
-        in_loops.append(args[5])
-        return loss_search(*args)
+    def recorded(*args, **options):
+        in_loops.append(options["in_loops"])
+        return loss_search(*args, **options)
 
     monkeypatch.setattr(_plan_activations, "loss_search", recorded)
     device = shd.DeviceKind("small", 10 * 2**20, 1e12, 1e14, 1e11, None, "made up")
