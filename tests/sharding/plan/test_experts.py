@@ -130,6 +130,8 @@ def test_plans_share_experts():
     assert kept.best.held["params"] == pytest.approx(2 * params, rel=1e-3)
     with pytest.raises(ValueError, match="without a pipeline"):
         ParallelPlan(pipe=2).check(model)
+    with pytest.raises(ValueError, match="not shared as in Megatron-LM"):
+        model.specs(shards=4)
     with pytest.raises(ValueError, match="3 devices cannot share 8 experts"):
         ParallelPlan(experts=3).check(model)
 
