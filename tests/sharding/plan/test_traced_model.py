@@ -223,11 +223,12 @@ def test_search_of_fine_tuning_and_its_file():
 
 def test_decoding_is_one_pass_and_one_matrix_at_a_time():
     def loss(params, x):
-        return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+        layer = lambda x, p: (jnp.tanh(x @ p["a"]) @ p["b"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0])
 
     def init_of(*forms):
         def init(dtype):
-            w = {"a": jnp.ones((512, 512), dtype), "b": jnp.ones((512, 512), dtype)}
+            w = {"a": jnp.ones((2, 512, 512), dtype), "b": jnp.ones((2, 512, 512), dtype)}
             return stored.store(w, {"": forms}, jax.random.key(0)) if forms else w
 
         return init
@@ -237,7 +238,8 @@ def test_decoding_is_one_pass_and_one_matrix_at_a_time():
     coded = TracedModel(stored.loss_of(loss), init_of(*forms), x, trainable=stored.trained)
     plain = TracedModel(loss, init_of(), x)
     more = [m.traced(8, jnp.dtype("bfloat16"), "full") for m in (coded, plain)]
-    matrix, codes = 2 * 512**2, 4.13 / 8 * 512**2
-    passes = (more[0].moved - more[1].moved) / (2 * (matrix + codes))
-    assert 0.9 < passes < 2.2  # of both matrices, in the forward and the backward pass
-    assert more[0].working - more[1].working < 1.5 * matrix
+    matrix = 2 * 512**2  # bytes
+    passes = (more[0].moved - more[1].moved) / (4 * matrix * (1 + 4.13 / 16))
+    assert 1.5 < passes < 3.5  # of all four, in the forward and the backward pass
+    # Where it is, and as the largest of what is there in 32 bits or as a gradient.
+    assert more[0].working - more[1].working == pytest.approx(2 * matrix, rel=0.1)
