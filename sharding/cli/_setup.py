@@ -102,6 +102,7 @@ class Setup:
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
         if self.costs:
             shared = ParallelPlan(
+                data=self.costs.machine.num_devices,
                 microbatch=self.batch,
                 microbatches=self.microbatches,
                 recompute="none",

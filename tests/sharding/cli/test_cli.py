@@ -512,6 +512,18 @@ def test_plan_and_audit_of_fine_tuning(figures, monkeypatch):
     assert program["wire_bytes"] == pytest.approx(program["expected_wire"], rel=0.02)
 
 
+def test_plan_of_products_in_few_bits(figures, monkeypatch):
+    """The least time of products, and the predicted step, are shorter; bytes are as they were."""
+    monkeypatch.setitem(MODELS, "llama2-7b", Decoder(4, 1024, 4, 4, 4096, 512, 1024))
+    asked = "plan --model llama2-7b --target h100x8 --batch 64"
+    plain, low = (figures(f"{asked}{more}")["plans"][2] for more in ("", " --matmuls fp8"))
+    share = low["at_least"]["compute"] / plain["at_least"]["compute"]
+    assert 0.5 < share < 0.7
+    assert low["seconds"]["matmul"] < 0.8 * plain["seconds"]["matmul"]
+    assert low["wire"] == plain["wire"]
+    assert (plain["plan"]["matmuls"], low["plan"]["matmuls"]) == (None, "fp8")
+
+
 def test_find_batch_of_a_step_of_ones_own(run, module):
     module("""
         import jax, jax.numpy as jnp

@@ -201,13 +201,13 @@ def test_fine_tuning_is_planned_on_codes():
     assert held["params"] == bytes_of(params)
     assert held["grads"] == adapters
     assert held["state"] == pytest.approx(2 * adapters, rel=0.01)
-    # The three products of a matrix, without that of its gradient; of adapters all.
-    full, frozen = (
-        m.traced(8, jnp.dtype("bfloat16"), "none").flops for m in (traced_decoder(), model)
-    )
-    of_matrix = 2 * 8 * 128 * DECODER.layers * DECODER.layer_elements
-    head = 2 * 8 * 128 * 256 * 512
-    assert full - frozen == pytest.approx(of_matrix + head, rel=0.15)
+    # No gradients of matrices and the head; of adapters three products each, and some run again.
+    both = (m.traced(8, jnp.dtype("bfloat16"), "none") for m in (traced_decoder(), model))
+    full, frozen = (x.flops for x in both)
+    tokens = 8 * 128
+    of_gradients = 2 * tokens * (DECODER.layers * DECODER.layer_elements + 256 * 512)
+    of_adapters = 2 * tokens * adapters / 2
+    assert full - frozen == pytest.approx(of_gradients - 3.5 * of_adapters, rel=0.01)
     # By which what is sent is timed: codes, and gradients of adapters.
     size = sum(x.size for x in jax.tree.leaves(params))
     assert costs.each(ParallelPlan())[:2] == pytest.approx(
@@ -234,11 +234,12 @@ def test_search_of_fine_tuning_and_its_file():
 
 def test_decoding_is_one_pass_and_one_matrix_at_a_time():
     def loss(params, x):
-        return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+        layer = lambda x, p: (jnp.tanh(x @ p["a"]) @ p["b"], None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layer, x, params)[0])
 
     def init_of(*forms):
         def init(dtype):
-            w = {"a": jnp.ones((512, 512), dtype), "b": jnp.ones((512, 512), dtype)}
+            w = {"a": jnp.ones((2, 512, 512), dtype), "b": jnp.ones((2, 512, 512), dtype)}
             return stored.store(w, {"": forms}, jax.random.key(0)) if forms else w
 
         return init
@@ -248,7 +249,8 @@ def test_decoding_is_one_pass_and_one_matrix_at_a_time():
     coded = TracedModel(stored.loss_of(loss), init_of(*forms), x, trainable=stored.trained)
     plain = TracedModel(loss, init_of(), x)
     more = [m.traced(8, jnp.dtype("bfloat16"), "full") for m in (coded, plain)]
-    matrix, codes = 2 * 512**2, 4.13 / 8 * 512**2
-    passes = (more[0].moved - more[1].moved) / (2 * (matrix + codes))
-    assert 0.9 < passes < 2.2  # of both matrices, in the forward and the backward pass
-    assert more[0].working - more[1].working < 1.5 * matrix
+    matrix = 2 * 512**2  # bytes
+    passes = (more[0].moved - more[1].moved) / (4 * matrix * (1 + 4.13 / 16))
+    assert 1.5 < passes < 3.5  # of all four, in the forward and the backward pass
+    # Where it is, and as the largest of what is there in 32 bits or as a gradient.
+    assert more[0].working - more[1].working == pytest.approx(2 * matrix, rel=0.1)
