@@ -66,10 +66,15 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
 
 
+def tiled_where_possible(loss: Loss, tiles: int) -> Loss:
+    """The same loss; as it is where nothing of it can run in tiles, as of few rows of a device."""
+    return dataclasses.replace(loss, fn=_in_tiles(loss.fn, tiles, None, must=False))
+
+
 def _in_tiles(
-    plain: Callable[..., Any], tiles: int, forward_gradient: bool | None
+    plain: Callable[..., Any], tiles: int, forward_gradient: bool | None, must: bool = True
 ) -> Callable[..., Any]:
-    """The same function, in tiles."""
+    """The same function, in tiles; an error if it ``must`` have some and has none."""
 
     @functools.wraps(plain)
     def fn(*args: Any) -> Any:
@@ -78,7 +83,7 @@ def _in_tiles(
         closed, results = trace(flat, *leaves)
         run = _TiledGraph(closed, tiles, forward_gradient)
         is_empty = any(0 in jnp.shape(x) for x in leaves)
-        if not run.is_tiled and not is_empty:
+        if must and not run.is_tiled and not is_empty:
             said = "\n  ".join(run.report(coupled=False)) or "it has no large values"
             raise ValueError(
                 f"no equations of the loss can run in {tiles} tiles of their rows:\n  {said}\n"
@@ -87,7 +92,7 @@ def _in_tiles(
         return jax.tree.unflatten(jax.tree.structure(results), run(leaves))
 
     def again(plain: Callable[..., Any]) -> Callable[..., Any]:
-        return _in_tiles(plain, tiles, forward_gradient)
+        return _in_tiles(plain, tiles, forward_gradient, must)
 
     vars(fn)["rewrite"] = Rewrite(fn, plain, again)
     return fn

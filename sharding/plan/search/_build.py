@@ -31,7 +31,7 @@ from sharding.plan.machine import targets
 from sharding.plan.model._experts import EXPERT_AXIS
 from sharding.plan.model._models import PARTLY, PRESETS, Decoder
 from sharding.plan.search._traced_model import AnyModel, TracedModel
-from sharding.tiles._tiled_loss import tiled
+from sharding.tiles._tiled_loss import tiled_where_possible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +261,7 @@ def _loss_of(plan: ParallelPlan, zero: Zero, model: AnyModel, loss: Any) -> Any:
         device = None if devices is None else devices.flat[0]
         given = as_loss(loss or model.loss_fn)
         run = dataclasses.replace(given, fn=model.loss(recompute, given.fn, device))
-        return tiled(run, plan.tiles) if plan.tiles > 1 else run
+        return tiled_where_possible(run, plan.tiles) if plan.tiles > 1 else run
     if loss is not None:
         return loss
     if plan.update_in_backward:  # which computes layers again that are scanned
