@@ -8,12 +8,10 @@ from sharding.plan.cost._step_time import step_seconds as step_seconds
 from sharding.plan.cost._wire_and_flops import pipeline_wire as pipeline_wire
 from sharding.plan.machine import targets as targets
 from sharding.plan.machine._devices import kind_of as kind_of
-from sharding.plan.model._experts import Experts as Experts
 from sharding.plan.model._layer_costs import activations_of as activations_of
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._models import MODELS as MODELS
 from sharding.plan.model._models import Decoder as Decoder
-from sharding.plan.model._models import Latent as Latent
 from sharding.plan.search._build import build as build
 from sharding.plan.search._chosen_plan import compare as compare
 from sharding.plan.search._fit import fit as fit
