@@ -39,7 +39,11 @@ CASES = {
     ),
     "changed": (lambda p, x: loop(x, (2 * p["a"][:, None] + 1)[:, 0]), "a", [("a", "")]),
     "nested": (nested, "a", [("", "")]),
-    "along the second dim": (lambda p, x: loop(jnp.repeat(x[:1], LAYERS), p["a"].T), "a", [("", "")]),
+    "along the second dim": (
+        lambda p, x: loop(jnp.repeat(x[:1], LAYERS), p["a"].T),
+        "a",
+        [("", "")],
+    ),
     "mixed layers": (
         lambda p, x: loop(x, p["a"] - p["a"].mean(0, keepdims=True), p["b"]),
         "ab",
