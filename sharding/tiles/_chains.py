@@ -167,6 +167,11 @@ class ChainSearch:
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""
         rows, graph = chain.rows, self._graph
+        kinds = jax.sharding.get_abstract_mesh().axis_types
+        for v in (*chain.sliced, *chain.shared, *chain.outputs):
+            mesh = graph.types[v].sharding.mesh
+            if not mesh.empty and mesh.axis_types != kinds:
+                raise RowsMeet("a value that it reads or returns is on axes of another kind")
 
         def tile(values: dict[Value, Any]) -> None:
             values = values | graph.constants

@@ -10,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 import sharding as shd
 from optax_ext.traced_graph import Graph
@@ -668,3 +669,19 @@ def test_temporaries_fall(name):
         compiled = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile()
         temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
     assert temporaries[1] < temporaries[0] / 4, temporaries
+
+
+def test_what_is_on_axes_of_another_kind_is_not_tiled():
+    """Attention in ``auto_axes``, on a mesh with Explicit axes: its values have another type."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x", axis_types=(AxisType.Explicit,))
+
+    @functools.partial(jax.sharding.auto_axes, out_sharding=jax.P())
+    def attend(h):
+        return jax.nn.softmax(h @ h.swapaxes(1, 2)) @ h
+
+    def loss(p, x):
+        return jnp.mean(attend(x[..., None] * p) ** 2)
+
+    args = jnp.ones((1, 1, 4)), jnp.ones((8, 64))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="axes of another kind"):
+        jax.eval_shape(jax.grad(shd.tiled(loss, tiles=4)), *args)
