@@ -43,12 +43,12 @@ def memory():
     """GiB of one device for 7B and 70B: labels and numbers, of three tables."""
     totals = {row[2]: float(row[8]) for row in rows("zero_memory", "7B", "h100x8")}
     (measured,) = rows("one_gpu", "llama2-7b", "Adafactor", "1 x 1 x 1024", "backward")[:1]
-    (tuned,) = rows("fine_tuning_memory", "llama2-70b", "1,024", "1", "h100x1")
+    (tuned,) = rows("fine_tuning_memory", "llama2-70b", "1,024", "1", "h100x1", "0", "-")
     return {
         "7B, AdamW, plain step": totals["0"],
         "7B, ZeRO 3 on 8 GPUs": totals["3"],
         "7B, Adafactor, 1 GPU": float(measured[7]),
-        "70B, QLoRA, 1 GPU": float(tuned[8]),
+        "70B, QLoRA, 1 GPU": float(tuned[9]),
     }
 
 

@@ -78,9 +78,9 @@ def test_ci_or_a_test_runs_every_command():
     assert "make train" in found
     ci, more = ((ROOT / ".ci" / name).read_text() for name in ("run", "commands.py"))
     makefile = (ROOT / "Makefile").read_text()
-    examples, cli = (
+    examples, cli, check = (
         "".join(path.read_text() for path in (ROOT / "tests" / folder).glob("test_*.py"))
-        for folder in ("examples", "sharding/cli")
+        for folder in ("examples", "sharding/cli", "sharding/check")
     )
 
     def runs(script):
@@ -100,7 +100,7 @@ def test_ci_or_a_test_runs_every_command():
             assert options(command) <= options(more + examples) | {"--help"}, command
         elif planner:  # with other values; options that take minutes are in the tests
             assert planner[0] in more, command
-            assert options(command) <= options(more + cli), command
+            assert options(command) <= options(more + cli + check), command
         else:
             target = command.removeprefix("make ")
             recipe = re.search(rf"^{target}:.*\n((\t.*\n)+)", makefile, flags=re.MULTILINE)

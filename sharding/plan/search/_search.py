@@ -162,7 +162,8 @@ def search(
     chosen_plan = functools.partial(_chosen_plan, costs, float(sequences * length), flops)
     if not chosen:
         smallest = chosen_plan(_smallest(costs, groups))
-        raise _none_fits(smallest, compared, target, budget, headroom)
+        text = _why_none_fits(smallest, compared, target, budget, headroom)
+        raise NoPlanFits(text, smallest)
     bounds = _in_order(costs, groups, lambda x: costs.least(x) > budget, ideal=True)
     bound = next(step.full_overlap for step, plan in bounds if costs.fullest(plan) <= budget)
     return SearchResult(
@@ -186,16 +187,15 @@ def _check_no_matmuls(matmuls: Sequence[str | None]) -> None:
         )
 
 
-def _none_fits(
+def _why_none_fits(
     smallest: ChosenPlan, compared: int, target: str, budget: float, headroom: float
-) -> NoPlanFits:
-    """The error that no plan fits, and by how much."""
+) -> str:
+    """That no plan fits, and by how much."""
     room = f"{size(budget)}, {headroom:.0%} of their memory left free"
-    return NoPlanFits(
+    return (
         f"no plan fits {target}: its devices have {room}, and the smallest of {compared:,} "
         f"plans needs {size(smallest.memory)}, {size(smallest.memory - budget)} too much: "
-        f"{smallest.summary} (docs: how_to/let_it_choose).",
-        smallest,
+        f"{smallest.summary} (docs: how_to/let_it_choose)."
     )
 
 
