@@ -114,6 +114,8 @@ const WORDS = {
     adafactor vs came, which optimizer should I choose, choosing an optimizer, speed vs adamw,
     memory and speed compared to adamw, step time, optimizer time, which stage, which zero stage, zero 1 vs zero 2,
     recommended settings, defaults, learning rate warmup, warm-up steps`,
+  "start/beside_others": `
+    deepspeed vs, fsdp vs, alternatives, comparison with pytorch, compared to torchao, why not qwix`,
   "how_to/fit_7b": `
     bigger batch on one gpu, 24GB, zero on a single device,
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
@@ -300,7 +302,8 @@ const WORDS = {
   "reference/errors#questions": `
     nan, nan loss, inf, loss is nan, skip step, slow, slow compile, compile time, recompile,
     recompilation, compilation cache, second step slow, why is my parameter not sharded,
-    not divisible, same result on any number of devices, clip gradients, gradient clipping,
+    not divisible, same result on any number of devices, macos, windows, rocm, amd gpu, tunix,
+    bytes of embeddings, clip gradients, gradient clipping,
     max_grad_norm, clip_grad_norm`,
   "reference/survey": `
     checkmate, revolve, rotor, dtr, monet, rockmate, vdnn, tflms, autoswap, swapadvisor, l2l, pofo,

@@ -131,7 +131,7 @@ class TracedModel:
         """Devices of the other axes of the mesh, which share each layer."""
         return self.zero.mesh.size // self.zero.num_devices if self.zero else 1
 
-    def specs(self, axis: str = "", shards: int = 1) -> Any:
+    def specs(self, axis: str = "", shards: int = 1, experts: int = 1) -> Any:
         """Those of the parameters, whatever a plan names the axis."""
         return self.param_specs
 
