@@ -131,7 +131,7 @@ class Adapted(Form):
 
     .. math:: W = W_0 + s\,A B
 
-    With DoRA the sum V has trained magnitudes m of its columns; |V| counts as a constant.
+    With DoRA the sum V has trained magnitudes m of its columns; its norm counts as a constant.
 
     .. math:: W = V \, m / |V|, \quad V = W_0 + s\,A B
 
@@ -190,7 +190,7 @@ class Adapted(Form):
         return base + (self.scale * jnp.tensordot(self.a, self.b, axes=1)).astype(base.dtype)
 
     def factor(self) -> jax.Array:
-        """Of each column of one array with DoRA: m / |V| (columns...)."""
+        """Of each column of one array with DoRA: ``m / |V|``, (columns...)."""
         norm = column_norms(jax.lax.stop_gradient(self.sum()), self.columns)
         return self.magnitude / jnp.where(norm > 0, norm, 1)
 
