@@ -80,7 +80,7 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
 def test_the_api_pages_have_every_public_name():
     inside = {  # further pages that have names of a module
         sharding: ("local_steps", "loss", "matmuls", "plan", "pipeline", "recovery", "tiles"),
-        sharding.plan: ("search", "time"),
+        sharding.plan: ("build", "search", "time"),
         optax_ext: ("low_precision",),
     }
     modules = (

@@ -116,6 +116,8 @@ const WORDS = {
     recommended settings, defaults, learning rate warmup, warm-up steps`,
   "start/beside_others": `
     deepspeed vs, fsdp vs, alternatives, comparison with pytorch, compared to torchao, why not qwix`,
+  "how_to/few_bit_matmuls": `
+    fp8 training, fp8 matmul, int8 training, int8 matmul, quantized training, nvfp4, mxfp8, qat`,
   "how_to/fit_7b": `
     bigger batch on one gpu, 24GB, zero on a single device,
     single gpu, one gpu, fit llama 7b, 70b, 13b, large model, llm, fine-tune 7b, LOMO, GaLore,
