@@ -193,8 +193,8 @@ def store(
         those of a file. Dtypes stay those of the file.
 
     Raises:
-      ValueError: if an expression matches no parameter, a form does not suit one, or parameters
-        differ from ``like``; all before anything is read or encoded.
+      ValueError: if an expression matches no parameter or gives no form, a form does not suit a
+        parameter, or parameters differ from ``like``; all before anything is read or encoded.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -205,6 +205,8 @@ def store(
       ((3, 128, 256), 4.1279296875)
     """
     check_patterns("store", forms)
+    for pattern, steps in forms.items():
+        _check_steps(pattern, steps)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_form)
     given = dict(zip(paths_of(params), leaves, strict=True))
     if like is not None:
@@ -232,6 +234,15 @@ def store(
     for path, type_of in alike.values():
         jax.eval_shape(functools.partial(form_of, path), type_of)
     return treedef.unflatten(form_of(path, x) for path, x in given.items())
+
+
+def _check_steps(pattern: str, steps: Any) -> None:
+    for step in steps if isinstance(steps, Sequence) else [steps]:
+        if not callable(step):
+            raise ValueError(
+                f"store: {pattern!r} is given {step!r}: give stored.frozen(4), stored.lora(16) or "
+                "stored.masked(...), or several of them. A path is one string, 'layers/mlp/kernel'."
+            )
 
 
 def paths_of(params: Tree) -> list[str]:

@@ -369,6 +369,7 @@ def test_dora_is_that_of_the_paper(x64):
     ("forms", "message"),
     [
         ({"layrs": stored.frozen(4)}, "'layrs' matches no parameter"),
+        ({"layers": {"head": stored.frozen(4)}}, "give stored.frozen(4), stored.lora(16)"),
         ({"head": stored.lora(65)}, "rank 65 is above a dim of head"),
         ({"ids": stored.frozen(4)}, "ids is an array of int"),
         ({"head": (stored.frozen(4), stored.frozen(4))}, "head is NormalFloat4"),
