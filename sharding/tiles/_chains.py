@@ -167,11 +167,11 @@ class ChainSearch:
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""
         rows, graph = chain.rows, self._graph
-        kinds = jax.sharding.get_abstract_mesh().axis_types
-        for v in (*chain.sliced, *chain.shared, *chain.outputs):
-            mesh = graph.types[v].sharding.mesh
-            if not mesh.empty and mesh.axis_types != kinds:
-                raise RowsMeet("a value that it reads or returns is on axes of another kind")
+        values = (*chain.sliced, *chain.shared, *chain.outputs)
+        meshes = [graph.types[v].sharding.mesh for v in values]
+        meshes.append(jax.sharding.get_abstract_mesh())
+        if len({mesh.axis_types for mesh in meshes if not mesh.empty}) > 1:
+            raise RowsMeet("a value that it reads or returns is on axes of another kind")
 
         def tile(values: dict[Value, Any]) -> None:
             values = values | graph.constants

@@ -1,5 +1,6 @@
 """Operations and memory traffic of traced functions: those of a loss, and those of an update."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -95,13 +96,20 @@ def work_of_equation(
 
 
 def _bytes_added_up(eqn: Any) -> float:
-    """Bytes of the sums that a loop carries, which each iteration reads and writes."""
+    """Bytes of the sums that a loop carries, which each iteration reads and writes.
+
+    A sum is carried where nothing but its addition reads it: as gradients, not as activations.
+    """
     scan = record_of(eqn)
     if not isinstance(scan, Scan):
         return 0.0
-    sums = {v for x in scan.body.jaxpr.eqns if name_of(x) in ("add", "add_any") for v in x.outvars}
-    carried = scan.body.jaxpr.outvars[: scan.num_carry]
-    return float(num_bytes([v.aval for v in carried if not hasattr(v, "val") and v in sums]))
+    body = scan.body.jaxpr
+    carried = body.invars[scan.num_consts :][: scan.num_carry]
+    read = collections.Counter(v for x in body.eqns for v in x.invars if not hasattr(v, "val"))
+    adds = [x for x in body.eqns if name_of(x) in ("add", "add_any")]
+    sums = {(v, x.outvars[0]) for x in adds for v in x.invars if not hasattr(v, "val")}
+    pairs = zip(carried, body.outvars, strict=False)
+    return float(num_bytes([v.aval for v, out in pairs if read[v] == 1 and (v, out) in sums]))
 
 
 def _work_of_product(
