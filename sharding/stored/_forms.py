@@ -14,6 +14,7 @@ import numpy as np
 
 from optax_ext import Quantized
 from optax_ext.low_precision import dequantize
+from sharding.collectives._sum_dtype import to_sum_dtype
 
 
 class Form:
@@ -209,8 +210,8 @@ class Adapted(Form):
 
 def column_norms(w: jax.Array, columns: int) -> jax.Array:
     """The norms (columns...) over the rows of an array, float32 at least."""
-    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
-    return jnp.sqrt(jnp.sum(jnp.square(wide), axis=tuple(range(w.ndim - columns))))
+    rows = tuple(range(w.ndim - columns))
+    return jnp.sqrt(jnp.sum(jnp.square(to_sum_dtype(w)), axis=rows))
 
 
 @jax.tree_util.register_dataclass

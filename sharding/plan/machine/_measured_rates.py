@@ -15,8 +15,6 @@ from sharding.plan.machine import targets
 from sharding.plan.machine._collective_time import Machine, NodeGroup, collective_seconds
 from sharding.plan.machine._devices import Achieved, DeviceKind, kind_of
 
-_GIB = 2**30
-
 
 @dataclasses.dataclass(frozen=True)
 class WireTime:

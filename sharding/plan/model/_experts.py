@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding._types import Array
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._declared_rows import keeps_rows_apart
 
 EXPERT_AXIS = "expert"  # of devices that have other experts of each layer, and other sequences
@@ -77,7 +78,7 @@ def apply_experts(
     exchange = functools.partial(lax.all_to_all, axis_name=EXPERT_AXIS, tiled=True)
 
     def of_rows(x: Array, router: Array, matrices: dict[str, Array]) -> Array:
-        scores = (x @ router).astype(jnp.promote_types(x.dtype, jnp.float32))
+        scores = to_sum_dtype(x @ router)
         top, chosen = lax.top_k(scores, experts.active)
         weights = jax.nn.softmax(top).astype(x.dtype)
         sent, slot = jax.vmap(functools.partial(_to_slots, experts))(x, chosen)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding._types import DType
+from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.plan.model._experts import EXPERT_AXIS, Experts, apply_experts, on_expert_axis
 
 
@@ -340,7 +341,7 @@ class Decoder:
         # Scores in the order of the product, (batch, kv_heads, length, group, length), which spares
         # a copy. The mask is added, for which the backward pass stores nothing.
         later = jnp.triu(jnp.full((x.shape[1], x.shape[1]), -1e30, jnp.float32), k=1)
-        weights = jax.nn.softmax(_wide(scores) + later[None, None, :, None]).astype(x.dtype)
+        weights = jax.nn.softmax(to_sum_dtype(scores) + later[None, None, :, None]).astype(x.dtype)
         y = jnp.einsum("bktgs,bskd->btkgd", weights, v).reshape(*x.shape[:2], -1)
         y = self._linear(params, "out", checkpoint_name(y, "context"))
         x = x + checkpoint_name(y, "out_proj")
@@ -406,7 +407,9 @@ class Decoder:
         """The sum of the cross entropies of the next tokens, and the number of these."""
         x = self._norm(shared["norm"], x)
         logits = x @ (shared["embed"].T if self.tied else shared["unembed"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            to_sum_dtype(logits), tokens[:, 1:]
+        )
         return losses.sum(), jnp.float32(losses.size)
 
     def make_loss(self, layer: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -433,7 +436,7 @@ class Decoder:
         return loss_fn
 
     def _norm(self, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-        y = _wide(x)
+        y = to_sum_dtype(x)
         if self.biased:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = _rms_norm(params["scale"], y, x.dtype)
@@ -445,7 +448,7 @@ class Decoder:
 
 
 def _rms_norm(scale: jax.Array, x: jax.Array, dtype: DType) -> jax.Array:
-    y = _wide(x)
+    y = to_sum_dtype(x)
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
     return y.astype(dtype) * scale[None, None]
 
@@ -460,13 +463,9 @@ def _rotate(x: jax.Array) -> jax.Array:
     rate = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate[None]
     angle = angle.reshape(1, x.shape[1], *[1] * (x.ndim - 3), half)
-    a, b = jnp.split(_wide(x), 2, axis=-1)
+    a, b = jnp.split(to_sum_dtype(x), 2, axis=-1)
     rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def gpt2(layers: int, width: int, heads: int) -> Decoder:

@@ -87,9 +87,8 @@ def work_of_equation(
             passed = num_bytes([*operands, *results]) / kind.bandwidth
             total = total._replace(seconds=min(total.seconds, passed))
         return total
-    if name in ("dot_general", "conv_general_dilated"):
-        flops = float(product_flops(eqn, operands, results))
-        return _work_of_product(flops, operands, results, kind)
+    if name in _PRODUCTS:
+        return _work_of_product(eqn, operands, results, kind)
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, others)
@@ -113,8 +112,9 @@ def _bytes_added_up(eqn: Any) -> float:
 
 
 def _work_of_product(
-    flops: float, operands: list[Any], results: list[Any], kind: DeviceKind
+    eqn: Any, operands: Sequence[Any], results: Sequence[Any], kind: DeviceKind
 ) -> Work:
+    flops = float(product_flops(eqn, operands, results))
     touched = float(num_bytes([*operands, *results]))
     low = flops if all(x.dtype.itemsize == 1 for x in operands) else 0.0
     return Work(flops, flops / kind.flops, 1.0, touched, low)
