@@ -202,7 +202,7 @@ ABOUT = (
     "DeepSeek-V3 and Qwen3, with 256 and 128 narrow experts, are predicted too fast. Wires are not "
     "the reason: those of Qwen3, were none hidden, are less than what is missing. Nor are "
     "products: at twice their rate, in fp8, about as many seconds are missing (DeepSeek-V3 7.8 and "
-    "6.1, Qwen3 8.2 and 9.4), and dense models in fp8 are predicted well. What is left is beside "
+    "6.1, Qwen3 8.2 and 9.4), and dense models in fp8 are within 9 %. What is left is beside "
     "them, such as the sorting of tokens by experts and back. These rows are of MaxText; the "
     "steps of DeepSeek's own report, 180,000 hours of an H800 for 1e12 tokens, are no rows, as a "
     "plan has experts or a pipeline, not both."
