@@ -114,7 +114,7 @@ def work(rank: int, coordinator: str, folder: pathlib.Path, smoke: bool) -> None
             tx = sync.transformation(method, "data", NUM)
             states[key] = jax.jit(lambda tx=tx, like=own: tx.init(like), out_shardings=sharded)()
             steps[key] = compile_step(tx, mesh, x, states[key])
-            # Of a sparse sync the branch of a sparse gradient; of gradzip the mean of its two steps.
+            # Of sparse syncs the branch of sparse gradients; of gradzip the mean of its two steps.
             branches = ("cheapest", "dearest") if key.startswith("gradzip") else ("cheapest",)
             wire = float(np.mean([shd.wire_bytes(steps[key], branches=x) for x in branches]))
             results[key] = Found(name, key, wire, [], [])

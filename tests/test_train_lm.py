@@ -23,12 +23,12 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
-import optax_ext
 import train_lm
 from _corpus import Corpus
 from _model import Config, TransformerLM
 from _plan import take_plan
 
+import optax_ext
 from sharding.plan import ParallelPlan, PlanFile
 
 from .multiprocess.processes import ROOT, output_of, wait_until
