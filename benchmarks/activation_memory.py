@@ -324,7 +324,7 @@ a plan, which was 15.06, 14.12 and 14.32 GB of theirs. Theirs are of all memory,
 measured in PyTorch, whose convolutions MONeT chooses, too, which is why some are negative. Ours are
 of temporaries, in float32, of programs compiled for an H100; extra time is by a roofline, and was
 not measured; no schedule of the same operations within the budget takes less than what "at least"
-says. Plans of VGG-16 may hold its largest values in tiles, which takes far less than its budgets."""
+says."""
 
 PEERS = """## What their papers report
 
