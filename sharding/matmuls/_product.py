@@ -102,7 +102,7 @@ def quantized_product(eqn: Any, recipe: Recipe, at: int, operands: Sequence[Any]
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
     default = ClosedJaxpr(jaxpr, [])
     forms = {"default": default, "plain": eqn, "read": None}
-    if recipe.weight.has_codes_of_shards and not _again(recipe):
+    if gathers_codes(recipe):
         forms["read"] = CodedWeight(fn, recipe.weight, dims_of(eqn).kept[at], at)
     (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, **forms)
     return out
@@ -142,6 +142,11 @@ class CodedWeight(NamedTuple):
         codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all)
         # Not all collectives take floats of 8 bits.
         return lax.bitcast_convert_type(codes, jnp.int8), scale
+
+
+def gathers_codes(recipe: Recipe) -> bool:
+    """Whether a product can take its parameter in codes of shards."""
+    return recipe.weight.has_codes_of_shards and not _again(recipe)
 
 
 def _again(recipe: Recipe) -> bool:

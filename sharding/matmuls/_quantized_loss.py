@@ -1,6 +1,8 @@
 """From a loss to the same loss, of which products with parameters are quantized."""
 
+import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,7 +71,7 @@ def quantized_matmuls(
       >>> "i8[64,64]" in str(jax.make_jaxpr(low)(params, jnp.ones((64, 64))))
       True
     """
-    inner = as_loss(loss)
+    inner = as_loss(loss, first=None)
     if quantized := getattr(inner.fn, "quantized", None):
         raise ValueError(
             f"the products of the loss are quantized already, by {quantized[1].recipe.name}. Give "
@@ -110,6 +112,10 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
         return out
 
     fn.quantized = inner, options  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):  # where it is known, steps check it
+        fn.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+            inner.fn, follow_wrapped=False
+        )
     return dataclasses.replace(inner, fn=fn)
 
 
@@ -224,7 +230,7 @@ def _evaluated(
         use = MatmulUse(eqn, -1, -1, False)
         if len(weights) == 1:
             at, x = weights[0]
-            use = MatmulUse(eqn, at, x.number, x.rule.in_layer)
+            use = MatmulUse(eqn, at, x.number, x.rule.in_layer, x.is_shared)
         made: Sequence[Any] = product(use, list(map(evaluator.full, operands)))
         return made
 
