@@ -31,6 +31,7 @@ class MatmulUse(NamedTuple):
     at: int  # the operand that is the parameter; -1 if none or both are
     number: int  # of the parameter, or -1
     in_layer: bool  # of a stack, in a loop or by its index
+    stacks: tuple[int, ...] | None = None  # its leading dims that layers are slices of, if known
 
     @property
     def key(self) -> tuple[int, int]:
@@ -55,15 +56,24 @@ def kept_products(
     # Modules are numbered, too, where the last one is the head.
     last = next((use for use in reversed(uses) if use.at >= 0 and not use.in_layer), None)
     recipes, reasons = {}, {}
+    stacks: dict[int, set[Any]] = {}
+    for use in uses:
+        stacks.setdefault(use.number, set()).add(use.stacks)
     for use in uses:
         reason = _reason(use, names, options, looked_up)
         at_an_end = use is last or not (use.in_layer or layers[use.number])
         recipe = options.recipe.ends if at_an_end else options.recipe
+        if not reason and recipe and recipe.carried and not _is_one(stacks[use.number]):
+            reason = "scales are carried by layers, and it is read otherwise, too"
         if reason or recipe is None:
             reasons[use.key] = reason or (HEAD if use is last else OUTSIDE)
         else:
             recipes[use.key] = recipe
     return recipes, reasons
+
+
+def _is_one(stacks: set[tuple[int, ...] | None]) -> bool:
+    return len(stacks) == 1 and None not in stacks
 
 
 def _reason(use: MatmulUse, names: list[str], options: MatmulOptions, looked_up: set[int]) -> str:

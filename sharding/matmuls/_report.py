@@ -9,7 +9,7 @@ from optax_ext.user_line import line_of
 from sharding._jaxprs import product_flops
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
-from sharding.matmuls._quantized_loss import trace_products
+from sharding.matmuls._quantized_loss import made_by, trace_products
 from sharding.matmuls._recipes import Recipe
 
 
@@ -65,13 +65,7 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       >>> found.share, [row.reason for row in found.rows]
       (0.75, ['', 'the head: the last product outside of layers'])
     """
-    made = getattr(getattr(loss, "fn", None), "quantized", None)
-    if made is None:
-        raise ValueError(
-            "report takes what shd.quantized_matmuls returned, got "
-            f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
-        )
-    traced = trace_products(made[0], made[1], params, args)
+    traced = trace_products(*made_by(loss), params, args)
     products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
     for eqn, of_runs in products:
