@@ -136,9 +136,9 @@ def in_this_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that is traced later, as if it were here."""
     mesh = jax.sharding.get_abstract_mesh()
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
         with jax.sharding.use_abstract_mesh(mesh):
-            return fn(*arguments)
+            return fn(*arguments, **options)
 
     return call
 

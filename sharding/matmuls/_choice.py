@@ -31,6 +31,7 @@ class MatmulUse(NamedTuple):
     at: int  # the operand that is the parameter; -1 if none or both are
     number: int  # of the parameter, or -1
     in_layer: bool  # of a stack, in a loop or by its index
+    is_shared: bool = False  # whether other equations read the parameter, too
     stacks: tuple[int, ...] | None = None  # its leading dims that layers are slices of, if known
 
     @property

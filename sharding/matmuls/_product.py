@@ -120,7 +120,7 @@ def quantized_product(
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
     forms = {"default": ClosedJaxpr(jaxpr, []), "plain": eqn, "read": None}
-    if recipe.weight.has_codes_of_shards and not _again(recipe):
+    if gathers_codes(recipe):
         kept = dims_of(eqn).kept[at]
         forms["read"] = CodedWeight(run, recipe.weight, kept, at, len(operands))
     (out,) = QUANTIZED.bind(*operands, *closed.consts, **forms)
@@ -162,6 +162,11 @@ class CodedWeight(NamedTuple):
         codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all=of_all)
         # Not all collectives take floats of 8 bits.
         return lax.bitcast_convert_type(codes, jnp.int8), scale
+
+
+def gathers_codes(recipe: Recipe) -> bool:
+    """Whether a product can take its parameter in codes of shards."""
+    return recipe.weight.has_codes_of_shards and not _again(recipe)
 
 
 def _again(recipe: Recipe) -> bool:

@@ -1,6 +1,8 @@
 """From a loss to the same loss, of which products with parameters are quantized."""
 
+import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,7 +74,7 @@ def quantized_matmuls(
       >>> "i8[64,64]" in str(jax.make_jaxpr(low)(params, jnp.ones((64, 64))))
       True
     """
-    inner = as_loss(loss)
+    inner = as_loss(loss, first=None)
     if quantized := getattr(inner.fn, "quantized", None):
         raise ValueError(
             f"the products of the loss are quantized already, by {quantized[1].recipe.name}. Give "
@@ -113,6 +115,10 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
         return out
 
     fn.quantized = inner, options  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):  # where it is known, steps check it
+        fn.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+            inner.fn, follow_wrapped=False
+        )
     return dataclasses.replace(inner, fn=fn)
 
 
@@ -286,7 +292,8 @@ def _evaluated(
             carried, lengths = x.held.carried, x.rule.lengths
             stacks = weights[x.number].array.shape[: len(lengths)]
             is_whole = all(n in (0, size) for n, size in zip(lengths, stacks, strict=True))
-            use = MatmulUse(eqn, at, x.number, x.rule.in_layer, stacks if is_whole else None)
+            of_param = x.number, x.rule.in_layer, x.is_shared
+            use = MatmulUse(eqn, at, *of_param, stacks if is_whole else None)
         made: Sequence[Any] = product(use, list(map(evaluator.full, operands)), carried)
         return made
 

@@ -4,7 +4,7 @@ The trace has the shapes of all rows. Most equations name none of them; those th
 or a broadcast, get the shapes of a tile from the states of their results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,18 @@ def tile_shape(shape: Sequence[int], state: Any, count: int) -> tuple[int, ...]:
     if dim is None:
         return tuple(shape)
     return (*shape[:dim], state.before * count * state.after, *shape[dim + 1 :])
+
+
+def for_each_tile(
+    tile: Callable[[Any, Any, int], Any], carry: Any, count: int, size: int, reverse: bool = False
+) -> Any:
+    """What ``tile(carry, start, size)`` makes of all tiles, in order; the last may be smaller."""
+    full, rest = divmod(count, size)
+    if rest and reverse:
+        carry = tile(carry, full * size, rest)
+    step = lambda carry, start: (tile(carry, start, size), None)  # noqa: E731
+    carry, _ = lax.scan(step, carry, jnp.arange(full) * size, reverse=reverse)
+    return tile(carry, full * size, rest) if rest and not reverse else carry
 
 
 class TileEvaluation:

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_ext.equations import Remat, Scan, record_of, trace
 from optax_ext.traced_graph import Graph, Value, bind
@@ -22,7 +21,13 @@ from sharding._types import Array
 from sharding.collectives._sum_dtype import sum_dtype
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.tiles._chains import Chain, ChainSearch, NoChain
-from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
+from sharding.tiles._tile_equations import (
+    TileEvaluation,
+    for_each_tile,
+    part_of,
+    row_dim,
+    with_part,
+)
 
 TILES = (4, 16, 64, 256)  # that planners try, from the fewest on
 
@@ -35,8 +40,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     inside are neither stored for the backward pass nor ever there for all rows.
 
     Args:
-      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed. Of one that is
-        in tiles already, these are other ones.
+      loss: a ``Loss`` or a function of any arrays, as the ``head`` of a ``Pipeline``; it is not
+        changed. Of one that is in tiles already, these are other ones.
       tiles: in how many tiles a chain runs, of equal numbers of rows but for the last one.
       forward_gradient: whether a chain that ends in one sum, as that of a head, makes its gradient
         in the forward pass, so that no product is computed twice. It stores gradients of parameters
@@ -59,8 +64,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
       >>> print(shd.tiles.report_tiles(loss, w, x, tiles=4)[0].split(" (")[0])
       4 tiles of 2 rows: float32[8,64] inside, float32[8,4] read, float32[] returned
     """
-    inner = as_loss(loss)
     _check_tiles(tiles)
+    inner = _as_loss(loss)
     if rewrite := Rewrite.of(inner.fn):
         inner = dataclasses.replace(inner, fn=rewrite.plain)
     return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
@@ -122,9 +127,15 @@ def report_tiles(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
     """
     _check_tiles(tiles)
     leaves, treedef = jax.tree.flatten(args)
-    fn = as_loss(loss).fn
+    fn = _as_loss(loss).fn
     closed, _ = trace(lambda *leaves: fn(*treedef.unflatten(leaves)), *leaves)
     return _TiledGraph(closed, tiles, None).report()
+
+
+def _as_loss(loss: AnyLoss) -> Loss:
+    """A ``Loss``; of any arguments, as are those of the head of a ``Pipeline``."""
+    is_function = callable(loss) and not isinstance(loss, Loss) and not hasattr(loss, "as_loss")
+    return Loss(loss) if is_function else as_loss(loss)
 
 
 def _check_tiles(tiles: int) -> None:
@@ -282,12 +293,9 @@ class _TiledChain:
 
         The first one carries zeros, on the axes of a ``shard_map`` that ``given`` arrays vary over.
         """
-        full, rest = divmod(self._chain.count, self._rows)
         leaves, treedef = jax.tree.flatten(zeros)
         carry = treedef.unflatten(varying_alike([*leaves, *given])[: len(leaves)])
-        step = lambda carry, start: (tile(carry, start, self._rows), None)  # noqa: E731
-        carry, _ = lax.scan(step, carry, jnp.arange(full) * self._rows)
-        return tile(carry, full * self._rows, rest) if rest else carry
+        return for_each_tile(tile, carry, self._chain.count, self._rows)
 
     def _zeros(self) -> list[Array]:
         """Where outputs are written, or added up."""

@@ -54,26 +54,32 @@ def decoder_products(
 
     Chunks of a pipeline have ``rows`` layers. Of products in few bits there is a row of their own.
     """
+    flops = _operations(model, plan, schedule, rows)
+    if not plan.matmuls:
+        return products_of_units(flops, 0.0, None)
+    # At twice the rate those in few bits would take half the time.
+    low = 2 * (flops - _operations(model, plan, schedule, rows, 2.0))
+    return products_of_units(flops, low, plan.matmuls)
+
+
+def _operations(
+    model: Decoder, plan: ParallelPlan, schedule: Schedule | None, rows: int, rate: float = 1.0
+) -> float:
+    """Those of ``decoder_products``, where the ones in few bits have another rate."""
+    device = dataclasses.replace(OPERATIONS, fp8=rate, int8=rate)
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
-    work = layer_work(model, OPERATIONS, tensor=plan.tensor, experts=plan.experts, **options)
-    of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
+    sizes: Any = {"tensor": plan.tensor, "experts": plan.experts, "matmuls": plan.matmuls}
+    work = layer_work(model, device, **sizes, **options)
+    of_head = head_work(model, device, tensor=model.shards_of_tokens(plan.tensor), **options)
     forward = work.forward.matmul
     head = sum(part.matmul for part in of_head)
     backward = (work.backward + work.again(plan.recompute)).matmul
-    low = 0.0
-    if plan.matmuls:  # at twice the rate they would take half the time
-        twice = dataclasses.replace(OPERATIONS, fp8=2.0, int8=2.0)
-        faster = layer_work(model, twice, tensor=plan.tensor, matmuls=plan.matmuls, **options)
-        both = faster.forward + faster.backward + faster.again(plan.recompute)
-        low = 2 * plan.microbatches * model.layers * (forward + backward - both.matmul)
     if schedule is None:
-        flops = plan.microbatches * (model.layers * (forward + backward) + head)
-    else:
-        # Of a split backward pass gradients of matrices are the second half.
-        weight = work.weight.matmul if schedule.splits_backward else 0.0
-        parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
-        flops = _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
-    return products_of_units(flops, low, plan.matmuls)
+        return plan.microbatches * (model.layers * (forward + backward) + head)
+    # Of a split backward pass gradients of matrices are the second half.
+    weight = work.weight.matmul if schedule.splits_backward else 0.0
+    parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
+    return _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
 
 
 def products_of_units(flops: float, low: float, matmuls: str | None) -> tuple[WorkRow, ...]:

@@ -251,3 +251,16 @@ def test_what_is_read_as_a_stack_and_as_a_whole_carries_no_scales():
     rows = matmuls.report_products(low(both, "sun4"), w, jnp.ones((8, 8))).rows
     assert re.match("scales are carried by layers, and", rows[0].reason)
     assert matmuls.report_products(low(both, "fp8"), w, jnp.ones((8, 8))).rows[0].formats
+
+
+def test_weights_behind_a_barrier_have_their_scales():
+    def loss(w, x, barrier=jax.lax.optimization_barrier):
+        w = barrier(w)
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    w, x = jnp.ones((2, 8, 8)) / 8, jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)))
+    fn = low(loss, "sun4")
+    plain = low(functools.partial(loss, barrier=lambda w: w), "sun4")
+    scaled = matmuls.scaled_params(fn, w, x)
+    found = (jax.jit(jax.value_and_grad(each))(scaled, x) for each in (fn, plain))
+    model.assert_close(*found, 1e-6)
