@@ -39,10 +39,10 @@ class MatmulUse(NamedTuple):
         return id(self.eqn), self.number
 
 
-def kept_products(
+def choose(
     uses: list[MatmulUse], names: list[str], options: MatmulOptions, looked_up: set[int]
-) -> tuple[dict[tuple[int, int], Recipe], dict[tuple[int, int], str]]:
-    """The recipes of products that are quantized, and the reasons of others, by their keys.
+) -> dict[tuple[int, int], Recipe | str]:
+    """By the keys of products, the recipe, or why one is kept.
 
     Raises:
       ValueError: if an expression of ``keep`` matches no parameter.
@@ -56,7 +56,7 @@ def kept_products(
     layers = numbered_layers(names)
     # Modules are numbered, too, where the last one is the head.
     last = next((use for use in reversed(uses) if use.at >= 0 and not use.in_layer), None)
-    recipes, reasons = {}, {}
+    chosen: dict[tuple[int, int], Recipe | str] = {}
     stacks: dict[int, set[Any]] = {}
     for use in uses:
         stacks.setdefault(use.number, set()).add(use.stacks)
@@ -66,11 +66,8 @@ def kept_products(
         recipe = options.recipe.ends if at_an_end else options.recipe
         if not reason and recipe and recipe.carried and not _is_one(stacks[use.number]):
             reason = "scales are carried by layers, and it is read otherwise, too"
-        if reason or recipe is None:
-            reasons[use.key] = reason or (HEAD if use is last else OUTSIDE)
-        else:
-            recipes[use.key] = recipe
-    return recipes, reasons
+        chosen[use.key] = reason or recipe or (HEAD if use is last else OUTSIDE)
+    return chosen
 
 
 def _is_one(stacks: set[tuple[int, ...] | None]) -> bool:

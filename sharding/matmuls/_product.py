@@ -166,7 +166,10 @@ class CodedWeight(NamedTuple):
 
 def gathers_codes(recipe: Recipe) -> bool:
     """Whether a product can take its parameter in codes of shards."""
-    return recipe.weight.has_codes_of_shards and not _again(recipe)
+    q = recipe.weight
+    is_coded = q.grid is not None and q.grid.dtype is not None and not q.stochastic
+    # So that shards have the codes of the full array.
+    return is_coded and q.scale in ("row", "tensor") and not _again(recipe)
 
 
 def _again(recipe: Recipe) -> bool:
@@ -241,10 +244,8 @@ def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> 
     order = sorted(range(len(dims)), key=places.__getitem__)
     rest = [d for d in range(scale.ndim) if d not in dims]
     scale = lax.transpose(scale, [*(dims[i] for i in order), *rest])
-    shape = [1] * y.ndim
-    for size, i in zip(scale.shape, order, strict=False):
-        shape[places[i]] = size
-    return y * scale.reshape(shape)
+    sizes = dict(zip(sorted(places), scale.shape, strict=False))
+    return y * scale.reshape([sizes.get(d, 1) for d in range(y.ndim)])
 
 
 def _of_codes(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
 from sharding.matmuls._carried import ScaledParams
-from sharding.matmuls._choice import MatmulOptions, MatmulUse, kept_products
+from sharding.matmuls._choice import MatmulOptions, MatmulUse, choose
 from sharding.matmuls._product import PRODUCTS, quantized_product
 from sharding.matmuls._recipes import RECIPES, Recipe
 from sharding.placement._specs import check_patterns, leaf_names, plain_path
@@ -202,15 +202,14 @@ class TracedProducts(NamedTuple):
     arrays: list[Any]  # of the parameters, then of the other arguments
     names: list[str]  # of the parameters
     uses: list[MatmulUse]  # in the order of the loss
-    recipes: dict[tuple[int, int], Recipe]  # of those that are quantized
-    reasons: dict[tuple[int, int], str]  # of those that are kept
+    chosen: dict[tuple[int, int], Recipe | str]  # the recipe of each, or why it is kept
 
     def run(self, seed: jax.Array, params: Tree, first: bool = False) -> Any:
         """What the loss returns; ``first`` finds what ``params`` are to carry."""
 
         def product(use: MatmulUse, operands: list[Any], carried: Any) -> Any:
-            recipe = self.recipes.get(use.key)
-            if recipe is None:
+            recipe = self.chosen[use.key]
+            if isinstance(recipe, str):
                 return bind(use.eqn, operands)
             try:
                 own = {field: carried[kind][field] for field, kind in recipe.carried.items()}
@@ -264,8 +263,8 @@ def trace_products(
 
     jax.eval_shape(abstract, *arrays)
     found = list(uses.values())
-    chosen = kept_products(found, names, options, rule.looked_up)
-    return TracedProducts(closed, results, arrays, names, found, *chosen)
+    chosen = choose(found, names, options, rule.looked_up)
+    return TracedProducts(closed, results, arrays, names, found, chosen)
 
 
 def _changed(tree: Tree) -> Any:

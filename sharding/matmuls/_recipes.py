@@ -40,12 +40,6 @@ class Quantizer(NamedTuple):
     hadamard: int = 0  #: elements of what is summed that a random Hadamard transform mixes
     history: int = 16  #: steps, at most 256
 
-    @property
-    def has_codes_of_shards(self) -> bool:
-        """Whether codes are of 8 bits, and shards have the same as the whole, of one largest."""
-        is_coded = self.grid is not None and self.grid.dtype is not None
-        return is_coded and self.scale in ("row", "tensor") and not self.stochastic
-
 
 class Recipe(NamedTuple):
     """The quantizers of the three products that one product of a loss is, with its gradients.
@@ -149,7 +143,7 @@ def quantized(
     if of_all is not None:
         # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
         largest = of_all(jnp.where(jnp.isnan(largest), jnp.inf, largest))
-    scale, of_step = _scale(wide, q, largest), None
+    scale, of_step = _scale(wide, q, q.grid.top, largest), None
     if carried is None:
         of_step = scale
     else:  # which may be the same in each step; some elements are not
@@ -181,25 +175,24 @@ def _in_own_layout(codes: jax.Array, grid: Grid) -> jax.Array:
     return with_layout_constraint(codes, Layout(tuple(range(codes.ndim))))
 
 
-def _scale(x: jax.Array, q: Quantizer, largest: jax.Array) -> jax.Array:
+def _scale(x: jax.Array, q: Quantizer, top: float, largest: jax.Array) -> jax.Array:
     """The number that a code of one stands for, of the largest magnitudes."""
-    assert q.grid is not None
     if q.scale in ("sawb", "pact"):
         rms = jnp.sqrt(_mean(jnp.square(x)))
         clip = _SAWB[0] * rms - _SAWB[1] * _mean(jnp.abs(x))
         # A few numbers, or equal ones, have no such clip.
         largest = jnp.where((clip > 0) & (clip < largest), clip, largest)
     if q.scale == "nv":  # scales in e4m3, of one scale of the tensor
-        whole = jnp.max(largest, keepdims=True, initial=0) / (q.grid.top * _grids.E4M3.top)
+        whole = jnp.max(largest, keepdims=True, initial=0) / (top * _grids.E4M3.top)
         whole = jnp.maximum(whole, float(jnp.finfo(jnp.float32).tiny))
-        return rounded(largest / (q.grid.top * whole), _grids.E4M3) * whole
+        return rounded(largest / (top * whole), _grids.E4M3) * whole
     if q.scale == "mx":
-        return _power_below(largest) * 2.0 ** (1 - int(np.frexp(q.grid.top)[1]))
+        return _power_below(largest) * 2.0 ** (1 - int(np.frexp(top)[1]))
     if q.scale == "power":  # of four the largest: both phases have one scale
         even = largest / 64.0
         power = _power_below(even)
         return jnp.where(power == even, even, 2 * power)
-    return largest / q.grid.top
+    return largest / top
 
 
 def _power_below(x: jax.Array) -> jax.Array:

@@ -78,11 +78,11 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
     readers = Counter(id(use.eqn) for use in traced.uses)
     rows = []
     for use in traced.uses:
-        reason = traced.reasons.get(use.key, "")
-        formats = "" if reason else _formats(traced.recipes[use.key])
+        chosen = traced.chosen[use.key]
+        both = ("", chosen) if isinstance(chosen, str) else (_formats(chosen), "")
         name = traced.names[use.number] if use.number >= 0 else ""
         share = flops[id(use.eqn)] / total / readers[id(use.eqn)]
-        rows.append(MatmulRow(name, formats, reason, share, line_of(use.eqn.source_info)))
+        rows.append(MatmulRow(name, *both, share, line_of(use.eqn.source_info)))
     for eqn in {id(eqn): eqn for eqn, _ in products if id(eqn) not in readers}.values():
         reason, line = "in a function that is run as a whole", line_of(eqn.source_info)
         rows.append(MatmulRow("", "", reason, flops[id(eqn)] / total, line))
@@ -94,9 +94,9 @@ def _coded(traced: TracedProducts) -> dict[str, tuple[int, ...]]:
     number_of_uses = Counter(use.number for use in traced.uses)
     found = {}
     for use in traced.uses:
-        recipe = traced.recipes.get(use.key)
+        recipe = traced.chosen[use.key]
         alone = number_of_uses[use.number] == 1 and not use.is_shared
-        if recipe and alone and gathers_codes(recipe):
+        if alone and isinstance(recipe, Recipe) and gathers_codes(recipe):
             kept = dims_of(use.eqn).kept[use.at]
             ndim = use.eqn.invars[use.at].aval.ndim
             summed = [

@@ -44,8 +44,8 @@ def scaled_params(loss: Loss, params: Tree, *args: Any) -> ScaledParams:
         traced = trace_products(inner, options, params, args)
         empty = ScaledParams(None, {}, {})
         for use in traced.uses:
-            recipe = traced.recipes.get(use.key)
-            for field, kind in recipe.carried.items() if recipe else ():
+            recipe = traced.chosen[use.key]
+            for field, kind in () if isinstance(recipe, str) else recipe.carried.items():
                 own = getattr(empty, kind).setdefault(traced.names[use.number], {})
                 own[field] = jnp.zeros((*(use.stacks or ()), 1 if kind == "pact" else BINS))
 
