@@ -267,7 +267,9 @@ def _tile_by_tile(
         x = x * (1.0 / array.shape[dim])
         window = [tile if d == dim + 1 else 1 for d in range(x.ndim)]
         # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
-        return jax.lax.reduce_window(x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid")
+        return jax.lax.reduce_window(
+            x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid"
+        )
 
     sums = jax.lax.optimization_barrier(list(map(added, dims)))
     means = [jnp.sum(x, (d, d + 1, d + 2)) for x, (d,) in zip(sums, dims, strict=True)]
