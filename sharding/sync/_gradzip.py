@@ -67,22 +67,24 @@ def gradzip(
 def _one_factor(m: jax.Array, factors: Tree, axes: Axes, context: StepContext) -> tuple[Any, ...]:
     p, q = factors["p"], factors["q"]
 
+    # The factors of the mean, those of what this device sends, and the new state.
     def new_rows() -> tuple[jax.Array, ...]:
-        mean, own, p = _solve(m, q, axes)
-        return mean, own, p, q
+        basis = _orthonormal(q)
+        own = m @ basis  # (count, rows, rank)
+        mean, across = lax.pmean(own, axes), jnp.swapaxes(basis, -1, -2)
+        return mean, across, own, across, mean, q
 
     def new_cols() -> tuple[jax.Array, ...]:
-        mean, own, q = _solve(jnp.swapaxes(m, -1, -2), p, axes)
-        return jnp.swapaxes(mean, -1, -2), jnp.swapaxes(own, -1, -2), p, q
+        basis = _orthonormal(p)
+        # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
+        own = jnp.swapaxes(basis, -1, -2) @ m
+        mean = lax.pmean(own, axes)
+        return basis, mean, basis, own, p, jnp.swapaxes(mean, -1, -2)
 
-    mean, own, p, q = lax.cond(context.step % 2 == 0, new_rows, new_cols)
-    return mean, own, {"p": p, "q": q}
+    left, right, own_left, own_right, p, q = lax.cond(context.step % 2 == 0, new_rows, new_cols)
+    return left @ right, own_left @ own_right, {"p": p, "q": q}
 
 
-def _solve(m: jax.Array, fixed: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-    """From m (count, a, b) and a factor (count, b, rank): mean, own contribution, the other one."""
-    basis, _ = jnp.linalg.qr(fixed)  # orthonormal: for a zero or dependent column any, never NaN
-    own = m @ basis  # (count, a, rank)
-    solved = lax.pmean(own, axes)
-    across = jnp.swapaxes(basis, -1, -2)
-    return solved @ across, own @ across, solved
+def _orthonormal(factor: jax.Array) -> jax.Array:
+    """A basis of its columns: for a zero or dependent column any, never NaN."""
+    return jnp.linalg.qr(factor)[0]
