@@ -271,7 +271,9 @@ def _tile_by_tile(
         x = x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :])
         window = [_TILE if d == dim + 1 else 1 for d in range(x.ndim)]
         # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
-        return jax.lax.reduce_window(x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid")
+        return jax.lax.reduce_window(
+            x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid"
+        )
 
     sums = jax.lax.optimization_barrier([added(dim) for (dim,) in dims])
     means = [jnp.sum(x, (d, d + 1, d + 2)) for x, (d,) in zip(sums, dims, strict=True)]
