@@ -515,9 +515,9 @@ class LossSearch:
     def frontier(self) -> list[LossPlan]:
         """Plans that no other one beats, by ascending bytes."""
         plans = self._several()
-        for tiles in self._tiles:
-            if search := self._in_tiles(tiles):
-                plans += [self._of_tiles(plan, tiles) for plan in search._several()]
+        for number in self._tiles:
+            if search := self._in_tiles(number):
+                plans += [self._of_tiles(plan, number) for plan in search._several()]
         kept: list[LossPlan] = []
         for plan in sorted(plans, key=lambda plan: plan.work.seconds):
             if plan.peak < (kept[-1].peak if kept else math.inf):

@@ -156,8 +156,8 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved", "_each"),
-        *("_spared", "fullest", "least"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved"),
+        *("_spared", "fullest", "least", "state_bytes_in"),
     )
 
     def __init__(
@@ -192,10 +192,8 @@ class PlanCosts:
 
     def each(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Bytes of one parameter of a plan, on average: itself, its gradient and its state."""
-        return self._each(plan.state_format, plan.weights)
-
-    def _each(self, state_format: str | None, weights: str) -> tuple[float, float, float]:
-        return self.param_bytes, self._trained_bytes, self.state_bytes_in(state_format, weights)
+        state = self.state_bytes_in(plan.state_format, plan.weights)
+        return self.param_bytes, self._trained_bytes, state
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -255,8 +253,8 @@ class PlanCosts:
         sizes = plan.tensor, plan.experts
         costs = self._costs(plan.microbatch, plan.recompute, *sizes, plan.matmuls)
         held = self._rows(placed, self.model.layers / plan.pipe)
-        options = (self.dtype, self.machine.device)
-        rows = held_by_pipeline(self.model, plan, costs, counts, held, *options)
+        kinds = self.dtype, self.machine.device
+        rows = held_by_pipeline(self.model, plan, costs, counts, held, *kinds)
         return StepRows(held.work, held.sizes, rows)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:

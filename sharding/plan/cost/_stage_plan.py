@@ -543,6 +543,7 @@ def _sent_params(
         trained = grad.part == "grads"
         itemsize = zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
         named = outside is not None and re.search(outside, row.path)
+        placed_bytes = rows["params", row.path].bytes_per_device
         yield SentParams(
             summed=elements * itemsize if trained else 0.0,
             stored=row.bytes_per_device if trained else 0.0,
@@ -550,13 +551,8 @@ def _sent_params(
             once=bool(named) or not zero.reshard_after_forward,
             whole=bool(grad.note),
             spread=any(replicas & set(axes_of(entry)) for entry in grad.spec),
-            averaged=_in_sums(rows["params", row.path], dtype) if trained else 0.0,
+            averaged=placed_bytes * sum_dtype(dtype).itemsize / dtype.itemsize if trained else 0.0,
         )
-
-
-def _in_sums(row: Row, dtype: DType) -> float:
-    """Bytes of a device's part of a parameter, in the dtype of sums."""
-    return row.bytes_per_device / dtype.itemsize * sum_dtype(dtype).itemsize
 
 
 def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float, coded: Coded) -> float:

@@ -481,10 +481,12 @@ def _state_rows(
         # Stage 3 gathers those of no layer once for both passes, like all those of a pipeline.
         outside = step_passes.outside if plan.stage == 3 else 0.0
         options: Any = {"spread": plan.spread}
-        of_layers = {"layers": step_passes.layers, "once": plan.pipe > 1}
+        of_layers: Any = {"layers": step_passes.layers, "once": plan.pipe > 1}
         sent = [
             SentParams(
-                *(number * costs.grad, number * costs.updated, number * costs.param - spared),
+                number * costs.grad,
+                number * costs.updated,
+                number * costs.param - spared,
                 **own,
                 **options,
             )

@@ -54,32 +54,25 @@ def decoder_products(
 
     Chunks of a pipeline have ``rows`` layers. Of products in few bits there is a row of their own.
     """
-    flops = _operations(model, plan, schedule, rows)
-    if not plan.matmuls:
-        return products_of_units(flops, 0.0, None)
-    # At twice the rate those in few bits would take half the time.
-    low = 2 * (flops - _operations(model, plan, schedule, rows, 2.0))
-    return products_of_units(flops, low, plan.matmuls)
-
-
-def _operations(
-    model: Decoder, plan: ParallelPlan, schedule: Schedule | None, rows: int, rate: float = 1.0
-) -> float:
-    """Those of ``decoder_products``, where the ones in few bits have another rate."""
-    device = dataclasses.replace(OPERATIONS, fp8=rate, int8=rate)
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
     sizes: Any = {"tensor": plan.tensor, "experts": plan.experts, "matmuls": plan.matmuls}
-    work = layer_work(model, device, **sizes, **options)
-    of_head = head_work(model, device, tensor=model.shards_of_tokens(plan.tensor), **options)
-    forward = work.forward.matmul
+    of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
     head = sum(part.matmul for part in of_head)
-    backward = (work.backward + work.again(plan.recompute)).matmul
-    if schedule is None:
-        return plan.microbatches * (model.layers * (forward + backward) + head)
-    # Of a split backward pass gradients of matrices are the second half.
-    weight = work.weight.matmul if schedule.splits_backward else 0.0
-    parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
-    return _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
+    found = []
+    for rate in (1.0, 2.0):  # of products in few bits, which then take half the time
+        device = dataclasses.replace(OPERATIONS, fp8=rate, int8=rate)
+        work = layer_work(model, device, **sizes, **options)
+        forward = work.forward.matmul
+        backward = (work.backward + work.again(plan.recompute)).matmul
+        if schedule is None:
+            found.append(plan.microbatches * (model.layers * (forward + backward) + head))
+            continue
+        # Of a split backward pass gradients of matrices are the second half.
+        weight = work.weight.matmul if schedule.splits_backward else 0.0
+        parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
+        of_rows = {op: rows * part for op, part in parts.items()}
+        found.append(_over_ticks(schedule, of_rows, head))
+    return products_of_units(found[0], 2 * (found[0] - found[1]), plan.matmuls)
 
 
 def products_of_units(flops: float, low: float, matmuls: str | None) -> tuple[WorkRow, ...]:

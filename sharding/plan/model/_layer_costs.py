@@ -249,17 +249,10 @@ def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:
     def mean(one: KernelSeconds, other: KernelSeconds) -> KernelSeconds:
         return one * share + other * (1 - share)
 
-    of_part = first.products
-    return LayerWork(
-        forward=mean(first.forward, second.forward),
-        backward=mean(first.backward, second.backward),
-        weight=mean(first.weight, second.weight),
-        attention=mean(first.attention, second.attention),
-        products={
-            part: mean(of_part.get(part, KernelSeconds()), product)
-            for part, product in second.products.items()
-        },
-    )
+    passes: list[Any] = [*map(mean, first[:-1], second[:-1])]
+    none = KernelSeconds()
+    products = {x: mean(first.products.get(x, none), y) for x, y in second.products.items()}
+    return LayerWork._make([*passes, products])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -196,12 +196,12 @@ def test_the_loss_of_few_bits_is_the_same_on_any_number_of_devices(recipe, stage
     assert model.worst_leaf(grads, of_one)[0] < 0.1
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "int8", "sun4"])
+@pytest.mark.parametrize("recipe", ["fp8", "int8", "sun4", "fp8_delayed"])
 def test_rounding_is_no_coupling_of_rows(recipe):
     """So that such a loss runs in the program, and by the micro-batches, of the plain one."""
-    found = rows_of_loss(
-        low(decoder, recipe), (decoder_params(np.float32), tokens()), (False, True)
-    )
+    fn, params = low(decoder, recipe), decoder_params(np.float32)
+    scaled = matmuls.scaled_params(fn, params, tokens())
+    found = rows_of_loss(fn, (scaled, tokens()), (False, True))
     assert found.word == "mean"
 
 
