@@ -79,7 +79,7 @@ def average(
     row = decay * moment.row + weight * (row + eps)  # (rows,)
     col = decay * moment.col + weight * (col + eps)  # (cols,)
     row_mean = _matrix_passes.mean(jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True)
-    return Estimate(Moment(None, row, col), row_mean), new  # row_mean: (1, 1)
+    return _matrix_passes.barrier(Estimate(Moment(None, row, col), row_mean)), new
 
 
 def average_squares(leaf: Leaf, eps: Any, weights: Any, dims: Factoring) -> Estimate:

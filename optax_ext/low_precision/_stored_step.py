@@ -87,7 +87,14 @@ class StoredStep(NamedTuple):
         return optax.apply_updates(params, updates) if self.apply else updates, new
 
     def _in_passes(
-        self, closed: Any, results: Any, updates: Tree, state: Any, params: Tree, consts: list[Any]
+        self,
+        closed: Any,
+        results: Any,
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        consts: list[Any],
+        read_only: frozenset[int] = frozenset(),  # ids of arrays
     ) -> Updated:
         """Computes the step, whose inner update is this jaxpr, in one pass for each leaf."""
 
@@ -96,7 +103,8 @@ class StoredStep(NamedTuple):
             return jax.tree.unflatten(results, made)
 
         step = self._replace(inner_update=inner_update)
-        passes = OnePassUpdates(inner_update, self.apply, self.shards, updates, state, params)
+        arguments = updates, state, params
+        passes = OnePassUpdates(inner_update, self.apply, self.shards, *arguments, read_only)
         return _scales_first(functools.partial(step.at_once, params=params), updates, state, passes)
 
 

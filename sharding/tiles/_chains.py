@@ -21,7 +21,7 @@ from sharding.loss._row_states import Coupled, Rows, RowsMeet, is_total
 from sharding.loss._row_walk import Walk, constant, located, steps_of
 from sharding.tiles._tile_equations import TileEvaluation, row_dim, tile_shape
 
-_LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
+LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
 _MOST_TRIED = 64  # values that are in no chain
 _MOST_EQUATIONS = 256  # after the largest value
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
@@ -39,6 +39,10 @@ class Chain:
     count: int  # of rows
     rows: int  # of a tile
     largest: Value  # inside
+
+    @property
+    def read(self) -> tuple[Value, ...]:
+        return (*self.sliced, *self.shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,7 @@ class ChainSearch:
             found = self._around(v, taken)
             if isinstance(found, Chain):
                 # What is smaller than a tile of another one is no peak.
-                least = max(least, self.nbytes(v) / max(_LEAST, self._tiles))
+                least = max(least, self.nbytes(v) / max(LEAST, self._tiles))
                 taken |= set(found.equations)
                 self._chain_of |= dict.fromkeys(found.equations, found)
             tried += isinstance(found, NoChain)
@@ -104,18 +108,20 @@ class ChainSearch:
 
     def _around(self, value: Value, taken: set[int]) -> Chain | NoChain:
         """The chain with this largest value that reads and returns least."""
-        shape, chains = self._graph.shape(value), list[Chain]()
-        causes, is_coupled = [f"no dim of {shape} has {self._tiles} rows"], False
+        shape, chains, is_coupled = self._graph.shape(value), list[Chain](), False
+        dims_of: dict[str, list[int]] = {}  # by the cause
         # The last dim of as many rows first: the first one is that of the batch, over devices.
         fits = [d for d, size in enumerate(shape) if size >= self._tiles]
         for dim in reversed(fits):
             try:
                 chains.append(self._along(value, dim, taken))
             except RowsMeet as meet:
-                causes.append(f"along dim {dim}: {meet}")
+                dims_of.setdefault(str(meet), []).append(dim)
                 is_coupled |= not isinstance(meet, NoGain)
         if not chains:
-            return NoChain(value, "; ".join(causes[1:] or causes), is_coupled)
+            causes = [f"along {_dims(dims)}: {cause}" for cause, dims in dims_of.items()]
+            none = f"no dim of {shape} has {self._tiles} rows"
+            return NoChain(value, "; ".join(causes) or none, is_coupled)
         return min(chains, key=lambda c: self._total((*c.sliced, *c.outputs)))
 
     def _along(self, value: Value, dim: int, taken: set[int]) -> Chain:
@@ -135,6 +141,8 @@ class ChainSearch:
         shared = tuple(v for v in read if v not in sliced and not self._is_known(v))
         outputs = tuple(v for v in results if self._readers.get(v, set()) - set(equations))
         outside = max(map(self.nbytes, (*sliced, *outputs)), default=0)
+        if self.nbytes(value) <= outside and ahead.causes:
+            raise RowsMeet(ahead.cause)
         if self.nbytes(value) <= outside:
             raise NoGain("what the chain reads or returns is as large as what is inside")
         narrow = [v for v in shared if self._graph.types[v].dtype in (jnp.bfloat16, jnp.float16)]
@@ -150,7 +158,7 @@ class ChainSearch:
     def _waits_for_itself(self, chain: Chain) -> bool:
         """Whether what it reads is made of what it returns, through other chains."""
         own, seen = set(chain.equations), set[Value]()
-        pending = [*chain.sliced, *chain.shared]
+        pending = [*chain.read]
         while pending:
             v = pending.pop()
             number = self._graph.producer.get(v)
@@ -160,14 +168,13 @@ class ChainSearch:
             if number in own:
                 return True
             other = self._chain_of.get(number)
-            operands = self._graph.equations[number].operands
-            pending += (*other.sliced, *other.shared) if other else operands
+            pending += other.read if other else self._graph.equations[number].operands
         return False
 
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""
         rows, graph = chain.rows, self._graph
-        values = (*chain.sliced, *chain.shared, *chain.outputs)
+        values = (*chain.read, *chain.outputs)
         meshes = [graph.types[v].sharding.mesh for v in values]
         meshes.append(jax.sharding.get_abstract_mesh())
         if len({mesh.axis_types for mesh in meshes if not mesh.empty}) > 1:
@@ -178,7 +185,7 @@ class ChainSearch:
             equations = [graph.equations[number] for number in chain.equations]
             TileEvaluation(graph, chain.states, 0, rows).run(equations, values)
 
-        read = [v for v in (*chain.sliced, *chain.shared) if v not in graph.constants]
+        read = [v for v in chain.read if v not in graph.constants]
         types = {
             v: jax.ShapeDtypeStruct(
                 tile_shape(graph.shape(v), chain.states.get(v), rows), graph.types[v].dtype
@@ -285,7 +292,10 @@ class ChainSearch:
           RowsMeet: if rows meet, or the equation is a loop or a branch.
         """
         eqn, step = self._graph.equations[number], self._steps[number]
-        record, own = record_of(eqn), next(v for v in eqn.operands if _is_apart(states.get(v)))
+        record, own = (
+            record_of(eqn),
+            next(v for v in eqn.operands if row_dim(states.get(v)) is not None),
+        )
         if step.name in ("while", "cond", "scan", "declared_rows", *RANDOM):
             at = located(Coupled("it is a loop, a branch, declared or random"), self._steps, number)
             raise RowsMeet(str(at))
@@ -340,18 +350,25 @@ class _Ahead:
                 if best is None or live < best[0]:
                     best = live, len(self._numbers)
         if best is None:
-            raise RowsMeet("; ".join(dict.fromkeys(self.causes)) or "its rows are not kept apart")
+            raise RowsMeet(self.cause or "its rows are not kept apart")
         return self._numbers[: best[1]]
+
+    @property
+    def cause(self) -> str:
+        return "; ".join(dict.fromkeys(self.causes))
 
     def _add(self, number: int, after: set[Value]) -> None:
         """Adds an equation, if it keeps rows apart."""
         eqn: Equation = self._graph.equations[number]
-        own = [v for v in eqn.operands if _is_apart(self.states.get(v))]
+        own = [v for v in eqn.operands if row_dim(self.states.get(v)) is not None]
         is_later = any(v in after or is_total(self.states.get(v)) for v in eqn.operands)
         if not own and not is_later:
             return
         if is_later or number in self._taken:
             after |= set(eqn.results)
+            if own and is_later and not self.causes:
+                meet = Coupled("each row meets a sum over all rows, or what is made of it")
+                self.causes.append(str(located(meet, self._search._steps, number)))
             return
         try:
             self.states |= self._search.results_of(number, self.states)
@@ -367,8 +384,8 @@ class _Ahead:
         return sum(self._search.nbytes(v) for v in results if readers.get(v, set()) - inside)
 
 
-def _is_apart(state: Any) -> bool:
-    return row_dim(state) is not None
+def _dims(dims: list[int]) -> str:
+    return f"dim {dims[0]}" if len(dims) == 1 else f"dims {', '.join(map(str, sorted(dims)))}"
 
 
 def _places(step: RowStep) -> list[Any]:

@@ -50,6 +50,7 @@ SWEEPS = [
     ((6, 4, 5), [(1, 2), (0, 1)], True),
     ((6, 4, 5), [(0,), (2,)], True),
     ((128, 3), [(1,), (0,)], True),  # more rows than a GPU adds up first
+    ((2, 24, 48), [(2,), (1,)], True),  # tiles of a GPU
 ]
 
 

@@ -176,8 +176,8 @@ class ParallelPlan:
                 "recompute='full'."
             )
         check_choice("matmuls", self.matmuls, (None, *MATMULS))
-        if self.matmuls and self.pipe * self.tensor * self.experts > 1:
-            raise ValueError("products in few bits are of plans without pipe, tensor and experts.")
+        if self.matmuls and self.tensor * self.experts > 1:
+            raise ValueError("products in few bits are of plans without tensor and experts.")
         if self.sync and (self.pipe * self.tensor * self.experts > 1 or self.spread):
             raise ValueError(
                 "a compressed sync needs plans without pipe, tensor and spread, or experts."

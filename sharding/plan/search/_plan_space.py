@@ -113,7 +113,7 @@ class PlanSpace:
             if self.sequences % (data * experts):
                 continue
             own = self.sequences // (data * experts)
-            matmuls = self.matmuls if pipe * tensor * experts == 1 else (None,)
+            matmuls = self.matmuls if tensor * experts == 1 else (None,)
             every = itertools.product(self.recompute, self.tiles, matmuls)
             forms = [form for form in every if form[1] == 1 or form[0] not in PLANNED]
             for microbatch, (recompute, tiles, low) in itertools.product(divisors(own), forms):

@@ -137,14 +137,21 @@ def test_plans_share_experts():
 
 
 def test_held_out_steps(monkeypatch):
-    """No constant was fitted to these; what hides the wires of DeepSeek-V3 is not known."""
+    """No constant was fitted to these. Many narrow experts take longer than planned.
+
+    It is not the wires of Qwen3, which are too few, nor products, whose rate fp8 doubles.
+    """
     folder = pathlib.Path(__file__).parents[3] / "benchmarks"
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     import _published_steps
 
-    mixtral, dropless, *deepseek = _published_steps.experts()
+    mixtral, dropless, *narrow = _published_steps.experts()
     assert mixtral.ratio == pytest.approx(1, abs=0.02)
     assert dropless.ratio == pytest.approx(1, abs=0.02)
-    for row in deepseek:
-        step = row.predicted()
+    assert all(0.65 < row.ratio < 0.74 for row in narrow)
+    *deepseek, qwen, qwen_fp8 = (row.predicted() for row in narrow)
+    for row, step in zip(narrow, deepseek, strict=False):
         assert step.full_overlap < row.seconds < step.no_overlap
+    bf16, fp8 = narrow[-2:]
+    assert qwen.no_overlap < bf16.seconds
+    assert bf16.seconds - qwen.seconds < fp8.seconds - qwen_fp8.seconds
