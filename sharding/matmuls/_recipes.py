@@ -138,7 +138,8 @@ def quantized(
     if q.block:
         missing = [(0, -size % q.block if d == dim else 0) for d, size in enumerate(x.shape)]
         wide, dims = jnp.pad(wide, missing), (dim + 1,)
-        wide = wide.reshape(*x.shape[:dim], -1, q.block, *x.shape[dim + 1 :])
+        padded, count = wide.shape, wide.shape[dim] // q.block
+        wide = wide.reshape(*x.shape[:dim], count, q.block, *x.shape[dim + 1 :])
     largest = jnp.max(jnp.abs(wide), dims, keepdims=True, initial=0)
     if of_all is not None:
         # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
@@ -154,7 +155,7 @@ def quantized(
     noise = noise_of(of_step, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
     if q.block:
-        numbers = (codes * scale).reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+        numbers = (codes * scale).reshape(padded)
         return lax.slice_in_dim(numbers, 0, x.shape[dim], axis=dim), None
     if carried is not None:  # beside codes, not before them: they are made in one pass
         scale = jnp.where(jnp.isfinite(largest), scale, largest)
