@@ -13,6 +13,7 @@ from sharding.plan import kind_of
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._step_time import StepSeconds, step_seconds
 from sharding.plan.machine._collective_time import Machine
+from sharding.plan.model._experts import Experts
 from sharding.plan.model._layer_costs import Implementation
 from sharding.plan.model._models import MODELS, Decoder
 
@@ -518,13 +519,45 @@ def tpu_recipes() -> list[Published]:
         ("tpu7x", "llama3-70b", (4, 8, 8), 1, 2, context, 12.27),
         ("tpu7x", "llama3-405b", (4, 8, 8), 1, 3, "save_qkv_proj", 98.34),
     ]
-    rows = []
-    for kind, name, torus, slices, each, recompute, seconds in table:
-        devices = math.prod(torus) * slices * (2 if kind == "tpu7x" else 1)
-        plan = ParallelPlan(data=devices, microbatch=each, stage=3, recompute=recompute)
-        machine = Machine(kind_of(kind), devices, torus, slices)
-        rows.append(Published(name, models[name], plan, machine, FUSED, seconds, True))
-    return rows
+    return [
+        _gathered(kind, name, models[name], torus, each, recompute, seconds, slices=slices)
+        for kind, name, torus, slices, each, recompute, seconds in table
+    ]
+
+
+def _gathered(
+    kind: str,
+    name: str,
+    model: Decoder,
+    torus: tuple[int, ...],
+    each: int,
+    recompute: str,
+    seconds: float,
+    *,
+    slices: int = 1,
+    matmuls: str | None = None,
+) -> Published:
+    """A step at stage 3 of ZeRO over all devices of tori, of ``each`` sequences a device."""
+    devices = math.prod(torus) * slices * (2 if kind == "tpu7x" else 1)
+    plan = ParallelPlan(
+        data=devices, microbatch=each, stage=3, recompute=recompute, matmuls=matmuls
+    )
+    machine = Machine(kind_of(kind), devices, torus, slices)
+    return Published(name, model, plan, machine, FUSED, seconds, True)
+
+
+def tpu_recipes_fp8() -> list[Published]:
+    """Llama 3.1 with ``quantization=fp8_full``: tpu-recipes/training/ironwood/README.md.
+
+    Of 405B the layers' inputs alone are kept, in host memory.
+    """
+    large, larger = _llama("llama3-70b", 8192), _llama("llama3-405b", 8192)
+    table = [
+        ("llama3-70b", large, (4, 4, 4), 2, "save_dot_with_context_except_mlp", 7.93),
+        ("llama3-70b", large, (4, 8, 8), 2, "save_dot_with_context_except_mlp", 7.95),
+        ("llama3-405b", larger, (4, 8, 8), 3, "full", 64.37),
+    ]
+    return [_gathered("tpu7x", *row, matmuls="fp8") for row in table]
 
 
 def experts() -> list[Published]:
@@ -532,35 +565,37 @@ def experts() -> list[Published]:
 
     Mixtral 8x7B: tpu-recipes/training/trillium, with slots for 1.25 of the tokens, which keeps
     products of attention (in host memory); and MaxText's Run_Mixtral.md, v5p-128, of which the rate
-    is published. DeepSeek-V3 in 16 bits: tpu-recipes/training/ironwood/README.md. The latter two
-    drop no token, and have no empty slots.
+    is published. DeepSeek-V3 and Qwen3-235B-A22B, with products in 16 bits and in fp8:
+    tpu-recipes/training/ironwood, README.md and run_recipe.sh: layers' inputs alone are kept, in
+    host memory. All but the first drop no token, and have no empty slots.
     """
-    mixtral, deepseek = _llama("mixtral-8x7b", 4096), _llama("deepseek-v3", 4096)
-    assert mixtral.experts
-    assert deepseek.experts
-    dropless = dataclasses.replace(
-        mixtral, experts=dataclasses.replace(mixtral.experts, capacity=1.0)
+
+    def dropless(model: Decoder) -> Decoder:
+        assert model.experts
+        return dataclasses.replace(model, experts=dataclasses.replace(model.experts, capacity=1.0))
+
+    with_slots, deepseek = _llama("mixtral-8x7b", 4096), dropless(_llama("deepseek-v3", 4096))
+    mixtral = dropless(with_slots)
+    qwen = Decoder(
+        *(94, 4096, 64, 4, 8 * 1536, 151936, 4096),
+        head_dim=128,
+        experts=Experts(128, 8, capacity=1.0),
     )
-    deepseek = dataclasses.replace(
-        deepseek, experts=dataclasses.replace(deepseek.experts, capacity=1.0)
-    )
-    rate = 251.94e12
-    table = [
-        ("v6e", "Mixtral 8x7B", mixtral, (16, 16), 12, "save_dot_except_mlp", 13.484),
-        (
-            *("v5p", "Mixtral 8x7B", dropless, (4, 4, 4), 36, "full"),
-            mixtral.flops(36 * 4096, 4096) / rate,
-        ),
-        ("tpu7x", "DeepSeek-V3", deepseek, (4, 4, 8), 8, "full", 27.02),
-        ("tpu7x", "DeepSeek-V3", deepseek, (4, 8, 8), 8, "full", 26.79),
+    of_rate = mixtral.flops(36 * 4096, 4096) / 251.94e12
+    rows = [
+        ("v6e", "Mixtral 8x7B", with_slots, (16, 16), 12, "save_dot_except_mlp", 13.484),
+        ("v5p", "Mixtral 8x7B", mixtral, (4, 4, 4), 36, "full", of_rate),
     ]
-    rows = []
-    for kind, name, model, torus, each, recompute, seconds in table:
-        devices = math.prod(torus) * (2 if kind == "tpu7x" else 1)
-        plan = ParallelPlan(data=devices, microbatch=each, stage=3, recompute=recompute)
-        machine = Machine(kind_of(kind), devices, torus)
-        rows.append(Published(name, model, plan, machine, FUSED, seconds, True))
-    return rows
+    many = [
+        ("DeepSeek-V3", deepseek, (4, 4, 8), 8, {None: 27.02, "fp8": 22.47}),
+        ("DeepSeek-V3", deepseek, (4, 8, 8), 8, {None: 26.79, "fp8": 22.08}),
+        ("Qwen3 235B", qwen, (4, 8, 8), 16, {None: 30.87, "fp8": 27.67}),
+    ]
+    return [_gathered(*row) for row in rows] + [
+        _gathered("tpu7x", name, model, torus, each, "full", seconds, matmuls=matmuls)
+        for name, model, torus, each, times in many
+        for matmuls, seconds in times.items()
+    ]
 
 
 # --- All ------------------------------------------------------------------------------------------
@@ -598,5 +633,6 @@ def sources() -> dict[str, list[Published]]:
         "tpu-recipes, v6e, 2025-10": _half(recipes["v6e"]),
         "tpu-recipes, v5p, 2025-10": recipes["v5p"],
         "tpu-recipes, tpu7x, 2026-08": _half(recipes["tpu7x"]),
+        "tpu-recipes, tpu7x, products in fp8, 2026-08": tpu_recipes_fp8(),
         "MaxText and tpu-recipes, experts on v5p, v6e and tpu7x, 2024 to 2026": experts(),
     }

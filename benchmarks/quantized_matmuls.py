@@ -11,6 +11,7 @@ decoder, a ViT and an MLP learn in each recipe.
 """
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -38,7 +39,7 @@ from _corpus import Corpus
 
 LAYERS, VOCABULARY, ROWS, LENGTH = 8, 32000, 4, 2048
 MODELS = {"7B": (4096, 11008, 32), "13B": (5120, 13824, 40)}  # width, hidden, heads
-RECIPES = {"h100x1": "fp8", "v5e:1x1": "int8"}
+RECIPES = {"h100x1": ("fp8", "fp8_delayed"), "v5e:1x1": ("int8", "int8_delayed")}
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -83,16 +84,23 @@ def products_by_type(text: str) -> Counter[tuple[str, ...]]:
     return Counter((types.get(a, "?"), types.get(b, "?")) for a, b in found)
 
 
-def program_rows(smoke: bool) -> Iterator[str]:
-    """A row for each program."""
-    for target, recipe in RECIPES.items():
-        for model in ["7B"] if smoke else MODELS:
+def program_rows(models: Sequence[str], recipes: Sequence[str]) -> Iterator[str]:
+    """A row for each program of some recipes."""
+    for target, of_target in RECIPES.items():
+        place = jax.sharding.SingleDeviceSharding(targets.topology(target)[0])
+        for model in models:
             loss, params, tokens = large_decoder(model)
-            low = shd.quantized_matmuls(loss, recipe)
-            share = matmuls.report_products(low, params, tokens).share
-            place = jax.sharding.SingleDeviceSharding(targets.topology(target)[0])
-            args = jax.tree.map(lambda t: t.update(sharding=place), (params, tokens))  # noqa: B023
-            for name, fn in (("bfloat16", loss), (recipe, low)):
+            for name in ("bfloat16", *of_target):
+                if name not in recipes:
+                    continue
+                args, fn, share = (params, tokens), loss, 0.0
+                if name != "bfloat16":
+                    fn = shd.quantized_matmuls(loss, name)
+                    share = matmuls.report_products(fn, params, tokens).share
+                if name.endswith("delayed"):
+                    scaled = functools.partial(matmuls.scaled_params, fn)
+                    args = jax.eval_shape(scaled, params, tokens), tokens
+                args = jax.tree.map(lambda t: t.update(sharding=place), args)  # noqa: B023
                 program = jax.jit(jax.value_and_grad(fn)).lower(*args).compile()
                 yield program_row(target, model, name, program, share)
 
@@ -104,7 +112,6 @@ def program_row(target: str, model: str, name: str, program: Any, share: float) 
     flops = sum(audit.flops.values())
     temporaries = program.memory_analysis().temp_size_in_bytes
     rate, bandwidth = {"h100x1": (989e12, 3.35e12), "v5e:1x1": (197e12, 0.819e12)}[target]
-    share = 0.0 if name == "bfloat16" else share
     seconds = flops * (1 - share / 2) / rate
     types = products_by_type(program.as_text())
     few = sum(n for pair, n in types.items() if any(t[:2] in ("f8", "s8") for t in pair))
@@ -156,10 +163,12 @@ T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9:
 
 
 def last_fifths(
-    loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int
+    loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int, carries: bool = False
 ) -> list[float]:
-    """Of each seed, the mean training loss of the last fifth of the steps."""
+    """Of each seed, the mean training loss of the last fifth; some losses carry scales."""
     tx = optax.adam(2e-3)
+    if carries:
+        tx = matmuls.scaled_optimizer(tx)
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
@@ -171,6 +180,8 @@ def last_fifths(
     found = []
     for seed in range(seeds):
         params = jax.tree.map(jnp.asarray, task.init(seed))
+        if carries:
+            params = matmuls.scaled_params(loss, params, task.batch(seed, 0))
         state, values = (params, tx.init(params)), []
         for start in range(0, steps, EACH):
             batches = [task.batch(seed, i) for i in range(start, min(start + EACH, steps))]
@@ -190,7 +201,8 @@ def learning_rows(seeds: int, steps: int, width: int, names: Sequence[str]) -> I
     for recipe in names:
         for name, task in tasks.items():
             low = shd.quantized_matmuls(task.loss, recipe, min_size=0, simulate=True)
-            found = last_fifths(low, task, seeds, steps)
+            carries = bool(matmuls.RECIPES[recipe].carried)
+            found = last_fifths(low, task, seeds, steps, carries)
             above = 100 * (np.array(found) / np.array(plain[name]) - 1)
             spread = T.get(seeds - 1, np.nan) * above.std(ddof=1) / seeds**0.5 if seeds > 1 else 0
             yield (
@@ -213,17 +225,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=64, help="32 times the layers")
-    parser.add_argument("--recipes", nargs="+", default=LEARNED, choices=LEARNED)
+    parser.add_argument("--recipes", nargs="+", help="of all that a part has")
+    parser.add_argument("--models", nargs="+", default=["7B"], choices=MODELS)
     parser.add_argument("--smoke", action="store_true", help="a little of it; prints only")
     args = parser.parse_args()
     if args.part == "programs":
-        rows, header, about = program_rows(args.smoke), PROGRAM_HEADER, ABOUT_PROGRAMS
+        every = ("bfloat16", *sum(RECIPES.values(), ()))
+        rows = program_rows(args.models, args.recipes or every)
+        header, about = PROGRAM_HEADER, ABOUT_PROGRAMS
     elif args.part == "wire":
         rows, header, about = wire_rows(), WIRE_HEADER, ABOUT_WIRE
     else:
         steps, seeds = (4, 1) if args.smoke else (args.steps, args.seeds)
         width = 32 if args.smoke else args.width
-        names = LEARNED[:1] if args.smoke else args.recipes
+        names = LEARNED[:1] if args.smoke else args.recipes or LEARNED
         rows, header = learning_rows(seeds, steps, width, names), LEARNING_HEADER
         about = ABOUT_LEARNING.format(steps=steps, seeds=seeds, width=width)
     made = _results.table(header, rows)

@@ -180,15 +180,23 @@ def train(options, corpus, mesh, directory, stop):
     if options.recompute and not options.pipeline:  # a pipeline gathers and computes its stages
         block = nn.remat(block, policy=policy)
     model = TransformerLM(config, block_class=block, table_class=embed)
-    tx, schedule = make_optimizer(
-        options.optimizer,
-        options.learning_rate,
-        options.batches.examples(options.steps) // options.batch_size,
-        options.state,
-        options.sync,
-        options.batch_size if options.noise_scale else None,
-        options.batches,
-    )
+
+    @functools.cache
+    def optimizer(noise_scale_batch):
+        return make_optimizer(
+            options.optimizer,
+            options.learning_rate,
+            options.batches.examples(options.steps) // options.batch_size,
+            options.state,
+            options.sync,
+            noise_scale_batch,
+            options.batches,
+        )
+
+    def for_batch(state, size):  # the noise scale is measured of batches of one size
+        return state.replace(tx=optimizer(size if options.noise_scale else None)[0])
+
+    tx, schedule = optimizer(options.batch_size if options.noise_scale else None)
 
     def make_state(key, form=lambda params: params):
         params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
@@ -309,6 +317,7 @@ def train(options, corpus, mesh, directory, stop):
 
     if options.audit:
         windows = corpus.batch(options.seed, start + 1, options.batches.size(start))
+        state = for_batch(state, len(windows))
         # Lowered for the real arguments, so that the first step reuses the compiled program.
         compiled = steps[len(windows)].lower(state, place(windows)).compile()
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
@@ -325,7 +334,7 @@ def train(options, corpus, mesh, directory, stop):
     with Progress(options.optimizer, metrics.rows, *of_run) as progress:
         for i in range(start + 1, options.steps + 1):
             windows = corpus.batch(options.seed, i, options.batches.size(i - 1))
-            state, out = steps[len(windows)](state, place(windows))
+            state, out = steps[len(windows)](for_batch(state, len(windows)), place(windows))
             row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
             if options.noise_scale:
                 row["noise_scale"] = float(optax_ext.noise_scale(state.opt_state))

@@ -143,7 +143,8 @@ def gradient_noise_scale(
     with gradients that are not finite, are skipped.
 
     Args:
-      batch_size: B, above 0, in the unit of the noise scale: examples, tokens, or mean weight.
+      batch_size: B, above 0, in the unit of the noise scale: examples, tokens, or mean weight. Of
+        batches that grow, each size has a transformation of its own; their states are alike.
       decay: decay of the averages, in [0, 1).
 
     Returns:

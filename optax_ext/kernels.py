@@ -5,6 +5,7 @@ A kernel sees the arrays of one device: ``sharding`` says how they are sharded.
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -90,13 +91,16 @@ def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments
     """Calls ``kernel`` in programs for TPUs, ``default`` in others.
 
     Programs for several devices have ``default``, unless ``kernels_on`` says how arrays are
-    sharded. ``kernel`` may close over no array that is traced here.
+    sharded. ``kernel`` may close over no array that is traced here. Its argument ``read_only``
+    has the ids of arrays that it cannot overwrite without a copy.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     closed, consts, results = with_constants(default, *arguments)
 
-    def flat_kernel(*operands: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(kernel(*jax.tree.unflatten(treedef, operands[len(consts) :])))
+    def flat_kernel(*operands: jax.Array, read_only: Sequence[bool] = ()) -> list[jax.Array]:
+        ids = frozenset(id(x) for x, kept in zip(operands, read_only, strict=False) if kept)
+        given = jax.tree.unflatten(treedef, operands[len(consts) :])
+        return jax.tree.leaves(kernel(*given, read_only=ids))
 
     forms = {"default": closed, "kernel": in_this_mesh(flat_kernel)}
     made = FOR_TPUS.bind(*consts, *leaves, **forms, anywhere=shards() is not None)
@@ -117,11 +121,23 @@ def with_constants(fn: Callable[..., Any], *types: Any) -> tuple[ClosedJaxpr, li
 def _lower_for_tpus(ctx: Any, *operands: Any, kernel: Any, default: Any, anywhere: bool) -> Any:
     # A program for several devices whose arrays are sharded by jit alone would not take a kernel.
     is_single = getattr(ctx.module_context.axis_context, "num_devices", None) == 1
-    fn = kernel if is_single or anywhere else jaxpr_as_fun(default)
+    fn = jaxpr_as_fun(default)
+    if is_single or anywhere:
+        fn = functools.partial(kernel, read_only=list(map(_is_read_only, operands)))
     return mlir.lower_fun(fn, multiple_results=True)(ctx, *operands)
 
 
-mlir.register_lowering(FOR_TPUS, _lower_for_tpus, platform="tpu")
+def _is_read_only(operand: mlir.Value) -> bool:
+    """Whether an operand is an argument of the program that is not donated to it."""
+    function = getattr(operand.owner, "owner", None)  # otherwise an operation's result
+    if function is None or str(function.attributes.get("sym_name")) != '"main"':
+        return False
+    donated = function.attributes["arg_attrs"][operand.arg_number]
+    return not {"tf.aliasing_output", "jax.buffer_donor"} & {x.name for x in donated}
+
+
+# Not cached, for cached rules see operands of a function of their own.
+mlir.register_lowering(FOR_TPUS, _lower_for_tpus, platform="tpu", cacheable=False)
 
 # --- On which shards ------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 pytest.importorskip("flax")
@@ -27,6 +28,7 @@ from _corpus import Corpus
 from _model import Config, TransformerLM
 from _plan import take_plan
 
+import optax_ext
 from sharding.plan import ParallelPlan, PlanFile
 
 from .multiprocess.processes import ROOT, output_of, wait_until
@@ -47,10 +49,15 @@ def arguments(text, *options):
     return [str(x) for x in (*command, "--checkpoint-every", EVERY, *options)]
 
 
-def train(folder, text, *options, stop=0, by=signal.SIGINT):
-    """Runs the script in a folder, stopped in a step by a signal; its exit code and its output."""
+def train(folder, text, *options, stop=0, by=signal.SIGINT, sizes=None):
+    """Runs the script in a folder, stopped in a step by a signal; its exit code and its output.
+
+    The size of each batch is appended to ``sizes``.
+    """
 
     def batch(corpus, seed, step, size):
+        if sizes is not None:
+            sizes.append(size)
         if step == stop:
             signal.raise_signal(by)
         return read(corpus, seed, step, size)
@@ -209,6 +216,46 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     assert f"Resuming from the checkpoint at step {last}." in succeed(tmp_path, text)
     assert column(tmp_path, "step") == list(range(STEPS + 1))
     assert rows(tmp_path) == rows(uninterrupted[0])
+
+
+def test_a_batch_that_doubles(tmp_path, text, monkeypatch):
+    """By windows seen, for rates too; each size is measured as such; a resumed run is the same."""
+    measure, pieces, sizes = optax_ext.gradient_noise_scale, [], []
+
+    def measure_and_note(batch_size):
+        tx = measure(batch_size)
+
+        def update(*args, num_pieces, **options):
+            pieces.append((batch_size, num_pieces))
+            return tx.update(*args, num_pieces=num_pieces, **options)
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
+    monkeypatch.setattr(optax_ext, "gradient_noise_scale", measure_and_note)
+    options = (
+        "--double-batch",
+        "80,200",
+        "--noise-scale",
+        "--learning-rate",
+        0.01,
+        "--name",
+        "run",
+    )
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    succeed(whole, text, *options, sizes=sizes)
+    batches = optax_ext.BatchSchedule({0: 8, 80: 16, 200: 32})
+    assert sizes == [batches.size(i) for i in range(STEPS)]
+    # Two devices; whether a transformation asks is found by a call with two pieces.
+    assert {pair for pair in pieces if pair[1] > 2} == {(16, 4), (32, 8)}
+    seen = batches.examples(STEPS) // 8
+    base = optax.warmup_cosine_decay_schedule(0.0, 0.01, seen // 20, seen, 0.0005)
+    want = [base(batches.examples(i) / 8) * (batches.size(i) / 8) ** 0.5 for i in range(STEPS)]
+    np.testing.assert_allclose(column(whole, "learning_rate", "run"), want, rtol=1e-5)
+    stopped(parts, text, *options, stop=14)
+    succeed(parts, text, *options)
+    assert rows(parts, "run") == rows(whole, "run")
 
 
 def test_a_killed_run_resumes_from_memory_and_loses_no_step(

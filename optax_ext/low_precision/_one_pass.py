@@ -59,7 +59,10 @@ class OnePass(NamedTuple):
     shape: tuple[int, ...]  # of the parameter
     stored: dict[int, Quantized]  # inputs that it dequantizes
     interpret: bool  # whether a kernel is interpreted
-    outputs: Sequence[int] = ()  # that it makes, as ``Quantized`` where the input is stored
+    read_only: frozenset[int]  # inputs that it cannot overwrite without a copy
+    # Those that it makes, as ``Quantized`` where the input is stored, and their values. The update
+    # may be made of its value by XLA.
+    outputs: dict[int, int]
     sums: Sequence[Equation] = ()  # over rows or columns, which the next pass needs
     equations: Sequence[Equation] = ()  # in the order in which a slice of the arrays is evaluated
     full: Sequence[int] = ()  # values of that shape that the pass reads
@@ -81,6 +84,7 @@ class OnePassUpdates:
         updates: Tree,
         state: LowPrecisionState,
         params: Any,
+        read_only: frozenset[int],  # ids of arrays
     ):
         with_paths, updates_def = jax.tree.flatten_with_path(updates)
         moments, treedef = flatten(state.inner_state)
@@ -91,6 +95,10 @@ class OnePassUpdates:
         self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
         stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
         inputs = [dequantized_type(x) for _, x in (*with_paths, *moments)]
+        leaves = [jax.tree.leaves(x) for _, x in (*with_paths, *moments)]
+        self._read_only = frozenset(
+            i for i, own in enumerate(leaves) if not read_only.isdisjoint(map(id, own))
+        )
 
         def flat_update(inputs: list[Any]) -> list[Any]:
             trees = jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
@@ -128,10 +136,15 @@ class OnePassUpdates:
         values = {j: graph.outputs[j] for j in outputs}
         if any(graph.reads[v] & ~reads for v in values.values()):
             return None
-        full = [j for j, v in values.items() if graph.shape(v) == shape]
-        update = OnePass(graph, root, path, shape, read, self._shards.interpret, full)
+        full = {j: v for j, v in values.items() if graph.shape(v) == shape}
+        options = self._shards.interpret, self._read_only
+        update = OnePass(graph, root, path, shape, read, *options, full)
         passes = _with_sums(update, [v for j, v in values.items() if j not in full])
-        return None if passes is None else (outputs, passes)
+        if passes is None:
+            return None
+        if self._params[root] is None:
+            passes = _without_tail(passes)
+        return outputs, passes
 
     def outputs_of(self, root: int) -> list[int]:
         """Returns the step's outputs that are made with an update; none if it takes no pass."""
@@ -204,7 +217,12 @@ class OnePassUpdates:
                 axes = eqn.params["axes"]
                 axes = axes if sums_rows(eqn, every) else {*axes} - {column} | {row}
                 self._values[eqn.results[0]] = jnp.sum(partial, tuple(axes))
-        return dict(zip(numbers, made, strict=False))
+        results = dict(zip(numbers, made, strict=False))
+        value = self._graph.outputs[update.root]
+        if update.outputs.get(update.root, value) != value:
+            self._values[update.outputs[update.root]] = results[update.root]
+            (results[update.root],) = self._compute([value])
+        return results
 
 
 # --- Which updates take a pass --------------------------------------------------------------------
@@ -234,7 +252,7 @@ def _with_sums(update: OnePass, needed: list[int]) -> list[OnePass] | None:
             return None
     if not sums:
         return [complete]
-    before = _with_sums(update._replace(outputs=(), sums=list(sums.values())), [])
+    before = _with_sums(update._replace(outputs={}, sums=list(sums.values())), [])
     return None if before is None else [*before, complete]
 
 
@@ -244,7 +262,7 @@ def _with_operands(update: OnePass) -> OnePass | None:
     shape = update.shape
     equations: set[int] = set()
     found: Any = {k: [] for k in ("full", "rows", "columns", "small", "literals")}
-    made = [graph.outputs[j] for j in update.outputs]
+    made = list(update.outputs.values())
     if any(graph.types[v].dtype not in _DTYPES for v in made):
         return None
     seen = set(update.stored)
@@ -272,6 +290,54 @@ def _with_operands(update: OnePass) -> OnePass | None:
         else:
             return None
     return update._replace(equations=[graph.equations[i] for i in sorted(equations)], **found)
+
+
+def _without_tail(passes: list[OnePass]) -> list[OnePass]:
+    """Leaves the last operations of an update to XLA where passes then read less.
+
+    XLA reads what these need, such as parameters that decay, together with what applies updates.
+    Where they alone need the last sums, the pass that makes these makes the outputs, too.
+    """
+    *before, last = passes
+    graph = last.graph
+    best = passes
+    value: Any = last.outputs[last.root]
+    while (value := _operand(last, value)) is not None:
+        cut = _with_operands(last._replace(outputs=last.outputs | {last.root: value}))
+        if cut is None:
+            continue
+        found = [*before, cut]
+        if before:
+            both = _with_operands(cut._replace(sums=before[-1].sums))
+            needs, _ = graph.needed([*cut.rows, *cut.columns, *cut.small], ())
+            if both is not None and not any(eqn in before[-1].sums for eqn in needs):
+                found = [*before[:-1], both]
+        if _num_read(found) < _num_read(best):
+            best = found
+    return best
+
+
+def _operand(update: OnePass, value: int) -> int | None:
+    """Returns the one operand of a value that a pass has to compute; None if there are others."""
+    graph = update.graph
+
+    def producer(v: int) -> Equation | None:
+        index = graph.producer.get(v)
+        return graph.equations[index] if index is not None and _is_local(graph, index) else None
+
+    eqn = producer(value)
+    found = []
+    for v in set(eqn.operands) if eqn else ():
+        own = producer(v)
+        is_vector = own is not None and own.primitive.name == "broadcast_in_dim"
+        if graph.reads[v] and graph.shape(v) == update.shape and not is_vector:
+            found.append(v)
+    is_same = len(found) == 1 and graph.types[found[0]].dtype == graph.types[value].dtype
+    return found[0] if is_same else None
+
+
+def _num_read(passes: list[OnePass]) -> int:
+    return sum(4 * len(update.full) + len(update.stored) for update in passes)
 
 
 def dequantized_type(x: Any) -> Any:
@@ -327,28 +393,25 @@ def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int
     arrays = (operands.full, operands.stored)
     leaves, treedef = jax.tree.flatten(arrays)
     full_at, stored_at = jax.tree.unflatten(treedef, range(len(leaves)))
-    stored = dict(zip(update.stored, zip(operands.stored, stored_at, strict=True), strict=True))
-    shape = operands.stored[0].codes.shape
+    stored = dict(zip(update.stored, operands.stored, strict=True))
+    inputs = (*update.full, *update.stored)
+    places: list[Any] = [*full_at[: len(update.full)], *stored_at]
+    over = {j: at for j, at in zip(inputs, places, strict=True) if j not in update.read_only}
+    if update.param is not None:
+        over[update.root] = update.param
     types: list[Any] = []
     aliases = {}
     num = 0
-    like: Any
-    for j in update.outputs:
-        if j in stored:
-            like, over = stored[j]
-        else:
-            dtype = update.graph.types[update.graph.outputs[j]].dtype
-            over = full_at[update.full.index(j)] if j in update.full else None
-            if j == update.root and update.param is not None:
-                over = update.param
-                dtype = leaves[over].dtype
-            over = None if over is None or leaves[over].dtype != dtype else over
-            like = jax.ShapeDtypeStruct(shape, dtype)
+    for j, value in update.outputs.items():
+        is_param = j == update.root and update.param is not None
+        dtype = leaves[update.param].dtype if is_param else update.graph.types[value].dtype
+        like: Any = stored.get(j, jax.ShapeDtypeStruct(operands.stored[0].codes.shape, dtype))
         types.append(like)
-        for k in jax.tree.leaves(over):
-            aliases[k] = num
-            num += 1
-        num += over is None
+        new = jax.tree.leaves(like)
+        for i, (k, x) in enumerate(zip(jax.tree.leaves(over.get(j)), new, strict=False)):
+            if leaves[k].dtype == x.dtype:
+                aliases[k] = num + i
+        num += len(new)
     return types, aliases
 
 
@@ -379,7 +442,7 @@ def update_slice(
         elif name not in ("copy", "copy_p", "optimization_barrier"):
             operands = list(bind(eqn, operands))
         values |= zip(eqn.results, operands, strict=True)
-    made = {j: jnp.broadcast_to(values[update.graph.outputs[j]], shape) for j in update.outputs}
+    made = {j: jnp.broadcast_to(values[v], shape) for j, v in update.outputs.items()}
     if update.param is not None:
         param = full[update.param]
         total = param.astype(jnp.float32) + made[update.root].astype(jnp.float32)

@@ -87,7 +87,14 @@ class StoredStep(NamedTuple):
         return optax.apply_updates(params, updates) if self.apply else updates, new
 
     def _in_passes(
-        self, closed: Any, results: Any, updates: Tree, state: Any, params: Tree, consts: list[Any]
+        self,
+        closed: Any,
+        results: Any,
+        updates: Tree,
+        state: Any,
+        params: Tree,
+        consts: list[Any],
+        read_only: frozenset[int] = frozenset(),  # ids of arrays
     ) -> Updated:
         """Computes the step, whose inner update is this jaxpr, in one pass for each leaf."""
 
@@ -96,7 +103,8 @@ class StoredStep(NamedTuple):
             return jax.tree.unflatten(results, made)
 
         step = self._replace(inner_update=inner_update)
-        passes = OnePassUpdates(inner_update, self.apply, self.shards, updates, state, params)
+        arguments = updates, state, params
+        passes = OnePassUpdates(inner_update, self.apply, self.shards, *arguments, read_only)
         return _scales_first(functools.partial(step.at_once, params=params), updates, state, passes)
 
 
@@ -168,18 +176,26 @@ class ScalesFirst(ScheduledRun):
             math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
         ]
         equations, _ = graph.needed(scales, self.values)
-        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
+        least = min(code_sizes, default=0)
+
+        def is_again(value: int) -> bool:
+            return bool(graph.reads[value]) and math.prod(graph.shape(value)) >= least
+
+        # Small values, such as sums, are kept.
+        twice = [eqn for eqn in equations if any(map(is_again, eqn.results))]
         if scales and code_sizes and all(map(_is_cheap, twice)):
-            known = set(self.values)
-            self.compute(scales)
-            # Discard what was dequantized; the inputs among it are read a second time.
-            discarded = {
-                value: self.values.pop(value)
-                for value in self.values.keys() - known - set(scales)
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
-            }
-            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
+            sums = [v for eqn in equations if not _is_cheap(eqn) for v in eqn.results]
+            self._compute_and_discard([v for v in sums if graph.reads[v]], is_again)
+            self._compute_and_discard(scales, is_again)
+
+    def _compute_and_discard(self, wanted: list[Any], is_again: Callable[[int], bool]) -> None:
+        """Discards what is dequantized for these values; inputs among it are read a second time."""
+        known = self.values.keys() & self.graph.producer.keys()
+        self.compute(wanted)
+        new = self.values.keys() - known - set(wanted)
+        discarded = {value: self.values.pop(value) for value in new if is_again(value)}
+        inputs = {i: x for i, x in discarded.items() if i not in self.graph.producer}
+        self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in wanted])
 
 
 def _is_cheap(eqn: Any) -> bool:

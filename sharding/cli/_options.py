@@ -123,7 +123,8 @@ def plan_options(parser: ArgumentParser) -> None:
     kinds |= {"matmuls": _one_of(MATMULS)}
     every = _MODEL | _FINE_TUNING | _DTYPES | state | _MATMULS
     _add(parser, "model and optimizer", every, **kinds)
-    _add_machine(parser, _TARGET | _MESH)
+    local = {"--local-steps N": "between two averages of the parameters of replicas (LocalSteps)"}
+    _add_machine(parser, _TARGET | _MESH | local)
     _add(parser, "batch", _BATCH | remat, microbatches={"default": 1})
     _add_output(parser)
 

@@ -91,7 +91,8 @@ def _about_layers(shared: dict[str, ParallelPlan]) -> str:
 
 def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
-    counted = f"{setup.flops_of_parameter:.0f} operations per parameter and token, "
+    passed = "that a token passes" if getattr(setup.model, "experts", None) else "and token"
+    counted = f"{setup.flops_of_parameter:.0f} operations per parameter {passed}, "
     counted += "attention in full" if setup.costs else "without attention"
     if isinstance(setup.model, TracedModel):
         counted = "the products of its loss"

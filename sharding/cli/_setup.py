@@ -17,8 +17,8 @@ from sharding.cli._load import model_of, optimizer_of
 from sharding.plan.audit._find_batch import largest
 from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._plan_costs import PlanCosts, transformation_of
-from sharding.plan.cost._stage_plan import StagePlan, variants_of
+from sharding.plan.cost._plan_costs import PlanCosts, coded_in, transformation_of
+from sharding.plan.cost._stage_plan import Coded, StagePlan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import HEADROOM, DeviceKind, kind_of
@@ -56,6 +56,7 @@ class Setup:
     recompute: bool = True  # whether layers are computed again, where they are not
     update: str = "after"  # where: after the backward pass, or in it
     matmuls: str | None = None  # the recipe of quantized products of layers
+    local_steps: int = 0  # of replicas, between two averages of their parameters
 
     @property
     def is_fine_tuned(self) -> bool:
@@ -100,6 +101,7 @@ class Setup:
         leaves = jax.tree.leaves(self.params, is_leaf=is_form)
         flops = self.flops_of_parameter * sum(math.prod(x.shape) for x in leaves) * tokens
         activations: Mapping[str, Activations] | Activations | float | None = self.activations
+        coded: Coded = {}
         if self.costs:
             shared = ParallelPlan(
                 data=self.costs.machine.num_devices,
@@ -113,6 +115,7 @@ class Setup:
             if self.matmuls:  # as many operations in 16 bits as take their time
                 least = self.costs.passes(shared, ideal=True).work.matmul
                 flops = least * self.costs.machine.device.flops
+            coded = coded_in(dataclasses.replace(shared, stage=3), self.model, self.costs.dtype)
         if self.costs and activations is None and fastest:
             activations = {name: self.costs.activations(fastest[name]) for name in fastest}
         elif activations is None:
@@ -130,6 +133,8 @@ class Setup:
             flops=flops,
             predicted={name: self.seconds(fastest[name]) for name in fastest},
             activations=activations,
+            coded=coded,
+            local_steps=self.local_steps,
         )
 
     def compared_stages(self, state_format: str | None) -> tuple[Plan, dict[str, ParallelPlan]]:
@@ -140,7 +145,7 @@ class Setup:
         """
         variants = variants_of(self.zero)
         shared = {name: self.parallel_plan(variants[name], state_format) for name in variants}
-        timed = bool(self.costs and self.timed)
+        timed = bool(self.costs and self.timed and not self.local_steps)
         if timed and self.activations is None:
             held = self.plan(self.zero, state_format=state_format).stages
             shared = {stage.name: self._fastest(shared[stage.name], stage) for stage in held}
@@ -278,6 +283,7 @@ def setup_of(options: Namespace) -> Setup:
         master=options.master,
         update="backward" if by_layer else "after",
         matmuls=matmuls,
+        local_steps=getattr(options, "local_steps", None) or 0,
     )
 
 

@@ -321,7 +321,7 @@ class Evaluator:
             if views is not None:
                 return views
         if eqn.primitive.name == "optimization_barrier":
-            return with_held(operands, bind(eqn, held_arrays(operands)))
+            return with_held(operands, lax.optimization_barrier(held_arrays(operands)))
         return None
 
     def _checkpoint(

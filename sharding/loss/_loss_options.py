@@ -140,11 +140,12 @@ AnyLoss: TypeAlias = Loss | _HasLoss | Callable[..., Any]
 KEYWORDS = {field.name: field for field in dataclasses.fields(Loss)[1:5]}
 
 
-def as_loss(given: AnyLoss, *options: Any, first: str = "params") -> Loss:
+def as_loss(given: AnyLoss, *options: Any, first: str | None = "params") -> Loss:
     """The loss that an argument names: as it is, or made of a function and the options beside it.
 
     ``options`` are in the order of a ``Loss``. Beside a ``Pipeline``, which is a loss by itself,
-    they may repeat its own. Errors call the first argument of the function ``first``.
+    they may repeat its own. Errors call the first argument of the function ``first``; None: it may
+    be a layer, of any arguments.
     """
     if isinstance(given, Loss):
         loss = given
@@ -188,15 +189,17 @@ def _returned(out: Tree) -> str:
     return str(jax.tree.map(short, out)).replace("'", "")
 
 
-def _with_arguments(loss: Loss, first: str) -> Loss:
+def _with_arguments(loss: Loss, first: str | None) -> Loss:
     """Itself, or an error if its function does not take what the options say."""
     fn, more = loss.fn, {"model_state": loss.model_state, "key": loss.rngs}
-    names = first, "batch", *(name for name, is_taken in more.items() if is_taken)
+    names = first or "params", "batch", *(name for name, is_taken in more.items() if is_taken)
     if not callable(fn):
         raise ValueError(
             f"a step takes a function of ({', '.join(names)}), got a {type(fn).__name__}, which "
             "is not callable."
         )
+    if first is None:
+        return loss
     try:
         # A wrapper may take other arguments than what it wraps.
         signature = inspect.signature(fn, follow_wrapped=False)

@@ -294,14 +294,14 @@ class Walk:
             raise RowsMeet("a derivative that its author wrote may read a sum over rows")
         key = id(step.equation)
         if key not in self._traced:
-            twin = step.twin and _pullback_of(step.twin)
-            self._traced[key] = step.equation, _pullback_of(step), twin
+            twin = step.twin and pullback_of(step.twin)
+            self._traced[key] = step.equation, pullback_of(step), twin
         (_, pullback, twin), types = self._traced[key], step.result_types
         if pullback is None:
             return
         self._is_in_pullback = True  # a loss with derivatives of derivatives has them in its trace
         try:
-            cotangents = [_cotangent(outs[k], types[k]) for k in _inexact(types)]
+            cotangents = [_cotangent(outs[k], types[k]) for k in inexact_of(types)]
             found = self.inside(pullback, twin, [*ins, *cotangents])
         finally:
             self._is_in_pullback = False
@@ -417,13 +417,13 @@ def _after_rows(before: Any, out: Any, shape: Sequence[int]) -> Any:
 _LOSS = 1000  # the power of a loss that no value has by itself
 
 
-def _inexact(avals: Sequence[Any]) -> list[int]:
+def inexact_of(avals: Sequence[Any]) -> list[int]:
     return [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
 
-def _pullback_of(step: RowStep) -> Any:
+def pullback_of(step: RowStep) -> Any:
     """The traced pullback, of operands and cotangents of results; None if it has no derivative."""
-    eqn, inexact, results = step.equation, _inexact(step.types), _inexact(step.result_types)
+    eqn, inexact, results = step.equation, inexact_of(step.types), inexact_of(step.result_types)
     if not (inexact and results):
         return None
 
@@ -460,7 +460,7 @@ def _of_rows(v: Rows) -> Rows:
 
 def _check_cotangents(step: RowStep, ins: list[Any], found: list[Any]) -> None:
     """Raises if the cotangents ``found`` of operands ``ins`` do not keep rows apart as these do."""
-    for k, state in zip(_inexact(step.types), found, strict=True):
+    for k, state in zip(inexact_of(step.types), found, strict=True):
         if isinstance(state, Coupled):
             where = f" ({state.line})" if state.line else ""
             raise RowsMeet(f"in its own derivative, {state.equation}: {state.reason}{where}")

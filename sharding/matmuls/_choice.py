@@ -31,16 +31,18 @@ class MatmulUse(NamedTuple):
     at: int  # the operand that is the parameter; -1 if none or both are
     number: int  # of the parameter, or -1
     in_layer: bool  # of a stack, in a loop or by its index
+    is_shared: bool = False  # whether other equations read the parameter, too
+    stacks: tuple[int, ...] | None = None  # its leading dims that layers are slices of, if known
 
     @property
     def key(self) -> tuple[int, int]:
         return id(self.eqn), self.number
 
 
-def kept_products(
+def choose(
     uses: list[MatmulUse], names: list[str], options: MatmulOptions, looked_up: set[int]
-) -> tuple[dict[tuple[int, int], Recipe], dict[tuple[int, int], str]]:
-    """The recipes of products that are quantized, and the reasons of others, by their keys.
+) -> dict[tuple[int, int], Recipe | str]:
+    """By the keys of products, the recipe, or why one is kept.
 
     Raises:
       ValueError: if an expression of ``keep`` matches no parameter.
@@ -54,16 +56,22 @@ def kept_products(
     layers = numbered_layers(names)
     # Modules are numbered, too, where the last one is the head.
     last = next((use for use in reversed(uses) if use.at >= 0 and not use.in_layer), None)
-    recipes, reasons = {}, {}
+    chosen: dict[tuple[int, int], Recipe | str] = {}
+    stacks: dict[int, set[Any]] = {}
+    for use in uses:
+        stacks.setdefault(use.number, set()).add(use.stacks)
     for use in uses:
         reason = _reason(use, names, options, looked_up)
         at_an_end = use is last or not (use.in_layer or layers[use.number])
         recipe = options.recipe.ends if at_an_end else options.recipe
-        if reason or recipe is None:
-            reasons[use.key] = reason or (HEAD if use is last else OUTSIDE)
-        else:
-            recipes[use.key] = recipe
-    return recipes, reasons
+        if not reason and recipe and recipe.carried and not _is_one(stacks[use.number]):
+            reason = "scales are carried by layers, and it is read otherwise, too"
+        chosen[use.key] = reason or recipe or (HEAD if use is last else OUTSIDE)
+    return chosen
+
+
+def _is_one(stacks: set[tuple[int, ...] | None]) -> bool:
+    return len(stacks) == 1 and None not in stacks
 
 
 def _reason(use: MatmulUse, names: list[str], options: MatmulOptions, looked_up: set[int]) -> str:

@@ -1,14 +1,15 @@
 """Numbers that codes of few bits stand for, and rounding to them, nearest or stochastic."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from optax_ext.low_precision import uniform
+
 
 class Grid(NamedTuple):
-    r"""Zero, and numbers of either sign up to ``top``.
+    r"""Zero, and numbers of either sign, or of one, up to ``top``.
 
     A number of magnitude :math:`y` is a multiple of the step
 
@@ -26,6 +27,7 @@ class Grid(NamedTuple):
     dtype: Any = None  # of codes, where devices multiply them; None: floats stand for them
     radix: int = 2
     odd: bool = False
+    signed: bool = True
 
 
 E4M3 = Grid("e4m3", 448.0, 3, -6, jnp.float8_e4m3fn)
@@ -44,7 +46,7 @@ def rounded(y: jax.Array, grid: Grid, noise: jax.Array | None = None) -> jax.Arr
 
     With ``noise``, uniform in [0, 1), it is one of the two neighbours, and ``y`` in the mean.
     """
-    y = jnp.clip(y, -grid.top, grid.top)
+    y = jnp.clip(y, -grid.top if grid.signed else 0.0, grid.top)
     if grid.radix == 4:
         return _nearest_of_radix_4(y, grid)
     if noise is None and grid.dtype is not None and grid.dtype != jnp.int8:
@@ -90,17 +92,5 @@ def noise_of(scale: jax.Array, seed: jax.Array, shape: tuple[int, ...]) -> jax.A
     from layer to layer, in their last bits; their sum as integers is the same on any mesh.
     """
     bits = jax.lax.bitcast_convert_type(scale.astype(jnp.float32), jnp.uint32)
-    start = _hashed(jnp.sum(bits, dtype=jnp.uint32) ^ seed)
-    index = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
-        stride = math.prod(shape[dim + 1 :]) & 0xFFFFFFFF
-        index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    bits = _hashed(_hashed(index ^ start) + start)
-    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
-
-
-def _hashed(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which each bit of ``x`` changes half of the bits."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> 16)
+    start = jnp.sum(bits, dtype=jnp.uint32) ^ seed
+    return uniform(jnp.stack([start, jnp.zeros_like(start)]), shape)

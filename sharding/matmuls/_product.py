@@ -31,6 +31,7 @@ from optax_ext.kernels import calling_default
 from optax_ext.traced_graph import bind
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.loss._evaluate import Evaluator, is_param
+from sharding.matmuls._carried import bin_of, clipped
 from sharding.matmuls._recipes import Quantizer, Recipe, quantized
 
 # From two operands and a seed to the product: ``default``, with its own derivative. What only asks
@@ -62,59 +63,78 @@ def dims_of(eqn: Any) -> ProductDims:
         in_result = ((places[0],), (places[1],))
         return ProductDims(((rows[0],), (rows[1],)), in_result, (lhs[1], rhs[1]), rows, places)
     contracted, batch = numbers
-    kept: list[Dims] = []
-    found: list[Dims] = []
-    position = len(batch[0])
-    for i in range(2):
-        own = (*contracted[i], *batch[i])
-        free = [d for d in range(eqn.invars[i].aval.ndim) if d not in own]
-        kept.append((*batch[i], *free))
-        found.append((*range(len(batch[0])), *range(position, position + len(free))))
-        position += len(free)
-    last = [len(dims) > len(batch[0]) for dims in kept]
+    count = len(batch[0])
+    both = zip(eqn.invars, contracted, batch, strict=True)
+    free = [[d for d in range(v.aval.ndim) if d not in (*c, *b)] for v, c, b in both]
+    end = count + len(free[0])
+    found = [range(count, end), range(end, end + len(free[1]))]
     return ProductDims(
-        (kept[0], kept[1]),
-        (found[0], found[1]),
-        (contracted[0][-1], contracted[1][-1]) if contracted[0] else (None, None),
-        (kept[0][-1] if last[0] else None, kept[1][-1] if last[1] else None),
-        (found[0][-1] if last[0] else None, found[1][-1] if last[1] else None),
+        ((*batch[0], *free[0]), (*batch[1], *free[1])),
+        ((*range(count), *found[0]), (*range(count), *found[1])),
+        (_last_of(contracted[0]), _last_of(contracted[1])),
+        (_last_of(free[0]), _last_of(free[1])),
+        (_last_of(found[0]), _last_of(found[1])),
     )
+
+
+def _last_of(dims: Sequence[int]) -> int | None:
+    return dims[-1] if dims else None
 
 
 def sizes_of(eqn: Any, at: int) -> tuple[int, int, int]:
     """Rows, terms of a sum, and columns, of which operand ``at`` has the last."""
-    shape = eqn.invars[at].aval.shape
-    result = math.prod(eqn.outvars[0].aval.shape)
-    if eqn.primitive is lax.conv_general_dilated_p:
-        columns, batches = shape[eqn.params["dimension_numbers"].rhs_spec[0]], 1
-        return result // max(columns, 1), math.prod(shape) // max(columns, 1), columns
-    contracted, batch = eqn.params["dimension_numbers"]
-    terms, batches = (math.prod(shape[d] for d in dims[at]) for dims in (contracted, batch))
-    columns = math.prod(shape) // max(terms * batches, 1)
-    return result // max(columns * batches, 1), terms, columns
+    shape, numbers = eqn.invars[at].aval.shape, eqn.params["dimension_numbers"]
+    is_dot = eqn.primitive is lax.dot_general_p
+    batches = math.prod(shape[d] for d in numbers[1][at]) if is_dot else 1
+    kept = max(math.prod(shape[d] for d in dims_of(eqn).kept[at]), 1)
+    rows = math.prod(eqn.outvars[0].aval.shape) // kept
+    return rows, math.prod(shape) // kept, kept // max(batches, 1)
 
 
-def quantized_product(eqn: Any, recipe: Recipe, at: int, operands: Sequence[Any], seed: Any) -> Any:
-    """The result of an equation of which the operand ``at`` is a parameter."""
-    fn = _with_gradients(eqn, recipe, at)
-    closed = jax.make_jaxpr(lambda *args: [fn(*args, None)])(*map(jax.typeof, (*operands, seed)))
+def quantized_product(
+    eqn: Any,
+    recipe: Recipe,
+    at: int,
+    operands: Sequence[Any],
+    seed: Any,
+    carried: dict[str, Any],
+    first: bool = False,
+) -> Any:
+    """The result of an equation of which the operand ``at`` is a parameter.
+
+    ``carried`` is what the train state has for scales, by the names of the recipe's fields. With
+    ``first`` it is only learned, and scales are of the step itself.
+    """
+    operands = list(operands)
+    if recipe.activation.scale == "pact" and not first:
+        x, clip = to_sum_dtype(operands[1 - at]), carried["activation"].reshape(())
+        assert recipe.activation.grid is not None
+        operands[1 - at] = clipped(x, clip.astype(x.dtype), recipe.activation.grid)
+    product = _with_gradients(eqn, recipe, at, first)
+
+    def run(a: Any, b: Any, seed: Any, *values: Any, coded: Any = None) -> Any:
+        return product(a, b, seed, dict(zip(carried, values, strict=True)), coded)
+
+    operands += [seed, *carried.values()]
+    closed = jax.make_jaxpr(lambda *args: [run(*args)])(*map(jax.typeof, operands))
     jaxpr = closed.jaxpr
     jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
-    default = ClosedJaxpr(jaxpr, [])
-    forms = {"default": default, "plain": eqn, "read": None}
-    if recipe.weight.has_codes_of_shards and not _again(recipe):
-        forms["read"] = CodedWeight(fn, recipe.weight, dims_of(eqn).kept[at], at)
-    (out,) = QUANTIZED.bind(*operands, seed, *closed.consts, **forms)
+    forms = {"default": ClosedJaxpr(jaxpr, []), "plain": eqn, "read": None}
+    if gathers_codes(recipe):
+        kept = dims_of(eqn).kept[at]
+        forms["read"] = CodedWeight(run, recipe.weight, kept, at, len(operands))
+    (out,) = QUANTIZED.bind(*operands, *closed.consts, **forms)
     return out
 
 
 class CodedWeight(NamedTuple):
     """A product that gets the codes of its parameter, quantized as devices hold it."""
 
-    fn: Callable[..., jax.Array]  # of two operands, a seed, and codes with scales
+    fn: Callable[..., jax.Array]  # of operands, and codes with scales
     weight: Quantizer
     kept: Dims  # those of the parameter that the result has
     at: int
+    num_operands: int
 
     def __call__(self, evaluator: Evaluator, operands: list[Any]) -> list[jax.Array] | None:
         """The product; None if the rule of the parameter fetches no codes."""
@@ -127,10 +147,10 @@ class CodedWeight(NamedTuple):
             return None
         evaluator.note(x)
         operands = [*operands[: self.at], coded[0], *operands[self.at + 1 :]]
-        a, b, seed = map(evaluator.full, operands[:3])
         assert self.weight.grid is not None
         codes = lax.bitcast_convert_type(coded[1], self.weight.grid.dtype)
-        return [self.fn(a, b, seed, (codes, coded[2]))]
+        read = map(evaluator.full, operands[: self.num_operands])
+        return [self.fn(*read, coded=(codes, coded[2]))]
 
     def has_scales_along(self, dim: int) -> bool:
         """Whether each index of a dim of the parameter has a scale of its own."""
@@ -139,9 +159,17 @@ class CodedWeight(NamedTuple):
     def encode(self, shard: jax.Array, of_all: Callable[[jax.Array], jax.Array] | None) -> Any:
         """Codes of a shard, as int8, and scales; ``of_all`` makes maxima those of all shards."""
         seed = jnp.zeros((), jnp.uint32)
-        codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all)
+        codes, scale = quantized(shard, self.weight, self.kept, None, seed, of_all=of_all)
         # Not all collectives take floats of 8 bits.
         return lax.bitcast_convert_type(codes, jnp.int8), scale
+
+
+def gathers_codes(recipe: Recipe) -> bool:
+    """Whether a product can take its parameter in codes of shards."""
+    q = recipe.weight
+    is_coded = q.grid is not None and q.grid.dtype is not None and not q.stochastic
+    # So that shards have the codes of the full array.
+    return is_coded and q.scale in ("row", "tensor") and not _again(recipe)
 
 
 def _again(recipe: Recipe) -> bool:
@@ -149,47 +177,60 @@ def _again(recipe: Recipe) -> bool:
     return any(q.block or q.hadamard for q in recipe[1:5])
 
 
-def _with_gradients(eqn: Any, recipe: Recipe, at: int) -> Callable[..., jax.Array]:
-    dims = dims_of(eqn)
-    quantizers = [recipe.activation, recipe.weight] if at else [recipe.weight, recipe.activation]
-    # Of the gradient of each operand, the quantizer of the cotangent.
-    of_gradient = [recipe.cotangent, recipe.of_weight]
-    of_gradient = of_gradient if at else of_gradient[::-1]
-    again = _again(recipe)
+def _with_gradients(eqn: Any, recipe: Recipe, at: int, first: bool) -> Callable[..., jax.Array]:
+    dims, again = dims_of(eqn), _again(recipe)
+    # The fields of the recipe for each operand, and for the cotangent of its gradient.
+    fields, of_gradient = ("activation", "weight"), ("cotangent", "of_weight")
+    if not at:
+        fields, of_gradient = fields[::-1], of_gradient[::-1]
 
-    def forward(a: jax.Array, b: jax.Array, seed: jax.Array, coded: Any) -> tuple[jax.Array, Any]:
+    def coded_as(field: str, x: Any, kept: Dims, summed: Any, seed: Any, carried: Any) -> Any:
+        """Codes, scales, and what the train state learns of an operand."""
+        scale: Any
+        q, own = getattr(recipe, field), carried.get(field)
+        codes, scale = quantized(x, q, kept, summed, seed, None if first else own)
+        if own is None or q.scale == "delayed":
+            return codes, scale, own if own is None else bin_of(to_sum_dtype(x))
+        # PACT's first clip; later it has the gradient that ``clipped`` has.
+        return codes, scale, scale.reshape(1) * q.grid.top if first else jnp.zeros(1)
+
+    def forward(
+        a: jax.Array, b: jax.Array, seed: jax.Array, carried: Any, coded: Any
+    ) -> tuple[jax.Array, Any]:
         both = [
-            quantized(x, quantizers[i], dims.kept[i], dims.summed[i], seed)
+            coded_as(fields[i], x, dims.kept[i], dims.summed[i], seed, carried)
             if coded is None or i != at
-            else coded
+            else (*coded, None)
             for i, x in enumerate((a, b))
         ]
-        y = _of_codes(eqn, [codes for codes, _ in both], eqn.outvars[0].aval.dtype)
-        for i, (_, scale) in enumerate(both):
+        y = _of_codes(eqn, [codes for codes, *_ in both], eqn.outvars[0].aval.dtype)
+        for i, (_, scale, _) in enumerate(both):
             y = _scaled(y, scale, dims.kept[i], dims.in_result[i])
         like = a[:0].ravel(), b[:0].ravel()  # which have the dtypes of gradients
-        return y.astype(eqn.outvars[0].aval.dtype), (
-            [(a, None), (b, None)] if again else both,
-            seed,
-            like,
-        )
+        found = {fields[i]: both[i][2] for i in range(2)}
+        stored = [(a, None), (b, None)] if again else [x[:2] for x in both]
+        return y.astype(eqn.outvars[0].aval.dtype), (stored, seed, like, carried, found)
 
     def backward(stored: Any, cotangent: jax.Array) -> Any:
-        both, seed, like = stored
+        both, seed, like, carried, found = stored
         wide = to_sum_dtype(cotangent)
         grads = []
         for i in range(2):
             o = 1 - i  # the other operand, which the cotangent is multiplied by
-            other, scale = both[o]
-            g = _scaled(wide, scale, dims.kept[o], dims.in_result[o])
+            (other, scale), q = both[o], getattr(recipe, fields[o])
+            # One number for all rows leaves this sum, too: both gradients are of the same codes.
+            by_row = q.scale == "row"
+            g = _scaled(wide, scale if by_row else None, dims.kept[o], dims.in_result[o])
+            outer = 1 if by_row or scale is None else scale.reshape(())
             if again:
-                other, _ = quantized(other, quantizers[o], (), dims.free[o], seed)
-            g, scale = quantized(g, of_gradient[i], dims.in_result[i], dims.free_in_result[o], seed)
-            grad = _scaled(
-                _gradient(eqn, i, g, other, like[i].dtype), scale, dims.in_result[i], dims.kept[i]
-            )
+                other, _ = quantized(other, q, (), dims.free[o], seed)
+            kept, summed = dims.in_result[i], dims.free_in_result[o]
+            g, scale, seen = coded_as(of_gradient[i], g, kept, summed, seed, carried)
+            found = found | {of_gradient[i]: seen}
+            grad = _gradient(eqn, i, g, other, like[i].dtype)
+            grad = _scaled(grad, scale, dims.in_result[i], dims.kept[i]) * outer
             grads.append(grad.astype(like[i].dtype))
-        return *grads, None, None
+        return *grads, None, {k: found[k].astype(x.dtype) for k, x in carried.items()}, None
 
     product = jax.custom_vjp(lambda *args: forward(*args)[0])
     product.defvjp(forward, backward)
@@ -203,10 +244,8 @@ def _scaled(y: jax.Array, scale: jax.Array | None, dims: Dims, places: Dims) -> 
     order = sorted(range(len(dims)), key=places.__getitem__)
     rest = [d for d in range(scale.ndim) if d not in dims]
     scale = lax.transpose(scale, [*(dims[i] for i in order), *rest])
-    shape = [1] * y.ndim
-    for size, i in zip(scale.shape, order, strict=False):
-        shape[places[i]] = size
-    return y * scale.reshape(shape)
+    sizes = dict(zip(sorted(places), scale.shape, strict=False))
+    return y * scale.reshape([sizes.get(d, 1) for d in range(y.ndim)])
 
 
 def _of_codes(eqn: Any, operands: Sequence[jax.Array], dtype: Any) -> jax.Array:

@@ -1,12 +1,15 @@
 """From a loss to the same loss, of which products with parameters are quantized."""
 
+import contextlib
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from optax_ext.equations import trace
@@ -14,7 +17,8 @@ from optax_ext.traced_graph import ELEMENTWISE, bind
 from sharding._types import Tree
 from sharding.loss._evaluate import Evaluator, Param, is_param
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
-from sharding.matmuls._choice import MatmulOptions, MatmulUse, kept_products
+from sharding.matmuls._carried import ScaledParams
+from sharding.matmuls._choice import MatmulOptions, MatmulUse, choose
 from sharding.matmuls._product import PRODUCTS, quantized_product
 from sharding.matmuls._recipes import RECIPES, Recipe
 from sharding.placement._specs import check_patterns, leaf_names, plain_path
@@ -45,7 +49,8 @@ def quantized_matmuls(
       loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed.
       recipe: ``"fp8"`` (scales by row; e4m3, cotangents e5m2) for GPUs from H100 on, ``"int8"``
         (scales by row, stochastic rounding of cotangents) for TPUs, or a ``Recipe``. With
-        ``simulate`` also ``"mxfp8"``, ``"nvfp4"``, ``"ufp4"``, ``"luq"`` and ``"sun4"``.
+        ``simulate`` also ``"mxfp8"``, ``"nvfp4"``, ``"ufp4"``, ``"luq"`` and ``"sun4"``. The last
+        one, ``"fp8_delayed"`` and ``"int8_delayed"`` take ``matmuls.scaled_params``.
       keep: regular expressions of paths of parameters whose products stay as they are.
       min_size: the number of rows, terms and columns that a product has at least. Below it casts
         cost more than a faster product saves; so routers are kept.
@@ -69,7 +74,7 @@ def quantized_matmuls(
       >>> "i8[64,64]" in str(jax.make_jaxpr(low)(params, jnp.ones((64, 64))))
       True
     """
-    inner = as_loss(loss)
+    inner = as_loss(loss, first=None)
     if quantized := getattr(inner.fn, "quantized", None):
         raise ValueError(
             f"the products of the loss are quantized already, by {quantized[1].recipe.name}. Give "
@@ -104,13 +109,35 @@ def _in_few_bits(inner: Loss, options: MatmulOptions) -> Loss:
         seed = jnp.zeros((), jnp.uint32)
         if inner.rngs is True:
             seed = jax.random.bits(jax.random.fold_in(args[-1], 0x6D6D), dtype=jnp.uint32)
-        out, state = trace_products(inner, options, params, args).run(seed)
+        out, state = trace_products(inner, options, params, args).run(seed, params)
         if state is not None:
             sys.modules["flax.nnx"].update(params, state)
         return out
 
     fn.quantized = inner, options  # type: ignore[attr-defined]
+    with contextlib.suppress(TypeError, ValueError):  # where it is known, steps check it
+        fn.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+            inner.fn, follow_wrapped=False
+        )
     return dataclasses.replace(inner, fn=fn)
+
+
+def made_by(loss: Loss) -> tuple[Loss, MatmulOptions]:
+    """What ``quantized_matmuls`` made a loss of, or an error if it did not."""
+    made: Any = getattr(getattr(loss, "fn", None), "quantized", None)
+    if made is None:
+        raise ValueError(
+            "report takes what shd.quantized_matmuls returned, got "
+            f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
+        )
+    return made
+
+
+class ScaledWeight(NamedTuple):
+    """A parameter as it is held, and what is carried for its products, by fields of the recipe."""
+
+    array: Any
+    carried: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +145,15 @@ class WeightRule:
     """How a parameter is read: as it is. Only what it becomes is followed."""
 
     in_layer: bool = False
+    lengths: tuple[int, ...] = ()  # of the stacks that it is a slice of; 0 by its index
     looked_up: set[int] = dataclasses.field(default_factory=set, compare=False)
 
     by_use = False
     again = False
 
-    def fetch(self, held: jax.Array) -> jax.Array:
-        return held
+    def fetch(self, held: ScaledWeight) -> jax.Array:
+        array: jax.Array = held.array
+        return array
 
     def reduce(self, grad: jax.Array, tap: Any) -> jax.Array:
         raise AssertionError("a weight has no tap")
@@ -136,15 +165,33 @@ class WeightRule:
         floats = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
         if name not in _VIEWS or not floats or any(jnp.ndim(y) for y in rest):
             return None
-        x = x.of_held(bind(eqn, [x.held, *rest])[0], None)
+        held: Any = x.held
+        (array,) = bind(eqn, [held.array, *rest])
+        carried = jax.tree.map(lambda c: _of_index(c, eqn, rest), held.carried)
+        x = x.of_held(ScaledWeight(array, carried), None)  # type: ignore[arg-type]
         is_of_stack = name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,)
-        return [self.layer(x) if is_of_stack else x]
+        return [self.layer(self._slice(x, 0)) if is_of_stack else x]
 
     def stack(self, x: Param) -> Param | None:
-        return x
+        return self._slice(x, x.held[0].shape[0])
 
     def layer(self, x: Param) -> Param:
-        return x._replace(rule=dataclasses.replace(self, in_layer=True))
+        return x._replace(rule=dataclasses.replace(x.rule, in_layer=True))
+
+    def _slice(self, x: Param, length: int) -> Param:
+        return x._replace(rule=dataclasses.replace(self, lengths=(*self.lengths, length)))
+
+
+def _of_index(carried: jax.Array, eqn: Any, rest: list[Any]) -> jax.Array:
+    """What is carried for a stack, of the layers that a view takes."""
+    if carried.ndim == 1:
+        return carried
+    name, params = eqn.primitive.name, eqn.params
+    if name == "slice":
+        return lax.slice_in_dim(carried, params["start_indices"][0], params["limit_indices"][0])
+    if name == "dynamic_slice":
+        return lax.dynamic_slice_in_dim(carried, rest[0], params["slice_sizes"][0])
+    return carried[0] if name == "squeeze" else carried
 
 
 class TracedProducts(NamedTuple):
@@ -155,17 +202,32 @@ class TracedProducts(NamedTuple):
     arrays: list[Any]  # of the parameters, then of the other arguments
     names: list[str]  # of the parameters
     uses: list[MatmulUse]  # in the order of the loss
-    recipes: dict[tuple[int, int], Recipe]  # of those that are quantized
-    reasons: dict[tuple[int, int], str]  # of those that are kept
+    chosen: dict[tuple[int, int], Recipe | str]  # the recipe of each, or why it is kept
 
-    def run(self, seed: jax.Array) -> Any:
-        def product(use: MatmulUse, operands: list[Any]) -> Any:
-            recipe = self.recipes.get(use.key)
-            if recipe is None:
+    def run(self, seed: jax.Array, params: Tree, first: bool = False) -> Any:
+        """What the loss returns; ``first`` finds what ``params`` are to carry."""
+
+        def product(use: MatmulUse, operands: list[Any], carried: Any) -> Any:
+            recipe = self.chosen[use.key]
+            if isinstance(recipe, str):
                 return bind(use.eqn, operands)
-            return [quantized_product(use.eqn, recipe, use.at, operands, seed)]
+            try:
+                own = {field: carried[kind][field] for field, kind in recipe.carried.items()}
+            except KeyError:
+                raise ValueError(
+                    f"{recipe.name} carries scales of the products of {self.names[use.number]} "
+                    "beside the parameters: matmuls.scaled_params(loss, params, batch) makes both, "
+                    "for the same options of the loss (docs: how_to/few_bit_matmuls)."
+                ) from None
+            return [quantized_product(use.eqn, recipe, use.at, operands, seed, own, first)]
 
-        outs = _evaluated(self.closed, self.arrays, len(self.names), product, WeightRule())
+        scaled = params if isinstance(params, ScaledParams) else ScaledParams(params, {}, {})
+        carried = [
+            {"pact": scaled.pact.get(name, {}), "delayed": scaled.delayed.get(name, {})}
+            for name in self.names
+        ]
+        held, rest = map(ScaledWeight, self.arrays, carried), self.arrays[len(self.names) :]
+        outs = _evaluated(self.closed, list(held), rest, product, WeightRule())
         return jax.tree.unflatten(jax.tree.structure(self.results), outs)
 
 
@@ -173,6 +235,7 @@ def trace_products(
     loss: Loss, options: MatmulOptions, params: Tree, args: Sequence[Any]
 ) -> TracedProducts:
     """Traces a loss, and decides about each of its products."""
+    params = params.params if isinstance(params, ScaledParams) else params
     leaves, treedef = jax.tree.flatten(params)
     rest, rest_treedef = jax.tree.flatten(args)
     own = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]  # modules have functions, too
@@ -190,17 +253,18 @@ def trace_products(
     is_loss = any(x.shape == () for x in jax.tree.leaves(results[0]))
     rule = WeightRule(in_layer=not is_loss)
 
-    def note(use: MatmulUse, operands: list[Any]) -> Any:
+    def note(use: MatmulUse, operands: list[Any], carried: Any) -> Any:
         uses.setdefault(use.key, use)
         return bind(use.eqn, operands)
 
     def abstract(*values: Any) -> Any:
-        return _evaluated(closed, values, len(own), note, rule)
+        held = [ScaledWeight(x, {}) for x in values[: len(own)]]
+        return _evaluated(closed, held, values[len(own) :], note, rule)
 
     jax.eval_shape(abstract, *arrays)
     found = list(uses.values())
-    chosen = kept_products(found, names, options, rule.looked_up)
-    return TracedProducts(closed, results, arrays, names, found, *chosen)
+    chosen = choose(found, names, options, rule.looked_up)
+    return TracedProducts(closed, results, arrays, names, found, chosen)
 
 
 def _changed(tree: Tree) -> Any:
@@ -212,22 +276,27 @@ def _changed(tree: Tree) -> Any:
 
 def _evaluated(
     closed: ClosedJaxpr,
-    arrays: Sequence[Any],
-    num_params: int,
-    product: Callable[[MatmulUse, list[Any]], Any],
+    weights: Sequence[ScaledWeight],
+    rest: Sequence[Any],
+    product: Callable[[MatmulUse, list[Any], Any], Any],
     rule: WeightRule,
 ) -> list[Any]:
     """What a traced loss returns, with its own products; ``rule`` is that of its parameters."""
 
     def equation(evaluator: Evaluator, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        weights = [(i, x) for i, x in enumerate(operands) if is_param(x)]
-        use = MatmulUse(eqn, -1, -1, False)
-        if len(weights) == 1:
-            at, x = weights[0]
-            use = MatmulUse(eqn, at, x.number, x.rule.in_layer)
-        made: Sequence[Any] = product(use, list(map(evaluator.full, operands)))
+        params = [(i, x) for i, x in enumerate(operands) if is_param(x)]
+        use, carried = MatmulUse(eqn, -1, -1, False), {}
+        if len(params) == 1:
+            at, x = params[0]
+            carried, lengths = x.held.carried, x.rule.lengths
+            stacks = weights[x.number].array.shape[: len(lengths)]
+            is_whole = all(n in (0, size) for n, size in zip(lengths, stacks, strict=True))
+            of_param = x.number, x.rule.in_layer, x.is_shared
+            use = MatmulUse(eqn, at, *of_param, stacks if is_whole else None)
+        made: Sequence[Any] = product(use, list(map(evaluator.full, operands)), carried)
         return made
 
     evaluator = Evaluator(equations=dict.fromkeys(PRODUCTS, equation))
-    held = [Param(i, rule, x, None, {}) for i, x in enumerate(arrays[:num_params])]
-    return evaluator(closed, [*held, *arrays[num_params:]])
+    of_rule: Any = Param  # which holds what its rule takes
+    held = [of_rule(i, rule, x, None, {}) for i, x in enumerate(weights)]
+    return evaluator(closed, [*held, *rest])

@@ -6,11 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
+from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType
 
 from sharding.collectives._sum_dtype import to_sum_dtype
 from sharding.matmuls import _grids
+from sharding.matmuls._carried import clip_of
 from sharding.matmuls._grids import Grid, noise_of, rounded
 
 
@@ -28,17 +31,14 @@ class Quantizer(NamedTuple):
     grid: Grid | None = None
     #: what shares a scale. ``"row"``: all that one result sums, ``"tensor"``, both by the largest
     #: magnitude. ``"power"``: the tensor, by a power of two. ``"sawb"``: the tensor, which is
-    #: clipped by its moments. ``"mx"``, ``"nv"``: ``block`` elements of what is summed
+    #: clipped by its moments. ``"mx"``, ``"nv"``: ``block`` elements of what is summed. Of
+    #: ``ScaledParams``: ``"pact"``, the tensor, by a clip that is trained; ``"delayed"``, the
+    #: tensor, by the largest magnitude of ``history`` earlier steps
     scale: str = "row"
     block: int = 0
     stochastic: bool = False  #: the rounding; otherwise to nearest
     hadamard: int = 0  #: elements of what is summed that a random Hadamard transform mixes
-
-    @property
-    def has_codes_of_shards(self) -> bool:
-        """Whether codes are of 8 bits, and shards have the same as the whole, of one largest."""
-        is_coded = self.grid is not None and self.grid.dtype is not None
-        return is_coded and self.scale in ("row", "tensor") and not self.stochastic
+    history: int = 16  #: steps, at most 256
 
 
 class Recipe(NamedTuple):
@@ -61,12 +61,19 @@ class Recipe(NamedTuple):
     is_simulated: bool = False  #: whether floats stand for codes that no device multiplies
     ends: Any = None  #: a recipe of what is outside of layers; None leaves that as it is
 
+    @property
+    def carried(self) -> dict[str, str]:
+        """Of the fields whose scales are in the train state, the kind of these."""
+        kinds = {field: getattr(self, field).scale for field in self._fields[1:5]}
+        return {field: kind for field, kind in kinds.items() if kind in ("pact", "delayed")}
+
 
 def _recipes() -> dict[str, Recipe]:
     e4m3, e5m2 = Quantizer(_grids.E4M3), Quantizer(_grids.E5M2)
     int8 = Quantizer(_grids.INT8)
     cotangent8 = int8._replace(stochastic=True)
     fp8 = Recipe("fp8", e4m3, e4m3, e5m2, e5m2)
+    int8s = Recipe("int8", int8, int8, cotangent8, cotangent8)
     # OCP Microscaling Formats 1.0: a power of two for 32 elements.
     mx = Quantizer(_grids.E4M3, "mx", 32)
     # NVFP4, as trained in Chmiel et al. 2025: nearest forward, stochastic backward.
@@ -80,16 +87,20 @@ def _recipes() -> dict[str, Recipe]:
     odd = Quantizer(_grids.ODD_POWERS, "power")
     log = Quantizer(_grids.POWERS_OF_2, "tensor", stochastic=True)
     found = [
-        fp8,
-        Recipe("int8", int8, int8, cotangent8, cotangent8),
+        *(fp8, int8s, _delayed(fp8), _delayed(int8s)),
         Recipe("mxfp8", mx, mx, mx, mx, True),
         Recipe("nvfp4", nv, nv, nv_cotangent, nv_cotangent, True),
         Recipe("ufp4", uniform, uniform, uniform_cotangent, uniform_cotangent, True),
-        Recipe("sun4", sawb, sawb, even, odd, True, fp8),
+        Recipe("sun4", sawb._replace(scale="pact"), sawb, even, odd, True, fp8),
         Recipe("luq", sawb, sawb, log, log, True),
         Recipe("identity", Quantizer(), Quantizer(), Quantizer(), Quantizer()),
     ]
     return {recipe.name: recipe for recipe in found}
+
+
+def _delayed(recipe: Recipe) -> Recipe:
+    a, w, g, of_weight = (q._replace(scale="delayed") for q in recipe[1:5])
+    return Recipe(f"{recipe.name}_delayed", a, w, g, of_weight)
 
 
 RECIPES = _recipes()
@@ -104,6 +115,7 @@ def quantized(
     kept: tuple[int, ...],
     summed: int | None,
     seed: jax.Array,
+    carried: jax.Array | None = None,
     of_all: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Codes of an operand, and its scales with dims of one, or numbers and None.
@@ -114,81 +126,84 @@ def quantized(
       kept: its dims that the result has, each index of which is a row.
       summed: the one of its other dims that blocks and transforms are along; None if there is none.
       seed: uint32, of stochastic rounding.
+      carried: what the train state has for its scale, if that is not of the operand itself.
       of_all: of a shard of an operand, from its largest magnitudes to those of all shards.
     """
     if q.grid is None:
         return x, None
-    wide = to_sum_dtype(x)
+    wide, dim = to_sum_dtype(x), summed or 0
     if q.hadamard and summed is not None:
         wide = hadamard(wide, summed, q.hadamard)
+    dims = tuple(d for d in range(x.ndim) if q.scale != "row" or d not in kept)
     if q.block:
-        return _by_blocks(wide, q, summed or 0, seed), None
-    scale = _scale(wide, q, kept, of_all)
-    noise = noise_of(scale, seed, wide.shape) if q.stochastic else None
+        missing = [(0, -size % q.block if d == dim else 0) for d, size in enumerate(x.shape)]
+        wide, dims = jnp.pad(wide, missing), (dim + 1,)
+        padded, count = wide.shape, wide.shape[dim] // q.block
+        wide = wide.reshape(*x.shape[:dim], count, q.block, *x.shape[dim + 1 :])
+    largest = jnp.max(jnp.abs(wide), dims, keepdims=True, initial=0)
+    if of_all is not None:
+        # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
+        largest = of_all(jnp.where(jnp.isnan(largest), jnp.inf, largest))
+    scale, of_step = _scale(wide, q, q.grid.top, largest), None
+    if carried is None:
+        of_step = scale
+    else:  # which may be the same in each step; some elements are not
+        clip = clip_of(carried, q.history).astype(wide.dtype)
+        scale = (clip / q.grid.top).reshape(largest.shape)
+        of_step = wide[tuple(slice(None, None, n // 8 + 1) for n in wide.shape)]
+    scale = jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))
+    noise = noise_of(of_step, seed, wide.shape) if q.stochastic else None
     codes = rounded(wide / scale, q.grid, noise)
-    if q.grid.dtype is None:
-        return codes.astype(wide.dtype), scale
-    codes = codes.astype(q.grid.dtype)
+    if q.block:
+        numbers = (codes * scale).reshape(padded)
+        return lax.slice_in_dim(numbers, 0, x.shape[dim], axis=dim), None
+    if carried is not None:  # beside codes, not before them: they are made in one pass
+        scale = jnp.where(jnp.isfinite(largest), scale, largest)
+    return _in_own_layout(codes.astype(q.grid.dtype or wide.dtype), q.grid), scale
+
+
+def _in_own_layout(codes: jax.Array, grid: Grid) -> jax.Array:
+    """Codes of float8 in the layout of their dims.
+
+    XLA would transpose all layers of a stack, before its loop, to the one in which it multiplies.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     # The partitioner would gather what has a layout.
     is_partitioned = any(size > 1 and kind != AxisType.Manual for kind, size in kinds)
-    if codes.dtype == jnp.int8 or is_partitioned:
-        return codes, scale
-    # Otherwise XLA transposes all layers of a stack, before its loop, to the layout in which it
-    # multiplies floats of 8 bits.
-    return with_layout_constraint(codes, Layout(tuple(range(codes.ndim)))), scale
+    if grid.dtype in (None, jnp.int8) or is_partitioned:
+        return codes
+    return with_layout_constraint(codes, Layout(tuple(range(codes.ndim))))
 
 
-def _scale(x: jax.Array, q: Quantizer, kept: tuple[int, ...], of_all: Any) -> jax.Array:
-    """The number that a code of one stands for; of zeros alone, the smallest normal number."""
-    assert q.grid is not None
-    dims = tuple(d for d in range(x.ndim) if q.scale != "row" or d not in kept)
-    largest = jnp.max(jnp.abs(x), dims, keepdims=True, initial=0)
-    if of_all is not None:
-        # Maxima on CPUs may ignore NaN. Of an infinite scale nothing becomes finite, either.
-        largest = of_all(jnp.where(jnp.isnan(largest), jnp.inf, largest))
-    if q.scale == "sawb":
+def _scale(x: jax.Array, q: Quantizer, top: float, largest: jax.Array) -> jax.Array:
+    """The number that a code of one stands for, of the largest magnitudes."""
+    if q.scale in ("sawb", "pact"):
         rms = jnp.sqrt(_mean(jnp.square(x)))
         clip = _SAWB[0] * rms - _SAWB[1] * _mean(jnp.abs(x))
         # A few numbers, or equal ones, have no such clip.
         largest = jnp.where((clip > 0) & (clip < largest), clip, largest)
-    scale = largest / q.grid.top
-    if q.scale == "power":
-        even = largest / 64.0  # the largest power of four: both phases have one scale
-        part, exponent = jnp.frexp(even)
-        scale = jnp.where(jnp.isfinite(even), jnp.ldexp(jnp.ones_like(even), exponent), even)
-        scale = jnp.where(part == 0.5, even, scale)
-    return jnp.maximum(scale, float(jnp.finfo(jnp.float32).tiny))
+    if q.scale == "nv":  # scales in e4m3, of one scale of the tensor
+        whole = jnp.max(largest, keepdims=True, initial=0) / (top * _grids.E4M3.top)
+        whole = jnp.maximum(whole, float(jnp.finfo(jnp.float32).tiny))
+        return rounded(largest / (top * whole), _grids.E4M3) * whole
+    if q.scale == "mx":
+        return _power_below(largest) * 2.0 ** (1 - int(np.frexp(top)[1]))
+    if q.scale == "power":  # of four the largest: both phases have one scale
+        even = largest / 64.0
+        power = _power_below(even)
+        return jnp.where(power == even, even, 2 * power)
+    return largest / top
+
+
+def _power_below(x: jax.Array) -> jax.Array:
+    """The largest power of two that is not above ``x``; what is not finite stays."""
+    _, exponent = jnp.frexp(x)
+    return jnp.where(jnp.isfinite(x), jnp.ldexp(jnp.ones_like(x), exponent - 1), x)
 
 
 def _mean(x: jax.Array) -> jax.Array:
     return jnp.sum(x, keepdims=True) / max(x.size, 1)
-
-
-def _by_blocks(x: jax.Array, q: Quantizer, dim: int, seed: jax.Array) -> jax.Array:
-    """The numbers that codes of blocks along a dim stand for."""
-    assert q.grid is not None
-    size = x.shape[dim]
-    missing = -size % q.block
-    padded = jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
-    shape = (*x.shape[:dim], (size + missing) // q.block, q.block, *x.shape[dim + 1 :])
-    blocks = padded.reshape(shape)
-    largest = jnp.max(jnp.abs(blocks), dim + 1, keepdims=True, initial=0)
-    tiny = float(jnp.finfo(jnp.float32).tiny)
-    if q.scale == "mx":
-        _, exponent = jnp.frexp(largest)
-        emax = int(np.frexp(q.grid.top)[1])
-        scale = jnp.ldexp(jnp.ones_like(largest), exponent - emax)
-        scale = jnp.where(jnp.isfinite(largest), scale, largest)
-    else:  # scales in e4m3, of one scale of the tensor
-        whole = jnp.max(largest, keepdims=True, initial=0) / (q.grid.top * _grids.E4M3.top)
-        whole = jnp.maximum(whole, tiny)
-        scale = rounded(largest / (q.grid.top * whole), _grids.E4M3) * whole
-    scale = jnp.maximum(scale, tiny)
-    noise = noise_of(scale, seed, blocks.shape) if q.stochastic else None
-    numbers = (rounded(blocks / scale, q.grid, noise) * scale).reshape(padded.shape)
-    return jax.lax.slice_in_dim(numbers, 0, size, axis=dim)
 
 
 def hadamard(x: jax.Array, dim: int, size: int) -> jax.Array:
@@ -199,11 +214,8 @@ def hadamard(x: jax.Array, dim: int, size: int) -> jax.Array:
     """
     if x.shape[dim] % size:
         return x
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size)
-    mixing = jnp.asarray(signs[:, None] * matrix * size**-0.5, x.dtype)
+    mixing = jnp.asarray(signs[:, None] * scipy.linalg.hadamard(size) * size**-0.5, x.dtype)
     last = jnp.moveaxis(x, dim, -1)
     groups = last.reshape(*last.shape[:-1], -1, size)
     return jnp.moveaxis((groups @ mixing).reshape(last.shape), -1, dim)

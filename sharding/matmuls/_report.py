@@ -9,7 +9,8 @@ from optax_ext.user_line import line_of
 from sharding._jaxprs import product_flops
 from sharding._types import Tree
 from sharding.loss._loss_options import Loss
-from sharding.matmuls._quantized_loss import trace_products
+from sharding.matmuls._product import dims_of, gathers_codes
+from sharding.matmuls._quantized_loss import TracedProducts, made_by, trace_products
 from sharding.matmuls._recipes import Recipe
 
 
@@ -27,6 +28,9 @@ class MatmulReport(NamedTuple):
     """The products of a loss, in its order; printed, a table."""
 
     rows: tuple[MatmulRow, ...]  #: one for each
+    #: what stage 3 gathers in codes: paths of parameters that one quantized product alone reads,
+    #: and the dims, from the last one, along which elements share a scale
+    coded: dict[str, tuple[int, ...]]
 
     @property
     def share(self) -> float:
@@ -65,13 +69,7 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
       >>> found.share, [row.reason for row in found.rows]
       (0.75, ['', 'the head: the last product outside of layers'])
     """
-    made = getattr(getattr(loss, "fn", None), "quantized", None)
-    if made is None:
-        raise ValueError(
-            "report takes what shd.quantized_matmuls returned, got "
-            f"{getattr(loss, '__name__', type(loss).__name__)}. Wrap such a loss by others later."
-        )
-    traced = trace_products(made[0], made[1], params, args)
+    traced = trace_products(*made_by(loss), params, args)
     products = list(_products_in(traced.closed.jaxpr))
     flops: Counter[int] = Counter()  # by the id of an equation
     for eqn, of_runs in products:
@@ -80,15 +78,32 @@ def report_products(loss: Loss, params: Tree, *args: Any) -> MatmulReport:
     readers = Counter(id(use.eqn) for use in traced.uses)
     rows = []
     for use in traced.uses:
-        reason = traced.reasons.get(use.key, "")
-        formats = "" if reason else _formats(traced.recipes[use.key])
+        chosen = traced.chosen[use.key]
+        both = ("", chosen) if isinstance(chosen, str) else (_formats(chosen), "")
         name = traced.names[use.number] if use.number >= 0 else ""
         share = flops[id(use.eqn)] / total / readers[id(use.eqn)]
-        rows.append(MatmulRow(name, formats, reason, share, line_of(use.eqn.source_info)))
+        rows.append(MatmulRow(name, *both, share, line_of(use.eqn.source_info)))
     for eqn in {id(eqn): eqn for eqn, _ in products if id(eqn) not in readers}.values():
         reason, line = "in a function that is run as a whole", line_of(eqn.source_info)
         rows.append(MatmulRow("", "", reason, flops[id(eqn)] / total, line))
-    return MatmulReport(tuple(rows))
+    return MatmulReport(tuple(rows), _coded(traced))
+
+
+def _coded(traced: TracedProducts) -> dict[str, tuple[int, ...]]:
+    """Parameters that are gathered in codes, and the dims that a scale is of."""
+    number_of_uses = Counter(use.number for use in traced.uses)
+    found = {}
+    for use in traced.uses:
+        recipe = traced.chosen[use.key]
+        alone = number_of_uses[use.number] == 1 and not use.is_shared
+        if alone and isinstance(recipe, Recipe) and gathers_codes(recipe):
+            kept = dims_of(use.eqn).kept[use.at]
+            ndim = use.eqn.invars[use.at].aval.ndim
+            summed = [
+                d - ndim for d in range(ndim) if recipe.weight.scale != "row" or d not in kept
+            ]
+            found[traced.names[use.number]] = tuple(summed)
+    return found
 
 
 def _formats(recipe: Recipe) -> str:

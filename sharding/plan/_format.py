@@ -171,11 +171,6 @@ def with_article(name: str) -> str:
     return f"{'an' if spelled else 'a'} {name}"
 
 
-def layer_range(layers: range) -> str:
-    """Consecutive layers as text: ``3-7``."""
-    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
-
-
 def text_of(tables: Sequence[Table]) -> str:
     """Tables as aligned text."""
     blocks = []

@@ -379,7 +379,7 @@ class LossSearch:
                 break
             searches.append(search)
             if found := search._fastest_of(budget):
-                found = dataclasses.replace(found, loss_fn=self._loss.loss_fn, tiles=tiles)
+                found = self._of_tiles(found, tiles)
                 return min(filter(None, (best, found)), key=lambda plan: plan.work.seconds)
         if best:
             return best
@@ -395,6 +395,10 @@ class LossSearch:
             search._takes_longer_than(self)
             return search if search.most < _SAVES * self.most else None
         return None
+
+    def _of_tiles(self, plan: LossPlan, tiles: int) -> LossPlan:
+        """A plan of the loss in tiles, as one of the loss."""
+        return dataclasses.replace(plan, loss_fn=self._loss.loss_fn, tiles=tiles)
 
     def _takes_longer_than(self, plain: "LossSearch") -> None:
         """Adds what tiles take more than all rows at once, as both are counted one by one.
@@ -510,13 +514,19 @@ class LossSearch:
 
     def frontier(self) -> list[LossPlan]:
         """Plans that no other one beats, by ascending bytes."""
-        if self._in_loops:
-            plans = [*map(self._measured, self._forms())]
-        else:
-            planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
-            plans = [*filter(None, map(self.compiled, map(float, planned)))]
+        plans = self._several()
+        for number in self._tiles:
+            if search := self._in_tiles(number):
+                plans += [self._of_tiles(plan, number) for plan in search._several()]
         kept: list[LossPlan] = []
         for plan in sorted(plans, key=lambda plan: plan.work.seconds):
             if plan.peak < (kept[-1].peak if kept else math.inf):
                 kept.append(plan)
         return kept[::-1]
+
+    def _several(self) -> list[LossPlan]:
+        """Plans of the loss as it is, from the most bytes to the fewest."""
+        if self._in_loops:
+            return [*map(self._measured, self._forms())]
+        planned = np.geomspace(max(self.most, 1.0), max(self.least, 1.0), _POINTS)
+        return [*filter(None, map(self.compiled, map(float, planned)))]

@@ -116,11 +116,12 @@ def frontier(
     offload: Offload = False,
     stage: int = 0,
     model_state: Tree = None,
+    tiles: Sequence[int] = (),
 ) -> "Frontier":
     """Finds plans that no other one beats in bytes and time, by ascending bytes.
 
     The arguments are those of ``plan``. Up to eight plans are compiled, and at stage 3
-    all of loops. ``print`` shows a table.
+    all of loops; as many in each number of ``tiles``. ``print`` shows a table.
 
     Raises:
       ValueError: as ``plan``.
@@ -132,7 +133,8 @@ def frontier(
       >>> plans[-1].extra_time  # stores all
       0.0
     """
-    search = loss_search(loss_fn, params, batch, device, offload, _is_3(stage), model_state, ())
+    options: Any = {"offload": offload, "model_state": model_state, "tiles": tiles}
+    search = loss_search(loss_fn, params, batch, device, in_loops=_is_3(stage), **options)
     return Frontier(search.frontier())
 
 

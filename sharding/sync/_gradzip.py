@@ -1,18 +1,15 @@
 """Gradients as products of two narrow matrices, of which a step sends one."""
 
-import functools
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_ext import FactoringRule, last_two_dims
-from sharding._types import Array, Tree
-from sharding.collectives._sum_dtype import sum_dtype, to_sum_dtype
-from sharding.placement._matrix_form import MatrixForm
+from sharding._types import Tree
 from sharding.placement._specs import Axes
-from sharding.sync._interface import GradientSync, Method, Reduced, StepContext, sliced
+from sharding.sync._interface import GradientSync, StepContext
 from sharding.sync._powersgd import low_rank
 
 
@@ -64,44 +61,30 @@ def gradzip(
       Cho, Muthusamy, Nemanich, Puri: GradZip: Gradient Compression using Alternating Matrix
       Factorization for Large-scale Deep Learning, NeurIPS 2019 workshop on systems for ML.
     """
-    method_of = functools.partial(_gradzip_of, seed=seed)
-    return low_rank("gradzip", method_of, rank, min_compression, factoring)
+    return low_rank("gradzip", _one_factor, rank, min_compression, factoring, seed, alternates=True)
 
 
-def _gradzip_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
-    """The method of the array with this path and these matrices (stack..., rows, cols)."""
-    *stack, rows, cols = form.shape
-    count = math.prod(stack)
+def _one_factor(m: jax.Array, factors: Tree, axes: Axes, context: StepContext) -> tuple[Any, ...]:
+    p, q = factors["p"], factors["q"]
 
-    def init(x: Array) -> dict[str, jax.Array]:
-        dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
-        q = jax.random.normal(key, (count, cols, rank), dtype)
-        p = jnp.zeros((count, rows, rank), dtype)
-        return {"p": p, "q": q, "error": jnp.zeros(x.shape, dtype)}
+    # The factors of the mean, those of what this device sends, and the new state.
+    def new_rows() -> tuple[jax.Array, ...]:
+        basis = _orthonormal(q)
+        own = m @ basis  # (count, rows, rank)
+        mean, across = lax.pmean(own, axes), jnp.swapaxes(basis, -1, -2)
+        return mean, across, own, across, mean, q
 
-    def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
-        m = form.to_matrices(to_sum_dtype(x) + state["error"]).reshape(count, rows, cols)
-        p, q = state["p"], state["q"]
+    def new_cols() -> tuple[jax.Array, ...]:
+        basis = _orthonormal(p)
+        # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
+        own = jnp.swapaxes(basis, -1, -2) @ m
+        mean = lax.pmean(own, axes)
+        return basis, mean, basis, own, p, jnp.swapaxes(mean, -1, -2)
 
-        def new_rows() -> tuple[jax.Array, ...]:
-            mean, own, p = _solve(m, q, axes)
-            return mean, own, p, q
-
-        def new_cols() -> tuple[jax.Array, ...]:
-            mean, own, q = _solve(jnp.swapaxes(m, -1, -2), p, axes)
-            return jnp.swapaxes(mean, -1, -2), jnp.swapaxes(own, -1, -2), p, q
-
-        mean, own, p, q = lax.cond(context.step % 2 == 0, new_rows, new_cols)
-        mean, error = (form.from_matrices(y.reshape(form.shape), x) for y in (mean, m - own))
-        return mean, {"p": p, "q": q, "error": error}
-
-    return Method(init, sliced(all_reduce), counts_steps=True)
+    left, right, own_left, own_right, p, q = lax.cond(context.step % 2 == 0, new_rows, new_cols)
+    return left @ right, own_left @ own_right, {"p": p, "q": q}
 
 
-def _solve(m: jax.Array, fixed: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-    """From m (count, a, b) and a factor (count, b, rank): mean, own contribution, the other one."""
-    basis, _ = jnp.linalg.qr(fixed)  # orthonormal: for a zero or dependent column any, never NaN
-    own = m @ basis  # (count, a, rank)
-    solved = lax.pmean(own, axes)
-    across = jnp.swapaxes(basis, -1, -2)
-    return solved @ across, own @ across, solved
+def _orthonormal(factor: jax.Array) -> jax.Array:
+    """A basis of its columns: for a zero or dependent column any, never NaN."""
+    return jnp.linalg.qr(factor)[0]

@@ -1,8 +1,8 @@
 """Gradients as products of two narrow matrices."""
 
-import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,18 +59,23 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization, NeurIPS 2019, arXiv 1905.13727.
     """
-    method_of = functools.partial(_method_of, seed=seed)
-    return low_rank("powersgd", method_of, rank, min_compression, factoring)
+    return low_rank("powersgd", _power_iteration, rank, min_compression, factoring, seed)
 
 
 def low_rank(
     name: str,
-    method_of: Callable[[str, MatrixForm, int], Method],
+    step: Callable[..., Any],
     rank: int,
     min_compression: float,
     factoring: FactoringRule,
+    seed: int,
+    alternates: bool = False,
 ) -> GradientSync:
-    """Sends matrices by ``method_of(path, form, rank)`` where that pays off, others in full."""
+    """Sends matrices by ``step`` where that pays off, others in full.
+
+    ``step`` is ``(m, factors, axes, context) -> (mean, own contribution, factors)``, of m (count,
+    rows, cols) and factors q (count, cols, rank); if it ``alternates``, p (count, rows, rank), too.
+    """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
     if not min_compression >= 1:
@@ -85,7 +90,9 @@ def low_rank(
                 return dense_method()
             *_, rows, cols = form.shape
             pays_off = rank * (rows + cols) * min_compression < rows * cols
-            return method_of(path, form, rank) if pays_off else dense_method()
+            if not pays_off:
+                return dense_method()
+            return _method_of(step, path, form, rank, seed, alternates)
 
         return leafwise(
             choose,
@@ -100,31 +107,33 @@ def low_rank(
     )
 
 
-def _method_of(path: str, form: MatrixForm, rank: int, seed: int) -> Method:
+def _method_of(
+    step: Callable[..., Any], path: str, form: MatrixForm, rank: int, seed: int, alternates: bool
+) -> Method:
     """The method of the array with this path and these matrices (stack..., rows, cols)."""
     *stack, rows, cols = form.shape
     count = math.prod(stack)
 
     def init(x: Array) -> dict[str, jax.Array]:
         dtype, key = sum_dtype(x.dtype), StepContext(None, path).key(seed)
+        p = {"p": jnp.zeros((count, rows, rank), dtype)} if alternates else {}
         q = jax.random.normal(key, (count, cols, rank), dtype)
-        return {"q": q, "error": jnp.zeros(x.shape, dtype)}
+        return p | {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
     def all_reduce(x: jax.Array, state: Tree, axes: Axes, context: StepContext) -> Reduced:
         m = form.to_matrices(to_sum_dtype(x) + state["error"]).reshape(count, rows, cols)
-        mean, own, q = _power_iteration(m, state["q"], axes)
+        mean, own, factors = step(m, state, axes, context)
         mean, error = (form.from_matrices(y.reshape(form.shape), x) for y in (mean, m - own))
-        return mean, {"q": q, "error": error}
+        return mean, factors | {"error": error}
 
-    return Method(init, sliced(all_reduce))
+    return Method(init, sliced(all_reduce), counts_steps=alternates)
 
 
-def _power_iteration(m: jax.Array, q: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
-    """One step from m (count, rows, cols), q (count, cols, rank): mean, own contribution, new q."""
+def _power_iteration(m: jax.Array, factors: Tree, axes: Axes, _: StepContext) -> tuple[Any, ...]:
     # Orthonormal bases: for a zero or dependent column any, never NaN.
-    basis, _ = jnp.linalg.qr(q)
-    p, _ = jnp.linalg.qr(lax.psum(m @ basis, axes))  # (count, rows, rank)
+    basis = jnp.linalg.qr(factors["q"])[0]
+    p = jnp.linalg.qr(lax.psum(m @ basis, axes))[0]  # (count, rows, rank)
     # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
     own = jnp.swapaxes(p, -1, -2) @ m
     q = lax.pmean(own, axes)
-    return p @ q, p @ own, jnp.swapaxes(q, -1, -2)
+    return p @ q, p @ own, {"q": jnp.swapaxes(q, -1, -2)}

@@ -21,7 +21,7 @@ from sharding.loss._row_states import Coupled, Rows, RowsMeet, is_total
 from sharding.loss._row_walk import Walk, constant, located, steps_of
 from sharding.tiles._tile_equations import TileEvaluation, row_dim, tile_shape
 
-_LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
+LEAST = 4  # chains whose largest value is so many times smaller than that of another are left
 _MOST_TRIED = 64  # values that are in no chain
 _MOST_EQUATIONS = 256  # after the largest value
 _CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "iota", "reshape", "squeeze"}
@@ -39,6 +39,10 @@ class Chain:
     count: int  # of rows
     rows: int  # of a tile
     largest: Value  # inside
+
+    @property
+    def read(self) -> tuple[Value, ...]:
+        return (*self.sliced, *self.shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,7 @@ class ChainSearch:
             found = self._around(v, taken)
             if isinstance(found, Chain):
                 # What is smaller than a tile of another one is no peak.
-                least = max(least, self.nbytes(v) / max(_LEAST, self._tiles))
+                least = max(least, self.nbytes(v) / max(LEAST, self._tiles))
                 taken |= set(found.equations)
                 self._chain_of |= dict.fromkeys(found.equations, found)
             tried += isinstance(found, NoChain)
@@ -104,18 +108,20 @@ class ChainSearch:
 
     def _around(self, value: Value, taken: set[int]) -> Chain | NoChain:
         """The chain with this largest value that reads and returns least."""
-        shape, chains = self._graph.shape(value), list[Chain]()
-        causes, is_coupled = [f"no dim of {shape} has {self._tiles} rows"], False
+        shape, chains, is_coupled = self._graph.shape(value), list[Chain](), False
+        dims_of: dict[str, list[int]] = {}  # by the cause
         # The last dim of as many rows first: the first one is that of the batch, over devices.
         fits = [d for d, size in enumerate(shape) if size >= self._tiles]
         for dim in reversed(fits):
             try:
                 chains.append(self._along(value, dim, taken))
             except RowsMeet as meet:
-                causes.append(f"along dim {dim}: {meet}")
+                dims_of.setdefault(str(meet), []).append(dim)
                 is_coupled |= not isinstance(meet, NoGain)
         if not chains:
-            return NoChain(value, "; ".join(causes[1:] or causes), is_coupled)
+            causes = [f"along {_dims(dims)}: {cause}" for cause, dims in dims_of.items()]
+            none = f"no dim of {shape} has {self._tiles} rows"
+            return NoChain(value, "; ".join(causes) or none, is_coupled)
         return min(chains, key=lambda c: self._total((*c.sliced, *c.outputs)))
 
     def _along(self, value: Value, dim: int, taken: set[int]) -> Chain:
@@ -135,6 +141,8 @@ class ChainSearch:
         shared = tuple(v for v in read if v not in sliced and not self._is_known(v))
         outputs = tuple(v for v in results if self._readers.get(v, set()) - set(equations))
         outside = max(map(self.nbytes, (*sliced, *outputs)), default=0)
+        if self.nbytes(value) <= outside and ahead.causes:
+            raise RowsMeet(ahead.cause)
         if self.nbytes(value) <= outside:
             raise NoGain("what the chain reads or returns is as large as what is inside")
         narrow = [v for v in shared if self._graph.types[v].dtype in (jnp.bfloat16, jnp.float16)]
@@ -150,7 +158,7 @@ class ChainSearch:
     def _waits_for_itself(self, chain: Chain) -> bool:
         """Whether what it reads is made of what it returns, through other chains."""
         own, seen = set(chain.equations), set[Value]()
-        pending = [*chain.sliced, *chain.shared]
+        pending = [*chain.read]
         while pending:
             v = pending.pop()
             number = self._graph.producer.get(v)
@@ -160,33 +168,28 @@ class ChainSearch:
             if number in own:
                 return True
             other = self._chain_of.get(number)
-            operands = self._graph.equations[number].operands
-            pending += (*other.sliced, *other.shared) if other else operands
+            pending += other.read if other else self._graph.equations[number].operands
         return False
 
     def _try(self, chain: Chain) -> None:
         """Raises ``RowsMeet`` if a tile cannot be traced."""
         rows, graph = chain.rows, self._graph
-        values = (*chain.sliced, *chain.shared, *chain.outputs)
+        values = (*chain.read, *chain.outputs)
         meshes = [graph.types[v].sharding.mesh for v in values]
         meshes.append(jax.sharding.get_abstract_mesh())
         if len({mesh.axis_types for mesh in meshes if not mesh.empty}) > 1:
             raise RowsMeet("a value that it reads or returns is on axes of another kind")
 
-        def tile(values: dict[Value, Any]) -> None:
-            values = values | graph.constants
-            equations = [graph.equations[number] for number in chain.equations]
+        equations = [graph.equations[number] for number in chain.equations]
+        shapes = [tile_shape(graph.shape(v), chain.states.get(v), rows) for v in chain.read]
+        dtypes = [graph.types[v].dtype for v in chain.read]
+
+        def tile(given: list[Any]) -> None:
+            values = graph.constants | dict(zip(chain.read, given, strict=True))
             TileEvaluation(graph, chain.states, 0, rows).run(equations, values)
 
-        read = [v for v in (*chain.sliced, *chain.shared) if v not in graph.constants]
-        types = {
-            v: jax.ShapeDtypeStruct(
-                tile_shape(graph.shape(v), chain.states.get(v), rows), graph.types[v].dtype
-            )
-            for v in read
-        }
         try:
-            jax.eval_shape(tile, types)
+            jax.eval_shape(tile, list(map(jax.ShapeDtypeStruct, shapes, dtypes)))
         except RowsMeet:
             raise
         except Exception as error:  # of an operation that has sizes in it
@@ -201,22 +204,22 @@ class ChainSearch:
         while left := [v for v in frontier if v not in fixed]:
             v = max(left, key=self.nbytes)
             behind = self._behind(frontier, v, taken)
-            if behind is None or (
-                self._total(frontier) <= enough and self._total(behind) > self._total(frontier)
-            ):
-                fixed.add(v)
-                continue
-            is_cheap = self._steps[self._graph.producer[v]].name in _CHEAP
-            is_smaller = self._total(behind) < self._total(frontier)
-            if self._total(frontier) <= enough and not (is_cheap or is_smaller):
+            size, before = self._total(frontier), self._total(behind or ())
+            is_cheap = self._name(v) in _CHEAP
+            is_better = before < size or (is_cheap and before == size) or size > enough
+            if behind is None or not is_better:
                 fixed.add(v)
                 continue
             frontier = behind
-            if self._total(frontier) < self._total(best):
-                best = frontier
+            best = min(best, frontier, key=self._total)
         if self._total(best) > enough:
             raise NoGain("nothing before it is smaller and has the same rows")
         return best
+
+    def _name(self, value: Value) -> str:
+        """Of the primitive that makes a value; empty for inputs."""
+        number = self._graph.producer.get(value)
+        return "" if number is None else self._steps[number].name
 
     def _total(self, values: Iterable[Value]) -> int:
         return sum(map(self.nbytes, values))
@@ -229,26 +232,26 @@ class ChainSearch:
         if number is None or number in taken:
             return None
         before = self._operand_rows(number, frontier[value])
-        if before is None:
-            return None
-        return {v: rows for v, rows in frontier.items() if v != value} | before
+        others = {v: rows for v, rows in frontier.items() if v != value}
+        return None if before is None else others | before
 
     def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
         """The states of operands, if a result has these rows; None if that is not known."""
         eqn, step = self._graph.equations[number], self._steps[number]
         if len(eqn.results) != 1 or step.name in RANDOM:
             return None
-        (dim,), size = rows.dims, step.result_shape()[rows.dims[0]]
-        is_made = step.name in (
-            "broadcast_in_dim",
-            "iota",
-        )  # whose entries may be equal in all rows
-        found: dict[Value, Rows] = {}
-        for v, places, shape in zip(eqn.operands, _places(step), step.shapes, strict=True):
-            at = [d for d, place in enumerate(places) if place == dim and shape[d] == size]
+        found = self._same_rows(number, rows, rows.dims[0], step.result_shape()[rows.dims[0]])
+        is_made = step.name in ("broadcast_in_dim", "iota")  # whose rows may be equal
+        return found if found or is_made else None
+
+    def _same_rows(self, number: int, rows: Rows, place: Any, size: int) -> dict[Value, Rows]:
+        """The operands of an equation that have as many rows, along dim ``place`` of its result."""
+        step, found = self._steps[number], dict[Value, Rows]()
+        for v, places, shape in zip(step.operands, _places(step), step.shapes, strict=True):
+            at = [d for d, other in enumerate(places) if other == place and shape[d] == size]
             if at:
                 found[v] = dataclasses.replace(rows, dims=(at[0],))
-        return found if found or is_made else None
+        return found
 
     def _with_inputs(
         self, states: dict[Value, Any], equations: list[int], taken: set[int]
@@ -285,21 +288,18 @@ class ChainSearch:
           RowsMeet: if rows meet, or the equation is a loop or a branch.
         """
         eqn, step = self._graph.equations[number], self._steps[number]
-        record, own = record_of(eqn), next(v for v in eqn.operands if _is_apart(states.get(v)))
         if step.name in ("while", "cond", "scan", "declared_rows", *RANDOM):
             at = located(Coupled("it is a loop, a branch, declared or random"), self._steps, number)
             raise RowsMeet(str(at))
-        if not isinstance(record, CustomDerivative | Remat | None):
+        if not isinstance(record_of(eqn), CustomDerivative | Remat | None):
             return self._walked(number, states)
-        rows, places = states[own], _places(step)
-        place = places[eqn.operands.index(own)][rows.dims[0]]
-        beside: dict[Value, Any] = {}
-        for v, of_dims, shape in zip(eqn.operands, places, step.shapes, strict=True):
-            size = self._graph.shape(own)[rows.dims[0]]
-            at = [d for d, other in enumerate(of_dims) if other == place and shape[d] == size]
-            if at and v not in states and not isinstance(place, str):
-                beside[v] = dataclasses.replace(rows, dims=(at[0],))
-        return beside | self._walked(number, states | beside)
+        own = next(v for v in eqn.operands if row_dim(states.get(v)) is not None)
+        rows, dim = states[own], states[own].dims[0]
+        place = _places(step)[eqn.operands.index(own)][dim]
+        if not isinstance(place, str):
+            states = self._same_rows(number, rows, place, self._graph.shape(own)[dim]) | states
+        of_operands = {v: states[v] for v in eqn.operands if v in states}
+        return of_operands | self._walked(number, states)
 
     def _walked(self, number: int, states: dict[Value, Any]) -> dict[Value, Any]:
         eqn, step = self._graph.equations[number], self._steps[number]
@@ -340,18 +340,25 @@ class _Ahead:
                 if best is None or live < best[0]:
                     best = live, len(self._numbers)
         if best is None:
-            raise RowsMeet("; ".join(dict.fromkeys(self.causes)) or "its rows are not kept apart")
+            raise RowsMeet(self.cause or "its rows are not kept apart")
         return self._numbers[: best[1]]
+
+    @property
+    def cause(self) -> str:
+        return "; ".join(dict.fromkeys(self.causes))
 
     def _add(self, number: int, after: set[Value]) -> None:
         """Adds an equation, if it keeps rows apart."""
         eqn: Equation = self._graph.equations[number]
-        own = [v for v in eqn.operands if _is_apart(self.states.get(v))]
+        own = [v for v in eqn.operands if row_dim(self.states.get(v)) is not None]
         is_later = any(v in after or is_total(self.states.get(v)) for v in eqn.operands)
         if not own and not is_later:
             return
         if is_later or number in self._taken:
             after |= set(eqn.results)
+            if own and is_later and not self.causes:
+                meet = Coupled("each row meets a sum over all rows, or what is made of it")
+                self.causes.append(str(located(meet, self._search._steps, number)))
             return
         try:
             self.states |= self._search.results_of(number, self.states)
@@ -367,8 +374,8 @@ class _Ahead:
         return sum(self._search.nbytes(v) for v in results if readers.get(v, set()) - inside)
 
 
-def _is_apart(state: Any) -> bool:
-    return row_dim(state) is not None
+def _dims(dims: list[int]) -> str:
+    return f"dim {dims[0]}" if len(dims) == 1 else f"dims {', '.join(map(str, sorted(dims)))}"
 
 
 def _places(step: RowStep) -> list[Any]:

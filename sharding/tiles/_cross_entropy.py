@@ -19,8 +19,10 @@ from jax import lax
 
 from sharding._types import Array
 from sharding.collectives._sum_dtype import sum_dtype
+from sharding.tiles._tile_equations import for_each_tile
 
 _COLUMNS = 4096  # of a tile, where nothing is asked
+_LANES = 128  # XLA for TPUs copies W's gradient to another layout if tiles start between them
 _REDUCTIONS = ("mean", "sum", None)
 
 
@@ -34,14 +36,11 @@ class _Head(NamedTuple):
     z_loss: float
     label_smoothing: float
 
-    def columns(self, w: Array) -> int:
-        """Of a tile, in each shard; the last tile shares some with the one before."""
-        return math.ceil(w.shape[self.vocab_dim] / self.shards / self.tiles)
-
-    def start(self, w: Array, tile: Array) -> Array:
-        """The first column of a tile, in each shard."""
-        own = w.shape[self.vocab_dim] // self.shards
-        return jnp.minimum(tile * self.columns(w), own - self.columns(w))
+    def columns(self, w: Array) -> tuple[int, int]:
+        """Of a shard, and of a tile in it: lanes of TPUs are not split, but for small tiles."""
+        count = w.shape[self.vocab_dim] // self.shards
+        size = math.ceil(count / self.tiles)
+        return count, size if size < _LANES else min(count, math.ceil(size / _LANES) * _LANES)
 
 
 def cross_entropy(
@@ -169,12 +168,10 @@ def _check_numbers(head: _Head, vocab: int, reduction: str | None) -> None:
 # --- Tiles ----------------------------------------------------------------------------------------
 
 
-def _logits(head: _Head, x: Array, w: Array, tile: Array) -> tuple[Array, Array, Array, Array]:
-    """Of a tile: its columns of w; capped logits (..., shards, columns), numbers of columns, new.
-
-    A column is not new if the tile before has it.
-    """
-    size, start = head.columns(w), head.start(w, tile)
+def _logits(
+    head: _Head, x: Array, w: Array, labels: Array, start: Any, size: int
+) -> tuple[Array, Array, Array]:
+    """Of a tile: its columns of w; capped logits (..., shards, columns); which are of labels."""
     own = lax.dynamic_slice_in_dim(_by_shards(head, w), start, size, head.vocab_dim + 1)
     dtype = sum_dtype(jnp.result_type(x, w))
     contracted = (x.ndim - 1,), (1 if head.vocab_dim else 2,)
@@ -184,9 +181,8 @@ def _logits(head: _Head, x: Array, w: Array, tile: Array) -> tuple[Array, Array,
     column = lax.broadcasted_iota(jnp.int32, (head.shards, size), 1) + start
     of_shard = lax.broadcasted_iota(jnp.int32, (head.shards, size), 0)
     number = of_shard * (w.shape[head.vocab_dim] // head.shards) + column
-    over_tokens = tuple(range(x.ndim - 1))
-    number, is_new = (jnp.expand_dims(v, over_tokens) for v in (number, column >= tile * size))
-    return own, z, number, is_new
+    is_label = labels[..., None, None] == jnp.expand_dims(number, tuple(range(x.ndim - 1)))
+    return own, z, is_label
 
 
 def _by_shards(head: _Head, w: Array) -> Array:
@@ -203,25 +199,24 @@ def _losses(head: _Head, x: Array, w: Array, labels: Array) -> Array:
 
 
 def _forward(head: _Head, x: Array, w: Array, labels: Array) -> tuple[Array, Any]:
-    dtype = sum_dtype(jnp.result_type(x, w))
-
-    def add(sums: Any, tile: Array) -> tuple[Any, None]:
+    def add(sums: Any, start: Any, size: int) -> tuple[Array, ...]:
         highest, total, of_label, of_all = sums
-        _, z, columns, is_new = _logits(head, x, w, tile)
-        highest_of_tile = jnp.max(jnp.where(is_new, z, -jnp.inf), (-2, -1))
-        new = lax.stop_gradient(jnp.maximum(highest, highest_of_tile))
-        powers = jnp.where(is_new, jnp.exp(z - new[..., None, None]), 0)
-        is_label = (labels[..., None, None] == columns) & is_new
-        return (
-            new,
-            total * jnp.exp(highest - new) + powers.sum((-2, -1)),
-            of_label + jnp.where(is_label, z, 0).sum((-2, -1)),
-            of_all + jnp.where(is_new, z, 0).sum((-2, -1)),
-        ), None
+        _, z, is_label = _logits(head, x, w, labels, start, size)
+        # In one pass: XLA for GPUs would read the logits three times.
+        columns, each = (z.ndim - 2, z.ndim - 1), (z, jnp.where(is_label, z, 0), z)
+        highest_of_tile, *more = lax.reduce(each, start_of, combine, columns)
+        new = jnp.maximum(highest, highest_of_tile)
+        powers = jnp.exp(z - new[..., None, None])
+        total = total * jnp.exp(highest - new) + powers.sum((-2, -1))
+        return new, total, of_label + more[0], of_all + more[1]
 
-    zeros = jnp.zeros(labels.shape, dtype)
+    def combine(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        return jnp.maximum(a[0], b[0]), a[1] + b[1], a[2] + b[2]
+
+    zeros = jnp.zeros(labels.shape, sum_dtype(jnp.result_type(x, w)))
+    start_of = tuple(jnp.asarray(v, zeros.dtype) for v in (-jnp.inf, 0, 0))
     sums = zeros - jnp.inf, zeros, zeros, zeros
-    (highest, total, of_label, of_all), _ = lax.scan(add, sums, jnp.arange(head.tiles))
+    highest, total, of_label, of_all = for_each_tile(add, sums, *head.columns(w))
     log_z = highest + jnp.log(total)
     smoothing, words = head.label_smoothing, w.shape[head.vocab_dim]
     losses = log_z - (1 - smoothing) * of_label - smoothing / words * of_all
@@ -235,31 +230,27 @@ def _backward(head: _Head, stored: Any, cotangent: Array) -> tuple[Array, Array,
     cotangent = cotangent[..., None, None]
     tokens = tuple(range(x.ndim - 1))
 
-    def add(grads: Any, tile: Array) -> tuple[Any, None]:
+    def add(grads: Any, start: Any, size: int) -> tuple[Array, Array]:
         of_x, of_w = grads
-        own, z, columns, is_new = _logits(head, x, w, tile)
-        is_label = labels[..., None, None] == columns
+        own, z, is_label = _logits(head, x, w, labels, start, size)
         of_z = of_power * jnp.exp(z - log_z[..., None, None])
-        of_z -= cotangent * jnp.where(
-            is_label, 1 - smoothing + smoothing / words, smoothing / words
-        )
+        of_z -= cotangent * ((1 - smoothing) * is_label + smoothing / words)
         if head.softcap is not None:
             of_z *= 1 - (z / head.softcap) ** 2
-        # What the next tile has, too, it writes again: the last one runs first.
-        of_z = jnp.where(is_new, of_z, 0).astype(narrow)
+        of_z = of_z.astype(narrow)
         over = (of_z.ndim - 2, of_z.ndim - 1), ((0, 2) if head.vocab_dim else (0, 1))
         more = lax.dot_general(of_z, own, (over, ((), ())), preferred_element_type=of_x.dtype)
         first, second = (x, of_z) if head.vocab_dim else (of_z, x)
         of_own = lax.dot_general(
             first, second, ((tokens, tokens), ((), ())), preferred_element_type=narrow
         )
-        of_own = jnp.moveaxis(of_own, head.vocab_dim, 0)
-        at = head.start(w, tile)
-        of_w = lax.dynamic_update_slice_in_dim(of_w, of_own.astype(w.dtype), at, head.vocab_dim + 1)
-        return (of_x + more, of_w), None
+        of_own = jnp.moveaxis(of_own, head.vocab_dim, 0).astype(w.dtype)
+        of_w = lax.dynamic_update_slice_in_dim(of_w, of_own, start, head.vocab_dim + 1)
+        return of_x + more, of_w
 
     zeros = jnp.zeros(x.shape, log_z.dtype), jnp.zeros_like(_by_shards(head, w))
-    (of_x, of_w), _ = lax.scan(add, zeros, jnp.arange(head.tiles), reverse=True)
+    # The last logits are those of the forward pass, which XLA keeps until they are read.
+    of_x, of_w = for_each_tile(add, zeros, *head.columns(w), reverse=True)
     return of_x.astype(x.dtype), jnp.moveaxis(of_w, 0, head.vocab_dim).reshape(w.shape), None
 
 

@@ -4,7 +4,7 @@ The trace has the shapes of all rows. Most equations name none of them; those th
 or a broadcast, get the shapes of a tile from the states of their results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from optax_ext.traced_graph import Equation, Graph, Value, bind
 from sharding._types import Array
 from sharding.loss._row_dims import RowStep, rule_of
 from sharding.loss._row_states import Rows, RowsMeet, unknown
-from sharding.loss._row_walk import Walk, constant, steps_of
+from sharding.loss._row_walk import Walk, constant, inexact_of, pullback_of, steps_of
 
 
 def row_dim(state: Any) -> int | None:
@@ -52,6 +52,18 @@ def tile_shape(shape: Sequence[int], state: Any, count: int) -> tuple[int, ...]:
     if dim is None:
         return tuple(shape)
     return (*shape[:dim], state.before * count * state.after, *shape[dim + 1 :])
+
+
+def for_each_tile(
+    tile: Callable[[Any, Any, int], Any], carry: Any, count: int, size: int, reverse: bool = False
+) -> Any:
+    """What ``tile(carry, start, size)`` makes of all tiles, in order; the last may be smaller."""
+    full, rest = divmod(count, size)
+    if rest and reverse:
+        carry = tile(carry, full * size, rest)
+    step = lambda carry, start: (tile(carry, start, size), None)  # noqa: E731
+    carry, _ = lax.scan(step, carry, jnp.arange(full) * size, reverse=reverse)
+    return tile(carry, full * size, rest) if rest and not reverse else carry
 
 
 class TileEvaluation:
@@ -98,11 +110,9 @@ class TileEvaluation:
             return self._with_derivative(eqn, step, record, operands)
         if isinstance(record, Call | Remat):  # a tile is computed again as a whole
             return self._inside(record.body, self._states_of(eqn.operands), operands)
-        return (
-            bind(eqn, operands, self._params(eqn, step))
-            if step.name != "iota"
-            else [self._iota(eqn)]
-        )
+        if step.name == "iota":
+            return [self._iota(eqn)]
+        return bind(eqn, operands, self._params(eqn, step))
 
     def _states_of(self, values: Sequence[Value]) -> list[Any]:
         return [self._states.get(v, unknown(self._graph.types[v])) for v in values]
@@ -158,36 +168,19 @@ class TileEvaluation:
     ) -> list[Any]:
         """A function with a derivative of its own, which is traced for all rows."""
         ins, outs = self._states_of(eqn.operands), self._states_of(eqn.results)
-        own = [k for k, x in enumerate(step.types) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        of_results = [
-            k for k, x in enumerate(step.result_types) if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-
-        def pull(given: list[Any], cotangents: list[Any]) -> Any:
-            def fn(*some: Any) -> list[Any]:
-                found = bind(
-                    eqn, [*(dict(enumerate(given)) | dict(zip(own, some, strict=True))).values()]
-                )
-                return [found[k] for k in of_results]
-
-            return jax.vjp(fn, *[given[k] for k in own])[1](cotangents)
-
-        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in step.types]
-        of_cotangents = [
-            jax.ShapeDtypeStruct(step.result_types[k].shape, step.result_types[k].dtype)
-            for k in of_results
-        ]
+        own, of_results = inexact_of(step.types), inexact_of(step.result_types)
 
         @jax.custom_vjp
         def run(*given: Any) -> list[Any]:
             return self._inside(record.body, ins, given)
 
         def back(given: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-            closed = jax.make_jaxpr(pull)(types, of_cotangents)
-            states = [*ins, *(outs[k] for k in of_results)]
-            cotangents = [cotangents[k] for k in of_results]
-            found = dict(zip(own, self._inside(closed, states, [*given, *cotangents]), strict=True))
-            return tuple(found.get(k) for k in range(len(given)))
+            pull, of_given = pullback_of(step), dict[int, Any]()
+            if pull is not None:
+                states = [*ins, *(outs[k] for k in of_results)]
+                given = [*given, *(cotangents[k] for k in of_results)]
+                of_given = dict(zip(own, self._inside(pull, states, given), strict=True))
+            return tuple(of_given.get(k) for k in range(len(ins)))
 
         run.defvjp(lambda *given: (run(*given), given), back)
         return list(run(*operands))

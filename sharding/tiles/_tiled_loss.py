@@ -7,22 +7,27 @@ of their rows. Sums over tiles, of the loss and of gradients, are float32 at lea
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_ext.equations import Remat, Scan, record_of, trace
 from optax_ext.traced_graph import Graph, Value, bind
-from optax_ext.user_line import line_of
 from sharding._jaxprs import run_scan
 from sharding._traced_types import varying_alike
 from sharding._types import Array
 from sharding.collectives._sum_dtype import sum_dtype
 from sharding.loss._loss_options import AnyLoss, Loss, Rewrite, as_loss
-from sharding.tiles._chains import Chain, ChainSearch, NoChain
-from sharding.tiles._tile_equations import TileEvaluation, part_of, row_dim, with_part
+from sharding.loss._row_walk import last_line
+from sharding.tiles._chains import LEAST, Chain, ChainSearch
+from sharding.tiles._tile_equations import (
+    TileEvaluation,
+    for_each_tile,
+    part_of,
+    row_dim,
+    with_part,
+)
 
 TILES = (4, 16, 64, 256)  # that planners try, from the fewest on
 
@@ -35,8 +40,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
     inside are neither stored for the backward pass nor ever there for all rows.
 
     Args:
-      loss: a function of ``(params, batch, ...)`` or a ``Loss``; it is not changed. Of one that is
-        in tiles already, these are other ones.
+      loss: a ``Loss`` or a function of any arrays, as the ``head`` of a ``Pipeline``; it is not
+        changed. Of one that is in tiles already, these are other ones.
       tiles: in how many tiles a chain runs, of equal numbers of rows but for the last one.
       forward_gradient: whether a chain that ends in one sum, as that of a head, makes its gradient
         in the forward pass, so that no product is computed twice. It stores gradients of parameters
@@ -59,8 +64,8 @@ def tiled(loss: AnyLoss, tiles: int = 16, *, forward_gradient: bool | None = Non
       >>> print(shd.tiles.report_tiles(loss, w, x, tiles=4)[0].split(" (")[0])
       4 tiles of 2 rows: float32[8,64] inside, float32[8,4] read, float32[] returned
     """
-    inner = as_loss(loss)
     _check_tiles(tiles)
+    inner = _as_loss(loss)
     if rewrite := Rewrite.of(inner.fn):
         inner = dataclasses.replace(inner, fn=rewrite.plain)
     return dataclasses.replace(inner, fn=_in_tiles(inner.fn, tiles, forward_gradient))
@@ -122,9 +127,15 @@ def report_tiles(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
     """
     _check_tiles(tiles)
     leaves, treedef = jax.tree.flatten(args)
-    fn = as_loss(loss).fn
+    fn = _as_loss(loss).fn
     closed, _ = trace(lambda *leaves: fn(*treedef.unflatten(leaves)), *leaves)
     return _TiledGraph(closed, tiles, None).report()
+
+
+def _as_loss(loss: Any) -> Loss:
+    """A ``Loss``; of any arguments, as are those of the head of a ``Pipeline``."""
+    is_function = callable(loss) and not isinstance(loss, Loss) and not hasattr(loss, "as_loss")
+    return Loss(loss) if is_function else as_loss(loss)
 
 
 def _check_tiles(tiles: int) -> None:
@@ -174,17 +185,14 @@ class _TiledGraph:
         return [values[v] for v in graph.outputs]
 
     def _reads(self, item: int | Chain) -> Sequence[Value]:
-        if isinstance(item, Chain):
-            return (*item.sliced, *item.shared)
-        return self._graph.equations[item].operands
+        return item.read if isinstance(item, Chain) else self._graph.equations[item].operands
 
     def _results(self, item: int | Chain, values: dict[Value, Any]) -> dict[Value, Any]:
         if isinstance(item, Chain):
             is_forward = self._forward_gradient
             if is_forward is None:
                 is_forward = not self._is_inner
-            given = ([values[v] for v in vs] for vs in (item.sliced, item.shared))
-            outs = _TiledChain(self._graph, item, is_forward)(*given)
+            outs = _TiledChain(self._graph, item, is_forward)([values[v] for v in item.read])
             return dict(zip(item.outputs, outs, strict=True))
         eqn = self._graph.equations[item]
         operands = [values[v] for v in eqn.operands]
@@ -202,25 +210,28 @@ class _TiledGraph:
 
     def report(self, coupled: bool = True) -> list[str]:
         """A line for each chain, and for large values in none: all, or where rows meet alone."""
-        lines = []
-        for found in self._found:
-            eqn = self._graph.equations[self._graph.producer[found.largest]]
-            at = line_of(eqn.source_info)
-            at = f" ({at})" if at else ""
+        lines, sizes = [], [self._search.nbytes(found.largest) for found in self._found]
+        for found, nbytes in zip(self._found, sizes, strict=True):
+            before = self._graph.equations[: self._graph.producer[found.largest] + 1]
+            line = last_line(before)
             inside = self._text([found.largest])
-            if isinstance(found, NoChain) and coupled and not found.is_coupled:
-                continue
-            if isinstance(found, NoChain):
+            at = f" ({line})" if line else ""
+            if isinstance(found, Chain):
+                lines.append(f"{self._rows(found, inside)}{at}")
+            elif nbytes >= sizes[0] / LEAST and (found.is_coupled or not coupled):
                 lines.append(f"not in tiles: {inside}{at}: {found.cause}")
-                continue
-            full, rest = divmod(found.count, found.rows)
-            rows = f"{full} tiles of {found.rows} rows"
-            if rest:
-                rows += f" and {rest} more"
-            read, returned = self._text(found.sliced), self._text(found.outputs)
-            lines.append(f"{rows}: {inside} inside, {read} read, {returned} returned{at}")
         lines += [line for body in self._bodies.values() for line in body.report(coupled)]
         return list(dict.fromkeys(lines))
+
+    def _rows(self, chain: Chain, inside: str) -> str:
+        """What of a chain is there at a time."""
+        full, rest = divmod(chain.count, chain.rows)
+        more = f" and {rest} more" if rest else ""
+        read, returned = self._text(chain.sliced), self._text(chain.outputs)
+        return (
+            f"{full} tiles of {chain.rows} rows{more}: "
+            f"{inside} inside, {read} read, {returned} returned"
+        )
 
     def _text(self, values: Sequence[Value]) -> str:
         return ", ".join(self._graph.types[v].str_short() for v in values)
@@ -232,164 +243,136 @@ def _first_equation(item: int | Chain) -> int:
 
 
 def _is_floating(x: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    """Whether an array or a type of one is differentiated."""
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _dtype_of_sum(dtype: Any) -> Any:
-    """The dtype of a sum over tiles."""
-    is_floating = jnp.issubdtype(dtype, jnp.inexact)
-    return sum_dtype(dtype) if is_floating else dtype
+class _Rows(NamedTuple):
+    """Values that a chain reads or returns: a tile has some rows of each, if that has rows."""
+
+    types: list[Any]
+    states: list[Any]
+
+    @classmethod
+    def of(cls, graph: Graph, chain: Chain, values: Sequence[Value]) -> "_Rows":
+        return cls([graph.types[v] for v in values], [chain.states.get(v) for v in values])
+
+    @property
+    def floating(self) -> "_Rows":
+        at = [k for k, t in enumerate(self.types) if _is_floating(t)]
+        return _Rows([self.types[k] for k in at], [self.states[k] for k in at])
+
+    def tile(self, arrays: Sequence[Any], start: Any, rows: int) -> list[Any]:
+        pairs = zip(arrays, self.states, strict=True)
+        return [part_of(x, state, start, rows) for x, state in pairs]
+
+    def zeros(self, like: Sequence[Array]) -> list[Array]:
+        """Where rows are written, and sums of tiles are added up, in float32 at least."""
+        is_sum = [row_dim(state) is None and _is_floating(x) for x, state in self._with(like)]
+        pairs = zip(like, is_sum, strict=True)
+        return [jnp.zeros_like(x, dtype=sum_dtype(x.dtype) if wide else None) for x, wide in pairs]
+
+    def added(self, arrays: Sequence[Array], of_tile: Any, start: Any, rows: int) -> list[Array]:
+        """The arrays with those of a tile."""
+        return [
+            x + y.astype(x.dtype) if row_dim(state) is None else with_part(x, y, state, start, rows)
+            for (x, state), y in zip(self._with(arrays), of_tile, strict=True)
+        ]
+
+    def cast(self, arrays: Sequence[Array]) -> list[Array]:
+        return [x.astype(t.dtype) for x, t in zip(arrays, self.types, strict=True)]
+
+    def _with(self, arrays: Sequence[Any]) -> Any:
+        return zip(arrays, self.states, strict=True)
 
 
 class _TiledChain:
     """A chain, run tile by tile, and its gradient."""
 
     def __init__(self, graph: Graph, chain: Chain, forward_gradient: bool):
-        self._graph, self._chain, self._rows = graph, chain, chain.rows
+        self._graph, self._chain = graph, chain
         self._equations = [graph.equations[number] for number in chain.equations]
-        self._of_sliced = [chain.states[v] for v in chain.sliced]
-        self._of_outputs = [chain.states[v] for v in chain.outputs]
-        self._is_sum = [row_dim(state) is None for state in self._of_outputs]
-        self._types = [graph.types[v] for v in chain.outputs]
-        floating = [k for k, aval in enumerate(self._types) if _is_floating(aval)]
-        is_one_sum = len(floating) == 1 and self._types[floating[0]].shape == ()
-        self._of_loss = floating[0] if is_one_sum and forward_gradient else None
+        self._read = _Rows.of(graph, chain, chain.read)
+        self._outputs = _Rows.of(graph, chain, chain.outputs)
+        floating = self._outputs.floating.types
+        self._is_loss = forward_gradient and [t.shape for t in floating] == [()]
 
-    def __call__(self, sliced: list[Any], shared: list[Any]) -> list[Any]:
+    def __call__(self, given: list[Any]) -> list[Any]:
         """Its outputs."""
-        run = jax.custom_vjp(lambda *given: self._forward(*given))
-        if self._of_loss is None:
-            run.defvjp(lambda *given: (self._forward(*given), given), self._backward)
-        else:
+        run = jax.custom_vjp(lambda *given: self._forward(given))
+        if self._is_loss:
             run.defvjp(self._with_gradient, self._scaled)
-        every = varying_alike([*sliced, *shared])
-        return run(every[: len(sliced)], every[len(sliced) :])
+        else:
+            run.defvjp(lambda *given: (self._forward(given), given), self._backward)
+        return run(*varying_alike(given))
 
-    def _tile(self, sliced: Sequence[Any], shared: Sequence[Any], start: Any, rows: int) -> Any:
+    def _tile(self, given: Sequence[Any], start: Any, rows: int) -> list[Any]:
         """The outputs of one tile."""
-        chain = self._chain
-        values = dict(self._graph.constants) | dict(zip(chain.sliced, sliced, strict=True))
-        values |= zip(chain.shared, shared, strict=True)
-        TileEvaluation(self._graph, chain.states, start, rows).run(self._equations, values)
-        return [values[v] for v in chain.outputs]
-
-    def _parts(self, arrays: Sequence[Any], states: Sequence[Any], start: Any, rows: int) -> Any:
-        pairs = zip(arrays, states, strict=True)
-        return [part_of(x, state, start, rows) for x, state in pairs]
+        values = self._graph.constants | dict(zip(self._chain.read, given, strict=True))
+        evaluation = TileEvaluation(self._graph, self._chain.states, start, rows)
+        evaluation.run(self._equations, values)
+        return [values[v] for v in self._chain.outputs]
 
     def _for_each(self, tile: Callable[[Any, Any, int], Any], zeros: Any, given: Any) -> Any:
         """What ``tile(carry, start, rows)`` makes of all tiles, one after the other.
 
         The first one carries zeros, on the axes of a ``shard_map`` that ``given`` arrays vary over.
         """
-        full, rest = divmod(self._chain.count, self._rows)
         leaves, treedef = jax.tree.flatten(zeros)
         carry = treedef.unflatten(varying_alike([*leaves, *given])[: len(leaves)])
-        step = lambda carry, start: (tile(carry, start, self._rows), None)  # noqa: E731
-        carry, _ = lax.scan(step, carry, jnp.arange(full) * self._rows)
-        return tile(carry, full * self._rows, rest) if rest else carry
+        return for_each_tile(tile, carry, self._chain.count, self._chain.rows)
 
     def _zeros(self) -> list[Array]:
-        """Where outputs are written, or added up."""
-        pairs = zip(self._types, self._is_sum, strict=True)
-        return [
-            jnp.zeros(t.shape, _dtype_of_sum(t.dtype) if is_sum else t.dtype) for t, is_sum in pairs
-        ]
+        return self._outputs.zeros([jnp.zeros(t.shape, t.dtype) for t in self._outputs.types])
 
-    def _added(self, outs: Sequence[Array], of_tile: Any, start: Any, rows: int) -> list[Array]:
-        """Outputs, with those of a tile."""
-        each = zip(outs, of_tile, self._of_outputs, self._is_sum, strict=True)
-        return [
-            x + y.astype(x.dtype) if is_sum else with_part(x, y, state, start, rows)
-            for x, y, state, is_sum in each
-        ]
-
-    def _results(self, outs: Sequence[Array]) -> list[Array]:
-        return [x.astype(t.dtype) for x, t in zip(outs, self._types, strict=True)]
-
-    def _forward(self, sliced: list[Any], shared: list[Any]) -> list[Array]:
+    def _forward(self, given: Sequence[Any]) -> list[Array]:
         def tile(outs: list[Array], start: Any, rows: int) -> list[Array]:
-            own = self._parts(sliced, self._of_sliced, start, rows)
-            return self._added(outs, self._tile(own, shared, start, rows), start, rows)
+            own = self._tile(self._read.tile(given, start, rows), start, rows)
+            return self._outputs.added(outs, own, start, rows)
 
-        return self._results(self._for_each(tile, self._zeros(), [*sliced, *shared]))
+        return self._outputs.cast(self._for_each(tile, self._zeros(), given))
 
-    def _zero_grads(self, sliced: list[Any], shared: list[Any]) -> Any:
-        """Of what is differentiated: None for others."""
-        of_sliced = [jnp.zeros_like(x) if _is_floating(x) else None for x in sliced]
-        sums = [
-            jnp.zeros_like(x, _dtype_of_sum(x.dtype)) if _is_floating(x) else None for x in shared
-        ]
-        return of_sliced, sums
-
-    def _with_grads(self, grads: Any, pull: Any, cotangents: Any, start: Any, rows: int) -> Any:
-        """Gradients, with those of a tile."""
-        of_sliced, sums = (iter(part) for part in pull(cotangents))
-        each = zip(grads[0], self._of_sliced, strict=True)
-        written = [
-            x if x is None else with_part(x, next(of_sliced), state, start, rows)
-            for x, state in each
-        ]
-        added = [x if x is None else x + next(sums).astype(x.dtype) for x in grads[1]]
-        return written, added
-
-    def _pullback(self, own: list[Any], shared: list[Any], start: Any, rows: int) -> Any:
-        """The floating outputs of a tile, and their pullback; all its outputs."""
-
-        def fn(floating: Any) -> Any:
-            of_sliced, of_shared = map(iter, floating)
-            given = [next(of_sliced) if _is_floating(x) else x for x in own]
-            consts = [next(of_shared) if _is_floating(x) else x for x in shared]
-            outs = self._tile(given, consts, start, rows)
-            return [x for x in outs if _is_floating(x)], outs
-
-        floating = [[x for x in xs if _is_floating(x)] for xs in (own, shared)]
-        _, pull, outs = jax.vjp(fn, floating, has_aux=True)
-        return (lambda cotangents: pull(cotangents)[0]), outs
-
-    def _backward(self, stored: Any, cotangents: list[Any]) -> Any:
-        """The gradient, for which each tile is computed again."""
-        sliced, shared = stored
-
-        def tile(grads: Any, start: Any, rows: int) -> Any:
-            own = self._parts(sliced, self._of_sliced, start, rows)
-            pull, _ = self._pullback(own, shared, start, rows)
-            each = zip(cotangents, self._of_outputs, self._types, strict=True)
-            given = [part_of(x, state, start, rows) for x, state, t in each if _is_floating(t)]
-            return self._with_grads(grads, pull, given, start, rows)
-
-        grads = self._for_each(tile, self._zero_grads(sliced, shared), [*sliced, *shared])
-        return self._as_given(grads, stored)
-
-    def _with_gradient(self, sliced: list[Any], shared: list[Any]) -> Any:
-        """Outputs, and the gradient of the one sum among them."""
+    def _gradients(self, given: Sequence[Any], cotangents: Sequence[Any], outs: Any) -> Any:
+        """Outputs, if ``outs`` has zeros for them; and gradients of what is floating."""
+        floating = self._read.floating
 
         def tile(carry: Any, start: Any, rows: int) -> Any:
             outs, grads = carry
-            own = self._parts(sliced, self._of_sliced, start, rows)
-            pull, of_tile = self._pullback(own, shared, start, rows)
-            assert self._of_loss is not None
-            one = jnp.ones((), self._types[self._of_loss].dtype)
-            one, _ = varying_alike([one, of_tile[self._of_loss]])
-            grads = self._with_grads(grads, pull, [one], start, rows)
-            return self._added(outs, of_tile, start, rows), grads
+            own = self._read.tile(given, start, rows)
 
-        grads = self._zero_grads(sliced, shared)
-        outs, grads = self._for_each(tile, (self._zeros(), grads), [*sliced, *shared])
-        types = [[jnp.zeros((), x.dtype) for x in xs] for xs in (sliced, shared)]
-        return self._results(outs), (grads, types)
+            def fn(*xs: Any) -> Any:
+                of = iter(xs)
+                found = self._tile([next(of) if _is_floating(x) else x for x in own], start, rows)
+                return [x for x in found if _is_floating(x)], found
 
-    def _scaled(self, stored: Any, cotangents: list[Any]) -> Any:
+            _, pull, of_tile = jax.vjp(fn, *filter(_is_floating, own), has_aux=True)
+            parts = self._outputs.floating.tile(cotangents, start, rows)
+            grads = floating.added(grads, pull(parts), start, rows)
+            return outs and self._outputs.added(outs, of_tile, start, rows), grads
+
+        grads = floating.zeros([x for x in given if _is_floating(x)])
+        return self._for_each(tile, (outs, grads), given)
+
+    def _backward(self, given: Sequence[Any], cotangents: list[Any]) -> Any:
+        """The gradient, for which each tile is computed again."""
+        of_outputs = zip(cotangents, self._outputs.types, strict=True)
+        floating = [x for x, t in of_outputs if _is_floating(t)]
+        return self._of_all(self._gradients(given, floating, [])[1])
+
+    def _with_gradient(self, *given: Any) -> Any:
+        """Outputs, and the gradient of the one sum among them."""
+        (loss,) = self._outputs.floating.types
+        one, *_ = varying_alike([jnp.ones((), loss.dtype), *given])
+        outs, grads = self._gradients(given, [one], self._zeros())
+        return self._outputs.cast(outs), grads
+
+    def _scaled(self, grads: Any, cotangents: list[Any]) -> Any:
         """The gradient of a loss that is this sum times a number."""
-        grads, types = stored
-        assert self._of_loss is not None
-        factor = cotangents[self._of_loss]
-        scaled = jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
-        return self._as_given(scaled, types)
+        of_outputs = zip(cotangents, self._outputs.types, strict=True)
+        (factor,) = [x for x, t in of_outputs if _is_floating(t)]
+        return self._of_all([x * factor.astype(x.dtype) for x in grads])
 
-    def _as_given(self, grads: Any, given: Any) -> Any:
-        """Gradients in the dtypes of what they are of."""
-        return tuple(
-            [None if grad is None else grad.astype(x.dtype) for grad, x in zip(*pair, strict=True)]
-            for pair in zip(grads, given, strict=True)
-        )
+    def _of_all(self, grads: list[Array]) -> tuple[Any, ...]:
+        """Gradients in the dtypes of what they are of; None of what is not floating."""
+        of = iter(self._read.floating.cast(grads))
+        return tuple(next(of) if _is_floating(t) else None for t in self._read.types)

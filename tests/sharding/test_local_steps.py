@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType
@@ -93,18 +94,58 @@ def test_one_local_step_is_the_ordinary_step():
     close(merged[1][0].trace, ordinary[1][0].trace)
 
 
-@pytest.mark.parametrize(("groups", "stage"), [(1, 1), (3, 2)])
-def test_diloco_by_hand(groups, stage):
-    """Adam within, Nesterov between, 40 steps; groups meet in different steps."""
-    tx, outer = optax.adam(1e-2), optax.sgd(0.7, momentum=0.9, nesterov=True)
-    local = shd.LocalSteps(zero_of(stage=stage), every=6, groups=groups)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
+
+
+@pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
+@pytest.mark.parametrize(
+    ("groups", "stage", "tx", "outer"),
+    [
+        (1, 1, optax.adam(1e-2), NESTEROV),
+        (3, 2, optax.adam(1e-2), NESTEROV),
+        (2, 3, CLIPPED, optax.adamw(3e-2)),
+    ],
+)
+def test_diloco_by_hand(groups, stage, tx, outer):
+    """Any transformation within and between, 40 steps; groups meet in different steps."""
+    local = shd.LocalSteps(zero_of(stage=stage), outer, every=6, groups=groups)
     state, _ = trained(local, tx, range(40))
-    split = ((0, 1, 2),) if groups == 1 else ((0,), (1,), (2,))
+    split = {1: ((0, 1, 2),), 2: ((0,), (1, 2)), 3: ((0,), (1,), (2,))}[groups]
     want, own = by_hand(tx, outer, 6, range(40), groups=split)
     close(local.merged(state)[0], want)
     for replica, params in zip(state.replicas, own, strict=True):
         close(replica[0], params, 1e-11)
     assert np.any(np.asarray(own[0]["a"]) != np.asarray(own[1]["a"]))
+
+
+def test_states_are_sharded_within_replicas():
+    """At stage 3 all of it, and what all replicas share."""
+    state = started(shd.LocalSteps(zero_of(stage=3)), optax.adam(1e-2))
+    matrices = [x for x in jax.tree.leaves(state) if np.ndim(x) == 2]
+    assert len(matrices) == 4 * 3 * 2 + 2 * 2  # replicas: parameters and moments; anchor and outer
+    assert all(2 * x.addressable_shards[0].data.size == x.size for x in matrices)
+
+
+def test_a_checkpoint_goes_on_exactly(tmp_path):
+    """Between synchronizations: replicas differ, and the count says which group is next."""
+    tx, method = optax.adam(1e-2), sync.top_k(0.25, min_size=1)
+
+    def make():
+        local = shd.LocalSteps(zero_of(sync=method), every=4, groups=2)
+        return local, started(local, tx)
+
+    local, state = make()
+    state, _ = trained(local, tx, range(5), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+    want, _ = trained(local, tx, range(5, 11), state)
+    again, like = make()
+    with ocp.StandardCheckpointer() as checkpointer:
+        read = checkpointer.restore(tmp_path / "state", like)
+    have, _ = trained(again, tx, range(5, 11), read)
+    for a, b in zip(*(jax.tree.leaves(x) for x in (have, want)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_another_number_of_replicas_goes_on():

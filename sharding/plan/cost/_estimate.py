@@ -22,7 +22,7 @@ from sharding.plan._format import (
     size,
     with_article,
 )
-from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
+from sharding.plan.cost._stage_plan import Coded, StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.machine._devices import HEADROOM, DeviceKind
 from sharding.plan.model._layer_costs import Activations
@@ -197,6 +197,7 @@ def estimate(
     flops: float = 0.0,
     predicted: Mapping[str, StepSeconds] | None = None,
     local_steps: int = 0,
+    coded: Coded | None = None,
 ) -> Plan:
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
@@ -231,6 +232,8 @@ def estimate(
         fastest is recommended. None: the stage that sends least.
       local_steps: of ``LocalSteps``, between two synchronizations of replicas: parameters are
         averaged in place of gradients, once in so many steps. 0: ordinary steps.
+      coded: what stage 3 gathers in codes of products in few bits, as the report of
+        ``matmuls.report_products`` has it; with an update after the backward pass.
 
     Raises:
       ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
@@ -253,6 +256,7 @@ def estimate(
     options: Any = {"param_specs": param_specs, "microbatches": microbatches, "batch": batch}
     options |= {"device": device, "gathered_once": gathered_once, "temporaries": temporaries}
     options |= {"update": update, "trainable": trainable, "local_steps": local_steps}
+    options["coded"] = coded
     if local_steps < 0 or (local_steps and not zero.replica_axis):
         raise ValueError(
             f"local_steps are steps of replicas, 0 or more, got {local_steps} and "

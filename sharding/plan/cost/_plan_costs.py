@@ -14,13 +14,15 @@ from jax.sharding import NamedSharding
 import optax_ext
 from sharding._types import Array, DType, Tree
 from sharding._zero import Zero
+from sharding.matmuls._quantized_loss import quantized_matmuls
+from sharding.matmuls._report import report_products
 from sharding.pipeline._layers import other_dim
-from sharding.placement._specs import expand_specs, num_shards, with_axis
+from sharding.placement._specs import expand_specs, leaf_names, num_shards, with_axis
 from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import with_state_format
 from sharding.plan.cost._ledger import HeldRow, StepRows, held_at
 from sharding.plan.cost._parallel_plan import OF_STATE, PLANNED, ParallelPlan
-from sharding.plan.cost._stage_plan import StagePlan, stage_plan
+from sharding.plan.cost._stage_plan import Coded, StagePlan, stage_plan
 from sharding.plan.cost._step_time import Passes, StateCosts, StepSeconds, passes, with_state
 from sharding.plan.cost._wire_and_flops import (
     TENSOR_AXIS,
@@ -154,8 +156,8 @@ class PlanCosts:
     """
 
     _CACHED = (
-        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved", "_each"),
-        *("fullest", "least"),
+        *("_tx", "_stage", "_rows", "_passes_of", "_costs", "_products", "_moved"),
+        *("_spared", "fullest", "least", "state_bytes_in"),
     )
 
     def __init__(
@@ -190,10 +192,8 @@ class PlanCosts:
 
     def each(self, plan: ParallelPlan) -> tuple[float, float, float]:
         """Bytes of one parameter of a plan, on average: itself, its gradient and its state."""
-        return self._each(plan.state_format, plan.weights)
-
-    def _each(self, state_format: str | None, weights: str) -> tuple[float, float, float]:
-        return self.param_bytes, self._trained_bytes, self.state_bytes_in(state_format, weights)
+        state = self.state_bytes_in(plan.state_format, plan.weights)
+        return self.param_bytes, self._trained_bytes, state
 
     def flops(self, sequences: int) -> float:
         """Operations of a device in a step of so many sequences: nothing is computed twice."""
@@ -250,10 +250,11 @@ class PlanCosts:
         # The update needs less than what it takes the place of: accumulated gradients are float32.
         counts = self.passes(plan).chunks
         placed = dataclasses.replace(_placed(plan), microbatches=1)
-        costs = self._costs(plan.microbatch, plan.recompute, plan.tensor)
+        sizes = plan.tensor, plan.experts
+        costs = self._costs(plan.microbatch, plan.recompute, *sizes, plan.matmuls)
         held = self._rows(placed, self.model.layers / plan.pipe)
-        options = (self.dtype, self.machine.device)
-        rows = held_by_pipeline(self.model, plan, costs, counts, held, *options)
+        kinds = self.dtype, self.machine.device
+        rows = held_by_pipeline(self.model, plan, costs, counts, held, *kinds)
         return StepRows(held.work, held.sizes, rows)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
@@ -297,8 +298,16 @@ class PlanCosts:
             moved=moved,
             products=self.products(plan),
             sync=sync,
+            spared=self._spared(_placed(plan)),
         )
         return with_state(plan, self.machine, work, costs, ideal=ideal)
+
+    def _spared(self, plan: ParallelPlan) -> float:
+        """Bytes of one parameter, on average, that stage 3 need not gather: it gathers codes."""
+        params = self.model.abstract(self.dtype)
+        arrays = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+        coded = coded_in(plan, self.model, self.dtype)
+        return sum(num_bytes(arrays[x]) - arrays[x].size for x in coded) / sum(self._sizes)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         return self._synced(_placed(plan))
@@ -354,6 +363,7 @@ class PlanCosts:
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
             trainable=self.model.trainable,
+            coded=coded_in(plan, self.model, self.dtype),
         )
 
     def zero(self, plan: ParallelPlan) -> Zero:
@@ -394,6 +404,8 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
     # Replicas hold what devices without them do, unless they share the state or have a sync.
     alike = not plan.spread and not plan.sync
     same = {"tensor", "experts", "pipe", *OF_STATE} - {"replicas"}
+    if plan.matmuls and plan.stage == 3:  # whose codes are gathered
+        same |= {"matmuls", "microbatch"}
     return ParallelPlan(
         data=plan.shards if alike else plan.data,
         replicas=1 if alike else plan.replicas,
@@ -407,6 +419,16 @@ def specs_of_plan(plan: ParallelPlan, model: Decoder) -> Tree:
     if plan.tensor * plan.experts == 1:
         return None
     return model.specs(TENSOR_AXIS, plan.tensor, plan.experts)
+
+
+@functools.lru_cache(maxsize=64)
+def coded_in(plan: ParallelPlan, model: Any, dtype: DType) -> Coded:
+    """The parameters that stage 3 gathers in codes of products in few bits."""
+    if not plan.matmuls or plan.stage < 3 or plan.update_in_backward or plan.pipe > 1:
+        return {}
+    loss = model.make_loss() if isinstance(model, Decoder) else model.loss_fn
+    low = quantized_matmuls(loss, plan.matmuls)
+    return report_products(low, model.abstract(dtype), model.batch(plan.microbatch)).coded
 
 
 @functools.lru_cache(maxsize=32)  # jax traces the init of one object once for equal parameters

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,14 @@ from sharding.collectives._sum_dtype import sum_dtype
 from sharding.offload._host_update import check_host_state_of_tpus
 from sharding.placement._describe import Description, Row
 from sharding.placement._layout import GATHERED_LAYERS
-from sharding.placement._specs import axes_of
+from sharding.placement._specs import axes_of, by_dim
 from sharding.plan.cost._ledger import HeldRow, Ledger, WorkRow, held_at, merged
 from sharding.plan.cost._wire_and_flops import SyncWork
 from sharding.plan.machine._devices import DeviceKind, padded_to_tiles
 from sharding.plan.model._layer_costs import Activations
+
+# Parameters that stage 3 gathers in codes, as ``matmuls.report_products(...).coded`` has them.
+Coded: TypeAlias = Mapping[str, tuple[int, ...]]
 
 # --- What ZeRO sends ------------------------------------------------------------------------------
 
@@ -213,6 +216,7 @@ class _StageBytes:
         microbatches: int,
         gathered_once: str | None,
         in_backward: bool,
+        coded: Coded,
     ):
         self.zero = zero
         self.local = local
@@ -234,7 +238,11 @@ class _StageBytes:
             self.whole = {row.path for row in self.placed.rows if row.note}
         divided = [n for path, n in self.full.items() if path not in self.whole]
         self.divided = sum(divided)
-        of_layers = self.used if zero.stage == 3 else self.full  # frozen ones are gathered, too
+        of_layers = self.full
+        if zero.stage == 3:  # frozen ones are gathered, too; codes have a byte
+            rows = (x for x in floating_rows(local, "params") if x[0].path in coded)
+            codes = {row.path: row.bytes_per_device / dtype.itemsize for row, dtype in rows}
+            of_layers = self.used | codes
         if not in_backward:
             of_layers = {path: n for path, n in of_layers.items() if path not in self.whole}
         self.of_layers = sum(of_layers.values())
@@ -447,6 +455,7 @@ def stage_plan(
     trainable: Tree = None,
     sync: SyncWork | None = None,
     local_steps: int = 0,
+    coded: Coded | None = None,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs; options are those of ``estimate``.
 
@@ -455,6 +464,8 @@ def stage_plan(
     name = name_of(zero)
     options = (microbatches, gathered_once)
     in_backward = update == "backward"
+    if in_backward or coded is None or zero.precision.gather_bits:  # which take their place
+        coded = {}
     # Of one micro-batch, stages 1 and 2 reduce layers alike.
     by_layer = in_backward or (microbatches == 1 and gathered_once is not None)
     if zero.stage == 1 and by_layer:
@@ -466,7 +477,8 @@ def stage_plan(
     placed = zero.describe(state, **described)
     if local is None:  # where the user's axes alone shard
         local = variants_of(zero)["stage 0"].describe(state, **described)
-    held = _StageBytes(zero, placed, local, device.tile if device else None, *options, in_backward)
+    tile = device.tile if device else None
+    held = _StageBytes(zero, placed, local, tile, *options, in_backward, coded)
     memory = held.arguments() | held.after_backward()
     if in_backward:
         memory |= held.in_backward(memory["host"])
@@ -486,7 +498,7 @@ def stage_plan(
     shards_of, replicas = (
         {axis: shape[axis] for axis in axes_of(x)} for x in (zero.axis, zero.replica_axis)
     )
-    params_sent = list(_sent_params(zero, placed, local, gathered_once))
+    params_sent = list(_sent_params(zero, placed, local, gathered_once, coded))
     if local_steps and replicas:  # what replicas last agreed on, and an outer momentum
         memory["sync"] += 2 * sum(x.averaged for x in params_sent)
     # At least parameters twice and gradients are moved, and what is updated twice.
@@ -520,7 +532,7 @@ def _frozen_bytes(placed: Description) -> float:
 
 
 def _sent_params(
-    zero: Zero, placed: Description, local: Description, outside: str | None
+    zero: Zero, placed: Description, local: Description, outside: str | None, coded: Coded
 ) -> Iterator[SentParams]:
     """The parameters as full arrays, frozen ones without gradients."""
     replicas = set(axes_of(zero.replica_axis))
@@ -531,27 +543,29 @@ def _sent_params(
         trained = grad.part == "grads"
         itemsize = zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
         named = outside is not None and re.search(outside, row.path)
+        placed_bytes = rows["params", row.path].bytes_per_device
         yield SentParams(
             summed=elements * itemsize if trained else 0.0,
             stored=row.bytes_per_device if trained else 0.0,
-            gathered=_gathered_bytes(zero, rows["params", row.path], dtype, elements),
+            gathered=_gathered_bytes(zero, rows["params", row.path], dtype, elements, coded),
             once=bool(named) or not zero.reshard_after_forward,
             whole=bool(grad.note),
             spread=any(replicas & set(axes_of(entry)) for entry in grad.spec),
-            averaged=_in_sums(rows["params", row.path], dtype) if trained else 0.0,
+            averaged=placed_bytes * sum_dtype(dtype).itemsize / dtype.itemsize if trained else 0.0,
         )
 
 
-def _in_sums(row: Row, dtype: DType) -> float:
-    """Bytes of a device's part of a parameter, in the dtype of sums."""
-    return row.bytes_per_device / dtype.itemsize * sum_dtype(dtype).itemsize
-
-
-def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float) -> float:
+def _gathered_bytes(zero: Zero, row: Row, dtype: DType, elements: float, coded: Coded) -> float:
     """Bytes of one full parameter as stage 3 gathers it: in the dtype of the loss, or in codes."""
     # Stacked layers count as one array, though a scan gathers them one by one.
     bits = zero.precision.gather_bits
     shard = row.bytes_per_device / dtype.itemsize  # elements
+    if row.path in coded:
+        dims = coded[row.path]
+        entries = by_dim(row.spec, len(row.shape))
+        # An all-reduce finds the scales of what several devices have shards of.
+        several = any({*axes_of(entries[d])} & {*axes_of(zero.axis)} for d in dims)
+        return elements * (1 + (8 if several else 4) / math.prod(row.shape[d] for d in dims))
     if not bits or len(row.shape) < 2 or shard < BLOCK_SIZE:
         return elements * zero.precision.of_loss(dtype).itemsize
     num_blocks = math.ceil(shard / BLOCK_SIZE)

@@ -149,6 +149,7 @@ class StateCosts(NamedTuple):
     moved: float = 0.0  # that the update reads and writes, if more than all of these once
     products: float = 0.0  # operations of the update on one device
     sync: SyncWork | None = None  # in place of sums of gradients
+    spared: float = 0.0  # where layers are gathered in codes: bytes less than ``param``
 
     @property
     def updated(self) -> float:
@@ -480,13 +481,18 @@ def _state_rows(
         # Stage 3 gathers those of no layer once for both passes, like all those of a pipeline.
         outside = step_passes.outside if plan.stage == 3 else 0.0
         options: Any = {"spread": plan.spread}
+        of_layers: Any = {"layers": step_passes.layers, "once": plan.pipe > 1}
         sent = [
             SentParams(
-                number * costs.grad, number * costs.updated, number * costs.param, **own, **options
+                number * costs.grad,
+                number * costs.updated,
+                number * costs.param - spared,
+                **own,
+                **options,
             )
-            for number, own in (
-                (params - outside, {"layers": step_passes.layers, "once": plan.pipe > 1}),
-                (outside, {"once": True}),
+            for number, spared, own in (
+                (params - outside, params * costs.spared, of_layers),
+                (outside, 0.0, {"once": True}),
             )
             if number
         ]

@@ -55,25 +55,24 @@ def decoder_products(
     Chunks of a pipeline have ``rows`` layers. Of products in few bits there is a row of their own.
     """
     options: Any = {"microbatch": plan.microbatch, "ideal": True}
-    work = layer_work(model, OPERATIONS, tensor=plan.tensor, experts=plan.experts, **options)
+    sizes: Any = {"tensor": plan.tensor, "experts": plan.experts, "matmuls": plan.matmuls}
     of_head = head_work(model, OPERATIONS, tensor=model.shards_of_tokens(plan.tensor), **options)
-    forward = work.forward.matmul
     head = sum(part.matmul for part in of_head)
-    backward = (work.backward + work.again(plan.recompute)).matmul
-    low = 0.0
-    if plan.matmuls:  # at twice the rate they would take half the time
-        twice = dataclasses.replace(OPERATIONS, fp8=2.0, int8=2.0)
-        faster = layer_work(model, twice, tensor=plan.tensor, matmuls=plan.matmuls, **options)
-        both = faster.forward + faster.backward + faster.again(plan.recompute)
-        low = 2 * plan.microbatches * model.layers * (forward + backward - both.matmul)
-    if schedule is None:
-        flops = plan.microbatches * (model.layers * (forward + backward) + head)
-    else:
+    found = []
+    for rate in (1.0, 2.0):  # of products in few bits, which then take half the time
+        device = dataclasses.replace(OPERATIONS, fp8=rate, int8=rate)
+        work = layer_work(model, device, **sizes, **options)
+        forward = work.forward.matmul
+        backward = (work.backward + work.again(plan.recompute)).matmul
+        if schedule is None:
+            found.append(plan.microbatches * (model.layers * (forward + backward) + head))
+            continue
         # Of a split backward pass gradients of matrices are the second half.
         weight = work.weight.matmul if schedule.splits_backward else 0.0
         parts = {Op.FORWARD: forward, Op.BACKWARD: backward - weight, Op.WEIGHT: weight}
-        flops = _over_ticks(schedule, {op: rows * part for op, part in parts.items()}, head)
-    return products_of_units(flops, low, plan.matmuls)
+        of_rows = {op: rows * part for op, part in parts.items()}
+        found.append(_over_ticks(schedule, of_rows, head))
+    return products_of_units(found[0], 2 * (found[0] - found[1]), plan.matmuls)
 
 
 def products_of_units(flops: float, low: float, matmuls: str | None) -> tuple[WorkRow, ...]:

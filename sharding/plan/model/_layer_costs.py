@@ -251,17 +251,10 @@ def _mean_of(works: Sequence[LayerWork], share: float) -> LayerWork:
     def mean(one: KernelSeconds, other: KernelSeconds) -> KernelSeconds:
         return one * share + other * (1 - share)
 
-    of_part = first.products
-    return LayerWork(
-        forward=mean(first.forward, second.forward),
-        backward=mean(first.backward, second.backward),
-        weight=mean(first.weight, second.weight),
-        attention=mean(first.attention, second.attention),
-        products={
-            part: mean(of_part.get(part, KernelSeconds()), product)
-            for part, product in second.products.items()
-        },
-    )
+    passes: list[Any] = [*map(mean, first[:-1], second[:-1])]
+    none = KernelSeconds()
+    products = {x: mean(first.products.get(x, none), y) for x, y in second.products.items()}
+    return LayerWork._make([*passes, products])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -349,17 +342,15 @@ def _layer_bytes(
 ) -> tuple[float, tuple[float, ...]]:
     """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
     layer, x = _layer_and_input(model, batch, length, dtype, tensor)
-    run: Any = model.apply_layer
-    if matmuls:  # a loop of one layer
-
-        def loop(params: Any, x: Array) -> Array:
-            stack = jax.tree.map(lambda p: p[None], params)
-            return jax.lax.scan(lambda x, p: (model.apply_layer(p, x), None), x, stack)[0]
-
-        run = quantized_matmuls(loop, matmuls)
+    run = _run_of(model, matmuls)
     products = products_of(run, layer, x)
     stored = stored_by(run, layer, x)
     return float(num_bytes(stored)), tuple(float(num_bytes(x)) for x in products)
+
+
+def _run_of(model: Decoder, matmuls: str | None) -> Any:
+    """A layer, ``run(params, x)``."""
+    return quantized_matmuls(model.apply_layer, matmuls) if matmuls else model.apply_layer
 
 
 def _layer_and_input(
@@ -371,15 +362,18 @@ def _layer_and_input(
 
 
 @functools.lru_cache(maxsize=256)
-def _crossing_bytes(model: Decoder, batch: int, length: int, dtype: DType, tensor: int) -> float:
+def _crossing_bytes(
+    model: Decoder, batch: int, length: int, dtype: DType, tensor: int, matmuls: str | None
+) -> float:
     """Bytes that the gradients of parameters need, once that of the input is there."""
     params, x = _layer_and_input(model, batch, length, dtype, tensor)
+    run = _run_of(model, matmuls)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 
     def layer(params: LayerParams, x: Array, microbatch: Batch, key: Any) -> Any:
         del microbatch, key
-        return model.apply_layer(treedef.unflatten(params.trained), x)
+        return run(treedef.unflatten(params.trained), x)
 
     def backward(leaves: Any, x: Array) -> Any:
         stage = Stage(layer, num_layers=1, uneven=False)
@@ -450,8 +444,8 @@ def layer_costs(
     head_forward, head_backward = head_work(model, device, tensor=shards, **options)
 
     # Activations.
-    traced = (model, batch, length, jnp.dtype(dtype), tensor)
-    full, products = _layer_bytes(*traced, matmuls)
+    traced = (model, batch, length, jnp.dtype(dtype), tensor, matmuls)
+    full, products = _layer_bytes(*traced)
     largest = max(products)
     vocabulary = model.vocabulary // shards
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss

@@ -287,12 +287,14 @@ def _plain_loss(plan: ParallelPlan, model: AnyModel) -> Any:
 def _pipeline(plan: ParallelPlan, mesh: Any, model: AnyModel, layers: Sequence[int]) -> Pipeline:
     if not isinstance(model, Decoder):
         raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
-    stored: Any = jax.checkpoint(model.block, policy=_policy(plan))
+    block: Any = model.block
+    if plan.checkpoints_layers:
+        block = jax.checkpoint(block, policy=_policy(plan))
     return Pipeline(
         *(mesh, schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)),
         num_layers=tuple(layers),
         embed=model.embed,
-        block=stored if plan.checkpoints_layers else model.block,
+        block=quantized_matmuls(block, plan.matmuls) if plan.matmuls else block,
         head=model.head,
         recompute=False,  # forward passes store what each layer stores
     )

@@ -113,7 +113,7 @@ class PlanSpace:
             if self.sequences % (data * experts):
                 continue
             own = self.sequences // (data * experts)
-            matmuls = self.matmuls if pipe * tensor * experts == 1 else (None,)
+            matmuls = self.matmuls if tensor * experts == 1 else (None,)
             every = itertools.product(self.recompute, self.tiles, matmuls)
             forms = [form for form in every if form[1] == 1 or form[0] not in PLANNED]
             for microbatch, (recompute, tiles, low) in itertools.product(divisors(own), forms):
@@ -157,15 +157,14 @@ class PlanSpace:
         if not isinstance(model, Decoder):  # its mesh says who shares a layer
             yield 1, model.tensor, 1
             return
-        if model.experts:
-            shared = math.gcd(self.num_devices, model.experts.number)
-            yield from ((1, 1, experts) for experts in divisors(shared))
-            return
+        experts = math.gcd(self.num_devices, model.experts.number if model.experts else 1)
+        yield from ((1, 1, devices) for devices in divisors(experts))
+        alone = model.experts or model.latent  # no device shares a layer
         for pipe in divisors(self.num_devices):
-            if pipe == 1 or pipe <= model.layers:
-                others = self.num_devices // pipe
+            if pipe == 1 or (pipe <= model.layers and not model.dense_layers):
+                others = 1 if alone else self.num_devices // pipe
                 shared = math.gcd(others, model.heads, model.kv_heads, model.hidden)
-                yield from ((pipe, tensor, 1) for tensor in divisors(shared))
+                yield from ((pipe, x, 1) for x in divisors(shared) if pipe * x > 1)
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
         model = self.model

@@ -22,7 +22,7 @@ from sharding.plan.cost._ledger import (
 )
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
-from sharding.plan.cost._plan_costs import sync_of_plan
+from sharding.plan.cost._plan_costs import coded_in, sync_of_plan
 from sharding.plan.cost._stage_plan import stage_plan
 from sharding.plan.cost._wire_and_flops import (
     decoder_products,
@@ -244,7 +244,7 @@ def rows_of_zero(
     plan = built.plan
     options: Any = {"param_specs": built.param_specs, "gathered_once": ""}
     options |= {"sync": sync_of_plan(plan, model, dtype) if plan.sync else None}
-    options |= {"trainable": model.trainable}
+    options |= {"trainable": model.trainable, "coded": coded_in(plan, model, dtype)}
     if plan.pipe == 1:
         options |= {"gathered_once": model.gathered_once, "microbatches": plan.microbatches}
     tx = built.tx or optax.identity()  # which sends nothing

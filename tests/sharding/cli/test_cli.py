@@ -516,12 +516,34 @@ def test_plan_of_products_in_few_bits(figures, monkeypatch):
     """The least time of products, and the predicted step, are shorter; bytes are as they were."""
     monkeypatch.setitem(MODELS, "llama2-7b", Decoder(4, 1024, 4, 4, 4096, 512, 1024))
     asked = "plan --model llama2-7b --target h100x8 --batch 64"
-    plain, low = (figures(f"{asked}{more}")["plans"][2] for more in ("", " --matmuls fp8"))
+    both = [figures(f"{asked}{more}")["plans"] for more in ("", " --matmuls fp8")]
+    plain, low = (plans[2] for plans in both)
     share = low["at_least"]["compute"] / plain["at_least"]["compute"]
     assert 0.5 < share < 0.7
     assert low["seconds"]["matmul"] < 0.8 * plain["seconds"]["matmul"]
     assert low["wire"] == plain["wire"]
     assert (plain["plan"]["matmuls"], low["plan"]["matmuls"]) == (None, "fp8")
+    # Stage 3 gathers a byte less of each element of layers, twice, and some scales.
+    wide, codes = (plans[3] for plans in both)
+    layers = jax.tree.leaves(MODELS["llama2-7b"].abstract()["layers"])
+    spared = 2 * 7 / 8 * sum(x.size for x in layers if x.ndim == 3)
+    assert wide["wire"] - codes["wire"] == pytest.approx(spared, rel=0.01)
+    assert wide["memory"]["total"] > codes["memory"]["total"]
+    assert wide["seconds"]["data"] > codes["seconds"]["data"]
+    assert wide["plan"]["recompute"] == codes["plan"]["recompute"]
+
+
+def test_plan_of_local_steps(figures, error):
+    """Replicas average parameters once in 8 steps, and hold what they agreed on and a momentum."""
+    asked = "plan --model gpt2-small --target h100x16 --mesh host=2,data=8"
+    plain, local = (figures(f"{asked}{more}")["plans"] for more in ("", " --local-steps 8"))
+    assert [row["wire"] for row in local[:4]] == [row["wire"] for row in plain[:4]]
+    assert plain[4]["zero"]["network"] == pytest.approx(4 * local[4]["zero"]["network"], 1e-3)
+    assert local[4]["memory"]["state"] > plain[4]["memory"]["state"]
+    assert plain[4]["seconds"] is not None
+    assert local[4]["seconds"] is None
+    asked = "plan --model gpt2-small --target h100x8 --local-steps 8"
+    assert "local_steps are steps of replicas" in error(asked)
 
 
 def test_find_batch_of_a_step_of_ones_own(run, module):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sharding import matmuls
-from sharding.matmuls import _grids
+from sharding.matmuls import _carried, _grids
 from sharding.matmuls._grids import noise_of, rounded
 from sharding.matmuls._product import quantized_product
 from sharding.matmuls._recipes import hadamard, quantized
@@ -184,10 +184,20 @@ DOT = jax.make_jaxpr(lambda x, w: x @ w)
 
 
 def product(name, x, w):
-    eqn = DOT(x, w).jaxpr.eqns[0]
+    eqn, recipe = DOT(x, w).jaxpr.eqns[0], matmuls.RECIPES[name]
+
+    def carried(field):
+        """The largest finite magnitude, as the clip of an operand or the bin of the step before."""
+        given = {"activation": x, "weight": w}.get(field, jnp.ones(()))
+        top = jnp.max(jnp.where(jnp.isfinite(given), jnp.abs(given), 0), initial=0)
+        top = top.astype(jnp.float32)
+        if getattr(recipe, field).scale == "pact":
+            return jnp.maximum(top, 1e-30)[None]
+        return jnp.where(_carried.bin_of(top) > 0, 0.0, _carried.NEVER)
 
     def run(x, w):
-        return quantized_product(eqn, matmuls.RECIPES[name], 1, [x, w], SEED)
+        own = {field: carried(field) for field in recipe.carried}
+        return quantized_product(eqn, recipe, 1, [x, w], SEED, own)
 
     def both(x, w):
         y, pull = jax.vjp(run, x, w)

@@ -196,12 +196,12 @@ def test_the_loss_of_few_bits_is_the_same_on_any_number_of_devices(recipe, stage
     assert model.worst_leaf(grads, of_one)[0] < 0.1
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "int8", "sun4"])
+@pytest.mark.parametrize("recipe", ["fp8", "int8", "sun4", "fp8_delayed"])
 def test_rounding_is_no_coupling_of_rows(recipe):
     """So that such a loss runs in the program, and by the micro-batches, of the plain one."""
-    found = rows_of_loss(
-        low(decoder, recipe), (decoder_params(np.float32), tokens()), (False, True)
-    )
+    fn, params = low(decoder, recipe), decoder_params(np.float32)
+    scaled = matmuls.scaled_params(fn, params, tokens())
+    found = rows_of_loss(fn, (scaled, tokens()), (False, True))
     assert found.word == "mean"
 
 
@@ -318,6 +318,11 @@ def test_products_of_layers_are_quantized():
         "head": "the head: the last product outside of layers",
     }
     assert all("test_products.py:" in row.line for row in found.rows)
+    # A scale is of what a product sums; stage 3 gathers the codes of these.
+    assert found.coded == {f"layers/{name}": (-2,) for name in ("qkv", "out", "up", "down")}
+    by_blocks = matmuls.report_products(low(decoder, "mxfp8"), params, tokens())
+    both = matmuls.report_products(low(shared), params, tokens())
+    assert by_blocks.coded == both.coded == {}
     words = str(found)
     assert "layers/up  e4m3 x e5m2  " in words
     assert "kept: the head" in words
@@ -463,6 +468,8 @@ def test_bad_input():
         zero.train_step(decoder, matmuls="fp")
     with pytest.raises(ValueError, match="are quantized already"):
         zero.train_step(low(decoder), matmuls="fp8")
+    with pytest.raises(ValueError, match=r"a step with these options calls fn\(params, batch\)"):
+        zero.train_step(low(lambda params, x, key: decoder(params, x)))
     with pytest.raises(ValueError, match=r"report takes what shd.quantized_matmuls returned, got"):
         matmuls.report_products(decoder, decoder_params(), tokens())
 
@@ -496,11 +503,11 @@ def test_a_step_takes_a_recipe():
 
 def test_a_function_that_returns_no_scalar_is_a_layer():
     """So a pipeline takes one as its block, for which its loss has no loop over parameters."""
-    block = lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"]  # noqa: E731
+    block = lambda p, x, _: x + jnp.tanh(x @ p["up"]) @ p["down"]  # noqa: E731
     params, x, mesh = stack(), draws(8, 32, dtype=np.float32), model.mesh_of(pipe=2)
     params = jax.tree.map(jnp.float32, params)
     one = jax.tree.map(lambda w: w[0], params["layers"])
-    assert matmuls.report_products(low(block, "int8"), one, x).share == 1
+    assert matmuls.report_products(low(block, "int8"), one, x, None).share == 1
 
     def loss_of(layer):
         return shd.Pipeline(
@@ -508,7 +515,7 @@ def test_a_function_that_returns_no_scalar_is_a_layer():
             pipelines.one_f_one_b(2, 4),
             num_layers=2,
             embed=lambda p, x: x,
-            block=lambda p, x, _: layer(p, x),
+            block=layer,
             head=lambda p, x, _: (jnp.sum(x**2), 1.0 * len(x)),
         )
 

@@ -5,11 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sharding as shd
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1
 
 from . import model
@@ -56,6 +58,42 @@ def test_trees_of_activations_without_zero(kind):
         np.testing.assert_allclose(sequential(placed, batch), jax.jit(alone)(params), rtol=1e-13)
     if kind == AxisType.Auto:  # not compiled, and an evaluation
         np.testing.assert_allclose(pipe.loss(placed, batch), jax.jit(alone)(params), rtol=1e-13)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["tiled", "cross_entropy"])
+def test_the_head_of_the_last_stage_runs_in_tiles(form):
+    """Of every micro-batch, beside one device with all logits; layers are in tiles, too."""
+
+    def block(w, x, batch):
+        return x + batch["gain"][:, None] * (jnp.tanh(x @ w) @ w.T)
+
+    def plain(shared, x, batch):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ shared["out"], batch["y"])
+        return jnp.sum(losses * batch["gain"]), jnp.sum(batch["gain"])
+
+    def own(shared, x, batch):
+        given = {"weights": batch["gain"], "reduction": "sum", "tiles": 3}
+        return shd.cross_entropy(x, shared["out"], batch["y"], **given), jnp.sum(batch["gain"])
+
+    def alone(params):
+        x = batch["x"]
+        for w in params["layers"]:
+            x = block(w, x, batch)
+        return plain(params, x, batch)
+
+    rng = np.random.default_rng(0)
+    params = {"layers": 0.5 * rng.normal(size=(3, 6, 48)), "out": rng.normal(size=(6, 31))}
+    batch = {"x": rng.normal(size=(20, 6)), "gain": rng.uniform(1, 2, 20)}
+    batch["y"] = rng.integers(0, 31, 20)
+    tiled = {"block": shd.tiled(block, 3), "head": shd.tiled(plain, 3)}
+    blocks = tiled if form == "tiled" else {"block": block, "head": own}
+    embed = {"embed": lambda shared, batch: batch["x"]}
+    pipe = chain(mesh_of(pipe=2), zb_h1(2, 4), num_layers=3, **embed, **blocks)
+    found = jax.jit(jax.value_and_grad(pipe.loss, has_aux=True))(pipe.stack(params), batch)
+    expected = jax.jit(jax.value_and_grad(alone, has_aux=True))(params)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
+    model.assert_close(pipe.unstack(found[1]), expected[1], 1e-12)
 
 
 def test_cotangents_and_narrow_dtypes():

@@ -14,7 +14,7 @@ from sharding.plan import kind_of, targets
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import schedule_of
 from sharding.plan.cost._wire_and_flops import decoder_products
-from sharding.plan.model._models import Decoder
+from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.search._build import mesh_axes, zero_on
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._search import search
@@ -232,6 +232,37 @@ def test_an_update_in_the_backward_pass_computes_layers_again(scan):
 LLAMA = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
 DEEP = Decoder(8, 512, 8, 8, 2048, 8192, 256)
 ON_FOUR = {"pipe": 4, "stage": 1, "recompute": "full", "microbatch": 2, "offload": False}
+
+
+WIDE = Decoder(2, 256, 4, 4, 512, 96, 256)
+FEW_BITS = [
+    (ParallelPlan(data=8, stage=3, matmuls="int8"), "cpu:8", WIDE),
+    (ParallelPlan(data=4, pipe=2, microbatches=4, matmuls="int8", recompute="none"), "cpu:8", WIDE),
+    pytest.param(
+        ParallelPlan(data=8, stage=3, matmuls="fp8"),
+        "h100x8",
+        dataclasses.replace(MODELS["llama2-7b"], layers=2, length=256),
+        marks=SLOW,
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "target", "model"), FEW_BITS)
+def test_products_in_few_bits_are_planned_as_they_run(plan, target, model):
+    """Stage 3 gathers codes of layers; a pipeline sends what it does without them."""
+    need(target)
+    dtype = "float32" if target == "cpu:8" else "bfloat16"
+    layers = (1, 1) if plan.pipe > 1 else (2,)
+    file = file_of(plan, layers, target)
+    file = dataclasses.replace(file, length=256, dtype=dtype)
+    found = verify(file, model, TX, memory=2.0**40, device=kind_of("h100"))
+    assert not found.failures
+    assert found.wire == pytest.approx(found.planned_wire, rel=0.002)
+    low, (planned,) = (
+        [row.amount * row.times for row in ledger.work if row.on == (plan.matmuls,)]
+        for ledger in (found.program, found.planned)
+    )
+    assert sum(low) == pytest.approx(planned, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,18 @@ def with_head(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
 
+def test_a_frontier_has_plans_in_tiles_on_request():
+    params = {"in": draw(8, 8), "out": draw(8, 512, seed=1)}
+    batch = {"x": draw(256, 8, seed=2), "y": jnp.arange(256)}
+    plain = shd.remat.frontier(with_head, params, batch)
+    both = shd.remat.frontier(with_head, params, batch, tiles=(4,))
+    assert {plan.tiles for plan in plain} == {1}
+    assert (both[0].tiles, both[0].loss_fn) == (4, with_head)
+    assert both[0].peak < plain[0].peak / 2
+    assert both[-1].peak == plain[-1].peak
+    assert "4 tiles" in str(both)
+
+
 @pytest.mark.usefixtures("x64")
 def test_tiles_are_taken_where_a_budget_needs_them():
     params = {"in": draw(8, 8), "out": draw(8, 512, seed=1)}

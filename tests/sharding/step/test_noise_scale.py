@@ -46,16 +46,16 @@ def loss_of(zero, weighted=False):
     return loss_fn
 
 
-def make_batch(step, empty=()):
+def make_batch(step, empty=(), rows=ROWS):
     """``mask`` is of any size, and 0 in the eighths of the batch that are ``empty``."""
     rng = np.random.default_rng(step)
-    mask = rng.uniform(0.1, 3.0, ROWS)
-    mask[np.isin(np.arange(ROWS) * 8 // ROWS, empty)] = 0
-    return {"x": rng.normal(size=(ROWS, 16)), "row": rng.integers(0, 24, ROWS), "mask": mask}
+    mask = rng.uniform(0.1, 3.0, rows)
+    mask[np.isin(np.arange(rows) * 8 // rows, empty)] = 0
+    return {"x": rng.normal(size=(rows, 16)), "row": rng.integers(0, 24, rows), "mask": mask}
 
 
-def tx_of():
-    return optax.chain(optax_ext.gradient_noise_scale(ROWS, decay=DECAY), optax.sgd(1e-2))
+def tx_of(rows=ROWS):
+    return optax.chain(optax_ext.gradient_noise_scale(rows, decay=DECAY), optax.sgd(1e-2))
 
 
 def train(zero, weighted=False, empty=(), **options):
@@ -81,19 +81,20 @@ def grads_by_example(params, batch):
     return jax.vmap(jax.grad(loss), (None, 0))(params, batch)
 
 
-def by_hand(seen, groups, weighted):
-    """The two averages after each step, by the paper's formulas on the gradients of ``groups``."""
+def by_hand(seen, of_steps, weighted=False):
+    """The two averages after each step, by the paper's formulas on the gradients of its groups."""
     found, out = [], []
-    for params, batch, _ in seen:
-        mask = batch["mask"] if weighted else np.ones(ROWS)
+    for (params, batch, _), groups in zip(seen, of_steps, strict=True):
+        rows = len(batch["mask"])
+        mask = batch["mask"] if weighted else np.ones(rows)
         grads = grads_by_example(params, batch)
-        grads = np.concatenate([np.reshape(g, (ROWS, -1)) for g in jax.tree.leaves(grads)], axis=1)
+        grads = np.concatenate([np.reshape(g, (rows, -1)) for g in jax.tree.leaves(grads)], axis=1)
         sums = [mask[group] @ grads[group] for group in groups]
         weights = [mask[group].sum() for group in groups]
         full = np.sum((sum(sums) / sum(weights)) ** 2)
         used = [(g, w) for g, w in zip(sums, weights, strict=True) if w]
         local = sum(np.sum(g**2) / w for g, w in used) / sum(weights)
-        big, small = ROWS, ROWS / len(used)
+        big, small = rows, rows / len(used)
         squared_norm = (big * full - small * local) / (big - small)
         found.append([squared_norm, (local - full) / (1 / small - 1 / big)])
         powers = DECAY ** np.arange(len(found))[::-1]
@@ -101,10 +102,10 @@ def by_hand(seen, groups, weighted):
     return out
 
 
-def local_batches(devices, microbatches, replicas=None):
+def local_batches(devices, microbatches, replicas=None, rows=ROWS):
     """The examples of each local gradient; of a replica, those of its devices in a micro-batch."""
-    shape = replicas or devices, -1, microbatches, ROWS // devices // microbatches
-    parts = np.arange(ROWS).reshape(shape)
+    shape = replicas or devices, -1, microbatches, rows // devices // microbatches
+    parts = np.arange(rows).reshape(shape)
     if replicas:
         return parts.swapaxes(1, 2).reshape(replicas * microbatches, -1)
     return parts.reshape(devices * microbatches, -1)
@@ -133,12 +134,42 @@ def test_the_noise_scale_is_that_by_hand(stage, mesh, kind, microbatches, empty,
     zero, weighted = zero_of(stage, mesh, kind, **options), empty is not None
     seen = train(zero, weighted, empty or (), microbatches=microbatches)
     replicas = zero.num_devices // zero.num_shards if stage == 3 else None
-    want = by_hand(seen, local_batches(zero.num_devices, microbatches, replicas), weighted)
-    # To the rounding of a state in float32.
+    groups = local_batches(zero.num_devices, microbatches, replicas)
+    check_averages(seen, by_hand(seen, [groups] * STEPS, weighted))
+
+
+def check_averages(seen, want):
+    """To the rounding of a state in float32."""
     for i, ((_, _, state), (squared_norm, variance)) in enumerate(zip(seen, want, strict=True)):
         assert int(state.count) == i + 1
         np.testing.assert_allclose(state.squared_norm, squared_norm, rtol=1e-5)
         np.testing.assert_allclose(state.variance, variance, rtol=1e-5)
+
+
+@x64
+def test_batches_that_grow_have_one_program_for_each_size():
+    """Micro-batches of 24 rows; each size is measured by a transformation of its own."""
+    batches, zero = optax_ext.BatchSchedule({0: 24, 48: 48}), zero_of(2, "three")
+    params, seen, compiled = make_params(), [], []
+    txs = {n: tx_of(n) for n in batches.sizes.values()}
+    state = zero.init(lambda: (params, txs[24].init(params)), tx=txs[24])
+    steps = {
+        n: zero.train_step(loss_of(zero), tx=tx, microbatches=n // 24) for n, tx in txs.items()
+    }
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(len(seen))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    for i in range(6):
+        before, batch = jax.device_get(state[0]), make_batch(i, rows=batches.size(i))
+        state, _ = steps[batches.size(i)](state, zero.put(batch))
+        seen.append((before, batch, jax.device_get(state[1][0])))
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert set(compiled) == {0, 2}
+    groups = [local_batches(3, len(x["mask"]) // 24, rows=len(x["mask"])) for _, x, _ in seen]
+    check_averages(seen, by_hand(seen, groups))
 
 
 def lowered(zero, tx, loss=None, **options):

@@ -149,6 +149,14 @@ def test_labels_of_8_bits_are_those_of_32(dtype):
     assert shd.cross_entropy(x, w, labels.astype(dtype), tiles=3) == expected
 
 
+def test_tiles_of_a_head_start_at_lanes_of_tpus():
+    """Else XLA copies the gradient of w to another layout at the end: 1,280 columns in 3 tiles."""
+    x, w, labels = jnp.ones((6, D)), jnp.ones((D, 1280)), jnp.zeros(6, int)
+    grad = jax.grad(lambda w: shd.cross_entropy(x, w, labels, tiles=3))
+    found = re.findall(r"slice_sizes=\(1, 8, (\d+)\)", str(jax.make_jaxpr(grad)(w)))
+    assert set(found) == {"512", "256"}
+
+
 @pytest.mark.parametrize("name", ["softcap", "z_loss", "label_smoothing"])
 def test_a_traced_option_raises(name):
     params, batch = arrays(np.float32)
@@ -404,6 +412,48 @@ def test_what_is_coupled_does_not_run_in_tiles_and_is_named(loss):
     params, batch = arrays(np.float32)
     with pytest.raises(ValueError, match=r"can run in 13 tiles[\s\S]*test_tiles.py:\d+"):
         shd.tiled(loss, 13)(params, batch)
+
+
+def weighted(p, b):
+    """Examples are weighted by a softmax over the batch."""
+    h = b["x"] @ p["up"]
+    h = h * jax.nn.softmax(h.mean((1, 2)), axis=0)[:, None, None]
+    return jnp.mean((h @ p["down"]) ** 2)
+
+
+def batch_norm(p, b):
+    h = b["x"] @ p["up"]
+    h = (h - h.mean((0, 1), keepdims=True)) / jnp.sqrt(h.var((0, 1), keepdims=True) + 1e-5)
+    return jnp.mean((jax.nn.relu(h - h.mean(2, keepdims=True)) @ p["down"]) ** 2)
+
+
+def both_sides(p, b):
+    """Each image against all texts, and each text against all images."""
+    first, second = (jnp.tanh(b["x"].reshape(-1, D) @ p[k][:, :D]) for k in ("up", "gate"))
+    logits, own = first @ second.T, jnp.arange(B * T)
+    return (cross_entropy(logits, own) + cross_entropy(logits.T, own)).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (weighted, "along dims 1, 2: mul: each row meets a sum over all rows"),
+        (weighted, "along dim 0: reduce_max: rows are reduced, and not added"),
+        (batch_norm, "along dims 0, 1: sub: each row meets a sum over all rows"),
+        (both_sides, "reduce_max: rows are reduced, and not added"),
+    ],
+)
+def test_where_rows_of_a_large_value_meet_is_named_with_its_line(loss, words):
+    params, batch = arrays(np.float32)
+    with pytest.raises(ValueError, match="can run in 4 tiles of their rows") as error:
+        jax.eval_shape(shd.tiled(loss, 4), params, batch)
+    assert re.search(rf"{re.escape(words)}[^;]*test_tiles.py:\d+\)", str(error.value))
+    # Values that are small beside it are left out.
+    named = re.findall(r"not in tiles: float32\[([\d,]+)\]", str(error.value))
+    sizes = [np.prod([*map(int, shape.split(","))]) for shape in named]
+    assert min(sizes) >= max(sizes) / 4
+    found = "\n".join(shd.tiles.report_tiles(loss, params, batch, tiles=4))
+    assert words in found
 
 
 @pytest.mark.parametrize("tiles", [0, -1, 2.0, True])
