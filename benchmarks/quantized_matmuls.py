@@ -163,10 +163,12 @@ T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9:
 
 
 def last_fifths(
-    loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int
+    loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int, carries: bool = False
 ) -> list[float]:
     """Of each seed, the mean training loss of the last fifth of the steps."""
     tx = optax.adam(2e-3)
+    if carries:  # scales beside the parameters
+        tx = matmuls.scaled_optimizer(tx)
 
     def step(state: Any, batch: Any) -> Any:
         params, opt_state = state
@@ -178,6 +180,8 @@ def last_fifths(
     found = []
     for seed in range(seeds):
         params = jax.tree.map(jnp.asarray, task.init(seed))
+        if carries:
+            params = matmuls.scaled_params(loss, params, task.batch(seed, 0))
         state, values = (params, tx.init(params)), []
         for start in range(0, steps, EACH):
             batches = [task.batch(seed, i) for i in range(start, min(start + EACH, steps))]
@@ -197,7 +201,8 @@ def learning_rows(seeds: int, steps: int, width: int, names: Sequence[str]) -> I
     for recipe in names:
         for name, task in tasks.items():
             low = shd.quantized_matmuls(task.loss, recipe, min_size=0, simulate=True)
-            found = last_fifths(low, task, seeds, steps)
+            carries = bool(matmuls.RECIPES[recipe].carried)
+            found = last_fifths(low, task, seeds, steps, carries)
             above = 100 * (np.array(found) / np.array(plain[name]) - 1)
             spread = T.get(seeds - 1, np.nan) * above.std(ddof=1) / seeds**0.5 if seeds > 1 else 0
             yield (
