@@ -462,7 +462,6 @@ def stage_plan(
     ``sync`` is what its ``Zero.sync`` sends; None: gradients are counted as if they were dense.
     """
     name = name_of(zero)
-    options = (microbatches, gathered_once)
     in_backward = update == "backward"
     if in_backward or coded is None or zero.precision.gather_bits:  # which take their place
         coded = {}
@@ -478,7 +477,7 @@ def stage_plan(
     if local is None:  # where the user's axes alone shard
         local = variants_of(zero)["stage 0"].describe(state, **described)
     tile = device.tile if device else None
-    held = _StageBytes(zero, placed, local, tile, *options, in_backward, coded)
+    held = _StageBytes(zero, placed, local, tile, microbatches, gathered_once, in_backward, coded)
     memory = held.arguments() | held.after_backward()
     if in_backward:
         memory |= held.in_backward(memory["host"])
