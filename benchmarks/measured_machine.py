@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _networks import NETWORKS
+from _networks import MONET, NETWORKS
 from _transformer import Config, init, make_loss
 from loss_programs import MODELS as LOSSES
 
@@ -36,10 +36,9 @@ from sharding.plan.search._search import costs_of, machine_of
 
 TX = optax.adamw(1e-3)
 DEVICES, STAGE, STEPS = 1, 0, 3
-# A core of a Xeon of Intel's fourth generation by its data sheet: two products and sums of 16
-# float32 values a cycle at 2.1 GHz; its share of 8 channels of DDR5-4800 for 56 cores. Links are
-# copies in that memory.
-SHEET = shd.DeviceKind("cpu", 8e9, 307.2e9 / 56, 2.1e9 * 64, 307.2e9 / 56, None, "Intel")
+# A core of an EPYC 7763 of AMD by its data sheet: two products and sums of 8 float32 values a cycle
+# at 2.45 GHz; its share of 8 channels of DDR4-3200 for 64 cores. Links are copies in that memory.
+SHEET = shd.DeviceKind("cpu", 8e9, 204.8e9 / 64, 2.45e9 * 32, 204.8e9 / 64, None, "AMD")
 HEADER = """\
 | model | measured, ms (least to most of the tries) | by the measured machine, ms | ratio \
 | by the data sheet, ms | ratio |
@@ -51,7 +50,8 @@ def models(smoke: bool) -> dict[str, Model]:
     """Losses with their parameters and batches."""
 
     def network(name: str, scale: int) -> Model:
-        loss, types, batch = NETWORKS[name](8 * scale if smoke else scale)
+        make = NETWORKS[name] if name in NETWORKS else MONET[name][0]
+        loss, types, batch = make(8 * scale if smoke else scale)
         rng = np.random.default_rng(0)
         params = [np.asarray(rng.normal(0, 0.05, x.shape), np.float32) for x in types]
         shape = (4, *batch.shape[1:])
@@ -68,6 +68,9 @@ def models(smoke: bool) -> dict[str, Model]:
         "GPT-2, an eighth as wide": lambda: network("GPT-2, unrolled", 8),
         "T5, an eighth as wide": lambda: network("T5-like", 8),
         "ResNet-50, an eighth as wide": lambda: network("ResNet-50", 8),
+        # By which no rate was chosen.
+        "held out: VGG-16, an eighth as wide": lambda: network("VGG-16", 8),
+        "held out: LSTM, an eighth as wide": lambda: network("LSTM", 8),
     }
     return {name: made() for name, made in [*found.items()][: 2 if smoke else None]}
 
@@ -116,6 +119,7 @@ def rows(smoke: bool, tries: int) -> Iterator[str]:
         after = measure_machine(clock=clock).device()
         mine = statistics.mean(predicted(model, kind) for kind in (before, after))
         sheet, before = predicted(model, SHEET), after
+        print(os.getloadavg(), flush=True)
         yield (
             f"| {name} | {1e3 * took:.1f} ({1e3 * min(found):.1f} to {1e3 * max(found):.1f}) "
             f"| {1e3 * mine:.1f} | {mine / took:.2f} | {1e3 * sheet:.1f} | {sheet / took:.2f} |"
@@ -137,7 +141,8 @@ def main() -> None:
             f"{_results.machine('cpu')}, of which one device uses one; AdamW, float32. Medians of "
             f"{tries} times {STEPS} steps, in CPU seconds; the machine was measured before and "
             "after those of each model. Others worked on the cores at the same time, which takes "
-            f"caches and bandwidth. The data sheet of a core: {sheet}."
+            f"caches and bandwidth: {os.getloadavg()[2]:.0f} threads waited or ran on average. The "
+            f"data sheet of a core: {sheet}."
         )
         _results.write("measured_machine", "Steps predicted by a measured machine", about, table)
 

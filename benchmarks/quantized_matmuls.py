@@ -165,9 +165,9 @@ T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9:
 def last_fifths(
     loss: Callable[..., jax.Array], task: SmallTask, seeds: int, steps: int, carries: bool = False
 ) -> list[float]:
-    """Of each seed, the mean training loss of the last fifth of the steps."""
+    """Of each seed, the mean training loss of the last fifth; some losses carry scales."""
     tx = optax.adam(2e-3)
-    if carries:  # scales beside the parameters
+    if carries:
         tx = matmuls.scaled_optimizer(tx)
 
     def step(state: Any, batch: Any) -> Any:

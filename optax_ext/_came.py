@@ -58,24 +58,26 @@ def confidence(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     if not dims.factored:
         return leaf._replace(s=_moments.Estimate(leaf.instability, None))
 
-    def squares(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array | None]:
+    def squares(mu: jax.Array, args: Any) -> jax.Array:
         u, m = _average_updates(mu, args)
-        return jnp.square(u - m), m if mu.dtype == m.dtype else None
+        return jnp.square(u - m)
 
     args = leaf.g, leaf.factors, _weights(hyper, leaf.dtype)
     options = hyper.eps_instability, (hyper.b3, 1 - hyper.b3), dims
-    s, m = _moments.average(leaf.instability, squares, leaf.mu, args, *options)
-    return leaf._replace(s=s, m=m)
+    return leaf._replace(s=_moments.average(leaf.instability, squares, leaf.mu, args, *options))
 
 
 def momentum(hyper: _Hyper, dims: Factoring, leaf: Leaf) -> Leaf:
     """Returns the update m_t / sqrt(S_t), and the new state."""
     trust = _moments.inverse_root(leaf.s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
-    m = leaf.m
-    if m is None:  # computed again, where storing it in another dtype would have rounded it
-        small: Any = (leaf.factors, _weights(hyper, leaf.dtype))
-        small = _matrix_passes.recomputed(small, trust) if trust else small
-        _, m = _average_updates(leaf.mu, (leaf.g, *small))
+    small: Any = (leaf.factors, _weights(hyper, leaf.dtype))
+    if trust:
+        both = small, trust
+        if leaf.mu.dtype == leaf.dtype:
+            small, trust = _matrix_passes.recomputed_in_last_pass(both, trust, leaf.mu)
+        else:
+            small, trust = _matrix_passes.recomputed(both, trust)
+    _, m = _average_updates(leaf.mu, (leaf.g, *small))
     update = _moments.multiply(m, trust)  # (rows, cols)
     if dims.factored and hyper.debias_instability:
         update = update * jnp.sqrt(one_minus_power(hyper.b3, leaf.t, leaf.dtype))

@@ -51,7 +51,6 @@ class Leaf(NamedTuple):
     v: Any = None  # Estimate: nu of this step
     factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
     s: Any = None  # Estimate: instability of this step
-    m: jax.Array | None = None  # (rows, cols), mu of this step, unless it is computed again
 
     @property
     def dtype(self) -> Any:
@@ -68,27 +67,26 @@ def init(like: Array, dims: Factoring) -> Moment:
 
 def average(
     moment: Moment, fn: Function, x: jax.Array, args: Any, eps: Any, weights: Any, dims: Factoring
-) -> tuple[Estimate, jax.Array | None]:
-    """For ``(y, new) = fn(x, args)``: the average of ``moment`` and ``y + eps``, and ``new``."""
+) -> Estimate:
+    """For ``y = fn(x, args)``: the average of ``moment`` and ``y + eps``."""
     decay, weight = weights  # of ``moment`` and of ``y``
     if moment.full is not None:
-        y, new = fn(x, args)
-        full = decay * moment.full + weight * (y + eps)  # (rows, cols)
-        return Estimate(Moment(full, None, None), None), new
-    (row, col), new = _matrix_passes.sweep(fn, x, args, dims.cols, dims.rows)
+        full = decay * moment.full + weight * (fn(x, args) + eps)  # (rows, cols)
+        return Estimate(Moment(full, None, None), None)
+    row, col = _matrix_passes.sweep(fn, x, args, dims.cols, dims.rows)
     row = decay * moment.row + weight * (row + eps)  # (rows,)
     col = decay * moment.col + weight * (col + eps)  # (cols,)
     row_mean = _matrix_passes.mean(jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True)
-    return _matrix_passes.barrier(Estimate(Moment(None, row, col), row_mean)), new
+    return Estimate(Moment(None, row, col), row_mean)  # row_mean: (1, 1)
 
 
 def average_squares(leaf: Leaf, eps: Any, weights: Any, dims: Factoring) -> Estimate:
     """Returns the average of ``leaf.nu`` and ``leaf.g**2 + eps``."""
 
-    def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        return jnp.square(g.astype(leaf.dtype)), None
+    def square(g: jax.Array, _: Any) -> jax.Array:
+        return jnp.square(g.astype(leaf.dtype))
 
-    return average(leaf.nu, square, leaf.g, (), eps, weights, dims)[0]
+    return average(leaf.nu, square, leaf.g, (), eps, weights, dims)
 
 
 def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:

@@ -20,17 +20,15 @@ import jax.numpy as jnp
 from optax_ext._types import Array, Tree
 
 Dims = tuple[int, ...]
-# From an array and a tree of others: (x, new), element by element; new may be None.
-Function = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array | None]]
-# The means of x, and new.
-Swept = tuple[list[jax.Array], jax.Array | None]
+# From an array and a tree of others to x, element by element.
+Function = Callable[[jax.Array, Any], jax.Array]
 
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
 # Rows, and columns, that it adds in the first stage of both sums. What all threads read at once for
 # rows has to be in its cache when they read it for columns: 270,000 of them have 17 MB.
-_LEAST_TILE, _TILE = 8, 16
+_TILE = 16
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -38,15 +36,14 @@ def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
     return jnp.sum(x * (1.0 / _count(x, dims)), axis=dims, keepdims=keepdims)
 
 
-def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
-    """For ``(x, new) = fn(array, args)``: the mean of ``x`` over each of ``dims``, and ``new``."""
+def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Any:
+    """Returns the means of ``fn(array, args)`` over each of ``dims``."""
     fused = functools.partial(_fused, fn, dims)
     if array.size < _MIN_SIZE:
         return fused(array, args)
-    tile = _tile(array, dims)
     gpu = functools.partial(_pass_per_mean, fn, dims, False)
-    if tile >= _LEAST_TILE:
-        gpu = functools.partial(_tile_by_tile, fn, dims, tile)
+    if _is_tiled(array, dims):
+        gpu = functools.partial(_tile_by_tile, fn, dims)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
@@ -61,6 +58,15 @@ def recomputed(factors: Any, after: Any) -> Any:
     if is_partitioned(factors, after):
         return hold(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=hold)
+
+
+def recomputed_in_last_pass(factors: Any, after: Any, array: jax.Array) -> Any:
+    """As ``recomputed``, for a large array that a step stores: TPUs write it a pass before."""
+    if array.size < _MIN_SIZE:
+        return factors
+    return jax.lax.platform_dependent(
+        factors, after, tpu=lambda factors, _: factors, default=recomputed
+    )
 
 
 def reread(arrays: Any, after: Any) -> Any:
@@ -88,7 +94,9 @@ def _varying(x: Array) -> frozenset[str]:
 
 
 def barrier(tree: Tree) -> Any:
-    """Returns the same arrays; on GPUs none is available before all are, no part of later passes."""
+    """Returns the same arrays, none available before all are: their sums become one all-reduce."""
+    if not is_partitioned(tree):
+        return tree
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
 
 
@@ -176,40 +184,35 @@ def _count(x: jax.Array, dims: Dims) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> Swept:
-    x, new = fn(array, args)
-    return [mean(x, reduced) for reduced in dims], new
+def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> list[jax.Array]:
+    x = fn(array, args)
+    return [mean(x, reduced) for reduced in dims]
 
 
 def _pass_per_mean(
     fn: Function, dims: Sequence[Dims], on_cpu: bool, array: jax.Array, args: Any
-) -> Swept:
-    """One pass for each mean; ``new`` is written by the last one, or by a separate one on CPUs."""
+) -> list[jax.Array]:
+    """One pass for each mean."""
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
     one = jnp.ones((), array.dtype)
-    dtype = jax.eval_shape(fn, array, args)[0].dtype
-
-    def run(after: Any, scale: float) -> tuple[jax.Array, jax.Array | None]:
-        # The products with one and with the scale make this pass's values others than those of the
-        # pass before, which XLA would otherwise write to memory and read again.
-        factors = (small, one, jnp.asarray(scale, dtype))
-        renew = _plus_zero if on_cpu else hold
-        fresh, unit, factor = factors if after is None else renew(factors, after)
-        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
-        x, new = fn(array * unit, own)
-        return x * factor, new
-
+    dtype = jax.eval_shape(fn, array, args).dtype
     means: list[jax.Array] = []
     done = None
     for reduced in reversed(dims):
-        x, new = run(done, 1.0 / _count(array, reduced))
+        # The products with one and with the scale make this pass's values others than those of the
+        # pass before, which XLA would otherwise write to memory and read again.
+        factors = (small, one, jnp.asarray(1.0 / _count(array, reduced), dtype))
+        renew = _plus_zero if on_cpu else hold
+        fresh, unit, scale = factors if done is None else renew(factors, done)
+        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
+        x = fn(array * unit, own) * scale
         if on_cpu:
             total = done = jnp.sum(x, reduced)
         else:
             total, done = _sum_by_stages(x, reduced)
         means.insert(0, total)
-    return means, run(done, 1.0)[1] if on_cpu else new
+    return means
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
@@ -228,14 +231,12 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(part, dims), part
 
 
-def _tile(array: jax.Array, dims: Sequence[Dims]) -> int:
-    """Returns how many rows and columns a GPU adds first; 0 if other dims are reduced."""
+def _is_tiled(array: jax.Array, dims: Sequence[Dims]) -> bool:
+    """Whether both dims of matrices are reduced, and no shard ends within a tile."""
     num = _num_devices(array)
-    if sorted(dims) != [(array.ndim - 2,), (array.ndim - 1,)] or any(
-        n % num for n in array.shape[-2:]
-    ):
-        return 0
-    return math.gcd(_TILE, *(n // num for n in array.shape[-2:]))
+    return sorted(dims) == [(array.ndim - 2,), (array.ndim - 1,)] and all(
+        n >= _TILE and (n % (num * _TILE) == 0 or math.gcd(n, num) == 1) for n in array.shape[-2:]
+    )
 
 
 def _num_devices(x: jax.Array) -> int:
@@ -244,39 +245,41 @@ def _num_devices(x: jax.Array) -> int:
 
 
 def _tile_by_tile(
-    fn: Function, dims: Sequence[Dims], tile: int, array: jax.Array, args: Any
-) -> Swept:
+    fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any
+) -> list[jax.Array]:
     """One pass for both means, whose threads each add a few rows, and as many columns."""
-    leaves, treedef = jax.tree.flatten(args)
-    *_, rows, columns = array.shape
     num = _num_devices(array)
-    # Columns that a thread adds are apart: threads side by side read adjacent ones.
-    parts = {
-        array.ndim - 2: (rows // tile, tile, 1),
-        array.ndim - 1: (num, tile, columns // (num * tile)),
-    }
+    leaves, treedef = jax.tree.flatten(args)
+    small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
 
-    def split(a: jax.Array, dim: int) -> jax.Array:
-        own = (1, 1, 1) if a.shape[dim] == 1 else parts[dim]
-        return a.reshape(*a.shape[:dim], *own, *a.shape[dim + 1 :])
+    factors = (small, jnp.ones((), array.dtype))
+    # Values of the second other than those of the first, which XLA would otherwise write to memory.
+    held = hold(factors)
 
-    def added(reduced: Dims) -> jax.Array:
-        (dim,) = reduced
-        own = [a if a.ndim < array.ndim else split(a, dim) for a in leaves]
-        x, _ = fn(split(array, dim), jax.tree.unflatten(treedef, own))
-        x = x * (1.0 / array.shape[dim])
-        window = [tile if d == dim + 1 else 1 for d in range(x.ndim)]
+    def added(dim: int) -> jax.Array:
+        fresh, one = factors if (dim,) == dims[0] else held
+        own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
+        x = fn(array * one, own) * (1.0 / array.shape[dim])
+        missing = [(0, -n % _TILE if d >= x.ndim - 2 else 0) for d, n in enumerate(x.shape)]
+        x = jnp.pad(x, missing) if any(n for _, n in missing) else x
+        size = x.shape[dim] // _TILE
+        parts = (size, _TILE, 1)
+        if dim == x.ndim - 1:
+            # Columns that a thread adds are apart: threads side by side read adjacent ones.
+            shards = math.gcd(size, num)
+            parts = (shards, _TILE, size // shards)
+        x = x.reshape(*x.shape[:dim], *parts, *x.shape[dim + 1 :])
+        window = [_TILE if d == dim + 1 else 1 for d in range(x.ndim)]
         # Not ``jnp.sum``, of which XLA makes a kernel for each dim.
         return jax.lax.reduce_window(
             x, jnp.zeros((), x.dtype), jax.lax.add, window, window, "valid"
         )
 
-    sums = jax.lax.optimization_barrier(list(map(added, dims)))
+    sums = jax.lax.optimization_barrier([added(dim) for (dim,) in dims])
     means = [jnp.sum(x, (d, d + 1, d + 2)) for x, (d,) in zip(sums, dims, strict=True)]
-    small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
-    fresh, one = hold((small, jnp.ones((), array.dtype)), sums)
-    own = jax.tree.unflatten(treedef, [fresh.get(i, a) for i, a in enumerate(leaves)])
-    return means, fn(array * one, own)[1]
+    (row_dim,), (col_dim,) = dims  # each mean has the other dim, which was padded
+    sizes = [array.shape[col_dim], array.shape[row_dim]]
+    return [x[..., :n] for x, n in zip(means, sizes, strict=True)]
 
 
 def _num_blocks(shape: Dims) -> int:
@@ -295,7 +298,7 @@ def _zeros_like(total: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _block_by_block(
     fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
-) -> Swept:
+) -> list[jax.Array]:
     length = array.shape[0] // blocks
     counts = [_count(array, reduced) for reduced in dims]
 
@@ -305,7 +308,7 @@ def _block_by_block(
 
     def body(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         start = jnp.asarray(i) * length
-        x, _ = fn(block(array, start), jax.tree.map(lambda a: block(a, start), args))
+        x = fn(block(array, start), jax.tree.map(lambda a: block(a, start), args))
         # The barrier makes XLA write one block of x, from which all sums are read.
         x = jax.lax.optimization_barrier(x * (1.0 / max(counts)))  # (length, ...)
         sums = [
@@ -317,11 +320,6 @@ def _block_by_block(
             for total, s, reduced in zip(totals, sums, dims, strict=True)
         ]
 
-    means, new = jax.eval_shape(functools.partial(_fused, fn, dims), array, args)
-    zeros = [_zeros_like(total) for total in means]
-    totals = jax.lax.fori_loop(0, blocks, body, zeros)
-    if new is None:
-        return totals, None
-    # A pass over the full array, whose x is not identified with that of the loop.
-    args = jax.tree.map(lambda a: _plus_zero(a, totals) if a.size < array.size else a, args)
-    return totals, fn(array, args)[1]
+    means = jax.eval_shape(functools.partial(_fused, fn, dims), array, args)
+    totals: list[jax.Array] = jax.lax.fori_loop(0, blocks, body, list(map(_zeros_like, means)))
+    return totals

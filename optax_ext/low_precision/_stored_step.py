@@ -176,18 +176,27 @@ class ScalesFirst(ScheduledRun):
             math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
         ]
         equations, _ = graph.needed(scales, self.values)
-        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
+        least = min(code_sizes, default=0)
+
+        def is_again(value: int) -> bool:
+            return bool(graph.reads[value]) and math.prod(graph.shape(value)) >= least
+
+        # Small values, such as sums, are kept.
+        twice = [eqn for eqn in equations if any(map(is_again, eqn.results))]
         if scales and code_sizes and all(map(_is_cheap, twice)):
-            known = set(self.values)
-            self.compute(scales)
-            # Discard what was dequantized; the inputs among it are read a second time.
-            discarded = {
-                value: self.values.pop(value)
-                for value in self.values.keys() - known - set(scales)
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
-            }
-            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
+            sums = [v for e in equations if not _is_cheap(e) for v in e.results if graph.reads[v]]
+            if sums:
+                self._compute_and_discard(sums, is_again)
+            self._compute_and_discard(scales, is_again)
+
+    def _compute_and_discard(self, wanted: list[Any], is_again: Callable[[int], bool]) -> None:
+        """Discards what is dequantized for these values; inputs among it are read a second time."""
+        known = self.values.keys() & self.graph.producer.keys()
+        self.compute(wanted)
+        new = self.values.keys() - known - set(wanted)
+        discarded = {value: self.values.pop(value) for value in new if is_again(value)}
+        inputs = {i: x for i, x in discarded.items() if i not in self.graph.producer}
+        self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in wanted])
 
 
 def _is_cheap(eqn: Any) -> bool:

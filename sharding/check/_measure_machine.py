@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from sharding.check._machine_report import describe_machine
 from sharding.plan.machine import targets
 from sharding.plan.machine._measured_rates import MeasuredRates, WireTime
+from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_work import UNIT, work_of
 from sharding.plan.search._fit_request import machine_name, of_all
 
@@ -28,6 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float8_e4m3fn")  # the last one not on CPUs, 
 _PRODUCTS = tuple(2**i for i in range(6, 14))  # rows and columns
 _PASSES = tuple(2**i for i in range(16, 29, 3))  # bytes that one reads
 _WIRE = tuple(2**i for i in range(12, 29, 4))  # bytes
+_ROWS = jax.ShapeDtypeStruct((32, 1024, 1024), jnp.float32)  # of element-wise operations
 
 Body = Callable[..., Any]  # of one device's arrays: as many arrays of the same types
 
@@ -149,26 +151,31 @@ def _move(x: jax.Array) -> jax.Array:
 def _elementwise(rates: _Meter, product: float) -> float:
     """Bytes a second of a norm, a softmax and an activation with their gradients.
 
-    As the planner counts bytes. On CPUs without the seconds of the products around them, each of
-    so many operations a second, whose operands XLA computes in slow, transposed loops.
+    As the planner counts bytes. On CPUs of a step of a small decoder but its products, each of so
+    many operations a second: activations leave the caches, memory is new, operands are transposed.
     """
+    decoder = Decoder(4, 256, 4, 4, 1024, 2048, 256, gated=False, tied=True, biased=True)
     is_cpu = jax.default_backend() == "cpu"
-    shape, width = ((4, 128, 128), 512) if is_cpu else ((32, 1024, 1024), 1024)
+    types, tree = jax.tree.flatten(decoder.abstract() if is_cpu else _ROWS)
 
-    def forward(x: jax.Array, w: jax.Array) -> jax.Array:
+    def forward(x: jax.Array) -> jax.Array:
         mean = jnp.mean(x, -1, keepdims=True)
         x = (x - mean) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
-        hidden = jax.nn.gelu(x @ w if is_cpu else x)
-        return jax.nn.softmax(hidden @ w.T if is_cpu else hidden)
+        return jax.nn.softmax(jax.nn.gelu(x))
 
-    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, back = jax.vjp(forward, x, w)
-        dx, dw = back(y)
-        return x + 1e-6 * dx, w + 1e-6 * dw
+    def gradients(leaves: tuple[jax.Array, ...]) -> Any:
+        if is_cpu:
+            tokens = jnp.arange(4 * 257, dtype=jnp.int32).reshape(4, 257)
+            return jax.grad(decoder.make_loss())(tree.unflatten(leaves), tokens)
+        y, back = jax.vjp(forward, *leaves)
+        return back(y)
 
-    types = [jax.ShapeDtypeStruct(x, jnp.float32) for x in (shape, (shape[-1], width))]
-    work = work_of(layer, *types, kind=UNIT)
-    seconds = rates.seconds(layer, *(x.shape for x in types))
+    def step(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+        found = jax.tree.leaves(gradients(leaves))
+        return tuple(x + 1e-6 * dx for x, dx in zip(leaves, found, strict=True))
+
+    work = work_of(step, *types, kind=UNIT)
+    seconds = rates.seconds(step, *(x.shape for x in types))
     return work.seconds / max(seconds - work.flops / product, seconds / 10)
 
 

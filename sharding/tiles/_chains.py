@@ -180,20 +180,16 @@ class ChainSearch:
         if len({mesh.axis_types for mesh in meshes if not mesh.empty}) > 1:
             raise RowsMeet("a value that it reads or returns is on axes of another kind")
 
-        def tile(values: dict[Value, Any]) -> None:
-            values = values | graph.constants
-            equations = [graph.equations[number] for number in chain.equations]
+        equations = [graph.equations[number] for number in chain.equations]
+        shapes = [tile_shape(graph.shape(v), chain.states.get(v), rows) for v in chain.read]
+        dtypes = [graph.types[v].dtype for v in chain.read]
+
+        def tile(given: list[Any]) -> None:
+            values = graph.constants | dict(zip(chain.read, given, strict=True))
             TileEvaluation(graph, chain.states, 0, rows).run(equations, values)
 
-        read = [v for v in chain.read if v not in graph.constants]
-        types = {
-            v: jax.ShapeDtypeStruct(
-                tile_shape(graph.shape(v), chain.states.get(v), rows), graph.types[v].dtype
-            )
-            for v in read
-        }
         try:
-            jax.eval_shape(tile, types)
+            jax.eval_shape(tile, list(map(jax.ShapeDtypeStruct, shapes, dtypes)))
         except RowsMeet:
             raise
         except Exception as error:  # of an operation that has sizes in it
@@ -208,22 +204,22 @@ class ChainSearch:
         while left := [v for v in frontier if v not in fixed]:
             v = max(left, key=self.nbytes)
             behind = self._behind(frontier, v, taken)
-            if behind is None or (
-                self._total(frontier) <= enough and self._total(behind) > self._total(frontier)
-            ):
-                fixed.add(v)
-                continue
-            is_cheap = self._steps[self._graph.producer[v]].name in _CHEAP
-            is_smaller = self._total(behind) < self._total(frontier)
-            if self._total(frontier) <= enough and not (is_cheap or is_smaller):
+            size, before = self._total(frontier), self._total(behind or ())
+            is_cheap = self._name(v) in _CHEAP
+            is_better = before < size or (is_cheap and before == size) or size > enough
+            if behind is None or not is_better:
                 fixed.add(v)
                 continue
             frontier = behind
-            if self._total(frontier) < self._total(best):
-                best = frontier
+            best = min(best, frontier, key=self._total)
         if self._total(best) > enough:
             raise NoGain("nothing before it is smaller and has the same rows")
         return best
+
+    def _name(self, value: Value) -> str:
+        """Of the primitive that makes a value; empty for inputs."""
+        number = self._graph.producer.get(value)
+        return "" if number is None else self._steps[number].name
 
     def _total(self, values: Iterable[Value]) -> int:
         return sum(map(self.nbytes, values))
@@ -236,26 +232,26 @@ class ChainSearch:
         if number is None or number in taken:
             return None
         before = self._operand_rows(number, frontier[value])
-        if before is None:
-            return None
-        return {v: rows for v, rows in frontier.items() if v != value} | before
+        others = {v: rows for v, rows in frontier.items() if v != value}
+        return None if before is None else others | before
 
     def _operand_rows(self, number: int, rows: Rows) -> dict[Value, Rows] | None:
         """The states of operands, if a result has these rows; None if that is not known."""
         eqn, step = self._graph.equations[number], self._steps[number]
         if len(eqn.results) != 1 or step.name in RANDOM:
             return None
-        (dim,), size = rows.dims, step.result_shape()[rows.dims[0]]
-        is_made = step.name in (
-            "broadcast_in_dim",
-            "iota",
-        )  # whose entries may be equal in all rows
-        found: dict[Value, Rows] = {}
-        for v, places, shape in zip(eqn.operands, _places(step), step.shapes, strict=True):
-            at = [d for d, place in enumerate(places) if place == dim and shape[d] == size]
+        found = self._same_rows(number, rows, rows.dims[0], step.result_shape()[rows.dims[0]])
+        is_made = step.name in ("broadcast_in_dim", "iota")  # whose rows may be equal
+        return found if found or is_made else None
+
+    def _same_rows(self, number: int, rows: Rows, place: Any, size: int) -> dict[Value, Rows]:
+        """The operands of an equation that have as many rows, along dim ``place`` of its result."""
+        step, found = self._steps[number], dict[Value, Rows]()
+        for v, places, shape in zip(step.operands, _places(step), step.shapes, strict=True):
+            at = [d for d, other in enumerate(places) if other == place and shape[d] == size]
             if at:
                 found[v] = dataclasses.replace(rows, dims=(at[0],))
-        return found if found or is_made else None
+        return found
 
     def _with_inputs(
         self, states: dict[Value, Any], equations: list[int], taken: set[int]
@@ -292,24 +288,18 @@ class ChainSearch:
           RowsMeet: if rows meet, or the equation is a loop or a branch.
         """
         eqn, step = self._graph.equations[number], self._steps[number]
-        record, own = (
-            record_of(eqn),
-            next(v for v in eqn.operands if row_dim(states.get(v)) is not None),
-        )
         if step.name in ("while", "cond", "scan", "declared_rows", *RANDOM):
             at = located(Coupled("it is a loop, a branch, declared or random"), self._steps, number)
             raise RowsMeet(str(at))
-        if not isinstance(record, CustomDerivative | Remat | None):
+        if not isinstance(record_of(eqn), CustomDerivative | Remat | None):
             return self._walked(number, states)
-        rows, places = states[own], _places(step)
-        place = places[eqn.operands.index(own)][rows.dims[0]]
-        beside: dict[Value, Any] = {}
-        for v, of_dims, shape in zip(eqn.operands, places, step.shapes, strict=True):
-            size = self._graph.shape(own)[rows.dims[0]]
-            at = [d for d, other in enumerate(of_dims) if other == place and shape[d] == size]
-            if at and v not in states and not isinstance(place, str):
-                beside[v] = dataclasses.replace(rows, dims=(at[0],))
-        return beside | self._walked(number, states | beside)
+        own = next(v for v in eqn.operands if row_dim(states.get(v)) is not None)
+        rows, dim = states[own], states[own].dims[0]
+        place = _places(step)[eqn.operands.index(own)][dim]
+        if not isinstance(place, str):
+            states = self._same_rows(number, rows, place, self._graph.shape(own)[dim]) | states
+        of_operands = {v: states[v] for v in eqn.operands if v in states}
+        return of_operands | self._walked(number, states)
 
     def _walked(self, number: int, states: dict[Value, Any]) -> dict[Value, Any]:
         eqn, step = self._graph.equations[number], self._steps[number]

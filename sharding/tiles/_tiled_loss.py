@@ -132,7 +132,7 @@ def report_tiles(loss: AnyLoss, *args: Any, tiles: int = 16) -> list[str]:
     return _TiledGraph(closed, tiles, None).report()
 
 
-def _as_loss(loss: AnyLoss) -> Loss:
+def _as_loss(loss: Any) -> Loss:
     """A ``Loss``; of any arguments, as are those of the head of a ``Pipeline``."""
     is_function = callable(loss) and not isinstance(loss, Loss) and not hasattr(loss, "as_loss")
     return Loss(loss) if is_function else as_loss(loss)

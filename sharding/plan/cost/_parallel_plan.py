@@ -127,10 +127,10 @@ class ParallelPlan:
         if model.heads % self.tensor:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
         model.check_experts(self.experts, self.tensor)
-        if model.experts and self.pipe > 1:
+        if self.pipe > 1 and (self.experts > 1 or model.dense_layers):
             raise ValueError(
-                "a model with experts is planned without a pipeline: use experts= and data=, got "
-                f"pipe={self.pipe}."
+                "experts over several devices, and layers of which some have none, are planned "
+                f"without a pipeline, got pipe={self.pipe}."
             )
         check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks, model.layers)
         if self.splits_backward and self.recompute != "none":

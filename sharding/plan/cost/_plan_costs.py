@@ -566,7 +566,7 @@ class TracedCosts(PlanCosts):
         unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
         low = Roofline(self.machine.device, COMPILED, ideal=ideal, matmuls=plan.matmuls)
         products = (traced.flops - traced.low) / unit.flops + traced.low / low.flops
-        products += traced.touched / unit.bandwidth
+        products += traced.touched / unit.operands
         kernels = round(_KERNELS * traced.products)
         work = KernelSeconds(
             products, traced.moved / unit.bandwidth, kernels, kernels * unit.kernel

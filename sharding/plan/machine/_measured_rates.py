@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from scipy.optimize import nnls
 
 from sharding.plan._format import Printed, Table, check_choice, size
 from sharding.plan.machine import targets
@@ -62,10 +63,9 @@ class MeasuredRates(Printed):
     def device(self, dtype: str = "") -> DeviceKind:
         """The figures for plans: rates of products of this dtype, links by all collectives.
 
-        Of n x n matrices a product takes 2 n^3 / F + 3 n^2 b / E + kernel for elements of b bytes
-        and E bytes a second of element-wise operations; F is fitted, by relative errors. A
-        collective takes ``start + x / link`` where it takes x seconds over links of 1 byte a second
-        without latency.
+        Of n x n matrices a product takes 2 n^3 / F + 3 n^2 b / O + kernel for elements of b bytes;
+        F and O are fitted, by relative errors. A collective takes ``start + x / link`` where it
+        takes x seconds over links of 1 byte a second without latency.
 
         Args:
           dtype: of the parameters in the loss; by default float32 on CPUs, else bfloat16.
@@ -78,8 +78,8 @@ class MeasuredRates(Printed):
         check_choice("a dtype of measured products", dtype, [*self.products])
         rows = np.array(self.products[dtype])
         item = jnp.dtype(dtype).itemsize
-        others = 3 * rows[:, 0] ** 2 * item / self.elementwise + self.kernel
-        flops = 1 / float(_fitted(2 * rows[:, :1] ** 3, rows[:, 1] - others, rows[:, 1])[0])
+        terms = np.stack([2 * rows[:, 0] ** 3, 3 * rows[:, 0] ** 2 * item], 1)
+        each, of_byte = _fitted(terms, rows[:, 1] - self.kernel, rows[:, 1])
         known = kind_of(self.target) or DeviceKind(
             *(target.kind, self.memory, 0.0, 0.0, 1.0, None),
             source="",
@@ -90,6 +90,7 @@ class MeasuredRates(Printed):
             *(1.0, 1.0, near[2]),
             memory=1.0,
             passes=self.elementwise / self.bandwidth,
+            operands=1 / float(of_byte) / self.bandwidth,
             kernel=self.kernel,
             start=near[1],
             link_hop=0.0,
@@ -101,7 +102,7 @@ class MeasuredRates(Printed):
             known,
             memory=self.memory,
             bandwidth=self.bandwidth,
-            flops=flops,
+            flops=1 / float(each),
             link=near[0],
             network=far[0] if target.groups > 1 else known.network,
             host_link=self.host_link or known.host_link,
@@ -184,8 +185,7 @@ def _rate_row(name: str, of: str, amount: float, unit: str, seconds: float) -> t
 
 def _fitted(terms: Any, rest: Any, seconds: Any) -> np.ndarray:
     """Positive factors of terms whose sum is nearest to ``rest``, by shares of ``seconds``."""
-    terms, rest, seconds = (np.asarray(x, np.float64) for x in (terms, rest, seconds))
-    found = np.linalg.lstsq(terms / seconds[:, None], rest / seconds, rcond=None)[0]
+    found, _ = nnls(terms / seconds[:, None], rest / seconds)
     return np.maximum(found, 1e-30)
 
 

@@ -113,6 +113,8 @@ class Roofline:
         self.quantizing = (_ITEM + 1 + (_ITEM if device.tile else 0)) if matmuls else 0
         self.attention_flops = self.flops * (1.0 if ideal else implementation.attention_share)
         self.bandwidth = math.inf if ideal else device.bandwidth * reached.passes
+        share = reached.operands or reached.passes
+        self.operands = math.inf if ideal else device.bandwidth * share
         self.kernel = 0.0 if ideal else reached.kernel
         self.unfused = implementation.unfused
 
@@ -120,7 +122,7 @@ class Roofline:
         """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
         flops = 2.0 * batch * rows * inner * cols
         nbytes = batch * (self.item * (rows + cols) * inner + _ITEM * rows * cols)
-        return KernelSeconds(flops / self.flops + nbytes / self.bandwidth, 0.0, 1, self.kernel)
+        return KernelSeconds(flops / self.flops + nbytes / self.operands, 0.0, 1, self.kernel)
 
     def quantize(self, elements: float) -> KernelSeconds:
         """So many elements of operands become codes, where products are in few bits."""

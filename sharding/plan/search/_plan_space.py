@@ -157,15 +157,14 @@ class PlanSpace:
         if not isinstance(model, Decoder):  # its mesh says who shares a layer
             yield 1, model.tensor, 1
             return
-        if model.experts:
-            shared = math.gcd(self.num_devices, model.experts.number)
-            yield from ((1, 1, experts) for experts in divisors(shared))
-            return
+        experts = math.gcd(self.num_devices, model.experts.number if model.experts else 1)
+        yield from ((1, 1, devices) for devices in divisors(experts))
+        alone = model.experts or model.latent  # no device shares a layer
         for pipe in divisors(self.num_devices):
-            if pipe == 1 or pipe <= model.layers:
-                others = self.num_devices // pipe
+            if pipe == 1 or (pipe <= model.layers and not model.dense_layers):
+                others = 1 if alone else self.num_devices // pipe
                 shared = math.gcd(others, model.heads, model.kv_heads, model.hidden)
-                yield from ((pipe, tensor, 1) for tensor in divisors(shared))
+                yield from ((pipe, x, 1) for x in divisors(shared) if pipe * x > 1)
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
         model = self.model

@@ -11,10 +11,11 @@ import optax
 import pytest
 
 import sharding as shd
-from sharding.plan import MODELS, Decoder, ParallelPlan, build, search
+from sharding.plan import MODELS, Decoder, ParallelPlan, build, kind_of, search
 from sharding.plan.model._experts import Experts
 from sharding.plan.model._models import Latent
-from sharding.plan.search._verify import planned_rows
+from sharding.plan.search._plan_file import PlanFile
+from sharding.plan.search._verify import planned_rows, verify
 
 SMALL = Decoder(
     *(2, 16, 2, 2, 48, 32, 8),
@@ -128,12 +129,25 @@ def test_plans_share_experts():
     outside = 2 * model.vocabulary * model.width
     params = (common + outside) / 2 + model.layers * model.expert_elements / 16
     assert kept.best.held["params"] == pytest.approx(2 * params, rel=1e-3)
-    with pytest.raises(ValueError, match="without a pipeline"):
-        ParallelPlan(pipe=2).check(model)
+    pipeline = search(model, optax.adam(1e-3), "h100x16", keep={"pipe": 4}, **options).best.plan
+    assert (pipeline.pipe, pipeline.data, pipeline.experts) == (4, 4, 1)
+    for of, plan in ((model, {"experts": 2}), (MODELS["deepseek-v3"], {})):
+        with pytest.raises(ValueError, match="without a pipeline"):
+            ParallelPlan(pipe=2, **plan).check(of)
     with pytest.raises(ValueError, match="not shared as in Megatron-LM"):
         model.specs(shards=4)
     with pytest.raises(ValueError, match="3 devices cannot share 8 experts"):
         ParallelPlan(experts=3).check(model)
+
+
+def test_a_pipeline_of_experts_is_planned_as_it_runs():
+    model = dataclasses.replace(SMALL, experts=Experts(4, 2), latent=None)
+    plan = ParallelPlan(data=4, pipe=2, microbatches=4, stage=1)
+    promised = {"memory": 1.0, "seconds": 1.0}
+    file = PlanFile("", "", "cpu:8", model.length, "float32", (1, 1), plan, promised)
+    found = verify(file, model, optax.adam(1e-3), memory=2.0**40, device=kind_of("h100"))
+    assert not found.failures
+    assert found.wire == pytest.approx(found.planned_wire, rel=1e-3)
 
 
 def test_held_out_steps(monkeypatch):
